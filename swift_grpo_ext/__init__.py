@@ -1,0 +1,20 @@
+"""swift-grpo-ext: correct, reproducible, watched GRPO rollouts for vision-language models.
+
+A plugin for ms-swift: `swift rlhf --rlhf_type grpo --external_plugins plugins/grpo_ext.py ...`.
+Importing the package loads neither torch nor vLLM, and changes nothing: `register()` does.
+"""
+
+from swift_grpo_ext.version import __version__
+
+__all__ = ["__version__", "register"]
+
+
+def register() -> None:
+    """Hang the trainer, the engine, the flags and the callbacks into ms-swift.
+
+    Harmless when called again. Raises `ImportError` when the installed ms-swift is not one whose
+    hooks we know.
+    """
+    from swift_grpo_ext.register import register as register_all
+
+    register_all()

@@ -1,0 +1,213 @@
+"""Every flag of ours, once: meaning, default, range, and whether this version builds it.
+
+`--help`, the README's table and the checks are all made from these dataclasses. A flag whose part
+is not built yet is refused, never accepted and ignored (`NOT_BUILT_YET`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+import docstring_parser
+
+from swift_grpo_ext.version import __version__
+
+NOT_BUILT_YET: dict[str, tuple[Any, ...]] = {
+    "rollout_seed_mode": ("engine",),
+    "rollout_group_requests": (False,),
+    "duplicate_prompts": ("allow",),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (),
+    "logits_shim": ("off",),
+    "logps_chunk_size": (0,),
+    "diversity_action": (),
+    "diversity_alarm_p": (),
+}
+"""Flags whose part is not built yet, with the values that this version honours all the same."""
+
+
+@dataclass(kw_only=True)
+class RolloutFlags:
+    """How completions are asked for."""
+
+    rollout_seed_mode: Literal["sample", "engine"] = "engine"
+    """`sample`: every sample draws with a seed of its own, made from its identity. `engine`:
+    ms-swift's own seeds."""
+
+    rollout_group_requests: bool = False
+    """Ask for a group's completions in one request, so that its images are sent, decoded and
+    encoded once."""
+
+    duplicate_prompts: Literal["allow", "warn", "error"] = "allow"
+    """What to do about prompts that stand twice in the data set or in a generation batch, images
+    included."""
+
+    require_images: bool = True
+    """Refuse a data set in which no row holds an image, a video or an audio, where the model takes
+    them. `false` trains such a model on text alone."""
+
+
+@dataclass(kw_only=True)
+class StopFlags:
+    """Where a completion ends."""
+
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a completion, beside `--stop_words`."""
+
+    include_stop_str_in_output: bool = True
+    """Whether the text that reward functions see ends with the stop string, or right before it."""
+
+
+@dataclass(kw_only=True)
+class LogitsFlags:
+    """Which logits the training passes compute."""
+
+    logits_shim: Literal["auto", "strict", "off"] = "off"
+    """Compute logits for completion positions only, however the model spells the keyword. `auto`
+    slices where nothing works, `strict` stops there, `off` is ms-swift's own behaviour."""
+
+    logps_chunk_size: int = 0
+    """Number of positions whose log-probabilities are computed at a time; 0 computes all."""
+
+
+@dataclass(kw_only=True)
+class DiversityFlags:
+    """The diversity monitor (`--callbacks diversity`)."""
+
+    diversity_action: Literal["log", "warn", "stop"] = "warn"
+    """What an alarm does: `log` records it, `warn` prints it too, `stop` ends the run with a
+    checkpoint."""
+
+    diversity_alarm_p: float = 1e-6
+    """p-value below which shared prefixes within a group count as broken randomness."""
+
+
+FLAG_GROUPS: tuple[type, ...] = (RolloutFlags, StopFlags, LogitsFlags, DiversityFlags)
+
+
+@dataclass(kw_only=True)
+class ExtFlags(RolloutFlags, StopFlags, LogitsFlags, DiversityFlags):
+    """All flags of ours. Arguments classes of ms-swift are extended with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlagInfo:
+    """One flag, as the help text and the README's table show it."""
+
+    name: str
+    group: str
+    type: str
+    default: Any
+    help: str
+    built: tuple[Any, ...] | None
+
+    @property
+    def status(self) -> str:
+        """Which values this version honours, in words."""
+        if self.built is None:
+            return "all values"
+        return " or ".join(f"only {show(value)}" for value in self.built) or "not in this version"
+
+
+def flag_infos() -> Iterator[FlagInfo]:
+    """Every flag in the order of its group, with the text of its field's docstring."""
+    for group in FLAG_GROUPS:
+        texts = _field_docs(group)
+        for f in fields(group):
+            yield FlagInfo(
+                name=f.name,
+                group=docstring_parser.parse(group.__doc__ or "").short_description or "",
+                type=_type_words(f),
+                default=_default(f),
+                help=texts[f.name],
+                built=NOT_BUILT_YET.get(f.name),
+            )
+
+
+@cache
+def _field_docs(group: type) -> dict[str, str]:
+    parsed = docstring_parser.parse_from_object(group)
+    return {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
+
+
+def _default(f: Field[Any]) -> Any:
+    return f.default_factory() if callable(f.default_factory) else f.default
+
+
+def _type_words(f: Field[Any]) -> str:
+    hint = _hints()[f.name]
+    if get_origin(hint) is Literal:
+        return " | ".join(get_args(hint))
+    if get_origin(hint) is list:
+        return f"{get_args(hint)[0].__name__} ..."
+    return str(hint.__name__)
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    from typing import get_type_hints
+
+    return get_type_hints(ExtFlags)
+
+
+def flag_names() -> list[str]:
+    return [info.name for info in flag_infos()]
+
+
+def show(value: Any) -> str:
+    """A value as it is typed on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none given"
+    return str(value)
+
+
+def check_flags(flags: ExtFlags, given: Collection[str] = ()) -> None:
+    """Refuse values out of range and parts that this version does not build.
+
+    Args:
+        flags: the flags, as an object that has every field of `ExtFlags`.
+        given: names of the flags that the user set himself, so that a flag without any built value
+            is refused even where its default is repeated.
+
+    Raises:
+        ValueError: names the flag, the value received, what was expected and the remedy.
+    """
+    _check_ranges(flags)
+    for info in flag_infos():
+        value = getattr(flags, info.name)
+        touched = info.name in given or value != info.default
+        if info.built is not None and touched and value not in info.built:
+            expected = (
+                f"this version ({__version__}) builds {info.status}; leave the flag out"
+                if info.built
+                else f"nothing in this version ({__version__}) reads it; leave the flag out"
+            )
+            raise ValueError(f"--{info.name} {show(value)} is not in this version: {expected}.")
+
+
+def _check_ranges(flags: ExtFlags) -> None:
+    for name, hint in _hints().items():
+        value = getattr(flags, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ValueError(f"--{name} {value}: expected one of {', '.join(get_args(hint))}.")
+    negative = [i for i in flags.stop_token_ids if i < 0]
+    if negative:
+        raise ValueError(
+            f"--stop_token_ids {show(flags.stop_token_ids)}: {negative[0]} is negative; token ids "
+            "are 0 or more, as `tokenizer.convert_tokens_to_ids` gives them."
+        )
+    if flags.logps_chunk_size < 0:
+        raise ValueError(
+            f"--logps_chunk_size {flags.logps_chunk_size}: expected a number of positions, or 0 "
+            "for no chunks."
+        )
+    if not 0 < flags.diversity_alarm_p < 1:
+        raise ValueError(
+            f"--diversity_alarm_p {flags.diversity_alarm_p}: expected a probability between 0 and "
+            "1, such as 1e-6."
+        )

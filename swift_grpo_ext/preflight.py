@@ -1,0 +1,138 @@
+"""Checks made before any model is loaded, so that bad input ends early and by name.
+
+Each raises `ValueError` with the setting, the value received, what was expected and the remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from swift_grpo_ext import diversity
+from swift_grpo_ext.rows import check_rows
+from swift_grpo_ext.upstream.accelerator import has_accelerator
+
+GIB = 1024**3
+CPU_ENGINE_GIB = 1.5
+"""What a process with torch, transformers and vLLM holds before any weight (measured: 1.3 GiB)."""
+
+
+def check_model(args: Any) -> None:
+    """`--model` names a directory with a model, or a hub id."""
+    if args.model is None:
+        raise ValueError("--model is missing: give a local directory or a hub id.")
+    path = Path(args.model).expanduser()
+    looks_local = args.model.startswith(("/", ".", "~")) or args.model.count("/") > 1
+    if looks_local and not path.is_dir():
+        raise ValueError(
+            f"--model {args.model}: there is no such directory. Give the directory that holds "
+            "config.json and the weights, or a hub id such as Qwen/Qwen2.5-VL-7B-Instruct."
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"--model {args.model}: the directory holds no config.json. Give the directory of a "
+            "model in Hugging Face format (a checkpoint of a LoRA run goes to --adapters)."
+        )
+
+
+def check_engine(args: Any) -> None:
+    """vLLM is installed where it is asked for, and `swift rollout`'s port is free."""
+    serves = hasattr(args, "port")
+    if (serves or args.use_vllm) and importlib.util.find_spec("vllm") is None:
+        setting = "swift rollout" if serves else "--use_vllm true"
+        raise ValueError(
+            f"{setting} needs vLLM, which is not installed: pip install 'swift-grpo-ext[gpu]', or "
+            "'swift-grpo-ext[cpu]' on a machine without GPU."
+        )
+    # ms-swift would quietly take the next free port, where no trainer looks for it.
+    if serves and not _port_is_free(args.port):
+        raise ValueError(
+            f"--port {args.port} is in use on this machine: stop what listens there, or give "
+            "another --port here and the same as --vllm_server_port to `swift rlhf`."
+        )
+
+
+def check_callbacks(args: Any) -> None:
+    """Callbacks of ours that are not built yet are refused."""
+    if "diversity" in (getattr(args, "callbacks", None) or []):
+        diversity.refuse()
+
+
+def check_batch(args: Any) -> None:
+    """A generation batch holds whole groups."""
+    config = args.training_args
+    batch, group = config.generation_batch_size, args.num_generations
+    if batch % group:
+        raise ValueError(
+            f"--num_generations {group}: a generation batch of {batch} samples does not hold whole "
+            f"groups. It is per_device_train_batch_size ({config.per_device_train_batch_size}) x "
+            f"training ranks ({config.world_size}) x steps_per_generation "
+            f"({config.steps_per_generation}), or --generation_batch_size; make it a multiple of "
+            f"{group}."
+        )
+
+
+def check_memory(args: Any) -> None:
+    """On CPU: the machine can hold at least the weights, the optimizer and the KV caches."""
+    weights = _weight_bytes(Path(args.model).expanduser())
+    if has_accelerator() or weights == 0:
+        return
+    colocated = args.use_vllm and args.vllm_mode == "colocate"
+    copies = (4 if args.tuner_type == "full" else 1) + colocated  # weight, gradient, two moments
+    cache = float(os.environ["VLLM_CPU_KVCACHE_SPACE"]) if colocated else 0.0
+    per_rank = copies * weights + (cache + CPU_ENGINE_GIB) * GIB
+    ranks = max(args.local_world_size, 1)
+    available = psutil.virtual_memory().available
+    if ranks * per_rank > available:
+        raise ValueError(
+            f"--model {args.model}: {ranks} training rank(s) on this machine need at least "
+            f"{ranks * per_rank / GIB:.1f} GiB of memory (per rank {copies} x {weights / GIB:.1f} "
+            f"GiB of weights and optimizer, {cache:g} GiB of KV cache), and "
+            f"{available / GIB:.1f} GiB are free. Use a smaller model, fewer ranks "
+            "(NPROC_PER_NODE), --tuner_type lora, or a smaller VLLM_CPU_KVCACHE_SPACE."
+        )
+
+
+def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    """The rows that ms-swift has loaded hold readable images, and fill a generation batch."""
+    prompts = args.training_args.generation_batch_size // args.num_generations
+    num_rows = _length(train_dataset)
+    if num_rows is not None and num_rows < prompts:
+        raise ValueError(
+            f"--dataset {' '.join(args.dataset)}: {num_rows} rows are fewer than the {prompts} "
+            f"prompts of one generation batch ({args.training_args.generation_batch_size} samples "
+            f"/ --num_generations {args.num_generations}), so that no step could be made. Add rows "
+            "or make the batch smaller."
+        )
+    needs_media = args.require_images and args.model_meta.is_multimodal
+    for setting, dataset in (("--dataset", train_dataset), ("--val_dataset", eval_dataset)):
+        if _length(dataset) is not None:
+            check_rows(dataset, setting=setting, needs_media=needs_media)
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None  # a stream has none
+
+
+def _weight_bytes(directory: Path) -> int:
+    """Bytes of a local model's weights; 0 where they are not on this machine yet."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+    return sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("", port))
+        except OSError:
+            return False
+    return True

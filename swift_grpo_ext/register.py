@@ -1,0 +1,36 @@
+"""The one list of what we hang into ms-swift, and where."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from functools import cache
+
+from swift_grpo_ext.upstream import contract
+
+TRAINER = "swift_grpo_ext.trainer.RolloutGRPOTrainer"
+TRAINING_ARGUMENTS = "swift_grpo_ext.trainer.RolloutGRPOConfig"
+
+
+@cache
+def register() -> None:
+    """See `swift_grpo_ext.register`."""
+    contract.check_swift_version(importlib.metadata.version("ms-swift"))
+
+    # Not before the version is known to fit: these modules build on ms-swift's own classes.
+    from swift.callbacks import callbacks_map
+    from swift.trainers import TrainerFactory
+
+    from swift_grpo_ext.diversity import DiversityMonitor
+    from swift_grpo_ext.upstream import flags
+
+    flags.install()
+    TrainerFactory.TRAINER_MAPPING["grpo"] = TRAINER
+    TrainerFactory.TRAINING_ARGS_MAPPING["grpo"] = TRAINING_ARGUMENTS
+    callbacks_map["diversity"] = DiversityMonitor
+    # `swift rollout` names its engine when its module loads, which is before plugins are imported.
+    # The trainer puts ours in place itself, when it makes its engine.
+    if "swift.pipelines.infer.rollout" in sys.modules:
+        from swift_grpo_ext import engine
+
+        engine.install()

@@ -1,0 +1,101 @@
+"""Checks of a data set's rows: are the images there, and are they images?
+
+Rows are ms-swift's own, after its column mapping: `messages`, and `images` as `{"bytes", "path"}`.
+Only headers are read, so that tens of thousands of images take seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+from tqdm import tqdm
+
+MEDIA = ("images", "videos", "audios")
+MAX_IMAGES_OPENED = 20_000
+"""Above this many rows with images, evenly spaced rows are opened instead of all of them."""
+PROGRESS_ROWS = 2_000
+
+
+def check_rows(dataset: Sequence[Mapping[str, Any]], *, setting: str, needs_media: bool) -> None:
+    """Raise `ValueError`, naming the row, for the first image that cannot be read.
+
+    Args:
+        dataset: rows of ms-swift, with random access.
+        setting: the flag that named the data set, for the error.
+        needs_media: refuse a data set without a single image, video or audio.
+    """
+    rows = _spread(len(dataset), MAX_IMAGES_OPENED)
+    has_media = False
+    for i in tqdm(rows, desc=f"Checking {setting}", disable=len(rows) < PROGRESS_ROWS):
+        row = dataset[i]
+        has_media = has_media or any(row.get(key) for key in MEDIA)
+        for image in row.get("images") or ():
+            reason = unreadable(image)
+            if reason:
+                raise ValueError(
+                    f"{setting}: image {_source(image)!r} of row {i} (counted from 0) {reason}. "
+                    "Correct the row, or give paths that hold from the working directory."
+                )
+    if needs_media and not has_media:
+        raise ValueError(
+            f"{setting}: no row holds `images` (or `videos`, `audios`), and the model takes them. "
+            'Add the column, e.g. {"messages": [...], "images": ["digit.png"]}, map yours with '
+            "--columns, or train on text alone with --require_images false."
+        )
+
+
+def unreadable(image: Any) -> str | None:
+    """Why an image cannot be read, in words; None where it can, or where only a look-up would tell.
+
+    Args:
+        image: a path, a URL, a data URL, base64 text, raw bytes, or ms-swift's
+            `{"bytes": ..., "path": ...}`.
+    """
+    content = _content(image)
+    if content is None:
+        return None
+    try:
+        with Image.open(content):
+            return None
+    except FileNotFoundError:
+        return "does not exist"
+    except (UnidentifiedImageError, OSError) as e:
+        return f"is not an image that can be read ({type(e).__name__}: {e})"
+
+
+def _content(image: Any) -> Path | io.BytesIO | None:
+    """Something that PIL opens; None for what this check leaves to ms-swift (URLs, PIL images)."""
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, bytes):
+        return io.BytesIO(image)
+    if not isinstance(image, str) or image.startswith(("http://", "https://")):
+        return None
+    if image.startswith("data:"):
+        return io.BytesIO(base64.b64decode(image.partition(",")[2]))
+    path = Path(image.removeprefix("file://")).expanduser()
+    root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths
+    if root and not path.exists():
+        path = Path(root) / path
+    is_base64 = len(image) > 255 and not path.suffix
+    return io.BytesIO(base64.b64decode(image)) if is_base64 else path
+
+
+def _source(image: Any) -> str:
+    """How to name an image in an error: its path, or a short piece of what stands there."""
+    if isinstance(image, Mapping):
+        image = image.get("path") or image.get("bytes")
+    text = image if isinstance(image, str) else repr(image)
+    return text if len(text) <= 255 else f"{text[:40]}..."
+
+
+def _spread(length: int, most: int) -> Iterable[int] | Any:
+    """At most `most` indices, evenly spaced over `range(length)`."""
+    step = -(-length // most) if length else 1
+    return range(0, length, step)

@@ -1,0 +1,86 @@
+"""The upstream names and signatures that we extend, and the check that they are what we know.
+
+Every module that extends upstream lists its pins and calls `verify` when it is imported, so that an
+unknown ms-swift or vLLM is refused by name before it can fail deep in a run. The tests verify all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+SUPPORTED_SWIFT = SpecifierSet(">=4.6,<4.7")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One upstream name that we extend.
+
+    `parameters` are the names in its signature, in order, up to those we know; None where only the
+    name counts (an attribute, a registry).
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class UnsupportedUpstreamError(ImportError):
+    """An installed ms-swift or vLLM does not have the hooks that we know."""
+
+
+def resolve(pin: Pin) -> Any:
+    """The object that a pin names; raises `AttributeError` or `ImportError` where it is missing."""
+    value: Any = importlib.import_module(pin.module)
+    for part in pin.name.split("."):
+        declared = getattr(value, "__dataclass_fields__", {})
+        get = inspect.getattr_static if inspect.isclass(value) else getattr
+        value = declared[part] if part in declared else get(value, part)
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def mismatch(pin: Pin) -> str | None:
+    """What is wrong with a pin, in words; None where it holds."""
+    try:
+        value = resolve(pin)
+    except (AttributeError, ImportError) as e:
+        return f"{pin} is missing ({e})"
+    if pin.parameters is None:
+        return None
+    found = tuple(inspect.signature(value).parameters)
+    if found[: len(pin.parameters)] != pin.parameters:
+        return f"{pin} takes {found}, expected {pin.parameters}"
+    return None
+
+
+def verify(pins: Iterable[Pin]) -> None:
+    """Raise `UnsupportedUpstreamError` unless the ms-swift and all pins are what we know."""
+    check_swift_version(importlib.metadata.version("ms-swift"))
+    wrong = [text for pin in pins if (text := mismatch(pin))]
+    if wrong:
+        raise UnsupportedUpstreamError(
+            f"ms-swift {importlib.metadata.version('ms-swift')} does not have the hooks that "
+            f"swift-grpo-ext extends: {'; '.join(wrong)}. {_remedy()}"
+        )
+
+
+def check_swift_version(installed: str) -> None:
+    """Raise `UnsupportedUpstreamError` for a ms-swift outside `SUPPORTED_SWIFT`."""
+    if not SUPPORTED_SWIFT.contains(installed, prereleases=True):
+        raise UnsupportedUpstreamError(
+            f"ms-swift {installed} is installed; swift-grpo-ext supports {SUPPORTED_SWIFT}. "
+            f"{_remedy()}"
+        )
+
+
+def _remedy() -> str:
+    return f"Install a supported one: pip install 'ms-swift{SUPPORTED_SWIFT}'."

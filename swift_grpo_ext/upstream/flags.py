@@ -1,0 +1,223 @@
+"""How flags of ours become real flags of `swift rlhf` and `swift rollout`.
+
+Symptom: `--external_plugins` are imported inside `BaseArguments.__post_init__`, after argparse has
+put our flags among the left-over arguments, which `SwiftPipeline._parse_args` then refuses; and
+`TrainerFactory.get_training_args` hands on declared dataclass fields only.
+Upstream: ms-swift 4.6, arguments/base_args/base_args.py, pipelines/base.py.
+Adaptation: `BaseArguments._init_model_kwargs`, the first call after the import, turns the object
+into our subclass of its own class, which declares our flags as fields, with the values of the same
+command line. Where `register()` is called before the command line is parsed (Python scripts), the
+pipelines' `args_class` is ours already and nothing has to be turned.
+Can go when ms-swift imports plugins before it parses arguments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
+from swift.utils import get_logger
+from transformers import HfArgumentParser
+
+from swift_grpo_ext import preflight
+from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_names
+from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.cpu import apply_cpu_settings
+
+PINS = (
+    Pin("swift.arguments", "BaseArguments._init_model_kwargs", ("self",)),
+    Pin("swift.arguments", "BaseArguments.external_plugins"),
+    Pin("swift.arguments", "BaseArguments.load_dataset", ("self",)),
+    Pin("swift.arguments", "BaseArguments.ignore_args_error"),
+    Pin("swift.arguments", "RLHFArguments._check_grpo", ("self",)),
+    Pin("swift.arguments", "RolloutArguments._check_device_count", ("self",)),
+    Pin("swift.pipelines.base", "SwiftPipeline._parse_args", ("self", "args")),
+)
+
+
+# ids of the arguments whose left-over command line was checked, and holds nothing but our flags. No
+# attribute of theirs: ms-swift writes all of them to args.json.
+_checked: set[int] = set()
+
+
+class _StrictArguments:
+    """Makes left-over arguments harmless to ms-swift once we have checked that they are ours."""
+
+    @property
+    def ignore_args_error(self) -> bool:
+        return id(self) in _checked or self.__dict__.get("ignore_args_error", False)
+
+    @ignore_args_error.setter
+    def ignore_args_error(self, value: bool) -> None:
+        self.__dict__["ignore_args_error"] = value
+
+
+@dataclass
+class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
+    """`swift rlhf`'s arguments with our flags."""
+
+    def _check_grpo(self) -> None:
+        # The last check before the model is loaded: model and data are known by name here.
+        super()._check_grpo()
+        if self.rlhf_type == "grpo":
+            preflight.check_batch(self)
+            preflight.check_memory(self)
+            datasets = super().load_dataset()
+            preflight.check_datasets(self, *datasets)
+            self.__dict__["_loaded_datasets"] = datasets
+
+    def load_dataset(self) -> tuple[Any, Any]:
+        # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.
+        return self.__dict__.pop("_loaded_datasets", None) or super().load_dataset()
+
+
+@dataclass
+class RolloutExtArguments(_StrictArguments, ExtFlags, RolloutArguments):
+    """`swift rollout`'s arguments with our flags."""
+
+    def _check_device_count(self) -> None:
+        from swift_grpo_ext.upstream.accelerator import has_accelerator
+
+        # Without an accelerator there are no devices to count: replicas share the cores.
+        if has_accelerator():
+            super()._check_device_count()
+
+
+EXTENDED: dict[type, type] = {
+    RLHFArguments: RLHFExtArguments,
+    RolloutArguments: RolloutExtArguments,
+}
+
+
+def install() -> None:
+    """Hang the flags in, for command lines parsed before now and after."""
+    verify(PINS)
+    original = BaseArguments._init_model_kwargs
+
+    @functools.wraps(original)
+    def _init_model_kwargs(self: Any) -> None:
+        extended = EXTENDED.get(type(self))
+        given = _adopt_command_line(self, extended) if extended else []
+        if isinstance(self, ExtFlags):
+            _check(self, given)
+        original(self)
+
+    BaseArguments._init_model_kwargs = _init_model_kwargs
+    _extend_pipelines()
+
+
+def _extend_pipelines() -> None:
+    from swift.pipelines.train.rlhf import SwiftRLHF
+
+    SwiftRLHF.args_class = RLHFExtArguments
+    # The rollout pipeline needs vLLM, and is loaded only where `swift rollout` runs.
+    rollout = sys.modules.get("swift.pipelines.infer.rollout")
+    if rollout is not None:
+        rollout.SwiftRolloutDeploy.args_class = RolloutExtArguments
+
+
+def _check(args: Any, given: list[str]) -> None:
+    ours = [name for name in given if name in flag_names()]
+    if isinstance(args, RLHFArguments) and args.rlhf_type != "grpo":
+        if ours:
+            raise ValueError(
+                f"--{ours[0]} is read with --rlhf_type grpo only; received --rlhf_type "
+                f"{args.rlhf_type}. Leave the flag out."
+            )
+        return
+    check_flags(args, given)
+    preflight.check_model(args)
+    preflight.check_engine(args)
+    preflight.check_callbacks(args)
+    apply_cpu_settings(args, given)
+
+
+def _adopt_command_line(args: Any, extended: type) -> list[str]:
+    """Turn `args` into its extended class with our flags' values; returns the flags given."""
+    argv = _without_nulls(_command_line())
+    parser = _Parser([extended], allow_abbrev=False)
+    namespace, leftover = parser.parse_known_args(argv)
+    if not _same_plugins(namespace, args):
+        # Made in Python, not from this command line: our flags keep their defaults.
+        argv, leftover = [], []
+        namespace, _ = parser.parse_known_args([])
+    # ms-swift takes abbreviations of its own flags.
+    _, leftover = HfArgumentParser([type(args)]).parse_known_args(leftover)
+    if leftover and not args.ignore_args_error:
+        _refuse(leftover, parser)
+    args.__class__ = extended
+    for name in flag_names():
+        setattr(args, name, getattr(namespace, name))
+    _checked.add(id(args))
+    _tell_truth_about_leftovers()
+    return _given(argv, parser)
+
+
+def _command_line() -> list[str]:
+    ray_args = os.environ.get("RAY_SWIFT_ARGS")
+    return json.loads(ray_args) if ray_args else sys.argv[1:]
+
+
+def _same_plugins(namespace: Any, args: Any) -> bool:
+    return [*namespace.external_plugins, *namespace.custom_register_path] == args.external_plugins
+
+
+def _without_nulls(argv: list[str]) -> list[str]:
+    """Drop our flags whose value is a YAML `null` (it arrives as `None`) or `[]` (as nothing)."""
+    ours = set(flag_names())
+    kept: list[str] = []
+    i = 0
+    while i < len(argv):
+        value = argv[i + 1] if i + 1 < len(argv) else "--"
+        if _name(argv[i]) in ours and "=" not in argv[i] and (value == "None" or value[:2] == "--"):
+            i += 2 if value == "None" else 1
+            continue
+        kept.append(argv[i])
+        i += 1
+    return kept
+
+
+def _name(token: str) -> str:
+    """The flag that a token names, as ms-swift spells it; "" for a value."""
+    return token[2:].partition("=")[0].replace("-", "_") if token.startswith("--") else ""
+
+
+def _given(argv: list[str], parser: HfArgumentParser) -> list[str]:
+    """The names of all flags on a command line, ours and ms-swift's."""
+    by_option = {option: a.dest for a in parser._actions for option in a.option_strings}
+    options = (token.partition("=")[0] for token in argv if token.startswith("--"))
+    return [by_option[option] for option in options if option in by_option]
+
+
+class _Parser(HfArgumentParser):
+    """Raises instead of printing the usage of five hundred flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}. `swift-grpo-ext flags` lists our flags and their values.")
+
+
+def _refuse(leftover: list[str], parser: HfArgumentParser) -> NoReturn:
+    known = [o[2:] for a in parser._actions for o in a.option_strings if "-" not in o[2:]]
+    unknown = next((t for t in leftover if t.startswith("--")), leftover[0])
+    near = difflib.get_close_matches(_name(unknown), known, n=1, cutoff=0.6)
+    hint = f"did you mean --{near[0]}?" if near else "`swift-grpo-ext flags` lists our flags."
+    raise ValueError(f"Unknown argument {unknown} (left over: {' '.join(leftover)}); {hint}")
+
+
+def _tell_truth_about_leftovers() -> None:
+    """ms-swift warns `remaining_argv: [...]`, as if our flags had been ignored."""
+
+    def reword(record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("remaining_argv: "):
+            record.msg = "Flags of swift-grpo-ext: " + str(record.msg).partition(": ")[2]
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        return True
+
+    get_logger().addFilter(reword)
