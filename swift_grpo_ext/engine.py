@@ -43,7 +43,8 @@ class RolloutEngine(GRPOVllmEngine):
         """Replace weights of a colocated engine, by their checkpoint names.
 
         vLLM's CPU layers keep packed weights only, which `model.load_weights` cannot fill (vLLM
-        0.32, `dispatch_cpu_unquantized_gemm`); this rebuilds them.
+        0.32, `dispatch_cpu_unquantized_gemm`); this rebuilds them, all but a tied head's, which
+        waits for ms-swift's `finish_vllm_weight_reload` after all weights have come.
         """
         model_runner = self.inner_model_executor.driver_worker.worker.model_runner
         model_runner.reload_weights(weights_iterator=iter(weights))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from functools import cache
 
-from swift_grpo_ext.upstream import contract
+from swift_grpo_ext.upstream.contract import Pin, verify
 
+PINS = (
+    Pin("swift.trainers", "TrainerFactory.TRAINER_MAPPING"),
+    Pin("swift.trainers", "TrainerFactory.TRAINING_ARGS_MAPPING"),
+    Pin("swift.trainers", "TrainerFactory.get_cls", ("args", "mapping")),
+    Pin("swift.callbacks", "callbacks_map"),
+    Pin("swift.callbacks", "TrainerCallback", ("args", "trainer")),
+)
 TRAINER = "swift_grpo_ext.trainer.RolloutGRPOTrainer"
 TRAINING_ARGUMENTS = "swift_grpo_ext.trainer.RolloutGRPOConfig"
 
@@ -15,9 +21,9 @@ TRAINING_ARGUMENTS = "swift_grpo_ext.trainer.RolloutGRPOConfig"
 @cache
 def register() -> None:
     """See `swift_grpo_ext.register`."""
-    contract.check_swift_version(importlib.metadata.version("ms-swift"))
+    verify(PINS)
 
-    # Not before the version is known to fit: these modules build on ms-swift's own classes.
+    # Not before ms-swift is known to fit: these modules build on its classes.
     from swift.callbacks import callbacks_map
     from swift.trainers import TrainerFactory
 

@@ -3,7 +3,7 @@
 Symptom: accelerate does not gather over several CPU ranks unless told that it runs on CPU
 (ms-swift then fails an assertion); torch.distributed has no default backend there; vLLM's engine
 core must live in the training process for the weights to be reached; vLLM reserves 4 GiB for
-its KV cache or more.
+its KV cache or more; ms-swift trains float32 models under fp16 autocast.
 Upstream: ms-swift 4.6, vLLM 0.32 (envs.py). What the user has set himself wins.
 Can go when ms-swift makes these choices for CPU runs.
 """
@@ -21,6 +21,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+CPU_TRAINING_ARGUMENTS = {"use_cpu": True, "fp16": False, "bf16": False}
 
 
 def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
@@ -34,7 +35,8 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
         return
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if hasattr(args, "use_cpu") and "use_cpu" not in given:
-        args.use_cpu = True
     if args.ddp_backend is None:
         args.ddp_backend = "gloo"
+    for name, value in CPU_TRAINING_ARGUMENTS.items():
+        if hasattr(args, name) and name not in given:
+            setattr(args, name, value)

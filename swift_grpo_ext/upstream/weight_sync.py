@@ -111,6 +111,8 @@ class CPUWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
         self.model_runner.reload_weights(weights_iterator=iter(received))
+        # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
+        super().process_weights_after_loading()
 
     def _receive(self, tensor: torch.Tensor) -> None:
         if self.communicator is None:

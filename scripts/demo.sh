@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The main job: GRPO on images with the real ms-swift and the real vLLM, on CPU, from nothing.
+# What is there already (environment, model, data, checkpoints) is used again.
+#   SEED=1 bash scripts/demo.sh    another seed
+bash "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/common.sh"
+
+seed=${SEED:-42}
+steps=${STEPS:-100}
+run=${RUN:-output/digits-seed$seed}
+
+step "Tiny model and data (in $ASSETS)"
+make_assets
+step "Training: $steps steps of GRPO, seed $seed (about 8 minutes on 2 cores)"
+"$PYTHON" examples/digits/train.py --model "$ASSETS/tiny_vlm" --data "$ASSETS/digits" \
+  --output "$run" --seed "$seed" --max-steps "$steps"
+step "Held-out images, before and after"
+if [ ! -f "$run/evaluation.json" ]; then
+  "$PYTHON" examples/digits/evaluate.py "$ASSETS/tiny_vlm" "$run/checkpoint-$steps" \
+    --data "$ASSETS/digits/heldout.jsonl" --output "$run/evaluation.json" >"$run/evaluate.log" 2>&1 ||
+    { tail -n 25 "$run/evaluate.log" >&2; fail "the evaluation failed; see $run/evaluate.log"; }
+fi
+"$PYTHON" examples/digits/summarize.py "$run"

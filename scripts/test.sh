@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Lint, types and tests; sets up what it needs. Arguments go to pytest:
+#   bash scripts/test.sh -m "not stack"    the unit tests, about a minute
+bash "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/common.sh"
+export PATH="$(cd "$VENV/bin" && pwd):$PATH" ASSETS
+
+step "Lint and types"
+ruff check .
+ruff format --check .
+mypy
+step "Tiny model and data"
+make_assets
+step "Tests"
+exec python -m pytest "$@"

@@ -1,0 +1,135 @@
+"""Qwen2.5-VL's tokenizer, made offline from the byte-pair ranks that `dashscope` ships.
+
+The ranks file lists 151,643 byte strings, best first. A rank-based encoder joins the pair of
+neighbours whose concatenation has the lowest rank; a Hugging Face tokenizer wants a list of
+merges instead. Both say the same once every string is turned into the one pair that the ranks
+below it leave of it. `check_tokenizer` asserts the ids on which ms-swift and vLLM rely.
+"""
+
+import base64
+import importlib.util
+from itertools import pairwise
+from pathlib import Path
+
+from transformers import AddedToken, Qwen2TokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+NUM_RANKS = 151_643
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+"""Ids from 151,643 on, in this order; skipped when a text is decoded without special tokens."""
+
+PLAIN_ADDED_TOKENS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
+"""The ids after those; they stay visible when a text is decoded without special tokens."""
+
+PROBES = (
+    "<answer>7</answer>",
+    "Which digit is this? Answer as <answer>d</answer>.",
+    "数字是多少？请回答。",
+    "naïve café, Ωμέγα, привет",
+    "👩‍🚀🦜🏳️‍🌈",
+    "  two spaces,\ttab,\n\n\nthree breaks  \r\n ",
+    "x = [1234567890, 3.14]  # it's, we'll, I'D",
+)
+"""Texts that have to survive encoding and decoding unchanged."""
+
+
+def find_ranks_file() -> Path:
+    """The path of `qwen.tiktoken` in the installed `dashscope`, which is not imported for it."""
+    spec = importlib.util.find_spec("dashscope")
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "the package dashscope, which holds Qwen's vocabulary, is not installed; "
+            "install it: pip install dashscope"
+        )
+    path = Path(spec.origin).parent / "resources" / "qwen.tiktoken"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist, but it should hold Qwen's vocabulary; "
+            "install a dashscope that has it: pip install dashscope"
+        )
+    return path
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """The rank of every byte string of a tiktoken file (a base64 string and a rank per line)."""
+    ranks = {}
+    for line in path.read_bytes().splitlines():
+        encoded, rank = line.split()
+        ranks[base64.b64decode(encoded)] = int(rank)
+    return ranks
+
+
+def final_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two parts from which the merges of lower rank leave `token` to be joined."""
+    limit = ranks[token]
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pair_ranks = [ranks.get(left + right, limit) for left, right in pairwise(parts)]
+        best = min(pair_ranks)
+        assert best < limit, f"{token!r} (rank {limit}) cannot be reached by merges"
+        at = pair_ranks.index(best)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]
+
+
+def build_tokenizer(ranks: dict[bytes, int]) -> Qwen2TokenizerFast:
+    """Qwen2.5-VL's tokenizer: the ranks are its ids, its added tokens follow them."""
+    letters = bytes_to_unicode()
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    vocab = {spell(token): rank for token, rank in ranks.items()}
+    pairs = (
+        final_merge(token, ranks)
+        for token in sorted(ranks, key=ranks.__getitem__)
+        if len(token) > 1
+    )
+    merges = [(spell(left), spell(right)) for left, right in pairs]
+    # Naming <|im_end|> as eos here would give it the id of <|endoftext|>: the names come last.
+    tokenizer = Qwen2TokenizerFast(vocab=vocab, merges=merges)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tokenizer.add_tokens(
+        [AddedToken(t, special=False, normalized=False) for t in PLAIN_ADDED_TOKENS]
+    )
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.pad_token = "<|endoftext|>"
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Qwen2TokenizerFast) -> None:
+    """Assert Qwen's ids of the added tokens, and that every probe text survives a round trip."""
+    for offset, token in enumerate(SPECIAL_TOKENS + PLAIN_ADDED_TOKENS):
+        got = tokenizer.convert_tokens_to_ids(token)
+        assert got == NUM_RANKS + offset, f"{token} has id {got}, expected {NUM_RANKS + offset}"
+        assert tokenizer.encode(token) == [got], f"{token} is split when it is encoded"
+    assert tokenizer.eos_token_id == NUM_RANKS + 2
+    assert tokenizer.pad_token_id == NUM_RANKS
+    for text in PROBES:
+        decoded = tokenizer.decode(tokenizer.encode(text))
+        assert decoded == text, f"{text!r} decodes to {decoded!r}"

@@ -1,0 +1,64 @@
+"""What a saved model says of recorded rollouts, by transformers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """All that `recorder.py` wrote, over all ranks."""
+    files = sorted(folder.glob("rank*.jsonl"))
+    return [json.loads(line) for f in files for line in f.read_text(encoding="utf-8").splitlines()]
+
+
+def load_policy(checkpoint: Path, base: Path) -> Any:
+    """The model of a checkpoint; an adapter is merged into `base`."""
+    if not (checkpoint / "adapter_config.json").is_file():
+        return Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    from peft import PeftModel
+
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, checkpoint).merge_and_unload()
+
+
+@torch.no_grad()
+def max_logprob_gap(checkpoint: Path, base: Path, records: Sequence[dict[str, Any]]) -> float:
+    """Largest |log-probability of the rollout - of the checkpoint| over all tokens, in nats."""
+    processor = AutoProcessor.from_pretrained(base)
+    model = load_policy(checkpoint, base).eval()
+    gaps = []
+    for record in records:
+        text = processor.apply_chat_template(
+            _with_image_parts(record["messages"]), tokenize=False, add_generation_prompt=True
+        )
+        images = [Image.open(path) for path in record["images"]]
+        inputs = processor(text=[text], images=images, return_tensors="pt")
+        completion_T = torch.tensor(record["token_ids"])
+        num_prompt = inputs["input_ids"].shape[1]
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], completion_T[None]], dim=1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        text_T = torch.zeros_like(completion_T)
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], text_T[None]], dim=1)
+        logits_TV = model(**inputs).logits[0, num_prompt - 1 : -1]
+        logprobs_T = logits_TV.log_softmax(-1).gather(-1, completion_T[:, None])[:, 0]
+        gaps.append((logprobs_T - torch.tensor(record["logprobs"])).abs().max().item())
+    return max(gaps)
+
+
+def _with_image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """ms-swift marks an image with `<image>` in the text; the chat template wants a part for it."""
+    result = []
+    for message in messages:
+        before, *rest = message["content"].split("<image>")
+        parts: list[dict[str, str]] = [{"type": "text", "text": before}] if before else []
+        for text in rest:
+            parts += [{"type": "image"}, {"type": "text", "text": text}]
+        result.append({"role": message["role"], "content": parts})
+    return result

@@ -1,0 +1,134 @@
+"""Real `swift` processes for tests, and all the processes that they start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SWIFT = Path(sys.executable).with_name("swift")
+PLUGIN = "plugins/grpo_ext.py"
+MARKER = "SWIFT_GRPO_EXT_TEST"
+
+
+@dataclass
+class Finished:
+    """How a process ended."""
+
+    returncode: int
+    output: str
+
+
+@dataclass
+class Running:
+    """A process, the file that its output goes to, and the mark that its descendants bear."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    marker: str
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, text: str, seconds: float) -> None:
+        """Return when `text` stands in the output; fails where the process or the time ends first."""
+        deadline = time.monotonic() + seconds
+        while text not in self.output:
+            assert self.process.poll() is None, f"ended early:\n{self.output[-3000:]}"
+            assert time.monotonic() < deadline, f"no {text!r} yet:\n{self.output[-3000:]}"
+            time.sleep(0.2)
+
+    def wait(self, seconds: float) -> Finished:
+        return Finished(self.process.wait(seconds), self.output)
+
+    def survivors(self, seconds: float) -> list[psutil.Process]:
+        """The processes of this family that still live after `seconds`; returns once none does."""
+        deadline = time.monotonic() + seconds
+        while (alive := family(self.marker)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return alive
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does in a terminal: SIGINT to every process of the foreground group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+def family(marker: str) -> list[psutil.Process]:
+    """All living processes that inherited `marker`, whoever their parent is by now."""
+    members = []
+    for p in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if p.environ().get(MARKER) == marker and p.status() != psutil.STATUS_ZOMBIE:
+                members.append(p)
+    return members
+
+
+@contextmanager
+def started(command: list[str], log: Path, env: dict[str, str] | None = None) -> Iterator[Running]:
+    """A process with a process group of its own; it and all that it started end with the block."""
+    marker = uuid.uuid4().hex
+    with log.open("wb") as f:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(env or {}), MARKER: marker},
+            stdout=f,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    try:
+        yield Running(process, log, marker)
+    finally:
+        for member in family(marker):
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
+
+
+def swift(
+    *argv: str, log: Path, env: dict[str, str] | None = None, seconds: float = 400
+) -> Finished:
+    """Run `swift ARGV` to its end."""
+    with started([str(SWIFT), *argv], log, env) as running:
+        return running.wait(seconds)
+
+
+@contextmanager
+def rollout_server(*argv: str, log: Path, seconds: float = 180) -> Iterator[int]:
+    """A healthy `swift rollout` server; the value is its port."""
+    port = free_port()
+    command = [str(SWIFT), "rollout", "--port", str(port), "--host", "127.0.0.1", *argv]
+    with started(command, log) as running:
+        deadline = time.monotonic() + seconds
+        while not _healthy(port):
+            assert running.process.poll() is None, running.output[-3000:]
+            assert time.monotonic() < deadline, running.output[-3000:]
+            time.sleep(0.5)
+        yield port
+
+
+def _healthy(port: int) -> bool:
+    url = f"http://127.0.0.1:{port}/health"
+    with suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+        return bool(response.status == 200)
+    return False
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,35 @@
+"""A plugin for tests: writes down what each rollout returned, with the step that it began at.
+
+Loaded after `plugins/grpo_ext.py`; the folder comes from the environment variable `RECORD_DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from swift.trainers import TrainerFactory
+from swift_grpo_ext.trainer import RolloutGRPOTrainer
+
+
+class RecordingTrainer(RolloutGRPOTrainer):
+    def _postprocess_rollout_outputs(self, samples: Any, outputs: Any) -> Any:
+        path = Path(os.environ["RECORD_DIR"]) / f"rank{self.accelerator.process_index}.jsonl"
+        with path.open("a", encoding="utf-8") as f:
+            for sample, output in zip(samples, outputs, strict=True):
+                choice = output.response.choices[0]
+                record = {
+                    "step": self.state.global_step,
+                    "messages": sample.messages,
+                    "images": [image["path"] for image in sample.images],
+                    "token_ids": choice.token_ids,
+                    "logprobs": [t["logprob"] for t in choice.logprobs["content"]],
+                    "text": choice.message.content,
+                }
+                f.write(json.dumps(record, ensure_ascii=False) + "\n")
+        return super()._postprocess_rollout_outputs(samples, outputs)
+
+
+TrainerFactory.TRAINER_MAPPING["grpo"] = "recorder.RecordingTrainer"

@@ -1,0 +1,154 @@
+"""Bad input ends early, in the real `swift`, with an error that names setting, value and remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.stack.processes import PLUGIN, ROOT, started
+
+pytestmark = pytest.mark.stack
+
+Case = dict[str, Any]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def row(*images: Path) -> dict[str, Any]:
+    question = [{"role": "user", "content": "<image>" * len(images) + "Which digit is this?"}]
+    return {"messages": question, "solution": "7", "images": [str(image) for image in images]}
+
+
+def rlhf(assets: Path, *argv: str, dataset: str | None = None, **more: Any) -> Case:
+    dataset = dataset or str(assets / "digits/train.jsonl")
+    base = [
+        *("--rlhf_type", "grpo", "--external_plugins", PLUGIN, "examples/digits/rewards.py"),
+        *("--model", str(assets / "tiny_vlm"), "--model_type", "qwen2_5_vl"),
+        *("--template", "qwen2_5_vl", "--torch_dtype", "float32", "--check_model", "false"),
+        *("--dataset", dataset, "--use_vllm", "true", "--vllm_mode", "colocate"),
+        *("--reward_funcs", "digit_accuracy", "--num_generations", "4"),
+        *("--per_device_train_batch_size", "8", "--tuner_type", "full", "--report_to", "none"),
+        *("--output_dir", "output/refused"),
+    ]
+    return {"command": "rlhf", "argv": [*base, *argv], **more}
+
+
+def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[Case, str]]:
+    """Each case with a regular expression that its last line of output has to match."""
+    good, text = folder / "good.png", folder / "text.png"
+    Image.new("RGB", (56, 56)).save(good)
+    text.write_text("not an image")
+    filler = [row(good)] * 8
+    missing = write_rows(folder / "missing.jsonl", [*filler, row(folder / "none.png")])
+    broken = write_rows(folder / "broken.jsonl", [*filler, row(text)])
+    no_images = write_rows(folder / "no_images.jsonl", [row()] * 8)
+    short = write_rows(folder / "short.jsonl", [row(good)])
+    server = ["--model", str(assets / "tiny_vlm"), "--external_plugins", PLUGIN]
+    return {
+        "model": (
+            rlhf(assets, "--model", str(folder / "none")),
+            r"--model .*/none: there is no such directory.*config\.json",
+        ),
+        "missing image": (
+            rlhf(assets, dataset=missing),
+            r"--dataset: image '.*none\.png' of row 8 .* does not exist\. Correct the row",
+        ),
+        "broken image": (
+            rlhf(assets, dataset=broken),
+            r"--dataset: image '.*text\.png' of row 8 .* is not an image .*Correct the row",
+        ),
+        "no images": (
+            rlhf(assets, dataset=no_images),
+            r"--dataset: no row holds `images`.*--require_images false",
+        ),
+        "too few rows": (
+            rlhf(assets, dataset=short),
+            r"--dataset .*short\.jsonl: 1 rows are fewer than the 2 prompts",
+        ),
+        "no whole groups": (
+            rlhf(assets, "--num_generations", "3"),
+            r"num_generations",
+        ),
+        "no vllm": (
+            rlhf(assets, hidden=["vllm"]),
+            r"--use_vllm true needs vLLM.*pip install 'swift-grpo-ext\[gpu\]'",
+        ),
+        "memory": (
+            rlhf(assets, env={"VLLM_CPU_KVCACHE_SPACE": "100000"}),
+            r"--model .*need at least .* GiB of memory.*VLLM_CPU_KVCACHE_SPACE",
+        ),
+        "port": (
+            {"command": "rollout", "argv": [*server, "--port", str(taken_port)]},
+            rf"--port {taken_port} is in use.*--vllm_server_port",
+        ),
+        "unknown flag": (
+            rlhf(assets, "--logit_shim", "off"),
+            r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
+        ),
+        "abbreviated flag": (
+            rlhf(assets, "--rollout_seed", "engine"),
+            r"Unknown argument --rollout_seed .*did you mean --rollout_seed_mode\?",
+        ),
+        "unknown flag of a server": (
+            {"command": "rollout", "argv": [*server, "--logit_shim", "off"]},
+            r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
+        ),
+        "bad value": (
+            rlhf(assets, "--rollout_seed_mode", "samples"),
+            r"argument --rollout_seed_mode.*invalid choice: 'samples'.*swift-grpo-ext flags",
+        ),
+        "not in this version": (
+            rlhf(assets, "--rollout_seed_mode", "sample"),
+            r"--rollout_seed_mode sample is not in this version",
+        ),
+        "callback not in this version": (
+            rlhf(assets, "--callbacks", "diversity"),
+            r"--callbacks diversity is not in this version",
+        ),
+        "another algorithm": (
+            rlhf(assets, "--logits_shim", "off", "--rlhf_type", "dpo"),
+            r"--logits_shim is read with --rlhf_type grpo only; received --rlhf_type dpo",
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    assets: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[dict[str, Any], str]]:
+    """Every case's result, and what its last line has to match."""
+    folder = tmp_path_factory.mktemp("refusals")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        cases = make_cases(assets, folder, taken.getsockname()[1])
+        path = folder / "cases.json"
+        path.write_text(json.dumps([case for case, _ in cases.values()]), encoding="utf-8")
+        script = str(ROOT / "tests/stack/forked.py")
+        with started([sys.executable, script, str(path)], folder / "log") as running:
+            finished = running.wait(300)
+        assert finished.returncode == 0, finished.output[-3000:]
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    return {name: (result, cases[name][1]) for name, result in zip(cases, results, strict=True)}
+
+
+def test_every_bad_input_is_refused_by_name(
+    outcomes: dict[str, tuple[dict[str, Any], str]], subtests: pytest.Subtests
+) -> None:
+    assert len(outcomes) > 10
+    for name, (result, expected) in outcomes.items():
+        with subtests.test(name):
+            last_line = result["output"].strip().splitlines()[-1]
+            assert result["status"] == 1
+            assert re.search(expected, last_line), result["output"][-2000:]
+            assert "Loading weights" not in result["output"]

@@ -1,0 +1,88 @@
+"""Flags: documented, within range, and refused where this version does not build them."""
+
+from __future__ import annotations
+
+import pytest
+
+from swift_grpo_ext.arguments import (
+    NOT_BUILT_YET,
+    ExtFlags,
+    check_flags,
+    flag_infos,
+    flag_names,
+    show,
+)
+
+
+def test_every_flag_has_help_and_a_type_in_words() -> None:
+    for info in flag_infos():
+        assert len(info.help) > 20, info.name
+        assert info.type
+        assert info.help.endswith(".")
+
+
+def test_names_that_are_promised() -> None:
+    assert {
+        "rollout_seed_mode",
+        "rollout_group_requests",
+        "include_stop_str_in_output",
+        "stop_token_ids",
+        "logits_shim",
+        "logps_chunk_size",
+        "duplicate_prompts",
+        "diversity_action",
+        "diversity_alarm_p",
+    } <= set(flag_names())
+
+
+def test_flags_not_built_are_flags() -> None:
+    assert set(NOT_BUILT_YET) <= set(flag_names())
+
+
+def test_defaults_pass() -> None:
+    check_flags(ExtFlags())
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("rollout_seed_mode", "sample"),
+        ("rollout_group_requests", True),
+        ("duplicate_prompts", "warn"),
+        ("stop_token_ids", [151645]),
+        ("include_stop_str_in_output", False),
+        ("logits_shim", "auto"),
+        ("logits_shim", "strict"),
+        ("logps_chunk_size", 512),
+        ("diversity_action", "stop"),
+        ("diversity_alarm_p", 1e-3),
+    ],
+)
+def test_parts_not_built_are_refused(flag: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"--{flag} {show(value)} is not in this version"):
+        check_flags(ExtFlags(**{flag: value}))
+
+
+@pytest.mark.parametrize("flag", ["diversity_action", "include_stop_str_in_output"])
+def test_a_flag_that_nothing_reads_is_refused_with_its_default_too(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"--{flag} .* nothing in this version"):
+        check_flags(ExtFlags(), given=[flag])
+
+
+def test_what_ms_swift_does_anyway_may_be_said() -> None:
+    check_flags(ExtFlags(), given=["rollout_seed_mode", "logits_shim", "logps_chunk_size"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("rollout_seed_mode", "samples", "expected one of sample, engine"),
+        ("stop_token_ids", [3, -1], "-1 is negative"),
+        ("logps_chunk_size", -5, "expected a number of positions"),
+        ("diversity_alarm_p", 0.0, "between 0 and 1"),
+        ("diversity_alarm_p", 1.0, "between 0 and 1"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(flag: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"--{flag} .*{message}"):
+        check_flags(ExtFlags(**{flag: value}))

@@ -1,0 +1,121 @@
+"""Bad input is refused by name before a model is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from swift_grpo_ext import preflight
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    config = SimpleNamespace(
+        generation_batch_size=16,
+        per_device_train_batch_size=16,
+        world_size=1,
+        steps_per_generation=1,
+    )
+    values = {
+        "model": "org/name",
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "tuner_type": "full",
+        "num_generations": 8,
+        "local_world_size": 1,
+        "training_args": config,
+        "dataset": ["rows.jsonl"],
+        "require_images": False,
+        "model_meta": SimpleNamespace(is_multimodal=True),
+        "callbacks": [],
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize("model", ["/none/model", "./none", "~/none", "a/b/c"])
+def test_a_missing_model_directory(model: str) -> None:
+    with pytest.raises(ValueError, match=f"--model {model}: there is no such directory.*config"):
+        preflight.check_model(arguments(model=model))
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--model .*holds no config\.json.*--adapters"):
+        preflight.check_model(arguments(model=str(tmp_path)))
+
+
+def test_no_model() -> None:
+    with pytest.raises(ValueError, match="--model is missing"):
+        preflight.check_model(arguments(model=None))
+
+
+def test_hub_ids_are_left_to_ms_swift() -> None:
+    preflight.check_model(arguments(model="Qwen/Qwen2.5-VL-7B-Instruct"))
+
+
+def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--use_vllm true needs vLLM.*swift-grpo-ext\[gpu\]"):
+        preflight.check_engine(arguments())
+    with pytest.raises(ValueError, match=r"swift rollout needs vLLM.*swift-grpo-ext\[cpu\]"):
+        preflight.check_engine(arguments(port=8000))
+    preflight.check_engine(arguments(use_vllm=False))
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port} is in use.*--vllm_server_port"):
+            preflight.check_engine(arguments(port=port))
+    preflight.check_engine(arguments(port=port))
+
+
+def test_groups_that_do_not_fill_a_generation_batch() -> None:
+    with pytest.raises(ValueError, match="--num_generations 6: a generation batch of 16 samples"):
+        preflight.check_batch(arguments(num_generations=6))
+    preflight.check_batch(arguments(num_generations=16))
+
+
+def test_fewer_rows_than_prompts_of_a_batch() -> None:
+    rows = [{"images": []}]
+    with pytest.raises(ValueError, match=r"--dataset rows\.jsonl: 1 rows are fewer than the 2"):
+        preflight.check_datasets(arguments(), rows, None)
+    preflight.check_datasets(arguments(), rows * 2, None)
+
+
+def test_a_stream_has_no_length_to_check() -> None:
+    preflight.check_datasets(arguments(require_images=True), iter([]), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [({}, 5), ({"use_vllm": False}, 4), ({"tuner_type": "lora"}, 2)],
+)
+def test_too_little_memory(
+    changes: dict[str, Any], copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = 2 * preflight.GIB
+    with (tmp_path / "model.safetensors").open("wb") as f:
+        f.truncate(weights)  # a sparse file
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    args = arguments(model=str(tmp_path), local_world_size=2, **changes)
+    cache = 1 if changes.get("use_vllm", True) else 0
+    needed = 2 * (copies * weights + (cache + preflight.CPU_ENGINE_GIB) * preflight.GIB)
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
+    with pytest.raises(ValueError, match=f"2 training rank.* per rank {copies} x 2.0 GiB"):
+        preflight.check_memory(args)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
+    preflight.check_memory(args)
+
+
+def test_callbacks_not_built_are_refused() -> None:
+    with pytest.raises(ValueError, match="--callbacks diversity is not in this version"):
+        preflight.check_callbacks(arguments(callbacks=["early_stop", "diversity"]))

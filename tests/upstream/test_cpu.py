@@ -1,0 +1,50 @@
+"""CPU settings: set where they are needed, never over the user's own."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from swift_grpo_ext.upstream import cpu
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: False)
+    for name in cpu.CPU_ENVIRONMENT:
+        monkeypatch.setenv(name, "to be removed")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+
+
+def arguments() -> SimpleNamespace:
+    return SimpleNamespace(use_cpu=False, fp16=None, bf16=None, ddp_backend=None)
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_defaults_without_an_accelerator() -> None:
+    args = arguments()
+    cpu.apply_cpu_settings(args, given=[])
+    assert vars(args) == {"use_cpu": True, "fp16": False, "bf16": False, "ddp_backend": "gloo"}
+    assert {name: os.environ[name] for name in cpu.CPU_ENVIRONMENT} == cpu.CPU_ENVIRONMENT
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    args = arguments()
+    args.bf16, args.ddp_backend = True, "mpi"
+    cpu.apply_cpu_settings(args, given=["bf16"])
+    assert args.bf16 is True
+    assert args.ddp_backend == "mpi"
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "4"
+
+
+def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    args = arguments()
+    cpu.apply_cpu_settings(args, given=[])
+    assert vars(args) == vars(arguments())
+    assert "ACCELERATE_USE_CPU" not in os.environ
