@@ -85,7 +85,7 @@ def check_memory(args: Any) -> None:
         return
     colocated = args.use_vllm and args.vllm_mode == "colocate"
     copies = (4 if args.tuner_type == "full" else 1) + colocated  # weight, gradient, two moments
-    cache = float(os.environ["VLLM_CPU_KVCACHE_SPACE"]) if colocated else 0.0
+    cache = _kv_cache_gib(args) if colocated else 0.0
     per_rank = copies * weights + (cache + CPU_ENGINE_GIB) * GIB
     ranks = max(args.local_world_size, 1)
     available = psutil.virtual_memory().available
@@ -118,6 +118,12 @@ def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
 
 def _length(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None  # a stream has none
+
+
+def _kv_cache_gib(args: Any) -> float:
+    """GiB of KV cache that vLLM will take, as the user or our CPU settings say."""
+    exact = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes")
+    return exact / GIB if exact else float(os.environ["VLLM_CPU_KVCACHE_SPACE"])
 
 
 def _weight_bytes(directory: Path) -> int:

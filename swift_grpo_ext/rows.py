@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def _source(image: Any) -> str:
     return text if len(text) <= 255 else f"{text[:40]}..."
 
 
-def _spread(length: int, most: int) -> Iterable[int] | Any:
+def _spread(length: int, most: int) -> range:
     """At most `most` indices, evenly spaced over `range(length)`."""
     step = -(-length // most) if length else 1
     return range(0, length, step)

@@ -33,6 +33,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "require_images": False,
         "model_meta": SimpleNamespace(is_multimodal=True),
         "callbacks": [],
+        "vllm_engine_kwargs": {},
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -110,7 +111,7 @@ def test_too_little_memory(
     needed = 2 * (copies * weights + (cache + preflight.CPU_ENGINE_GIB) * preflight.GIB)
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
-    with pytest.raises(ValueError, match=f"2 training rank.* per rank {copies} x 2.0 GiB"):
+    with pytest.raises(ValueError, match=rf"2 training rank.*per rank {copies} x 2\.0 GiB"):
         preflight.check_memory(args)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
     preflight.check_memory(args)

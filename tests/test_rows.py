@@ -62,7 +62,7 @@ def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [{}, {"images": None}, {"images": []}])
 def test_a_data_set_without_images(row: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="--val_dataset: no row holds `images`.*--require_images"):
+    with pytest.raises(ValueError, match=r"--val_dataset: no row holds `images`.*--require_images"):
         check_rows([row, row], setting="--val_dataset", needs_media=True)
     check_rows([row, row], setting="--val_dataset", needs_media=False)
 

@@ -69,8 +69,8 @@ def main() -> None:
     console.print(f"checkpoint     {after['model']}")
     console.print(f"training log   {run / 'logging.jsonl'}  (swift's own output: swift.log)")
     console.print(
-        "\nNext: another seed (SEED=1 bash scripts/demo.sh), your own data with this preset as the\n"
-        "start (examples/digits/grpo.yaml), the tests (bash scripts/test.sh)."
+        "\nNext: another seed (SEED=1 bash scripts/demo.sh), your own data with this preset as\n"
+        "the start (examples/digits/grpo.yaml), the tests (bash scripts/test.sh)."
     )
 
 

@@ -90,13 +90,14 @@ def _broadcast_tensors(communicator: GlooCommunicator, tensors: Iterable[torch.T
 class CPUWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     """ms-swift's worker extension, receiving through gloo and reloading packed weights."""
 
-    communicator: GlooCommunicator | None = None
-    client_rank: int
+    communicator: Any = None
+    """ms-swift's own, until `init_communicator` has put a `GlooCommunicator` in its place."""
 
     def init_communicator(self, host: str, port: int, world_size: int) -> None:
         if self.communicator is None:
             super().init_communicator(host, port, world_size)
-            self.communicator = GlooCommunicator(self.communicator.group)
+            disabled: Any = self.communicator
+            self.communicator = GlooCommunicator(disabled.group)
             self._received: list[tuple[str, torch.Tensor]] = []
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:

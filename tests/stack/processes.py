@@ -10,8 +10,8 @@ import sys
 import time
 import urllib.request
 import uuid
-from contextlib import contextmanager, suppress
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Running:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str, seconds: float) -> None:
-        """Return when `text` stands in the output; fails where the process or the time ends first."""
+        """Return when `text` stands in the output; fails where process or time ends first."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert self.process.poll() is None, f"ended early:\n{self.output[-3000:]}"

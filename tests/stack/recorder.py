@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.trainers import TrainerFactory
+
 from swift_grpo_ext.trainer import RolloutGRPOTrainer
 
 
