@@ -58,44 +58,65 @@ def check_engine(args: Any) -> None:
         )
 
 
+def check_master_port() -> None:
+    """The port on which a single training process will listen is free.
+
+    ms-swift makes such a process a world of one, at port 29500 unless MASTER_PORT says otherwise.
+    torchrun has its port already when plugins are imported.
+    """
+    port = os.environ.get("MASTER_PORT")
+    if os.environ.get("WORLD_SIZE") == "1" and port and not _port_is_free(int(port)):
+        raise ValueError(
+            f"MASTER_PORT {port} is in use on this machine, perhaps by another training run: set "
+            "the environment variable MASTER_PORT to a free port."
+        )
+
+
 def check_callbacks(args: Any) -> None:
     """Callbacks of ours that are not built yet are refused."""
     if "diversity" in (getattr(args, "callbacks", None) or []):
         diversity.refuse()
 
 
-def check_batch(args: Any) -> None:
-    """A generation batch holds whole groups."""
-    config = args.training_args
-    batch, group = config.generation_batch_size, args.num_generations
-    if batch % group:
-        raise ValueError(
-            f"--num_generations {group}: a generation batch of {batch} samples does not hold whole "
-            f"groups. It is per_device_train_batch_size ({config.per_device_train_batch_size}) x "
-            f"training ranks ({config.world_size}) x steps_per_generation "
-            f"({config.steps_per_generation}), or --generation_batch_size; make it a multiple of "
-            f"{group}."
-        )
-
-
-def check_memory(args: Any) -> None:
+def check_training_memory(args: Any) -> None:
     """On CPU: the machine can hold at least the weights, the optimizer and the KV caches."""
+    colocated = args.use_vllm and args.vllm_mode == "colocate"
+    _require_memory(
+        args,
+        processes=max(args.local_world_size, 1),
+        kind="training rank(s)",
+        copies=(4 if args.tuner_type == "full" else 1) + colocated,  # weight, gradient, 2 moments
+        cache_gib=_kv_cache_gib(args) if colocated else 0.0,
+        remedy="fewer ranks (NPROC_PER_NODE), --tuner_type lora",
+    )
+
+
+def check_server_memory(args: Any) -> None:
+    """On CPU: the machine can hold at least the replicas' weights and KV caches."""
+    _require_memory(
+        args,
+        processes=args.vllm_data_parallel_size,
+        kind="replica(s)",
+        copies=1,
+        cache_gib=_kv_cache_gib(args),
+        remedy="fewer replicas (--vllm_data_parallel_size)",
+    )
+
+
+def _require_memory(
+    args: Any, *, processes: int, kind: str, copies: int, cache_gib: float, remedy: str
+) -> None:
     weights = _weight_bytes(Path(args.model).expanduser())
     if has_accelerator() or weights == 0:
         return
-    colocated = args.use_vllm and args.vllm_mode == "colocate"
-    copies = (4 if args.tuner_type == "full" else 1) + colocated  # weight, gradient, two moments
-    cache = _kv_cache_gib(args) if colocated else 0.0
-    per_rank = copies * weights + (cache + CPU_ENGINE_GIB) * GIB
-    ranks = max(args.local_world_size, 1)
+    needed = processes * (copies * weights + (cache_gib + CPU_ENGINE_GIB) * GIB)
     available = psutil.virtual_memory().available
-    if ranks * per_rank > available:
+    if needed > available:
         raise ValueError(
-            f"--model {args.model}: {ranks} training rank(s) on this machine need at least "
-            f"{ranks * per_rank / GIB:.1f} GiB of memory (per rank {copies} x {weights / GIB:.1f} "
-            f"GiB of weights and optimizer, {cache:g} GiB of KV cache), and "
-            f"{available / GIB:.1f} GiB are free. Use a smaller model, fewer ranks "
-            "(NPROC_PER_NODE), --tuner_type lora, or a smaller VLLM_CPU_KVCACHE_SPACE."
+            f"--model {args.model}: {processes} {kind} on this machine need at least "
+            f"{needed / GIB:.1f} GiB of memory (each {copies} x {weights / GIB:.1f} GiB of weights "
+            f"and optimizer, {cache_gib:g} GiB of KV cache), and {available / GIB:.1f} GiB are "
+            f"free. Use a smaller model, {remedy}, or a smaller VLLM_CPU_KVCACHE_SPACE."
         )
 
 

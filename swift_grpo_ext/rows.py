@@ -23,7 +23,7 @@ PROGRESS_ROWS = 2_000
 
 
 def check_rows(dataset: Sequence[Mapping[str, Any]], *, setting: str, needs_media: bool) -> None:
-    """Raise `ValueError`, naming the row, for the first image that cannot be read.
+    """Raise `ValueError`, naming file and row, for the first image that cannot be read.
 
     Args:
         dataset: rows of ms-swift, with random access.
@@ -39,8 +39,9 @@ def check_rows(dataset: Sequence[Mapping[str, Any]], *, setting: str, needs_medi
             reason = unreadable(image)
             if reason:
                 raise ValueError(
-                    f"{setting}: image {_source(image)!r} of row {i} (counted from 0) {reason}. "
-                    "Correct the row, or give paths that hold from the working directory."
+                    f"{setting}: image {_source(image)!r} of the row that asks "
+                    f"{_question(row)!r} {reason}. Correct the row, or give paths that hold from "
+                    "the working directory or from ROOT_IMAGE_DIR."
                 )
     if needs_media and not has_media:
         raise ValueError(
@@ -93,6 +94,12 @@ def _source(image: Any) -> str:
         image = image.get("path") or image.get("bytes")
     text = image if isinstance(image, str) else repr(image)
     return text if len(text) <= 255 else f"{text[:40]}..."
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    """The start of a row's last message. A number would mislead: ms-swift shuffles as it loads."""
+    messages = row.get("messages") or [{}]
+    return str(messages[-1].get("content", ""))[:60]
 
 
 def _spread(length: int, most: int) -> range:

@@ -77,10 +77,19 @@ def test_a_port_in_use() -> None:
     preflight.check_engine(arguments(port=port))
 
 
-def test_groups_that_do_not_fill_a_generation_batch() -> None:
-    with pytest.raises(ValueError, match="--num_generations 6: a generation batch of 16 samples"):
-        preflight.check_batch(arguments(num_generations=6))
-    preflight.check_batch(arguments(num_generations=16))
+def test_the_port_of_a_single_process_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        with pytest.raises(ValueError, match=f"MASTER_PORT {port} is in use.*to a free port"):
+            preflight.check_master_port()
+        monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun listens there itself
+        preflight.check_master_port()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    preflight.check_master_port()
 
 
 def test_fewer_rows_than_prompts_of_a_batch() -> None:
@@ -111,10 +120,27 @@ def test_too_little_memory(
     needed = 2 * (copies * weights + (cache + preflight.CPU_ENGINE_GIB) * preflight.GIB)
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
-    with pytest.raises(ValueError, match=rf"2 training rank.*per rank {copies} x 2\.0 GiB"):
-        preflight.check_memory(args)
+    with pytest.raises(ValueError, match=rf"2 training rank.*each {copies} x 2\.0 GiB"):
+        preflight.check_training_memory(args)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
-    preflight.check_memory(args)
+    preflight.check_training_memory(args)
+
+
+def test_too_little_memory_for_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as f:
+        f.truncate(preflight.GIB)
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    args = arguments(
+        model=str(tmp_path),
+        vllm_data_parallel_size=3,
+        vllm_engine_kwargs={"kv_cache_memory_bytes": preflight.GIB // 2},
+    )
+    needed = 3 * (1.5 + preflight.CPU_ENGINE_GIB) * preflight.GIB
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
+    with pytest.raises(ValueError, match=r"3 replica.* 0\.5 GiB of KV .*--vllm_data_parallel_size"):
+        preflight.check_server_memory(args)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
+    preflight.check_server_memory(args)
 
 
 def test_callbacks_not_built_are_refused() -> None:

@@ -53,10 +53,11 @@ def test_not_an_image(tmp_path: Path, content: bytes) -> None:
 def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.png"
     bad.write_text("text")
-    data = [{"images": [{"path": str(png)}]}, {"images": [{"path": str(png)}, {"path": str(bad)}]}]
-    with pytest.raises(
-        ValueError, match=r"--dataset: image '.*bad\.png' of row 1 .* is not an image"
-    ):
+    messages = [{"role": "user", "content": "<image><image>哪个数字?"}]
+    good_row = {"messages": messages, "images": [{"path": str(png)}]}
+    bad_row = {"messages": messages, "images": [{"path": str(png)}, {"path": str(bad)}]}
+    data = [good_row, bad_row]
+    with pytest.raises(ValueError, match=r"--dataset: image '.*bad\.png' .*哪个数字.* is not an"):
         check_rows(data, setting="--dataset", needs_media=True)
 
 

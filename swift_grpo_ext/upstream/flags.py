@@ -27,7 +27,7 @@ from swift.utils import get_logger
 from transformers import HfArgumentParser
 
 from swift_grpo_ext import preflight
-from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_names
+from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_infos, flag_names
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
@@ -67,8 +67,7 @@ class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
         # The last check before the model is loaded: model and data are known by name here.
         super()._check_grpo()
         if self.rlhf_type == "grpo":
-            preflight.check_batch(self)
-            preflight.check_memory(self)
+            preflight.check_training_memory(self)
             datasets = super().load_dataset()
             preflight.check_datasets(self, *datasets)
             self.__dict__["_loaded_datasets"] = datasets
@@ -85,9 +84,11 @@ class RolloutExtArguments(_StrictArguments, ExtFlags, RolloutArguments):
     def _check_device_count(self) -> None:
         from swift_grpo_ext.upstream.accelerator import has_accelerator
 
-        # Without an accelerator there are no devices to count: replicas share the cores.
+        # Without an accelerator there are no devices to count: replicas share cores and memory.
         if has_accelerator():
             super()._check_device_count()
+        else:
+            preflight.check_server_memory(self)
 
 
 EXTENDED: dict[type, type] = {
@@ -135,13 +136,14 @@ def _check(args: Any, given: list[str]) -> None:
     check_flags(args, given)
     preflight.check_model(args)
     preflight.check_engine(args)
+    preflight.check_master_port()
     preflight.check_callbacks(args)
     apply_cpu_settings(args, given)
 
 
 def _adopt_command_line(args: Any, extended: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; returns the flags given."""
-    argv = _without_nulls(_command_line())
+    argv = _as_yaml_meant(_command_line())
     parser = _Parser([extended], allow_abbrev=False)
     namespace, leftover = parser.parse_known_args(argv)
     if not _same_plugins(namespace, args):
@@ -169,19 +171,28 @@ def _same_plugins(namespace: Any, args: Any) -> bool:
     return [*namespace.external_plugins, *namespace.custom_register_path] == args.external_plugins
 
 
-def _without_nulls(argv: list[str]) -> list[str]:
-    """Drop our flags whose value is a YAML `null` (it arrives as `None`) or `[]` (as nothing)."""
-    ours = set(flag_names())
-    kept: list[str] = []
+def _as_yaml_meant(argv: list[str]) -> list[str]:
+    """Undo what YAML and its way through a command line do to values of our flags.
+
+    `null` arrives as `None` and `[]` as a flag without a value: both mean the default, and the flag
+    is dropped. `off` is a boolean in YAML 1.1 and arrives as `False`.
+    """
+    ours = {info.name: info for info in flag_infos()}
+    result: list[str] = []
+    tokens = [*argv, "--"]
     i = 0
     while i < len(argv):
-        value = argv[i + 1] if i + 1 < len(argv) else "--"
-        if _name(argv[i]) in ours and "=" not in argv[i] and (value == "None" or value[:2] == "--"):
+        info, value = ours.get(_name(tokens[i])), tokens[i + 1]
+        is_pair = info is not None and "=" not in tokens[i]
+        if is_pair and (value == "None" or value.startswith("--")):
             i += 2 if value == "None" else 1
-            continue
-        kept.append(argv[i])
-        i += 1
-    return kept
+        elif is_pair and value == "False" and info and "off" in info.type.split(" | "):
+            result += [tokens[i], "off"]
+            i += 2
+        else:
+            result.append(tokens[i])
+            i += 1
+    return result
 
 
 def _name(token: str) -> str:

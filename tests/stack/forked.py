@@ -12,25 +12,26 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift.pipelines import rlhf_main, rollout_main
-
-MAIN = {"rlhf": rlhf_main, "rollout": rollout_main}
+import swift.pipelines
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
+    # Loaded here, in the parent, once; `rollout` not before it is asked for, since it needs vLLM.
+    main = getattr(swift.pipelines, f"{case['command']}_main")
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
         if child == 0:
-            _be(case, output.fileno())
+            _be(case, main, output.fileno())
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
         return {"status": status, "output": output.read()}
 
 
-def _be(case: dict[str, Any], output: int) -> None:
+def _be(case: dict[str, Any], main: Callable[[], Any], output: int) -> None:
     """Become the process of a case; never returns."""
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -39,7 +40,7 @@ def _be(case: dict[str, Any], output: int) -> None:
         sys.modules[module] = None  # type: ignore[assignment]
     sys.argv = ["swift", *case["argv"]]
     try:
-        MAIN[case["command"]]()
+        main()
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -84,7 +84,7 @@ def started(command: list[str], log: Path, env: dict[str, str] | None = None) ->
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **(env or {}), MARKER: marker},
+            env={**os.environ, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker},
             stdout=f,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -61,11 +61,11 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         ),
         "missing image": (
             rlhf(assets, dataset=missing),
-            r"--dataset: image '.*none\.png' of row 8 .* does not exist\. Correct the row",
+            r"--dataset: image '.*none\.png' .*Which digit.* does not exist\. Correct the row",
         ),
         "broken image": (
             rlhf(assets, dataset=broken),
-            r"--dataset: image '.*text\.png' of row 8 .* is not an image .*Correct the row",
+            r"--dataset: image '.*text\.png' .*Which digit.* is not an image .*Correct the row",
         ),
         "no images": (
             rlhf(assets, dataset=no_images),
@@ -77,7 +77,7 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         ),
         "no whole groups": (
             rlhf(assets, "--num_generations", "3"),
-            r"num_generations",
+            r"generation_batch_size \(8\) must be evenly divisible by num_generations \(3\)",
         ),
         "no vllm": (
             rlhf(assets, hidden=["vllm"]),
@@ -87,9 +87,9 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
             rlhf(assets, env={"VLLM_CPU_KVCACHE_SPACE": "100000"}),
             r"--model .*need at least .* GiB of memory.*VLLM_CPU_KVCACHE_SPACE",
         ),
-        "port": (
-            {"command": "rollout", "argv": [*server, "--port", str(taken_port)]},
-            rf"--port {taken_port} is in use.*--vllm_server_port",
+        "port of a single process": (
+            rlhf(assets, env={"MASTER_PORT": str(taken_port)}),
+            rf"MASTER_PORT {taken_port} is in use.*to a free port",
         ),
         "unknown flag": (
             rlhf(assets, "--logit_shim", "off"),
@@ -98,10 +98,6 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         "abbreviated flag": (
             rlhf(assets, "--rollout_seed", "engine"),
             r"Unknown argument --rollout_seed .*did you mean --rollout_seed_mode\?",
-        ),
-        "unknown flag of a server": (
-            {"command": "rollout", "argv": [*server, "--logit_shim", "off"]},
-            r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
         ),
         "bad value": (
             rlhf(assets, "--rollout_seed_mode", "samples"),
@@ -118,6 +114,15 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         "another algorithm": (
             rlhf(assets, "--logits_shim", "off", "--rlhf_type", "dpo"),
             r"--logits_shim is read with --rlhf_type grpo only; received --rlhf_type dpo",
+        ),
+        # The servers last: from then on vLLM is loaded.
+        "port": (
+            {"command": "rollout", "argv": [*server, "--port", str(taken_port)]},
+            rf"--port {taken_port} is in use.*--vllm_server_port",
+        ),
+        "unknown flag of a server": (
+            {"command": "rollout", "argv": [*server, "--logit_shim", "off"]},
+            r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
         ),
     }
 

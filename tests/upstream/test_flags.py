@@ -1,0 +1,92 @@
+"""The command line as our flags see it: what YAML meant, what was given, what is unknown."""
+
+from __future__ import annotations
+
+import pytest
+from swift.arguments import RLHFArguments, RolloutArguments
+from swift.utils.utils import _patch_get_type_hints
+from transformers import HfArgumentParser
+
+from swift_grpo_ext.arguments import flag_names
+from swift_grpo_ext.upstream import flags
+
+
+@pytest.fixture(scope="module", params=[RLHFArguments, RolloutArguments])
+def parser(request: pytest.FixtureRequest) -> HfArgumentParser:
+    return flags._Parser([flags.EXTENDED[request.param]], allow_abbrev=False)
+
+
+@pytest.mark.parametrize("upstream", [RLHFArguments, RolloutArguments])
+def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) -> None:
+    with _patch_get_type_hints():
+        actions = HfArgumentParser([upstream])._actions
+    theirs = [option for action in actions for option in action.option_strings]
+    for name in flag_names():
+        clashes = [o for o in theirs if o.startswith((f"--{name}", f"--{name.replace('_', '-')}"))]
+        assert clashes == [], name
+
+
+def test_values_reach_the_arguments(parser: HfArgumentParser) -> None:
+    argv = ["--stop_token_ids", "1", "2", "--logits-shim", "strict", "--diversity_alarm_p=1e-3"]
+    namespace, leftover = parser.parse_known_args([*argv, "--rollout_group_requests", "true"])
+    assert leftover == []
+    assert namespace.stop_token_ids == [1, 2]
+    assert namespace.logits_shim == "strict"
+    assert namespace.diversity_alarm_p == 1e-3
+    assert namespace.rollout_group_requests is True
+    assert namespace.rollout_seed_mode == "engine"
+
+
+@pytest.mark.parametrize(
+    ("argv", "kept"),
+    [
+        (["--logits_shim", "None", "--seed", "1"], ["--seed", "1"]),
+        (["--stop_token_ids", "--seed", "1"], ["--seed", "1"]),
+        (["--seed", "1", "--stop_token_ids"], ["--seed", "1"]),
+        (["--stop-token-ids", "None"], []),
+        (["--stop_token_ids", "5"], ["--stop_token_ids", "5"]),
+        (["--max_turns", "None"], ["--max_turns", "None"]),
+    ],
+)
+def test_yaml_nulls_and_empty_lists_mean_the_default(argv: list[str], kept: list[str]) -> None:
+    assert flags._as_yaml_meant(argv) == kept
+
+
+def test_yamls_off_is_off() -> None:
+    assert flags._as_yaml_meant(["--logits_shim", "False"]) == ["--logits_shim", "off"]
+    argv = ["--rollout_group_requests", "False"]
+    assert flags._as_yaml_meant(argv) == argv
+
+
+def test_given_flags_are_known_in_every_spelling(parser: HfArgumentParser) -> None:
+    argv = ["--logits-shim=off", "--stop_token_ids", "3", "--no_include_stop_str_in_output"]
+    assert flags._given(argv, parser) == [
+        "logits_shim",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+    ]
+
+
+def test_an_unknown_flag_is_named_with_the_nearest(parser: HfArgumentParser) -> None:
+    with pytest.raises(ValueError, match=r"Unknown argument --logit-shim .*mean --logits_shim\?"):
+        flags._refuse(["--logit-shim", "off"], parser)
+    with pytest.raises(ValueError, match=r"Unknown argument --zzzz .*`swift-grpo-ext flags`"):
+        flags._refuse(["--zzzz"], parser)
+
+
+def test_a_bad_value_raises_instead_of_printing_all_usage(parser: HfArgumentParser) -> None:
+    with pytest.raises(ValueError, match=r"--logps_chunk_size.*invalid int value: 'many'"):
+        parser.parse_known_args(["--logps_chunk_size", "many"])
+
+
+def test_registering_twice_is_harmless() -> None:
+    from swift.arguments import BaseArguments
+    from swift.trainers import TrainerFactory
+
+    import swift_grpo_ext
+
+    swift_grpo_ext.register()
+    once = (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
+    swift_grpo_ext.register()
+    assert once == (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
+    assert TrainerFactory.TRAINER_MAPPING["grpo"] == "swift_grpo_ext.trainer.RolloutGRPOTrainer"
