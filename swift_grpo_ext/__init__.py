@@ -15,6 +15,6 @@ def register() -> None:
     Harmless when called again. Raises `ImportError` when the installed ms-swift is not one whose
     hooks we know.
     """
-    from swift_grpo_ext.register import register as register_all
+    from swift_grpo_ext.registry import register as register_all
 
     register_all()

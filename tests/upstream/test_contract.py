@@ -9,7 +9,7 @@ import pytest
 from swift_grpo_ext.upstream import contract
 from swift_grpo_ext.upstream.contract import Pin, UnsupportedUpstreamError
 
-EXTENDING = ["engine", "trainer", "upstream.flags", "upstream.weight_sync", "register"]
+EXTENDING = ["engine", "trainer", "upstream.flags", "upstream.weight_sync", "registry"]
 PINS = [
     pytest.param(pin, id=f"{module}: {pin}")
     for module in EXTENDING
