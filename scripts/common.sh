@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: where things are, and how progress is shown.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

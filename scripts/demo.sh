@@ -3,6 +3,7 @@
 # What is there already (environment, model, data, checkpoints) is used again.
 #   SEED=1 bash scripts/demo.sh    another seed
 bash "$(dirname "$0")/setup.sh"
+# shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
 
 seed=${SEED:-42}

@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
 # Makes .venv (or what VENV names) with all that CPU runs need; does nothing where it is complete.
 # Linux, Python 3.11; about 4 minutes and 4.3 GB.
+# shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
 
 requirements=scripts/requirements-cpu.txt
 stamp=$VENV/.swift-grpo-ext
-wanted=$(cat "$requirements" pyproject.toml scripts/torchvision_schemas.py "$0" | sha256sum)
+wanted=$(cat "$requirements" pyproject.toml scripts/torchvision_schemas.py scripts/setup.sh | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
   exit 0
 fi
 
-python=$(command -v python3.11 || command -v python3 || true)
-[ -n "$python" ] || fail "python3 is not on the PATH; install Python 3.11"
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+interpreter=$(command -v python3.11 || command -v python3 || true)
+[ -n "$interpreter" ] || fail "python3 is not on the PATH; install Python 3.11"
+version=$("$interpreter" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [ "$version" = 3.11 ] || printf 'warning: the pinned set was tested with Python 3.11, this is %s\n' "$version"
 
 step "Setting up $VENV (once; about 4 minutes and 4.3 GB)"
-[ -x "$PYTHON" ] || "$python" -m venv "$VENV"
+[ -x "$PYTHON" ] || "$interpreter" -m venv "$VENV"
 logs=$VENV/setup-logs
 mkdir -p "$logs"
 

@@ -2,8 +2,10 @@
 # Lint, types and tests; sets up what it needs. Arguments go to pytest:
 #   bash scripts/test.sh -m "not stack"    the unit tests, about a minute
 bash "$(dirname "$0")/setup.sh"
+# shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
-export PATH="$(cd "$VENV/bin" && pwd):$PATH" ASSETS
+bin=$(cd "$VENV/bin" && pwd)
+export PATH=$bin:$PATH ASSETS
 
 step "Lint and types"
 ruff check .

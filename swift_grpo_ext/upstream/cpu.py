@@ -48,7 +48,7 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
     if args.ddp_backend is None:
         args.ddp_backend = "gloo"
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
-        if hasattr(args, name) and name not in given:
+        if hasattr(args, name) and not getattr(args, name) and name not in given:
             setattr(args, name, setting)
     if platform.libc_ver()[0] == "glibc":
         _keep_freed_memory()

@@ -28,6 +28,7 @@ from transformers import HfArgumentParser
 
 from swift_grpo_ext import preflight
 from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_infos, flag_names
+from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
@@ -82,8 +83,6 @@ class RolloutExtArguments(_StrictArguments, ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     def _check_device_count(self) -> None:
-        from swift_grpo_ext.upstream.accelerator import has_accelerator
-
         # Without an accelerator there are no devices to count: replicas share cores and memory.
         if has_accelerator():
             super()._check_device_count()

@@ -35,8 +35,9 @@ def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     args = arguments()
     args.bf16, args.ddp_backend = True, "mpi"
-    cpu.apply_cpu_settings(args, given=["bf16"])
+    cpu.apply_cpu_settings(args, given=["use_cpu"])
     assert args.bf16 is True
+    assert args.use_cpu is False
     assert args.ddp_backend == "mpi"
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
