@@ -58,6 +58,16 @@ def check_engine(args: Any) -> None:
         )
 
 
+def check_adapters(args: Any) -> None:
+    """On CPU the engine gets LoRA weights merged: vLLM cannot reload packed layers under adapters."""
+    if args.vllm_enable_lora and not has_accelerator():
+        raise ValueError(
+            "--vllm_enable_lora true does not work without an accelerator (vLLM 0.32 cannot reload "
+            "its packed CPU layers under adapters): leave it out, here and on the other side; "
+            "adapters are then merged into the engine's weights."
+        )
+
+
 def check_master_port() -> None:
     """The port on which a single training process will listen is free.
 

@@ -77,6 +77,15 @@ def test_a_port_in_use() -> None:
     preflight.check_engine(arguments(port=port))
 
 
+def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    with pytest.raises(ValueError, match="--vllm_enable_lora true does not work.*leave it out"):
+        preflight.check_adapters(arguments(vllm_enable_lora=True))
+    preflight.check_adapters(arguments(vllm_enable_lora=False))
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
+    preflight.check_adapters(arguments(vllm_enable_lora=True))
+
+
 def test_the_port_of_a_single_process_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -135,6 +135,7 @@ def _check(args: Any, given: list[str]) -> None:
     check_flags(args, given)
     preflight.check_model(args)
     preflight.check_engine(args)
+    preflight.check_adapters(args)
     preflight.check_master_port()
     preflight.check_callbacks(args)
     apply_cpu_settings(args, given)

@@ -39,6 +39,9 @@ PINS = (
         ("communicator", "tensors")),
     Pin("swift.rlhf_trainers.utils", "FlattenedTensorBucket", ("named_tensors", "flattened_tensor",
         "metadata")),
+    Pin("swift.rlhf_trainers.utils", "finish_vllm_weight_reload",
+        ("vllm_model", "model_config", "target_device")),
+    Pin("vllm.distributed.utils", "StatelessProcessGroup", ("rank", "world_size", "store")),
     Pin("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights",
         ("self", "weights_iterator", "weights_path", "is_checkpoint_format")),
 )  # fmt: skip

@@ -2,17 +2,13 @@
 
 import hashlib
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
+import make_digits
 import numpy as np
 import pytest
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import make_digits
 
 
 def read_rows(path: Path) -> list[dict]:

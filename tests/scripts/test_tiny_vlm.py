@@ -2,16 +2,11 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
+import make_tiny_vlm
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2TokenizerFast
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import make_tiny_vlm
 from tiny_vlm import tokenizer as tokenizer_module
 from tiny_vlm.architecture import VOCAB_SIZE, build_model, make_config, make_processor
 from tiny_vlm.compact_vocab import CompactVocab, expand, shrink
@@ -19,6 +14,7 @@ from tiny_vlm.examples import Examples, encode_answers, prompt_text
 from tiny_vlm.output_folder import claim, finish, read_manifest
 from tiny_vlm.quality import Quality, completion_log_probs, measure, split_log_probs
 from tiny_vlm.warm_start import batches, is_warm, one_thread, training_loss
+from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2TokenizerFast
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"

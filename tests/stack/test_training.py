@@ -101,3 +101,25 @@ def test_engine_samples_with_the_trained_weights(name: str, assets: Path, tmp_pa
     assert recorded["rollout_seed_mode"] == "engine"
     assert recorded["use_cpu"] is True
     assert recorded["ignore_args_error"] is False
+
+
+def test_without_vllm_the_plugin_changes_nothing(assets: Path, tmp_path: Path) -> None:
+    argv = [
+        *(
+            "rlhf",
+            "--rlhf_type",
+            "grpo",
+            "--external_plugins",
+            PLUGIN,
+            "examples/digits/rewards.py",
+        ),
+        *("--model", str(assets / "tiny_vlm"), "--dataset", str(assets / "digits/train.jsonl")),
+        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--torch_dtype", "float32"),
+        *("--check_model", "false", "--use_vllm", "false", "--tuner_type", "full"),
+        *("--reward_funcs", "digit_accuracy", "--num_generations", "4", "--max_steps", "1"),
+        *("--per_device_train_batch_size", "4", "--max_completion_length", "12"),
+        *("--report_to", "none", "--output_dir", str(tmp_path / "run"), "--add_version", "false"),
+    ]
+    finished = swift(*argv, log=tmp_path / "log")
+    assert finished.returncode == 0, finished.output[-3000:]
+    assert (tmp_path / "run/checkpoint-1/model.safetensors").is_file()
