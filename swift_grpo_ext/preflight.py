@@ -59,7 +59,7 @@ def check_engine(args: Any) -> None:
 
 
 def check_adapters(args: Any) -> None:
-    """On CPU the engine gets LoRA weights merged: vLLM cannot reload packed layers under adapters."""
+    """On CPU the engine gets LoRA weights merged: vLLM cannot reload packed layers else."""
     if args.vllm_enable_lora and not has_accelerator():
         raise ValueError(
             "--vllm_enable_lora true does not work without an accelerator (vLLM 0.32 cannot reload "

@@ -79,7 +79,7 @@ def test_a_port_in_use() -> None:
 
 def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
-    with pytest.raises(ValueError, match="--vllm_enable_lora true does not work.*leave it out"):
+    with pytest.raises(ValueError, match=r"--vllm_enable_lora true does not work.*leave it out"):
         preflight.check_adapters(arguments(vllm_enable_lora=True))
     preflight.check_adapters(arguments(vllm_enable_lora=False))
     monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
