@@ -11,26 +11,27 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # everything here is made on this mac
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# with_progress LABEL LOG PATTERN TOTAL COMMAND...: runs COMMAND with its output in LOG, and says
-# every few seconds how many lines of LOG match PATTERN, of TOTAL. Shows the end of LOG on failure.
-with_progress() {
-  local label=$1 log=$2 pattern=$3 total=$4 pid status=0 start=$SECONDS
-  shift 4
-  "$@" >"$log" 2>&1 &
+# pip_install LOG TOTAL ARGUMENTS...: `pip install`, with its output in LOG; says every few seconds
+# how many of TOTAL packages have come, and shows the end of LOG on failure.
+pip_install() {
+  local log=$1 total=$2 pid status=0 start=$SECONDS doing
+  shift 2
+  "$PYTHON" -m pip install "$@" >"$log" 2>&1 &
   pid=$!
   trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
   while kill -0 "$pid" 2>/dev/null; do
     sleep 2
-    if [ -t 1 ] || (( (SECONDS - start) % 20 < 2 )); then
-      printf '   %s: %s of %s, %ss\n' "$label" "$(grep -cE "$pattern" "$log" || true)" "$total" \
-        $((SECONDS - start))
+    if (((SECONDS - start) % 20 < 2)); then
+      doing="$(grep -cE '^(Collecting|Processing|Requirement)' "$log" || true) of $total packages"
+      if grep -q '^Installing collected' "$log"; then doing="installing $total packages"; fi
+      printf '   %3ss: %s\n' $((SECONDS - start)) "$doing"
     fi
   done
   wait "$pid" || status=$?
   trap - INT TERM
   if ((status)); then
     tail -n 25 "$log" >&2
-    fail "$label failed (exit $status); the whole log is $log"
+    fail "pip install failed (exit $status); the whole log is $log"
   fi
 }
 

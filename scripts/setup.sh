@@ -29,8 +29,7 @@ own index of CPU wheels to pip and run this again: PIP_EXTRA_INDEX_URL=... bash 
 fi
 # --no-deps: the list is complete, and two packages are left out on purpose (see its head).
 total=$(grep -c '==' "$requirements")
-with_progress "packages" "$logs/packages.log" '^(Collecting|Requirement already)' "$total" \
-  "$PYTHON" -m pip install --no-deps -r "$requirements"
+pip_install "$logs/packages.log" "$total" --no-deps -r "$requirements"
 "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation -e .
 "$PYTHON" scripts/fix_torchvision.py
 "$PYTHON" -c 'import swift, torchvision, vllm, swift_grpo_ext'

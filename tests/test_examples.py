@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import train
 from rewards import DigitAccuracy, DigitFormat
+from seed_table import seed_table
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,18 @@ def test_half_written_log_rows_wait(tmp_path: Path) -> None:
     log.write_text('{"reward": "0.5"}\n{"eval": 1}\n{"reward": "0.6"}\n{"rewa')
     assert train.new_rows(log, 0) == [{"reward": "0.5"}, {"reward": "0.6"}]
     assert train.new_rows(log, 1) == [{"reward": "0.6"}]
+
+
+def test_the_readme_holds_the_table_of_the_published_seeds() -> None:
+    root = Path(__file__).resolve().parents[1]
+    results = sorted((root / "examples/digits/results").glob("seed*.json"))
+    assert len(results) == 3
+    assert seed_table(results) in (root / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_published_seed_gains_fifteen_points() -> None:
+    root = Path(__file__).resolve().parents[1]
+    for file in (root / "examples/digits/results").glob("seed*.json"):
+        before, after = json.loads(file.read_text(encoding="utf-8"))
+        assert after["greedy_accuracy"] - before["greedy_accuracy"] >= 0.15, file.name
+        assert after["sampled_accuracy"] - before["sampled_accuracy"] >= 0.15, file.name
