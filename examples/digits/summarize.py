@@ -63,14 +63,13 @@ def main() -> None:
     run: Path = options.run
     before, after = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     plot(read_rows(run), run / "reward_curve.png")
-    console = Console()
-    console.print(table(before, after))
-    console.print(f"reward curve   {run / 'reward_curve.png'}")
-    console.print(f"checkpoint     {after['model']}")
-    console.print(f"training log   {run / 'logging.jsonl'}  (swift's own output: swift.log)")
-    console.print(
-        "\nNext: another seed (SEED=1 bash scripts/demo.sh), your own data with this preset as\n"
-        "the start (examples/digits/grpo.yaml), the tests (bash scripts/test.sh)."
+    Console().print(table(before, after))
+    print(f"reward curve   {run / 'reward_curve.png'}")
+    print(f"checkpoint     {after['model']}")
+    print(f"training log   {run / 'logging.jsonl'}  (swift's own output: swift.log)")
+    print(
+        "\nNext: another seed (SEED=1 bash scripts/demo.sh), your own data with this preset as the"
+        "\nstart (examples/digits/grpo.yaml), the tests (bash scripts/test.sh)."
     )
 
 

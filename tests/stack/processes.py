@@ -89,6 +89,8 @@ def started(command: list[str], log: Path, env: dict[str, str] | None = None) ->
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            # A shell's background jobs, and all below them, ignore SIGINT: not so in a terminal.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         yield Running(process, log, marker)

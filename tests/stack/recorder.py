@@ -1,4 +1,5 @@
-"""A plugin for tests: writes down what each rollout returned, with the step that it began at.
+"""A plugin for tests: writes down what each rollout returned, with the step that it began at, and
+rewards samples by their position, so that every step has something to learn.
 
 Loaded after `plugins/grpo_ext.py`; the folder comes from the environment variable `RECORD_DIR`.
 """
@@ -10,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from swift.rewards import ORM, orms
 from swift.trainers import TrainerFactory
 
 from swift_grpo_ext.trainer import RolloutGRPOTrainer
@@ -33,4 +35,12 @@ class RecordingTrainer(RolloutGRPOTrainer):
         return super()._postprocess_rollout_outputs(samples, outputs)
 
 
+class PositionReward(ORM):
+    """No two samples of a group are alike to the loss, whatever the policy answers."""
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [float(i) for i in range(len(completions))]
+
+
+orms["position"] = PositionReward
 TrainerFactory.TRAINER_MAPPING["grpo"] = "recorder.RecordingTrainer"
