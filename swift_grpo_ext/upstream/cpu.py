@@ -45,7 +45,8 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
         return
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if args.ddp_backend is None:
+    # A lone process without vLLM is no world of one: a backend would have accelerate seek it.
+    if args.ddp_backend is None and "RANK" in os.environ:
         args.ddp_backend = "gloo"
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
         if hasattr(args, name) and not getattr(args, name) and name not in given:

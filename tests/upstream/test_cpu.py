@@ -13,6 +13,7 @@ from swift_grpo_ext.upstream import cpu
 @pytest.fixture
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_accelerator", lambda: False)
+    monkeypatch.setenv("RANK", "0")
     for name in cpu.CPU_ENVIRONMENT:
         monkeypatch.setenv(name, "to be removed")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
@@ -28,6 +29,14 @@ def test_defaults_without_an_accelerator() -> None:
     cpu.apply_cpu_settings(args, given=[])
     assert vars(args) == {"use_cpu": True, "fp16": False, "bf16": False, "ddp_backend": "gloo"}
     assert {name: os.environ[name] for name in cpu.CPU_ENVIRONMENT} == cpu.CPU_ENVIRONMENT
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_a_lone_process_gets_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK")
+    args = arguments()
+    cpu.apply_cpu_settings(args, given=[])
+    assert args.ddp_backend is None
 
 
 @pytest.mark.usefixtures("no_accelerator")
