@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
@@ -148,8 +148,6 @@ def _type_words(f: Field[Any]) -> str:
 
 @cache
 def _hints() -> dict[str, Any]:
-    from typing import get_type_hints
-
     return get_type_hints(ExtFlags)
 
 

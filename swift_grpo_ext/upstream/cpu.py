@@ -2,10 +2,10 @@
 
 Symptom: accelerate does not gather over several CPU ranks unless told that it runs on CPU
 (ms-swift then fails an assertion); torch.distributed has no default backend there; vLLM's engine
-core must live in the training process for the weights to be reached; vLLM reserves 4 GiB for
-its KV cache or more; ms-swift trains float32 models under fp16 autocast; glibc gives every large
-buffer back to the system, and gets it anew page by page (full-vocabulary logits are such buffers:
-4.0 s a step became 2.5 s on the digits).
+core must live in the training process for the weights to be reached; vLLM takes the share
+`gpu_memory_utilization` (0.9) of the machine's memory for its KV cache; ms-swift trains float32
+models under fp16 autocast; glibc gives every large buffer back to the system, and gets it anew page
+by page (full-vocabulary logits are such buffers: 4.0 s a step became 2.5 s on the digits).
 Upstream: ms-swift 4.6, vLLM 0.32 (envs.py). What the user has set himself wins.
 Can go when ms-swift makes these choices for CPU runs.
 """
