@@ -16,9 +16,6 @@ import docstring_parser
 from swift_grpo_ext.version import __version__
 
 NOT_BUILT_YET: dict[str, tuple[Any, ...]] = {
-    "rollout_seed_mode": ("engine",),
-    "rollout_group_requests": (False,),
-    "duplicate_prompts": ("allow",),
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (),
     "logits_shim": ("off",),
@@ -33,15 +30,15 @@ NOT_BUILT_YET: dict[str, tuple[Any, ...]] = {
 class RolloutFlags:
     """How completions are asked for."""
 
-    rollout_seed_mode: Literal["sample", "engine"] = "engine"
-    """`sample`: every sample draws with a seed of its own, made from its identity. `engine`:
-    ms-swift's own seeds."""
+    rollout_seed_mode: Literal["sample", "engine"] = "sample"
+    """`sample`: every sample draws with a seed of its own, made from `--seed` and its place in the
+    run. `engine`: ms-swift's own seeds."""
 
-    rollout_group_requests: bool = False
+    rollout_group_requests: bool = True
     """Ask for a group's completions in one request, so that its images are sent, decoded and
     encoded once."""
 
-    duplicate_prompts: Literal["allow", "warn", "error"] = "allow"
+    duplicate_prompts: Literal["allow", "warn", "error"] = "warn"
     """What to do about prompts that stand twice in the data set or in a generation batch, images
     included."""
 

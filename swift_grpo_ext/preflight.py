@@ -9,15 +9,22 @@ import importlib.util
 import json
 import os
 import socket
+from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import psutil
+from swift.utils import get_logger
 
 from swift_grpo_ext import diversity
-from swift_grpo_ext.rows import check_rows
+from swift_grpo_ext.arguments import RolloutFlags
+from swift_grpo_ext.rows import check_duplicates, check_rows
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 
+logger = get_logger()
+
+TRAINER_FLAGS = tuple(f.name for f in fields(RolloutFlags))
 GIB = 1024**3
 CPU_ENGINE_GIB = 1.5
 """An allowance for all but weights and cache: importing ms-swift's trainer and vLLM alone takes 0.8
@@ -83,6 +90,23 @@ def check_master_port() -> None:
         )
 
 
+def check_seed(args: Any) -> None:
+    """`--seed` is one that the seed rule takes."""
+    if args.rollout_seed_mode == "sample" and args.seed < 0:
+        raise ValueError(
+            f"--seed {args.seed}: expected 0 or more, from which each sample's seed is made "
+            "(--rollout_seed_mode engine leaves seeds to ms-swift)."
+        )
+
+
+def warn_of_trainer_flags(args: Any, given: Collection[str]) -> None:
+    """`swift rollout` reads no flag about requests: each request says what it wants."""
+    ignored = [name for name in TRAINER_FLAGS if name in given]
+    if ignored and hasattr(args, "port"):
+        names = " ".join(f"--{name}" for name in ignored)
+        logger.warning(f"{names}: `swift rollout` ignores it; `swift rlhf` decides. Leave it out.")
+
+
 def check_callbacks(args: Any) -> None:
     """Callbacks of ours that are not built yet are refused."""
     if "diversity" in (getattr(args, "callbacks", None) or []):
@@ -146,6 +170,8 @@ def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
     for setting, dataset in (("--dataset", train_dataset), ("--val_dataset", eval_dataset)):
         if _length(dataset) is not None:
             check_rows(dataset, setting=setting, needs_media=needs_media)
+    if num_rows is not None:
+        check_duplicates(train_dataset, setting="--dataset", action=args.duplicate_prompts)
 
 
 def _length(dataset: Any) -> int | None:

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
+from swift.utils import get_logger
 from tqdm import tqdm
+
+from swift_grpo_ext.groups import count_duplicates, fingerprint
+
+logger = get_logger()
 
 MEDIA = ("images", "videos", "audios")
 MAX_IMAGES_OPENED = 20_000
@@ -49,6 +54,40 @@ def check_rows(dataset: Sequence[Mapping[str, Any]], *, setting: str, needs_medi
             'Add the column, e.g. {"messages": [...], "images": ["digit.png"]}, map yours with '
             "--columns, or train on text alone with --require_images false."
         )
+
+
+def check_duplicates(dataset: Sequence[Mapping[str, Any]], *, setting: str, action: str) -> None:
+    """Report rows whose prompt, media included, stands earlier in the data set too (SPEC G4).
+
+    Args:
+        action: `--duplicate_prompts`. `warn` looks at evenly spaced rows of a large data set, as
+            `check_rows` does; `error` at all of them.
+
+    Raises:
+        ValueError: there are such rows, and `action` is `error`.
+    """
+    if action == "allow":
+        return
+    every = len(dataset) if action == "error" else MAX_IMAGES_OPENED
+    rows = _spread(len(dataset), every)
+    progress = tqdm(rows, desc=f"Comparing {setting}", disable=len(rows) < PROGRESS_ROWS)
+    duplicates = count_duplicates(fingerprint(prompt_of(dataset[i])) for i in progress)
+    if duplicates:
+        message = (
+            f"{setting}: {duplicates} of {len(rows)} rows repeat a prompt that stands earlier in "
+            "the data set, media included"
+        )
+        if action == "error":
+            raise ValueError(f"--duplicate_prompts error: {message}. Remove them.")
+        logger.warning(f"{message}; each draws noise of its own (--duplicate_prompts warn).")
+
+
+def prompt_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the answer that it ends with: rollouts never see it."""
+    messages = list(row.get("messages") or ())
+    if messages and messages[-1].get("role") == "assistant":
+        messages.pop()
+    return {**row, "messages": messages}
 
 
 def unreadable(image: Any) -> str | None:

@@ -1,16 +1,35 @@
-"""The trainer: ms-swift's GRPO trainer with our engine, and weight updates that work on CPU."""
+"""The trainer: ms-swift's GRPO trainer with our rollouts, and weight updates that work on CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
 from swift.rlhf_trainers import GRPOConfig, GRPOTrainer
+from swift.rlhf_trainers.utils import profiling_context
+from swift.utils import get_logger
 
+from swift_grpo_ext import wire
 from swift_grpo_ext.arguments import ExtFlags
+from swift_grpo_ext.exchange import Alone, Exchange, TensorParallel, ThroughMain
+from swift_grpo_ext.groups import (
+    count_duplicates,
+    describe,
+    fingerprint,
+    place_of,
+    places_of,
+    request_id,
+)
+from swift_grpo_ext.rounds import RoundClock, RoundNames
+from swift_grpo_ext.sampler import EpochSampler
+from swift_grpo_ext.seeding import Place
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.wire import Envelope
 
 PINS = (
     Pin("swift.rlhf_trainers", "GRPOConfig"),
@@ -18,7 +37,25 @@ PINS = (
         ("model", "ref_model", "reward_model", "reward_funcs", "_args", "kwargs")),
     Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm_engine", ("self",)),
     Pin("swift.rlhf_trainers", "GRPOTrainer._load_state_dict_to_vllm", ("self", "state_dict")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_inputs", ("self", "inputs")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._get_train_sampler", ("self", "train_dataset")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_resample_data_iterator", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer.evaluation_loop", ("self", "dataloader")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prefetch", ("self", "dataloader")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._add_prompt_id_to_inputs", ("self", "samples")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer.samples2requests", ("self", "samples")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._get_request_config", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._engine_infer",
+        ("self", "infer_requests", "request_config", "use_tqdm")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._rollout",
+        ("self", "samples", "request_config", "is_global_inputs")),
 )  # fmt: skip
+
+logger = get_logger()
+
+ENDLESS = 2**40
+"""Training batches in an epoch of a stream."""
 
 
 @dataclass
@@ -35,7 +72,25 @@ class RolloutGRPOTrainer(GRPOTrainer):
             from swift_grpo_ext.upstream.weight_sync import connect_client
 
             connect_client(client)
+        self._servers: Any = None
+        self._has_warned_of_uneven_groups = False
+        self._has_warned_of_duplicates = False
         super().__init__(*args, **kwargs)
+        self._round_names = RoundNames(self._round_clock())
+        if not self.args.use_vllm and self.args.rollout_seed_mode == "sample":
+            logger.warning(
+                "--rollout_seed_mode sample has no effect with --use_vllm false: transformers "
+                "draws all samples of a rank with one generator, which --seed sets at the start."
+            )
+
+    # --- engines ---
+
+    def _prepare_vllm(self) -> None:
+        super()._prepare_vllm()
+        if self._is_ours and self.vllm_mode == "server" and self.accelerator.is_main_process:
+            from swift_grpo_ext.servers import RolloutServers
+
+            self._servers = RolloutServers(self.vllm_client)
 
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext import engine
@@ -48,6 +103,203 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self.engine.reload_weights(state_dict.items())
         else:
             super()._load_state_dict_to_vllm(state_dict)
+
+    # --- which prompts, in which round ---
+
+    def _round_clock(self) -> RoundClock:
+        args = self.args
+        per_round = args.steps_per_generation * self.template.sequence_parallel_size
+        per_round *= self.num_iterations
+        prompts = args.generation_batch_size // self.num_generations
+        has_length = hasattr(self.train_dataset, "__len__")
+        rounds = len(self.train_dataset) // prompts if has_length else ENDLESS
+        return RoundClock(
+            batches_per_step=args.gradient_accumulation_steps,
+            batches_per_round=per_round,
+            batches_per_epoch=max(rounds, 1) * per_round,
+            max_resamples=args.max_resample_times if self.dynamic_sample else 0,
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+        upstream = super()._get_train_sampler(train_dataset)
+        return EpochSampler(upstream, self._epoch)
+
+    def _epoch(self) -> int:
+        """The epoch that is about to be iterated."""
+        clock = self._round_names.clock
+        return clock.epoch_at(clock.batches_at(self.state.global_step))
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if self.model.training:
+            clock = self._round_names.clock
+            # A resumed run counts on, so that rounds begin where they would have.
+            self._step: int = self._step or clock.batches_at(self.state.global_step)
+            ahead = clock.batches_per_round if self.args.async_generate else 0
+            self._round_names.begin_training(self._step + ahead)
+        return super()._prepare_inputs(inputs)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        self._round_names.begin_evaluation(self.state.global_step)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def _prefetch(self, dataloader: Any) -> None:
+        """With `--async_generate`: draw what the first training (or eval) batch will be made of."""
+        if self.control.should_evaluate:
+            super()._prefetch(dataloader)
+            return
+        clock = self._round_names.clock
+        batch = clock.batches_at(self.state.global_step)
+        self._round_names.begin_training(batch)
+        # The prompts of the round before: this round's own are the next to be asked for.
+        epoch, number = divmod(batch // clock.batches_per_round - 1, clock.rounds_per_epoch)
+        was_training = self.model.training
+        self.model.train()
+        super()._prefetch([self._rows(self._get_train_sampler(), max(epoch, 0), number)])
+        self.model.train(was_training)
+
+    def _prepare_resample_data_iterator(self) -> None:
+        super()._prepare_resample_data_iterator()
+        if self.dynamic_sample:
+            upstream = GRPOTrainer._get_train_sampler(self)
+            upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
+            self.dynamic_resample_iterator = self._resampled_rows(EpochSampler(upstream, int))
+
+    def _resampled_rows(self, sampler: EpochSampler) -> Any:
+        while True:
+            position = self._round_names.begin_resampling()
+            yield self._rows(sampler, *divmod(position, sampler.num_batches))
+
+    def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
+        """This rank's rows of a generation batch."""
+        indices = sampler.batch(epoch, batch)
+        share = len(indices) // self.accelerator.num_processes
+        first = share * self.accelerator.process_index
+        return [self.train_dataset[i] for i in indices[first : first + share]]
+
+    def _add_prompt_id_to_inputs(self, samples: list[Any]) -> list[Any]:
+        """Name each sample by its place; groups are positional, and never merged by their words."""
+        training = self.model.training
+        group_size = self.num_generations if training else self.num_generations_eval
+        sizes = gather_object([len(samples)])
+        start = sum(sizes[: self.accelerator.process_index])
+        if training:
+            round_ = self._round_names.current
+        else:
+            round_ = self._round_names.take_eval_batch(sum(sizes) // group_size)
+        places = places_of(round_, range(start, start + len(samples)), group_size)
+        for sample, place in zip(samples, places, strict=True):
+            sample.request_id = request_id(place)
+            sample.prompt_id = sample.request_id.rpartition("-")[0]
+        self._check_duplicates(samples, places)
+        return samples
+
+    def _check_duplicates(self, samples: Sequence[Any], places: Sequence[Place]) -> None:
+        action = self.args.duplicate_prompts
+        if action == "allow":
+            return
+        firsts = zip(samples, places, strict=True)
+        prints = gather_object([fingerprint(s) for s, place in firsts if place.index == 0])
+        duplicates = count_duplicates(prints)
+        if duplicates == 0 or (action == "warn" and self._has_warned_of_duplicates):
+            return
+        message = (
+            f"{describe(places[0])}: {duplicates} of {len(prints)} prompts of the generation batch "
+            "stand in it twice, media included; each is a group of its own, with its own noise."
+        )
+        if action == "error":
+            raise ValueError(f"--duplicate_prompts error: {message} Remove them from the data set.")
+        self._has_warned_of_duplicates = True
+        logger.warning(f"{message} (--duplicate_prompts warn: said once.)")
+
+    # --- rollouts ---
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether requests carry envelopes."""
+        args = self.args
+        ours = args.rollout_seed_mode == "sample" or args.rollout_group_requests
+        return bool(args.use_vllm and ours)
+
+    @property
+    def _run_seed(self) -> int | None:
+        return self.args.seed if self.args.rollout_seed_mode == "sample" else None
+
+    def samples2requests(self, samples: list[Any]) -> list[Any]:
+        requests = super().samples2requests(samples)
+        if self._is_ours:
+            for sample, request in zip(samples, requests, strict=True):
+                if request is not sample:  # else it is a later turn's, and has its envelope
+                    place = place_of(sample.request_id)
+                    envelope = Envelope(place=place, count=1, run_seed=self._run_seed, lean=False)
+                    wire.write_envelope(request.data_dict, envelope)
+        return requests
+
+    def _rollout(
+        self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
+    ) -> list[Any]:
+        if not self._is_ours or self.enable_server_multi_turn:
+            return super()._rollout(samples, request_config, is_global_inputs)
+        if is_global_inputs and not self.accelerator.is_main_process:
+            return []
+        from swift_grpo_ext.rollout import Wish, draw
+
+        places = [self._begin_turn(sample) for sample in samples]
+        wish = Wish(
+            places=places,
+            fingerprints=[fingerprint(sample) for sample in samples],
+            request=lambda number: self.samples2requests([samples[number]])[0],
+            run_seed=self._run_seed,
+            grouped=self.args.rollout_group_requests,
+            lean=not self.multi_turn_scheduler,
+        )
+        outputs, uneven = draw(wish, self._exchange(is_global_inputs), self._ask)
+        self._warn_of_uneven_groups(uneven)
+        return outputs
+
+    def _begin_turn(self, sample: Any) -> Place:
+        """The place of a sample, or of a multi-turn conversation's request for its next turn."""
+        if hasattr(sample, "request_id"):
+            return place_of(sample.request_id)
+        envelope = wire.read_envelope(sample.data_dict)
+        if envelope is None:
+            raise ValueError(
+                f"--multi_turn_scheduler {self.args.multi_turn_scheduler}: its `step` returned a "
+                f"request without `data_dict['{wire.KEY}']`, from which its seed is made. Return "
+                "the request that it was given, or a copy with the same `data_dict`."
+            )
+        wire.write_envelope(sample.data_dict, envelope.next_turn())
+        return envelope.next_turn().place
+
+    def _exchange(self, is_global_inputs: bool) -> Exchange:
+        if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
+            return TensorParallel(self.tp_group)
+        if self.vllm_mode == "server" and not is_global_inputs and dist.is_initialized():
+            return ThroughMain()
+        return Alone()
+
+    def _ask(self, requests: list[Any], envelopes: list[Envelope]) -> list[list[Any]]:
+        from swift_grpo_ext.rollout import output_of, outputs_of
+
+        config = self._get_request_config()
+        if self.vllm_mode == "server":
+            with profiling_context(self, "generate"), self._disable_sp_context():
+                answers = self._servers.infer(requests, envelopes, config)
+            return [[output_of(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
+        outputs = self._engine_infer(requests, config)
+        rank = self.accelerator.process_index
+        replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"
+        pairs = zip(outputs, envelopes, strict=True)
+        return [outputs_of(output, envelope, replica) for output, envelope in pairs]
+
+    def _warn_of_uneven_groups(self, uneven: list[Place]) -> None:
+        # An environment gives each sample of a group a question of its own: nothing to warn about.
+        if uneven and not self.multi_turn_scheduler and not self._has_warned_of_uneven_groups:
+            self._has_warned_of_uneven_groups = True
+            logger.warning(
+                f"{len(uneven)} groups hold rows that differ, the first in {describe(uneven[0])}: "
+                "their samples are asked for singly. Advantages compare the samples of a group; a "
+                "custom sampler must repeat each row --num_generations times. (Said once.)"
+            )
 
 
 verify(PINS)

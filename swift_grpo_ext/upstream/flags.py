@@ -138,6 +138,8 @@ def _check(args: Any, given: list[str]) -> None:
     preflight.check_adapters(args)
     preflight.check_master_port()
     preflight.check_callbacks(args)
+    preflight.check_seed(args)
+    preflight.warn_of_trainer_flags(args, given)
     apply_cpu_settings(args, given)
 
 

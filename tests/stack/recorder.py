@@ -24,15 +24,24 @@ class RecordingTrainer(RolloutGRPOTrainer):
             for sample, output in zip(samples, outputs, strict=True):
                 choice = output.response.choices[0]
                 record = {
+                    "name": sample.request_id,
+                    "infos": output.rollout_infos,
                     "step": self.state.global_step,
                     "messages": sample.messages,
                     "images": [image["path"] for image in sample.images],
                     "token_ids": choice.token_ids,
-                    "logprobs": [t["logprob"] for t in choice.logprobs["content"]],
+                    "logprobs": _logprobs(output),
                     "text": choice.message.content,
                 }
                 f.write(json.dumps(record, ensure_ascii=False) + "\n")
         return super()._postprocess_rollout_outputs(samples, outputs)
+
+
+def _logprobs(output: Any) -> list[float]:
+    """Flat where our engine answered, a dictionary for each token where ms-swift's form is kept."""
+    if output.rollout_logprobs:
+        return [p for turn in output.rollout_logprobs for p in turn]
+    return [t["logprob"] for t in output.response.choices[0].logprobs["content"]]
 
 
 class PositionReward(ORM):

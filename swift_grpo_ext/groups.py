@@ -1,0 +1,230 @@
+"""Samples -> parts of groups -> requests, and answers back onto their samples. Pure.
+
+Groups are positional (SPEC G1): they come from the order in which the sampler repeats prompts,
+never from comparing prompts. Content is compared only to refuse a shared request to rows that
+differ (G3), and to count prompts that stand twice (G4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from swift_grpo_ext.rounds import Round
+from swift_grpo_ext.seeding import Place
+
+T = TypeVar("T")
+
+FINGERPRINT_FIELDS = ("messages", "images", "videos", "audios", "tools", "objects")
+"""What makes a prompt: its words, and its media (SPEC G7)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Neighbouring samples of one group whose rows are equal: what one request can ask for."""
+
+    place: Place
+    """Of the first sample; the others have the indices that follow."""
+
+    count: int
+    """Number of samples."""
+
+    fingerprint: str
+    """Of the row that all of them repeat."""
+
+    @property
+    def places(self) -> list[Place]:
+        return [replace(self.place, index=self.place.index + i) for i in range(self.count)]
+
+    def continues(self, other: Part) -> bool:
+        """Whether this part asks for the samples that follow `other`'s, with the same row."""
+        expected = replace(other.place, index=other.place.index + other.count)
+        return self.place == expected and self.fingerprint == other.fingerprint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One request, and the parts of the ranks that it serves, in order."""
+
+    part: Part
+    sources: tuple[tuple[int, int], ...]
+    """(rank, number of the part among the rank's parts), in the order of the samples."""
+
+
+def places_of(round_: Round, positions: Iterable[int], group_size: int) -> list[Place]:
+    """Places of samples from their positions in the generation batch, over all ranks, from 0."""
+    return [
+        Place(
+            phase=round_.phase,
+            step=round_.step,
+            number=round_.number,
+            group=round_.first_group + position // group_size,
+            index=position % group_size,
+        )
+        for position in positions
+    ]
+
+
+def fold(places: Sequence[Place], fingerprints: Sequence[str]) -> list[Part]:
+    """Samples, in order, into the fewest parts; `len(places) == len(fingerprints)`."""
+    parts: list[Part] = []
+    for place, fingerprint in zip(places, fingerprints, strict=True):
+        single = Part(place=place, count=1, fingerprint=fingerprint)
+        if parts and single.continues(parts[-1]):
+            parts[-1] = replace(parts[-1], count=parts[-1].count + 1)
+        else:
+            parts.append(single)
+    return parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What all ranks together ask for."""
+
+    parts_of_ranks: list[list[Part]]
+    requests: list[Request]
+    uneven: list[Place]
+    """First places of groups whose rows differ (SPEC G3): a custom sampler's, or a gym's."""
+
+
+def plan(parts_of_ranks: Sequence[Sequence[Part]], *, grouped: bool) -> Plan:
+    """All ranks' parts, in the order of ranks, into requests.
+
+    A group that is split over ranks comes together again. Without `grouped`, and where a group's
+    rows differ, each sample is a request of its own.
+    """
+    uneven = _uneven_groups(part for parts in parts_of_ranks for part in parts)
+
+    def is_apart(part: Part) -> bool:
+        return not grouped or group_of(part.place) in uneven
+
+    plan = Plan(parts_of_ranks=[], requests=[], uneven=uneven)
+    for rank, parts in enumerate(parts_of_ranks):
+        pieces = [piece for p in parts for piece in (_singles(p) if is_apart(p) else [p])]
+        plan.parts_of_ranks.append(pieces)
+        for number, part in enumerate(pieces):
+            last = plan.requests[-1] if plan.requests else None
+            if last and not is_apart(part) and part.continues(last.part):
+                whole = replace(last.part, count=last.part.count + part.count)
+                plan.requests[-1] = Request(part=whole, sources=(*last.sources, (rank, number)))
+            else:
+                plan.requests.append(Request(part=part, sources=((rank, number),)))
+    return plan
+
+
+def _singles(part: Part) -> list[Part]:
+    return [Part(place=p, count=1, fingerprint=part.fingerprint) for p in part.places]
+
+
+def _uneven_groups(parts: Iterable[Part]) -> list[Place]:
+    rows: dict[Place, set[str]] = {}
+    for part in parts:
+        rows.setdefault(group_of(part.place), set()).add(part.fingerprint)
+    return [place for place, fingerprints in rows.items() if len(fingerprints) > 1]
+
+
+def group_of(place: Place) -> Place:
+    """The place of a group's first sample, which names the group."""
+    return replace(place, index=0)
+
+
+def unfold(
+    requests: Sequence[Request],
+    answers: Sequence[Sequence[T]],
+    parts_of_ranks: Sequence[Sequence[Part]],
+) -> list[list[T]]:
+    """Answers of requests (one item a sample) back to the ranks, in the order of their samples.
+
+    Raises:
+        ValueError: a request was answered with another number of samples than it asked for.
+    """
+    items: dict[tuple[int, int], Sequence[T]] = {}
+    for request, answer in zip(requests, answers, strict=True):
+        if len(answer) != request.part.count:
+            raise ValueError(
+                f"{describe(request.part.place)}: {request.part.count} samples were asked for, and "
+                f"{len(answer)} came back."
+            )
+        taken = 0
+        for rank, number in request.sources:
+            count = parts_of_ranks[rank][number].count
+            items[rank, number] = answer[taken : taken + count]
+            taken += count
+    return [
+        [item for number in range(len(parts)) for item in items[rank, number]]
+        for rank, parts in enumerate(parts_of_ranks)
+    ]
+
+
+def count_duplicates(fingerprints: Iterable[str]) -> int:
+    """How many of the prompts stand earlier among them too."""
+    return sum(count - 1 for count in Counter(fingerprints).values())
+
+
+def request_id(place: Place) -> str:
+    """A sample's name, unique in a run: `train-12.0-5-3` for round 12.0, group 5, index 3."""
+    return f"{place.phase}-{place.step}.{place.number}-{place.group}-{place.index}"
+
+
+def place_of(request_id: str) -> Place:
+    """The place that `request_id` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    match = _REQUEST_ID.fullmatch(request_id)
+    if match is None:
+        raise ValueError(f"{request_id!r} is no name of a sample, such as train-12.0-5-3.")
+    phase, *numbers = match.groups()
+    step, number, group, index = map(int, numbers)
+    return Place(phase=phase, step=step, number=number, group=group, index=index)  # type: ignore[arg-type]
+
+
+_REQUEST_ID = re.compile(r"(train|eval)-(\d+)\.(\d+)-(\d+)-(\d+)")
+
+
+def describe(place: Place) -> str:
+    """A place in words, as errors and logs name it."""
+    turn = f", turn {place.turn}" if place.turn else ""
+    return (
+        f"{place.phase} round {place.step}.{place.number}, group {place.group}, sample "
+        f"{place.index}{turn}"
+    )
+
+
+def fingerprint(row: Any) -> str:
+    """What a prompt is, as 32 hex digits: equal for equal words and media, else different.
+
+    Args:
+        row: a data set's row, or an object with the fields of `FINGERPRINT_FIELDS`, such as
+            ms-swift's `OnPolicySample` or `InferRequest`. Media count as they are given: a path by
+            its name, bytes and base64 by their content, decoded images by their pixels.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    read = row.get if isinstance(row, Mapping) else lambda name: getattr(row, name, None)
+    fields = {name: read(name) or None for name in FINGERPRINT_FIELDS}
+    text = json.dumps(fields, sort_keys=True, default=_content(digest.update), ensure_ascii=False)
+    digest.update(text.encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _content(update: Callable[[bytes], None]) -> Callable[[Any], str]:
+    """For `json.dumps`: binary values go into the digest, a mark of their size into the text."""
+
+    def encode(value: Any) -> str:
+        if isinstance(value, (bytes, bytearray)):
+            data = bytes(value)
+        elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
+            data = f"{getattr(value, 'mode', '')}{getattr(value, 'size', '')}".encode()
+            data += value.tobytes()
+        else:
+            data = repr(value).encode()
+        update(data)
+        return f"<{type(value).__name__} of {len(data)} bytes>"
+
+    return encode

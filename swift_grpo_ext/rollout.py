@@ -1,0 +1,137 @@
+"""One rollout: samples folded into groups, asked for once, and unfolded onto their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RolloutInferRequest,
+    RolloutOutput,
+    UsageInfo,
+    deserialize_ndarray,
+)
+
+from swift_grpo_ext import wire
+from swift_grpo_ext.engine import LeanResponse
+from swift_grpo_ext.exchange import Exchange
+from swift_grpo_ext.groups import Part, Plan, fold, unfold
+from swift_grpo_ext.groups import plan as make_plan
+from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.wire import Completion, Envelope
+
+Ask = Callable[[list[RolloutInferRequest], list[Envelope]], list[list[RolloutOutput]]]
+"""Asks an engine: one list of single-sample outputs for each request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What this rank wants drawn."""
+
+    places: Sequence[Place]
+    fingerprints: Sequence[str]
+    """Of the samples' rows."""
+
+    request: Callable[[int], RolloutInferRequest]
+    """Makes the request for the sample with that number on this rank; called once a request."""
+
+    run_seed: int | None
+    grouped: bool
+    """Whether a group may be one request."""
+
+    lean: bool
+
+
+def draw(wish: Wish, exchange: Exchange, ask: Ask) -> tuple[list[RolloutOutput], list[Place]]:
+    """The outputs of this rank's samples, in their order, and the groups whose rows differ.
+
+    Raises:
+        RolloutError: another rank failed to ask.
+        ValueError: an engine answered with another number of samples than asked for.
+    """
+    parts = fold(wish.places, wish.fingerprints)
+    plan = make_plan(exchange.tell_all(parts), grouped=wish.grouped)
+    first_samples = _first_samples(plan.parts_of_ranks[exchange.rank])
+    rows_of_ranks = exchange.tell_asking(
+        {
+            number: wish.request(first_samples[number])
+            for rank, number in (request.sources[0] for request in plan.requests)
+            if rank == exchange.rank
+        }
+    )
+    outputs: list[list[RolloutOutput]] | Exception | None = None
+    if exchange.asks:
+        try:
+            outputs = _ask(wish, plan, rows_of_ranks, ask)
+        except Exception as e:
+            outputs = e  # not raised yet: the other ranks wait for their share
+    return exchange.hand_out(outputs), plan.uneven
+
+
+def _ask(
+    wish: Wish, plan: Plan, rows_of_ranks: list[dict[int, RolloutInferRequest]], ask: Ask
+) -> list[list[RolloutOutput]]:
+    rows = [rows_of_ranks[rank][number] for rank, number in (r.sources[0] for r in plan.requests)]
+    envelopes = [
+        Envelope(
+            place=request.part.place,
+            count=request.part.count,
+            run_seed=wish.run_seed,
+            lean=wish.lean,
+        )
+        for request in plan.requests
+    ]
+    for row, envelope in zip(rows, envelopes, strict=True):
+        wire.write_envelope(row.data_dict, envelope)
+    return unfold(plan.requests, ask(rows, envelopes), plan.parts_of_ranks)
+
+
+def _first_samples(parts: Sequence[Part]) -> list[int]:
+    """For each part of this rank, the number of its first sample."""
+    return list(accumulate((part.count for part in parts), initial=0))[:-1]
+
+
+def outputs_of(output: RolloutOutput, envelope: Envelope, replica: str) -> list[RolloutOutput]:
+    """A colocated engine's answer to one request, as one output for each of its samples."""
+    response = output.response
+    if isinstance(response, LeanResponse):
+        ids = response.prompt_token_ids or []
+        return [output_of(replace(c, replica=replica), ids) for c in response.completions]
+    return [
+        RolloutOutput(
+            response=replace(response, choices=[replace(choice, index=0)]),
+            rollout_infos=_infos(envelope.seed_of(choice.index), replica),
+        )
+        for choice in response.choices
+    ]
+
+
+def output_of(completion: Completion, prompt_token_ids: list[int]) -> RolloutOutput:
+    """A sample in the form that ms-swift's trainer reads."""
+    num_prompt, num_tokens = len(prompt_token_ids), len(completion.token_ids)
+    choice = ChatCompletionResponseChoice(
+        index=0,
+        message=ChatMessage(role="assistant", content=completion.text),
+        finish_reason=completion.finish_reason,
+        token_ids=completion.token_ids,
+        routed_experts=deserialize_ndarray((completion.extra or {}).get("routed_experts")),
+    )
+    response = ChatCompletionResponse(
+        model="",
+        choices=[choice],
+        usage=UsageInfo(num_prompt, num_tokens, num_prompt + num_tokens),
+        prompt_token_ids=prompt_token_ids,
+    )
+    logprobs = [completion.logprobs] if completion.logprobs else []
+    infos = _infos(completion.seed, completion.replica)
+    return RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
+
+
+def _infos(seed: int | None, replica: str) -> dict[str, Any]:
+    """What reward functions see of a sample's origin, beside ms-swift's own `rollout_infos`."""
+    return {"seed": seed, "replica": replica}

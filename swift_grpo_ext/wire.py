@@ -1,0 +1,184 @@
+"""What travels between trainer and engine: the envelope of a request, and the lean answer. Pure.
+
+The envelope rides in `RolloutInferRequest.data_dict` under one versioned key, so that it reaches
+the engine on every path of ms-swift (colocated and served, sync and async, through multi-turn
+schedulers). A lean answer holds all samples of a request: token ids and log-probabilities as packed
+arrays, not one JSON dictionary per token.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from swift_grpo_ext.seeding import PHASES, Place, sample_seed
+
+KEY = "swift_grpo_ext"
+VERSION = 1
+
+
+class WireError(ValueError):
+    """A message of another version, or none of ours at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Envelope:
+    """What a request tells the engine beside its prompt."""
+
+    place: Place
+    """Of the first sample."""
+
+    count: int
+    """Number of samples to draw: `n`."""
+
+    run_seed: int | None
+    """`--seed`; None leaves the seeds to ms-swift (`--rollout_seed_mode engine`)."""
+
+    lean: bool
+    """Answer with flat token ids and log-probabilities; ms-swift's multi-turn schedulers read its
+    own form."""
+
+    @property
+    def seed(self) -> int | None:
+        """Of the first sample; the others' follow it."""
+        return None if self.run_seed is None else sample_seed(self.run_seed, self.place)
+
+    def seed_of(self, k: int) -> int | None:
+        """Of the request's sample k, from 0."""
+        return None if self.seed is None else self.seed + k
+
+    def next_turn(self) -> Envelope:
+        return replace(self, place=replace(self.place, turn=self.place.turn + 1))
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self)}
+
+
+def read_envelope(data_dict: Mapping[str, Any] | None) -> Envelope | None:
+    """The envelope of a request; None where it has none.
+
+    Raises:
+        WireError: it is of another version, or malformed.
+    """
+    wire = (data_dict or {}).get(KEY)
+    if wire is None:
+        return None
+    check_version(wire, "a request")
+    try:
+        place = Place(**wire["place"])
+        values = {f.name: wire[f.name] for f in fields(Envelope) if f.name != "place"}
+        envelope = Envelope(place=place, **values)
+    except (KeyError, TypeError) as e:
+        raise WireError(f"A request's {KEY} is malformed ({e!r}): {wire!r}") from e
+    if place.phase not in PHASES or envelope.count < 1:
+        raise WireError(f"A request's {KEY} is malformed (phase or count): {wire!r}")
+    return envelope
+
+
+def write_envelope(data_dict: MutableMapping[str, Any], envelope: Envelope) -> None:
+    data_dict[KEY] = envelope.to_wire()
+
+
+def check_version(message: Any, what: str) -> None:
+    """Refuse a message of another version of swift-grpo-ext.
+
+    Raises:
+        WireError: names both versions, and the remedy.
+    """
+    version = message.get("version") if isinstance(message, Mapping) else None
+    if version != VERSION:
+        raise WireError(
+            f"{what} speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
+            f"{VERSION}: load the same version of the plugin in `swift rlhf` and `swift rollout`."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sample as it was drawn: what is trained on, and what rewards and logs see."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """Of the sampled tokens, in nats, under the distribution that they were sampled from."""
+
+    finish_reason: str | None
+    seed: int | None = None
+    replica: str = ""
+    """Which engine drew it: `rank 0`, `server 1 replica 0`."""
+
+    extra: dict[str, Any] | None = None
+    """Fields of ms-swift's choice that are seldom there: tool calls, routed experts."""
+
+
+def pack_answer(
+    completions: Sequence[Completion], prompt_token_ids: Sequence[int] | None, replica: str
+) -> dict[str, Any]:
+    """The lean form of all samples of one request; everything in it goes into JSON as it is."""
+    lengths = [len(c.token_ids) for c in completions]
+    has_logprobs = all(c.logprobs is not None for c in completions)
+    return {
+        "version": VERSION,
+        "replica": replica,
+        "texts": [c.text for c in completions],
+        "finish_reasons": [c.finish_reason for c in completions],
+        "lengths": lengths,
+        "token_ids": pack([i for c in completions for i in c.token_ids], "<i4"),
+        "logprobs": pack([p for c in completions for p in c.logprobs or ()], "<f4")
+        if has_logprobs
+        else None,
+        "prompt_token_ids": pack(prompt_token_ids or (), "<i4"),
+        "extras": [c.extra for c in completions] if any(c.extra for c in completions) else None,
+    }
+
+
+def unpack_answer(
+    answer: Mapping[str, Any], envelope: Envelope, server: str
+) -> tuple[list[Completion], list[int]]:
+    """The samples of a lean answer, and the ids of their prompt.
+
+    Args:
+        server: names the server that answered, for errors and logs.
+
+    Raises:
+        WireError: the answer has another version, or its counts disagree (SPEC M6).
+    """
+    check_version(answer, server)
+    lengths = answer["lengths"]
+    ids = unpack(answer["token_ids"], "<i4")
+    logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
+    counts = {len(lengths), len(answer["texts"]), len(answer["finish_reasons"])}
+    if counts != {envelope.count} or len(ids) != sum(lengths):
+        raise WireError(f"{server} answered {envelope} with {counts} samples, {len(ids)} tokens.")
+    if logprobs is not None and len(logprobs) != len(ids):
+        raise WireError(
+            f"{server} answered {envelope} with {len(ids)} tokens and {len(logprobs)} "
+            "log-probabilities."
+        )
+    ends = np.cumsum(lengths).tolist()
+    completions = [
+        Completion(
+            text=answer["texts"][k],
+            token_ids=ids[end - length : end],
+            logprobs=None if logprobs is None else logprobs[end - length : end],
+            finish_reason=answer["finish_reasons"][k],
+            seed=envelope.seed_of(k),
+            replica=f"{server} {answer['replica']}",
+            extra=answer["extras"][k] if answer["extras"] else None,
+        )
+        for k, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
+    return completions, unpack(answer["prompt_token_ids"], "<i4")
+
+
+def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:
+    """Numbers as base64 of their little-endian bytes: 4 bytes, 5.4 characters each."""
+    return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
+
+
+def unpack(text: str, dtype: str) -> list[Any]:
+    return list(np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist())
