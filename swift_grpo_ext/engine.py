@@ -28,6 +28,7 @@ from swift_grpo_ext import wire
 from swift_grpo_ext.upstream import server, split_prefill
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.video import add_video_metadata
 from swift_grpo_ext.wire import Completion, Envelope
 
 PINS = (
@@ -143,6 +144,7 @@ class RolloutEngine(GRPOVllmEngine):
                 generation_config.seed += inputs.get(SAMPLES_AHEAD, 0)
             if envelope.lean:
                 self._spare_words(generation_config)
+        add_video_metadata(inputs)
         return super()._add_request(inputs, generation_config, request_id, adapter_request)
 
     def _spare_words(self, generation_config: SamplingParams) -> None:

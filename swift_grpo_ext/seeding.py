@@ -76,6 +76,8 @@ def sample_seed(run_seed: int, place: Place) -> int:
             f"index {place.index} in a group: expected 0 to {MAX_GROUP_SIZE - 1}; use a smaller "
             "--num_generations."
         )
+    if min(place.step, place.number, place.group, place.turn) < 0:
+        raise ValueError(f"{place}: expected numbers of 0 or more.")
     key = (PHASES.index(place.phase), place.step, place.number, place.turn)
     low = _first_32_bits(run_seed, key)
     high = _first_32_bits(run_seed, (*key, place.group)) >> 2

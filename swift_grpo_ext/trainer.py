@@ -14,7 +14,9 @@ from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
 
 from swift_grpo_ext import wire
+from swift_grpo_ext.accounting import sample_row
 from swift_grpo_ext.arguments import ExtFlags
+from swift_grpo_ext.encoding import shared_media
 from swift_grpo_ext.exchange import Alone, Exchange, TensorParallel, ThroughMain
 from swift_grpo_ext.groups import (
     count_duplicates,
@@ -25,8 +27,9 @@ from swift_grpo_ext.groups import (
     request_id,
 )
 from swift_grpo_ext.rounds import RoundClock, RoundNames
+from swift_grpo_ext.sample_log import SampleLog, next_session
 from swift_grpo_ext.sampler import EpochSampler
-from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.seeding import Place, sample_seed
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.wire import Envelope
@@ -48,6 +51,8 @@ PINS = (
     Pin("swift.rlhf_trainers", "GRPOTrainer._get_request_config", ("self",)),
     Pin("swift.rlhf_trainers", "GRPOTrainer._engine_infer",
         ("self", "infer_requests", "request_config", "use_tqdm")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_batch_inputs", ("self", "samples")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer.resample_encode_failed_inputs", ("self", "inputs")),
     Pin("swift.rlhf_trainers", "GRPOTrainer._rollout",
         ("self", "samples", "request_config", "is_global_inputs")),
 )  # fmt: skip
@@ -73,6 +78,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
             connect_client(client)
         self._servers: Any = None
+        self._sample_log: Any = None
         self._has_warned_of_uneven_groups = False
         self._has_warned_of_duplicates = False
         super().__init__(*args, **kwargs)
@@ -180,7 +186,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
         """Name each sample by its place; groups are positional, and never merged by their words."""
         training = self.model.training
         group_size = self.num_generations if training else self.num_generations_eval
-        sizes = gather_object([len(samples)])
+        session = next_session(self.args.output_dir) if self._opens_log else None
+        told = gather_object([(len(samples), session)])
+        self._open_log(told[0][1])
+        sizes = [size for size, _ in told]
         start = sum(sizes[: self.accelerator.process_index])
         if training:
             round_ = self._round_names.current
@@ -211,43 +220,97 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._has_warned_of_duplicates = True
         logger.warning(f"{message} (--duplicate_prompts warn: said once.)")
 
+    # --- the training batch ---
+
+    def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
+        with shared_media(self.template):
+            return super()._prepare_batch_inputs(samples)
+
+    def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with shared_media(self.template):
+            return super().resample_encode_failed_inputs(inputs, *args, **kwargs)
+
+    # --- the sample log ---
+
+    @property
+    def _opens_log(self) -> bool:
+        return self._sample_log is None and self.accelerator.is_main_process
+
+    def _open_log(self, session: int | None) -> None:
+        if session is not None:
+            self._sample_log = SampleLog(
+                self.args.output_dir,
+                session=session,
+                start_step=self.state.global_step,
+                rank=self.accelerator.process_index,
+            )
+
+    def _log_samples(
+        self, drawn: Sequence[tuple[Place, Any, str]], outputs: Sequence[Any], ranks: int
+    ) -> None:
+        """Write down what was drawn: this rank's samples, or those of `ranks` ranks in order."""
+        if len(outputs) != len(drawn):
+            return  # a server's scheduler made several training samples of one: they have no place
+        steps = self._last_loaded_step if self.args.use_vllm else self.state.global_step
+        rows = [
+            sample_row(
+                place,
+                sample,
+                output,
+                seed=None if self._run_seed is None else sample_seed(self._run_seed, place),
+                fingerprint=fingerprint,
+                rank=self.accelerator.process_index + number * ranks // len(drawn),
+                weight_version=steps,
+            )
+            for number, ((place, sample, fingerprint), output) in enumerate(
+                zip(drawn, outputs, strict=True)
+            )
+        ]
+        self._sample_log.append(rows)
+
     # --- rollouts ---
 
     @property
     def _is_ours(self) -> bool:
-        """Whether requests carry envelopes."""
+        """Whether rounds are drawn our way; else ms-swift's, with its seeds."""
         args = self.args
         ours = args.rollout_seed_mode == "sample" or args.rollout_group_requests
         return bool(args.use_vllm and ours)
 
     @property
     def _run_seed(self) -> int | None:
-        return self.args.seed if self.args.rollout_seed_mode == "sample" else None
+        args = self.args
+        return args.seed if args.use_vllm and args.rollout_seed_mode == "sample" else None
 
     def samples2requests(self, samples: list[Any]) -> list[Any]:
         requests = super().samples2requests(samples)
-        if self._is_ours:
-            for sample, request in zip(samples, requests, strict=True):
-                if request is not sample:  # else it is a later turn's, and has its envelope
-                    place = place_of(sample.request_id)
-                    envelope = Envelope(place=place, count=1, run_seed=self._run_seed, lean=False)
-                    wire.write_envelope(request.data_dict, envelope)
+        for sample, request in zip(samples, requests, strict=True):
+            if request is not sample:  # else it is a later turn's, and has its envelope
+                place = place_of(sample.request_id)
+                envelope = Envelope(place=place, count=1, run_seed=self._run_seed, lean=False)
+                wire.write_envelope(request.data_dict, envelope)
         return requests
 
     def _rollout(
         self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
     ) -> list[Any]:
+        drawn = [(self._begin_turn(s), s, fingerprint(s)) for s in samples]
         if not self._is_ours or self.enable_server_multi_turn:
-            return super()._rollout(samples, request_config, is_global_inputs)
-        if is_global_inputs and not self.accelerator.is_main_process:
-            return []
+            outputs = super()._rollout(samples, request_config, is_global_inputs)
+        elif is_global_inputs and not self.accelerator.is_main_process:
+            return []  # the main rank draws for all
+        else:
+            outputs = self._draw(drawn, is_global_inputs)
+        self._log_samples(drawn, outputs, self.accelerator.num_processes if is_global_inputs else 1)
+        return outputs
+
+    def _draw(self, drawn: Sequence[tuple[Place, Any, str]], is_global_inputs: bool) -> list[Any]:
         from swift_grpo_ext.rollout import Wish, draw
 
-        places = [self._begin_turn(sample) for sample in samples]
         wish = Wish(
-            places=places,
-            fingerprints=[fingerprint(sample) for sample in samples],
-            request=lambda number: self.samples2requests([samples[number]])[0],
+            places=[place for place, _, _ in drawn],
+            fingerprints=[fingerprint for _, _, fingerprint in drawn],
+            request=lambda number: self.samples2requests([drawn[number][1]])[0],
             run_seed=self._run_seed,
             grouped=self.args.rollout_group_requests,
             lean=not self.multi_turn_scheduler,

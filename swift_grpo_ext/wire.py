@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -74,8 +74,11 @@ def read_envelope(data_dict: Mapping[str, Any] | None) -> Envelope | None:
         envelope = Envelope(place=place, **values)
     except (KeyError, TypeError) as e:
         raise WireError(f"A request's {KEY} is malformed ({e!r}): {wire!r}") from e
-    if place.phase not in PHASES or envelope.count < 1:
-        raise WireError(f"A request's {KEY} is malformed (phase or count): {wire!r}")
+    run_seed = 0 if envelope.run_seed is None else envelope.run_seed
+    numbers = (run_seed, envelope.count, *astuple(place)[1:])
+    are_whole = all(isinstance(number, int) and number >= 0 for number in numbers)
+    if place.phase not in PHASES or not are_whole or envelope.count == 0:
+        raise WireError(f"A request's {KEY} is malformed (phase or numbers): {wire!r}")
     return envelope
 
 

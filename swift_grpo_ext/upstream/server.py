@@ -10,6 +10,7 @@ Can go when ms-swift has a hook for dispatching, and for what a server tells of 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -63,8 +64,29 @@ def install() -> None:
         ours = {"version": wire.VERSION, "replicas": replicas}
         return {**await upstream_engine_type(self), wire.KEY: ours}
 
+    SwiftRolloutDeploy._register_rl_rollout_app = _one_at_a_time(
+        SwiftRolloutDeploy._register_rl_rollout_app
+    )
     SwiftRolloutDeploy.infer = infer
     SwiftRolloutDeploy.get_engine_type = get_engine_type
+
+
+def _one_at_a_time(register: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Requests wait for one another, as they did while each blocked the event loop: they share the
+    pipes to the workers. Only `/health` answers at once."""
+
+    def _register_rl_rollout_app(self: Any) -> None:
+        register(self)
+        lock = asyncio.Lock()
+
+        @self.app.middleware("http")
+        async def wait_for_turn(request: Any, call_next: Callable[[Any], Any]) -> Any:
+            if request.url.path.rstrip("/") == "/health":
+                return await call_next(request)
+            async with lock:
+                return await call_next(request)
+
+    return _register_rl_rollout_app
 
 
 async def _dispatch(

@@ -21,7 +21,8 @@ class RecordingTrainer(RolloutGRPOTrainer):
     def _postprocess_rollout_outputs(self, samples: Any, outputs: Any) -> Any:
         path = Path(os.environ["RECORD_DIR"]) / f"rank{self.accelerator.process_index}.jsonl"
         with path.open("a", encoding="utf-8") as f:
-            for sample, output in zip(samples, outputs, strict=True):
+            # With --async_generate the main rank draws, and writes down, for all.
+            for sample, output in zip(samples, outputs, strict=True) if outputs else ():
                 choice = output.response.choices[0]
                 record = {
                     "name": sample.request_id,
@@ -29,7 +30,9 @@ class RecordingTrainer(RolloutGRPOTrainer):
                     "step": self.state.global_step,
                     "messages": sample.messages,
                     "images": [image["path"] for image in sample.images],
+                    "videos": sample.videos,
                     "token_ids": choice.token_ids,
+                    "turns": output.response_token_ids,
                     "logprobs": _logprobs(output),
                     "text": choice.message.content,
                 }

@@ -9,7 +9,11 @@ import pytest
 from swift_grpo_ext.upstream import contract
 from swift_grpo_ext.upstream.contract import Pin, UnsupportedUpstreamError
 
-EXTENDING = ["engine", "trainer", "upstream.flags", "upstream.weight_sync", "registry"]
+EXTENDING = [
+    *("engine", "trainer", "registry"),
+    *("upstream.flags", "upstream.media", "upstream.server", "upstream.split_prefill"),
+    "upstream.weight_sync",
+]
 PINS = [
     pytest.param(pin, id=f"{module}: {pin}")
     for module in EXTENDING

@@ -1,0 +1,132 @@
+"""The batches that the rollout benchmarks draw, and the two ways of drawing them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from swift.infer_engine.protocol import RequestConfig, RolloutOutput
+from swift.rl_core.data import OnPolicySample
+
+from swift_grpo_ext.exchange import Alone
+from swift_grpo_ext.groups import fingerprint, place_of, places_of, request_id
+from swift_grpo_ext.rollout import Ask, Wish, draw
+from swift_grpo_ext.rounds import Round
+
+RUN_SEED = 42
+TEMPERATURE = 2.0
+"""So hot that hardly a completion of the tiny model ends before `--max-tokens`."""
+
+OCTAVES = ((4, 70.0), (16, 40.0), (64, 20.0), (256, 8.0))
+"""Of a picture: (cells a side, contrast), from coarse to fine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A generation batch: neighbouring copies of each prompt, as the sampler repeats them."""
+
+    image_side: int
+    """Pixels; 0 for text alone."""
+
+    num_prompts: int
+    group_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.image_side} px" if self.image_side else "text"
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_prompts * self.group_size
+
+    def columns(self) -> dict[str, Any]:
+        """What names the case in a result's row."""
+        return {
+            "case": self.name,
+            "num_prompts": self.num_prompts,
+            "group_size": self.group_size,
+            "num_samples": self.num_samples,
+        }
+
+
+def make_samples(case: Case, round_number: int) -> list[OnPolicySample]:
+    """The batch's samples; each owns its image's bytes, as a data loader's rows do."""
+    round_ = Round(phase="train", step=round_number, number=0)
+    places = places_of(round_, range(case.num_samples), case.group_size)
+    samples = []
+    for place in places:
+        sample = OnPolicySample.from_row(make_row(case.image_side, place.group))
+        sample.request_id = request_id(place)
+        samples.append(sample)
+    return samples
+
+
+def make_row(image_side: int, number: int) -> dict[str, Any]:
+    """Prompt `number` as a row of ms-swift's data sets, nothing in it shared with another row."""
+    if image_side == 0:
+        numbers = np.random.default_rng(number).integers(10, 100, 40)
+        text = f"Add these numbers, and explain each step: {' '.join(map(str, numbers))}"
+        return {"messages": [{"role": "user", "content": text}]}
+    text = f"<image>Describe picture {number} in detail: what is in it, where, and in which light?"
+    data = bytes(bytearray(make_photo(image_side, number)))
+    image = {"bytes": data, "path": None}
+    return {"messages": [{"role": "user", "content": text}], "images": [image]}
+
+
+@cache
+def make_photo(side: int, number: int) -> bytes:
+    """A PNG that weighs what a photograph does: soft shapes, textures, and a sensor's noise."""
+    rng = np.random.default_rng((side, number))
+    pixels = np.full((side, side, 3), 128.0)
+    for cells, contrast in OCTAVES:
+        noise = rng.normal(0.0, contrast / 2, (min(cells, side), min(cells, side), 3))
+        for channel in range(3):
+            plane = Image.fromarray(noise[..., channel].astype(np.float32))
+            pixels[..., channel] += np.asarray(plane.resize((side, side), Image.Resampling.BICUBIC))
+    pixels += rng.normal(0.0, 2.0, pixels.shape)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def make_config(max_tokens: int) -> RequestConfig:
+    """What ms-swift's trainer asks its engines with (`_prepare_rollout_params`)."""
+    return RequestConfig(
+        n=1,
+        max_tokens=max_tokens,
+        temperature=TEMPERATURE,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        stop=[],
+        return_details=True,
+        logprobs=True,
+    )
+
+
+def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: Ask) -> list[RolloutOutput]:
+    """What our trainer's `_rollout` does, in a training of one process."""
+    wish = Wish(
+        places=[place_of(sample.request_id) for sample in samples],
+        fingerprints=[fingerprint(sample) for sample in samples],
+        request=lambda number: samples[number].to_infer_request(),
+        run_seed=run_seed,
+        grouped=True,
+        lean=True,
+    )
+    return draw(wish, Alone(), ask)[0]
+
+
+def draw_theirs(samples: Sequence[Any], ask: Callable[[list[Any]], Any]) -> list[RolloutOutput]:
+    """What ms-swift's trainer does, in a training of one process."""
+    return list(ask([sample.to_infer_request() for sample in samples]))
+
+
+def count_tokens(outputs: Sequence[RolloutOutput]) -> int:
+    return sum(len(output.response.choices[0].token_ids) for output in outputs)

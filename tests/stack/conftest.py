@@ -1,0 +1,44 @@
+"""Trainings and servers that several modules of stack tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack import rounds
+from tests.stack.processes import rollout_server
+from tests.stack.rounds import server_argv, train
+
+STEPS = 6
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rounds")
+
+
+@pytest.fixture(scope="session")
+def rows(assets: Path, folder: Path) -> Path:
+    """Two generation batches; one prompt stands in it three times, so that it meets itself."""
+    source = assets / "digits/train.jsonl"
+    return rounds.write_rows(source, folder / "rows.jsonl", [0, 0, 0, 1, 2, 3])
+
+
+@pytest.fixture(scope="session")
+def reference(assets: Path, rows: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """One colocated rank, 6 rounds: three epochs."""
+    return train(assets, rows, folder / "reference", steps=STEPS)
+
+
+@pytest.fixture(scope="session")
+def servers(assets: Path, folder: Path) -> Iterator[tuple[int, int]]:
+    """Ports of a server with one replica and of one with two."""
+    one, two = server_argv(assets), server_argv(assets, "--vllm_data_parallel_size", "2")
+    with (
+        rollout_server(*one, log=folder / "one.log") as port_of_one,
+        rollout_server(*two, log=folder / "two.log") as port_of_two,
+    ):
+        yield port_of_one, port_of_two

@@ -1,0 +1,108 @@
+"""Short trainings at learning rate 0, whose rollouts are written down sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+
+from swift_grpo_ext.groups import place_of
+from tests.stack.policy import read_records
+from tests.stack.processes import PLUGIN, swift
+
+GROUP_SIZE = 4
+BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
+HOT = ("--temperature", "2.0")
+"""At which the tiny model says anything: two equal completions are no accident."""
+
+
+def write_rows(source: Path, target: Path, order: Sequence[int]) -> Path:
+    """A data set of the rows of `source` with these numbers, in this order."""
+    lines = source.read_text(encoding="utf-8").splitlines()
+    target.write_text("".join(f"{lines[i]}\n" for i in order), encoding="utf-8")
+    return target
+
+
+def train(
+    assets: Path,
+    rows: Path,
+    folder: Path,
+    *argv: str,
+    ranks: int = 1,
+    steps: int = 3,
+    plugins: Sequence[str] = ("examples/digits/rewards.py", "tests/stack/recorder.py"),
+) -> dict[str, dict[str, Any]]:
+    """The samples of a training, by name; its run is in `folder / "run"`, its log in `log`."""
+    record_dir = folder / "record"
+    record_dir.mkdir(parents=True)
+    command = [
+        *("rlhf", "examples/digits/grpo.yaml"),
+        *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
+        *("--external_plugins", PLUGIN, *plugins),
+        *("--output_dir", str(folder / "run"), "--add_version", "false"),
+        *("--max_steps", str(steps), "--save_strategy", "no"),
+        *("--num_generations", str(GROUP_SIZE), "--learning_rate", "0", "--warmup_steps", "0"),
+        *("--reward_funcs", "position", "--reward_weights", "1.0"),
+        *("--per_device_train_batch_size", str(BATCH // ranks)),
+        *(*HOT, *argv),
+    ]
+    env = {"RECORD_DIR": str(record_dir)}
+    if ranks > 1:
+        env |= {"NPROC_PER_NODE": str(ranks), "OMP_NUM_THREADS": "1"}
+    finished = swift(*command, log=folder / "log", env=env)
+    assert finished.returncode == 0, finished.output[-3000:]
+    records = read_records(record_dir)
+    by_name = {record["name"]: record for record in records}
+    assert len(by_name) == len(records), "a sample was drawn twice"
+    return by_name
+
+
+def server_argv(assets: Path, *argv: str, plugins: Sequence[str] = ()) -> list[str]:
+    """Arguments of a `swift rollout` for the tiny model."""
+    return [
+        *("--model", str(assets / "tiny_vlm"), "--external_plugins", PLUGIN, *plugins),
+        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--torch_dtype", "float32"),
+        *("--vllm_max_model_len", "512", "--vllm_enforce_eager", "true"),
+        *("--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 134217728}'),
+        *argv,
+    ]
+
+
+def client_argv(*ports: int) -> list[str]:
+    """Arguments of a training against these servers."""
+    hosts = ["127.0.0.1"] * len(ports)
+    return [
+        *("--vllm_mode", "server", "--vllm_server_host", *hosts),
+        *("--vllm_server_port", *map(str, ports)),
+    ]
+
+
+def token_ids(samples: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+    return {name: sample["token_ids"] for name, sample in samples.items()}
+
+
+def assert_same(
+    samples: dict[str, dict[str, Any]],
+    reference: dict[str, dict[str, Any]],
+    steps: range = range(3),
+) -> None:
+    """All samples of these steps are there, with the reference's prompts and tokens."""
+    expected = {name: s for name, s in reference.items() if place_of(name).step in steps}
+    assert len(expected) == BATCH * len(steps)
+    assert token_ids(samples) == token_ids(expected)
+    assert {n: s["images"] for n, s in samples.items()} == {
+        n: s["images"] for n, s in expected.items()
+    }
+
+
+def write_video(images: Sequence[str], path: Path) -> Path:
+    """A video whose frames are these images, one a second."""
+    frames = [cv2.imread(image) for image in images]
+    height, width, _ = frames[0].shape
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), 1, (width, height))
+    for frame in frames:
+        writer.write(frame)
+    writer.release()
+    return path

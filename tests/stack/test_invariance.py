@@ -1,0 +1,85 @@
+"""The same rounds, however they are run: the same token ids for the same (round, group, index).
+
+All runs draw from the same weights (learning rate 0) with the same `--seed`, over few rows, so that
+prompts come back; one prompt stands in the data three times, so that it meets itself in a batch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.groups import place_of
+from swift_grpo_ext.seeding import sample_seed
+from tests.stack import rounds
+from tests.stack.conftest import STEPS
+from tests.stack.rounds import BATCH, assert_same, client_argv, train
+
+pytestmark = pytest.mark.stack
+
+SEED = 42  # ms-swift's default
+Samples = dict[str, dict[str, Any]]
+
+
+def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:
+    assert len(reference) == BATCH * STEPS
+    for name, sample in reference.items():
+        assert sample["infos"]["seed"] == sample_seed(SEED, place_of(name))
+    seeds = {sample["infos"]["seed"] for sample in reference.values()}
+    assert len({seed % 2**32 for seed in seeds}) == len(reference)
+    prompts = [(tuple(s["images"]), s["step"]) for s in reference.values()]
+    repeated = max(prompts.count(prompt) for prompt in set(prompts))
+    assert repeated > rounds.GROUP_SIZE, "no prompt met itself in a batch: the test sees nothing"
+    completions = {tuple(sample["token_ids"]) for sample in reference.values()}
+    assert len(completions) == len(reference), "a completion came twice"
+
+
+def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
+    """Checkpoint 3 of two ranks stands in the middle of epoch 1."""
+    saving = ("--save_strategy", "steps", "--save_steps", "3")
+    first = train(assets, rows, folder / "two-ranks", *saving, ranks=2)
+    assert_same(first, reference)
+    checkpoint = folder / "two-ranks/run/checkpoint-3"
+    resume = ("--resume_from_checkpoint", str(checkpoint))
+    second = train(assets, rows, folder / "resumed", *resume, ranks=2, steps=STEPS)
+    assert_same(second, reference, range(3, STEPS))
+
+
+def test_tensor_parallel(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
+    tp = ("--vllm_tensor_parallel_size", "2")
+    assert_same(train(assets, rows, folder / "tp", *tp, ranks=2), reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("one-replica", 1), ("two-replicas", 6), ("two-servers", 3)]
+)
+def test_servers(
+    name: str,
+    ranks: int,
+    assets: Path,
+    rows: Path,
+    folder: Path,
+    servers: tuple[int, int],
+    reference: Samples,
+) -> None:
+    """Two replicas and six training ranks are the seed case: 2 GPUs deploy, 6 train."""
+    one, two = servers
+    ports = {"one-replica": [one], "two-replicas": [two], "two-servers": [one, two]}[name]
+    samples = train(assets, rows, folder / name, *client_argv(*ports), ranks=ranks)
+    assert_same(samples, reference)
+    replicas = {sample["infos"]["replica"] for sample in samples.values()}
+    assert len(replicas) == {"one-replica": 1, "two-replicas": 2, "two-servers": 3}[name]
+
+
+def test_ms_swifts_own_seeds_freeze_the_noise(assets: Path, folder: Path) -> None:
+    """What all of this is about, and the proof that these tests see it."""
+    source = assets / "digits/train.jsonl"
+    rows = rounds.write_rows(source, folder / "one-row.jsonl", [0] * 6)
+    own = ("--rollout_seed_mode", "engine", "--vllm_tensor_parallel_size", "2")
+    samples = train(assets, rows, folder / "frozen", *own, ranks=2)
+    by_step: dict[int, list[list[int]]] = {}
+    for name in sorted(samples):
+        by_step.setdefault(place_of(name).step, []).append(samples[name]["token_ids"])
+    assert by_step[0] == by_step[1] == by_step[2]

@@ -1,0 +1,170 @@
+"""Every other way of drawing rounds: the same seeds, the right rows, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.groups import place_of
+from tests.stack.processes import rollout_server
+from tests.stack.rounds import (
+    BATCH,
+    GROUP_SIZE,
+    assert_same,
+    client_argv,
+    server_argv,
+    token_ids,
+    train,
+    write_video,
+)
+
+pytestmark = pytest.mark.stack
+
+Samples = dict[str, dict[str, Any]]
+
+PLUGINS = (
+    "examples/digits/rewards.py",
+    "tests/stack/scenarios.py",
+    "tests/stack/recorder.py",
+)
+
+
+def names_of_rounds(samples: Samples, phase: str = "train") -> set[str]:
+    places = [place_of(name) for name in samples]
+    return {f"{p.step}.{p.number}" for p in places if p.phase == phase}
+
+
+def of_phase(samples: Samples, phase: str) -> Samples:
+    return {name: s for name, s in samples.items() if place_of(name).phase == phase}
+
+
+@pytest.fixture
+def mixed_rows(assets: Path, tmp_path: Path) -> Path:
+    """Rows with one image, two images, a video, and no media at all; same words, other images."""
+    lines = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[:8]]
+    images = [row["images"][0] for row in rows]
+    rows[1]["images"] = images[:2]
+    rows[1]["messages"][0]["content"] = "<image><image>Which digits are these?"
+    rows[2]["images"] = images[2:4]
+    rows[2]["messages"] = rows[1]["messages"]
+    rows[3] = {**rows[3], "images": [], "videos": [str(write_video(images, tmp_path / "v.mp4"))]}
+    rows[3]["messages"][0]["content"] = "<video>Which digits come by?"
+    rows[4] = {**rows[4], "images": []}
+    rows[4]["messages"][0]["content"] = "Which digit comes after 4?"
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_long_rounds_lora_eval_and_mixed_media(
+    assets: Path, mixed_rows: Path, rows: Path, tmp_path: Path
+) -> None:
+    """A round serves two steps; a run resumes in the middle of one, with other eval batches."""
+    argv = [
+        *("--tuner_type", "lora", "--target_modules", "all-linear"),
+        *("--per_device_train_batch_size", "8", "--steps_per_generation", "2"),
+        *("--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "2"),
+        *("--save_strategy", "steps", "--save_steps", "3"),
+    ]
+    small = ("--per_device_eval_batch_size", "4")
+    first = train(assets, mixed_rows, tmp_path / "a", *argv, *small, steps=6, plugins=PLUGINS)
+    assert names_of_rounds(first) == {"0.0", "2.0", "4.0"}
+    assert len(of_phase(first, "train")) == 3 * 16
+    assert names_of_rounds(first, "eval") == {"2.0", "4.0", "6.0"}
+    assert len(of_phase(first, "eval")) == 3 * 6 * GROUP_SIZE
+    for sample in of_phase(first, "train").values():
+        words = sample["messages"][-1]["content"]
+        assert words.count("<image>") == len(sample["images"])
+        assert words.count("<video>") == len(sample["videos"])
+    of_rows = {json.dumps([s["images"], s["videos"]]) for s in of_phase(first, "train").values()}
+    assert len(of_rows) == 8, "not every row came"
+
+    resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-3"))
+    large = ("--per_device_eval_batch_size", "12")
+    argv += [*resume, *large]
+    second = train(assets, mixed_rows, tmp_path / "b", *argv, steps=6, plugins=PLUGINS)
+    assert names_of_rounds(second) == {"2.0", "4.0"}
+    assert names_of_rounds(second, "eval") == {"4.0", "6.0"}
+    assert token_ids(second) == {name: first[name]["token_ids"] for name in second}
+
+
+def test_dynamic_sampling(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """Two rounds a step, each with a round that fills it up; on one rank as on two."""
+    argv = [
+        *("--dynamic_sample", "true", "--max_resample_times", "2", "--reward_funcs", "odd_groups"),
+        *("--gradient_accumulation_steps", "2", "--steps_per_generation", "1"),
+    ]
+    samples = train(assets, rows, tmp_path / "a", *argv, steps=2, plugins=PLUGINS)
+    # Regular rounds are 0 and 1; round n may add 2 + 2 n and the one after it.
+    rounds = {f"{step}.{number}" for step in (0, 1) for number in (0, 1, 2, 4)}
+    assert names_of_rounds(samples) == rounds
+    assert len(samples) == 8 * BATCH
+    assert len({s["infos"]["seed"] for s in samples.values()}) == len(samples)
+    on_two = train(assets, rows, tmp_path / "b", *argv, ranks=2, steps=2, plugins=PLUGINS)
+    assert token_ids(on_two) == token_ids(samples)
+
+
+def test_async_generation(
+    assets: Path, rows: Path, tmp_path: Path, servers: tuple[int, int], reference: Samples
+) -> None:
+    """A round is named by the step that uses it, and asks for the batch of the step before."""
+    argv = [*client_argv(servers[0]), "--async_generate", "true"]
+    samples = train(assets, rows, tmp_path / "a", *argv, ranks=2, steps=3)
+    assert {"0.0", "1.0", "2.0"} <= names_of_rounds(samples)
+    for name, sample in samples.items():
+        place = place_of(name)
+        if place.step > 0:
+            before = f"train-{place.step - 1}.0-{place.group}-{place.index}"
+            assert sample["images"] == reference[before]["images"]
+
+
+def test_group_size_that_does_not_divide_a_ranks_batch(
+    assets: Path, rows: Path, tmp_path: Path, reference: Samples
+) -> None:
+    """Ranks hold 4 samples and groups 6: each second group is split."""
+    argv = ("--num_generations", "6")
+    split = train(assets, rows, tmp_path / "split", *argv, ranks=3)
+    whole = train(assets, rows, tmp_path / "whole", *argv)
+    assert token_ids(split) == token_ids(whole)
+    assert {n: s["images"] for n, s in split.items()} == {n: s["images"] for n, s in whole.items()}
+
+
+def test_conversations(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """Two turns: colocated on two ranks, and run by a server's async engine, draw the same."""
+    turns = ("--multi_turn_scheduler", "ask_again", "--max_turns", "2")
+    colocated = train(assets, rows, tmp_path / "c", *turns, ranks=2, steps=2, plugins=PLUGINS)
+    assert all(len(s["turns"]) == 2 for s in colocated.values())
+    assert len({tuple(s["turns"][1]) for s in colocated.values()}) == len(colocated)
+    server = server_argv(assets, "--vllm_use_async_engine", "true", *turns, plugins=PLUGINS[1:2])
+    with rollout_server(*server, log=tmp_path / "server.log") as port:
+        served = train(
+            assets, rows, tmp_path / "s", *client_argv(port), ranks=2, steps=2, plugins=PLUGINS
+        )
+    assert {n: s["turns"] for n, s in served.items()} == {
+        n: s["turns"] for n, s in colocated.items()
+    }
+
+
+def test_gym_environments(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """An environment's questions make a group's rows differ: they are asked singly, in peace."""
+    argv = [
+        *("--use_gym_env", "true", "--gym_env", "examiner"),
+        *("--multi_turn_scheduler", "gym_scheduler", "--max_turns", "2"),
+    ]
+    samples = train(assets, rows, tmp_path / "a", *argv, steps=2, plugins=PLUGINS)
+    for name, sample in samples.items():
+        assert f"Question {place_of(name).index}:" in sample["messages"][1]["content"]
+        assert len(sample["turns"]) == 2
+    assert len({tuple(s["turns"][0]) for s in samples.values()}) == len(samples)
+    assert "hold rows that differ" not in (tmp_path / "a/log").read_text(encoding="utf-8")
+
+
+def test_async_engine(assets: Path, rows: Path, tmp_path: Path, reference: Samples) -> None:
+    server = server_argv(assets, "--vllm_use_async_engine", "true")
+    with rollout_server(*server, log=tmp_path / "server.log") as port:
+        samples = train(assets, rows, tmp_path / "a", *client_argv(port))
+    assert_same(samples, reference)
