@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show_samples(run_dir: str, output: str | None) -> int:
     """Sum up or export a run's sample log; returns the exit status."""
-    from swift_grpo_ext import export  # `flags` does without pyarrow
+    from swift_grpo_ext.samples import export  # `flags` does without pyarrow
 
     try:
         if output is None:

@@ -207,7 +207,8 @@ def fingerprint(row: Any) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     read = row.get if isinstance(row, Mapping) else lambda name: getattr(row, name, None)
-    fields = {name: read(name) or None for name in FINGERPRINT_FIELDS}
+    values = {name: read(name) for name in FINGERPRINT_FIELDS}
+    fields = {name: v for name, v in values.items() if v is not None and len(v) > 0}
     text = json.dumps(fields, sort_keys=True, default=_content(digest.update), ensure_ascii=False)
     digest.update(text.encode("utf-8", errors="surrogatepass"))
     return digest.hexdigest()
@@ -217,6 +218,8 @@ def _content(update: Callable[[bytes], None]) -> Callable[[Any], str]:
     """For `json.dumps`: binary values go into the digest, a mark of their size into the text."""
 
     def encode(value: Any) -> str:
+        if hasattr(value, "detach"):  # a torch tensor
+            value = value.detach().cpu().numpy()
         if isinstance(value, (bytes, bytearray)):
             data = bytes(value)
         elif hasattr(value, "tobytes"):  # PIL images, numpy arrays

@@ -20,6 +20,7 @@ from swift.utils import get_logger
 from swift_grpo_ext import diversity
 from swift_grpo_ext.arguments import RolloutFlags
 from swift_grpo_ext.rows import check_duplicates, check_rows
+from swift_grpo_ext.seeding import MAX_GROUP_SIZE
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 
 logger = get_logger()
@@ -99,6 +100,12 @@ def check_seed(args: Any) -> None:
             f"--seed {args.seed}: expected 0 or more, from which each sample's seed is made "
             "(--rollout_seed_mode engine leaves seeds to ms-swift)."
         )
+    for name in ("num_generations", "num_generations_eval"):
+        if (getattr(args, name, None) or 0) > MAX_GROUP_SIZE:
+            raise ValueError(
+                f"--{name} {getattr(args, name)}: expected at most {MAX_GROUP_SIZE}, vLLM's limit "
+                "for the samples of a request and the seed rule's for those of a group."
+            )
 
 
 def warn_of_trainer_flags(args: Any, given: Collection[str]) -> None:

@@ -19,7 +19,7 @@ from swift.infer_engine.protocol import (
 
 from swift_grpo_ext import wire
 from swift_grpo_ext.engine import LeanResponse
-from swift_grpo_ext.exchange import Exchange
+from swift_grpo_ext.exchange import Exchange, RolloutError
 from swift_grpo_ext.groups import Part, Plan, fold, unfold
 from swift_grpo_ext.groups import plan as make_plan
 from swift_grpo_ext.seeding import Place
@@ -56,14 +56,7 @@ def draw(wish: Wish, exchange: Exchange, ask: Ask) -> tuple[list[RolloutOutput],
     """
     parts = fold(wish.places, wish.fingerprints)
     plan = make_plan(exchange.tell_all(parts), grouped=wish.grouped)
-    first_samples = _first_samples(plan.parts_of_ranks[exchange.rank])
-    rows_of_ranks = exchange.tell_asking(
-        {
-            number: wish.request(first_samples[number])
-            for rank, number in (request.sources[0] for request in plan.requests)
-            if rank == exchange.rank
-        }
-    )
+    rows_of_ranks = exchange.tell_asking(_rows(wish, plan, exchange.rank))
     outputs: list[list[RolloutOutput]] | Exception | None = None
     if exchange.asks:
         try:
@@ -73,9 +66,21 @@ def draw(wish: Wish, exchange: Exchange, ask: Ask) -> tuple[list[RolloutOutput],
     return exchange.hand_out(outputs), plan.uneven
 
 
-def _ask(
-    wish: Wish, plan: Plan, rows_of_ranks: list[dict[int, RolloutInferRequest]], ask: Ask
-) -> list[list[RolloutOutput]]:
+def _rows(wish: Wish, plan: Plan, rank: int) -> dict[int, RolloutInferRequest] | str:
+    """This rank's rows, by the number of their part; or why there are none: the other ranks wait
+    for them, and for an answer."""
+    first_samples = _first_samples(plan.parts_of_ranks[rank])
+    own = (request.sources[0] for request in plan.requests if request.sources[0][0] == rank)
+    try:
+        return {number: wish.request(first_samples[number]) for _, number in own}
+    except Exception as e:
+        return f"rank {rank}: {type(e).__name__}: {e}"
+
+
+def _ask(wish: Wish, plan: Plan, rows_of_ranks: list[Any], ask: Ask) -> list[list[RolloutOutput]]:
+    failures = [rows for rows in rows_of_ranks if isinstance(rows, str)]
+    if failures:
+        raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
     rows = [rows_of_ranks[rank][number] for rank, number in (r.sources[0] for r in plan.requests)]
     envelopes = [
         Envelope(

@@ -17,7 +17,7 @@ class EpochSampler(Sampler[int]):
     """Yields the indices that an uninterrupted `RepeatSampler` would, for the epoch asked for.
 
     Args:
-        upstream: the `RepeatSampler` whose settings are taken over.
+        upstream: the `RepeatSampler` whose settings are taken over; a seed of None counts as 0.
         epoch: says which epoch is about to be iterated, from 0; asked at each iteration.
     """
 

@@ -1,8 +1,9 @@
 """Which replica serves which request (SPEC G5). Pure.
 
 Requests are spread whole, by estimated cost, the costliest first, each to the replica that would be
-done with it soonest: Graham's LPT rule, whose longest replica is at most 4/3 of the best possible
-(R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
+done with it soonest: Graham's LPT rule, with which equal replicas are done after at most 4/3 of the
+best possible time (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969). A server with
+several replicas counts as one that is so many times as fast.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> fl
 
 
 def _text_length(content: Any) -> int:
-    if isinstance(content, (str, list)):
-        return len(content)  # a list: token ids, or parts of a message
-    return 0
+    if isinstance(content, list):  # token ids, or parts of a message
+        return CHARACTERS_PER_TOKEN * len(content)
+    return len(content) if isinstance(content, str) else 0
 
 
 def _media_tokens(media: Any) -> float:

@@ -14,7 +14,6 @@ from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
 
 from swift_grpo_ext import wire
-from swift_grpo_ext.accounting import sample_row
 from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.encoding import shared_media
 from swift_grpo_ext.exchange import Alone, Exchange, TensorParallel, ThroughMain
@@ -27,8 +26,9 @@ from swift_grpo_ext.groups import (
     request_id,
 )
 from swift_grpo_ext.rounds import RoundClock, RoundNames
-from swift_grpo_ext.sample_log import SampleLog, next_session
 from swift_grpo_ext.sampler import EpochSampler
+from swift_grpo_ext.samples.collect import sample_row
+from swift_grpo_ext.samples.log import SampleLog, next_session
 from swift_grpo_ext.seeding import Place, sample_seed
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify

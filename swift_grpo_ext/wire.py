@@ -49,7 +49,8 @@ class Envelope:
 
     def seed_of(self, k: int) -> int | None:
         """Of the request's sample k, from 0."""
-        return None if self.seed is None else self.seed + k
+        seed = self.seed
+        return None if seed is None else seed + k
 
     def next_turn(self) -> Envelope:
         return replace(self, place=replace(self.place, turn=self.place.turn + 1))
@@ -121,9 +122,16 @@ class Completion:
 def pack_answer(
     completions: Sequence[Completion], prompt_token_ids: Sequence[int] | None, replica: str
 ) -> dict[str, Any]:
-    """The lean form of all samples of one request; everything in it goes into JSON as it is."""
+    """The lean form of all samples of one request; everything in it goes into JSON as it is.
+
+    Raises:
+        WireError: some samples have log-probabilities and others none, or not one for each token.
+    """
+    counts = [None if c.logprobs is None else len(c.logprobs) for c in completions]
     lengths = [len(c.token_ids) for c in completions]
-    has_logprobs = all(c.logprobs is not None for c in completions)
+    if counts not in (lengths, [None] * len(completions)):
+        raise WireError(f"{replica} drew {lengths} tokens with {counts} log-probabilities.")
+    has_logprobs = None not in counts
     return {
         "version": VERSION,
         "replica": replica,
@@ -148,34 +156,47 @@ def unpack_answer(
         server: names the server that answered, for errors and logs.
 
     Raises:
-        WireError: the answer has another version, or its counts disagree (SPEC M6).
+        WireError: the answer has another version, is malformed, or its counts disagree (SPEC M6);
+            names the server.
     """
     check_version(answer, server)
-    lengths = answer["lengths"]
+    try:
+        return _unpack(answer, envelope, server), unpack(answer["prompt_token_ids"], "<i4")
+    except WireError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        raise WireError(f"{server} answered {envelope} with nonsense: {e!r}") from e
+
+
+def _unpack(answer: Mapping[str, Any], envelope: Envelope, server: str) -> list[Completion]:
+    lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]
+    extras = answer["extras"] or [None] * len(lengths)
     ids = unpack(answer["token_ids"], "<i4")
     logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
-    counts = {len(lengths), len(answer["texts"]), len(answer["finish_reasons"])}
-    if counts != {envelope.count} or len(ids) != sum(lengths):
-        raise WireError(f"{server} answered {envelope} with {counts} samples, {len(ids)} tokens.")
+    counts = {len(lengths), len(texts), len(reasons), len(extras)}
+    if counts != {envelope.count} or min(lengths) < 0 or sum(lengths) != len(ids):
+        raise WireError(
+            f"{server} answered {envelope} with {sorted(counts)} samples of {lengths} tokens, "
+            f"{len(ids)} in all."
+        )
     if logprobs is not None and len(logprobs) != len(ids):
         raise WireError(
             f"{server} answered {envelope} with {len(ids)} tokens and {len(logprobs)} "
             "log-probabilities."
         )
     ends = np.cumsum(lengths).tolist()
-    completions = [
+    return [
         Completion(
-            text=answer["texts"][k],
+            text=texts[k],
             token_ids=ids[end - length : end],
             logprobs=None if logprobs is None else logprobs[end - length : end],
-            finish_reason=answer["finish_reasons"][k],
+            finish_reason=reasons[k],
             seed=envelope.seed_of(k),
             replica=f"{server} {answer['replica']}",
-            extra=answer["extras"][k] if answer["extras"] else None,
+            extra=extras[k],
         )
         for k, (length, end) in enumerate(zip(lengths, ends, strict=True))
     ]
-    return completions, unpack(answer["prompt_token_ids"], "<i4")
 
 
 def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:

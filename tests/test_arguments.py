@@ -46,9 +46,6 @@ def test_defaults_pass() -> None:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("rollout_seed_mode", "sample"),
-        ("rollout_group_requests", True),
-        ("duplicate_prompts", "warn"),
         ("stop_token_ids", [151645]),
         ("include_stop_str_in_output", False),
         ("logits_shim", "auto"),

@@ -9,12 +9,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from swift_grpo_ext import export
 from swift_grpo_ext.arguments import flag_names
 from swift_grpo_ext.cli import flag_table, main
-from swift_grpo_ext.sample_reader import read_samples
+from swift_grpo_ext.samples import export
+from swift_grpo_ext.samples.reader import read_samples
 from swift_grpo_ext.version import __version__
-from tests.sample_rows import ROW, place, write_session
+from tests.samples.rows import ROW, place, write_session
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 

@@ -13,6 +13,8 @@ import pytest
 
 from swift_grpo_ext import preflight
 
+QUESTION = [{"role": "user", "content": "Which digit?"}]
+
 
 def arguments(**changes: Any) -> SimpleNamespace:
     config = SimpleNamespace(
@@ -27,6 +29,9 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "vllm_mode": "colocate",
         "tuner_type": "full",
         "num_generations": 8,
+        "rollout_seed_mode": "sample",
+        "seed": 42,
+        "duplicate_prompts": "error",
         "local_world_size": 1,
         "training_args": config,
         "dataset": ["rows.jsonl"],
@@ -105,7 +110,40 @@ def test_fewer_rows_than_prompts_of_a_batch() -> None:
     rows = [{"images": []}]
     with pytest.raises(ValueError, match=r"--dataset rows\.jsonl: 1 rows are fewer than the 2"):
         preflight.check_datasets(arguments(), rows, None)
-    preflight.check_datasets(arguments(), rows * 2, None)
+    preflight.check_datasets(arguments(), [*rows, {"images": [], "messages": QUESTION}], None)
+
+
+def test_rows_that_stand_twice() -> None:
+    rows = [{"images": [], "messages": QUESTION}] * 2
+    with pytest.raises(ValueError, match="duplicate_prompts error: --dataset: 1 of 2 rows repeat"):
+        preflight.check_datasets(arguments(), rows, None)
+    preflight.check_datasets(arguments(duplicate_prompts="warn"), rows, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": -1}, "--seed -1: expected 0 or more"),
+        ({"num_generations": 2**14 + 1}, "--num_generations 16385: expected at most 16384"),
+        ({"num_generations_eval": 2**15}, "--num_generations_eval 32768: expected at most"),
+    ],
+)
+def test_what_the_seed_rule_does_not_take(changes: dict[str, Any], message: str) -> None:
+    preflight.check_seed(arguments())
+    with pytest.raises(ValueError, match=message):
+        preflight.check_seed(arguments(**changes))
+
+
+def test_a_server_says_that_it_ignores_what_the_trainer_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(preflight.logger, "warning", said.append)
+    preflight.warn_of_trainer_flags(arguments(), ["rollout_seed_mode"])
+    assert said == []
+    preflight.warn_of_trainer_flags(arguments(port=8000), ["rollout_seed_mode", "port"])
+    assert len(said) == 1
+    assert "--rollout_seed_mode: `swift rollout` ignores it" in said[0]
 
 
 def test_a_stream_has_no_length_to_check() -> None:
@@ -125,8 +163,9 @@ def test_too_little_memory(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
     args = arguments(model=str(tmp_path), local_world_size=2, **changes)
-    cache = 1 if changes.get("use_vllm", True) else 0
-    needed = 2 * (copies * weights + (cache + preflight.CPU_ENGINE_GIB) * preflight.GIB)
+    has_engine = changes.get("use_vllm", True)
+    other = 1 + preflight.CPU_ENGINE_GIB if has_engine else preflight.CPU_TRAINER_GIB
+    needed = 2 * (copies * weights + other * preflight.GIB)
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
     with pytest.raises(ValueError, match=rf"2 training rank.*each {copies} x 2\.0 GiB"):
@@ -146,7 +185,7 @@ def test_too_little_memory_for_replicas(tmp_path: Path, monkeypatch: pytest.Monk
     )
     needed = 3 * (1.5 + preflight.CPU_ENGINE_GIB) * preflight.GIB
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
-    with pytest.raises(ValueError, match=r"3 replica.* 0\.5 GiB of KV .*--vllm_data_parallel_size"):
+    with pytest.raises(ValueError, match=r"3 replica.* 2 GiB for libr.*--vllm_data_parallel_size"):
         preflight.check_server_memory(args)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
     preflight.check_server_memory(args)

@@ -122,7 +122,7 @@ PHOTOGRAPH = base64.b64encode(b"\xff" * 300_000).decode()
         ({}, 8, 256, 2048),
         ({"messages": None, "images": None}, 1, 10, 10),
         ({"messages": [{"role": "assistant", "content": None}]}, 1, 10, 10),
-        ({"messages": [{"role": "user", "content": [1] * 400}]}, 1, 0, 100),
+        ({"messages": [{"role": "user", "content": [1] * 400}]}, 1, 0, 400),
         ({"images": ["a.png"]}, 1, 0, 1000),
         ({"images": ["a.png", {"path": "b.png"}], "videos": ["c.mp4"]}, 1, 0, 3000),
         ({"images": [PHOTOGRAPH]}, 1, 0, 750),

@@ -280,12 +280,17 @@ def test_the_seed_and_the_replica_of_a_sample_are_known() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": [2]}, r"with .*samples, 5 tokens"),
-        ({"texts": ["七"]}, r"with .*samples, 5 tokens"),
-        ({"finish_reasons": ["stop"] * 3}, r"with .*samples, 5 tokens"),
-        ({"lengths": [2, 2]}, r"with \{2\} samples, 5 tokens"),
-        ({"token_ids": pack([7, 2, 8], "<i4")}, r"with \{2\} samples, 3 tokens"),
+        ({"lengths": [2]}, r"with .*samples of .* tokens, 5 in all"),
+        ({"texts": ["七"]}, r"with .*samples of .* tokens, 5 in all"),
+        ({"finish_reasons": ["stop"] * 3}, r"with .*samples of .* tokens, 5 in all"),
+        ({"lengths": [2, 2]}, r"with \[2\] samples of \[2, 2\] tokens, 5 in all"),
+        ({"token_ids": pack([7, 2, 8], "<i4")}, r"with \[2\] samples of \[2, 3\] tokens, 3 in all"),
         ({"logprobs": pack([-0.5] * 4, "<f4")}, r"with 5 tokens and 4 log-probabilities"),
+        ({"lengths": [6, -1]}, r"with \[2\] samples of \[6, -1\] tokens"),
+        ({"token_ids": "!!"}, r"with nonsense: Error"),
+        ({"token_ids": "AAA="}, r"with nonsense: ValueError"),
+        ({"lengths": None}, r"with nonsense: TypeError"),
+        ({"extras": [None]}, r"with \[1, 2\] samples"),
         ({"logprobs": ""}, r"with 5 tokens and 0 log-probabilities"),
     ],
 )
@@ -298,9 +303,7 @@ def test_counts_that_disagree_are_refused(changes: dict[str, Any], message: str)
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_samples_than_asked_for_is_refused(count: int) -> None:
-    with pytest.raises(
-        WireError, match=rf"server 0 answered .*count={count}.* with \{{2\}} samples"
-    ):
+    with pytest.raises(WireError, match=rf"server 0 answered .*count={count}.* with \[2\] samples"):
         unpack_answer(ANSWER, replace(ENVELOPE, count=count), "server 0")
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from swift_grpo_ext.export import summary
-from swift_grpo_ext.sample_index import index_samples
-from swift_grpo_ext.sample_log import SampleLog
-from swift_grpo_ext.sample_reader import read_group, read_samples
-from swift_grpo_ext.sample_row import PLACE_COLUMNS, SampleRow
+from swift_grpo_ext.samples.export import summary
+from swift_grpo_ext.samples.index import index_samples
+from swift_grpo_ext.samples.log import SampleLog
+from swift_grpo_ext.samples.reader import read_group, read_samples
+from swift_grpo_ext.samples.row import PLACE_COLUMNS, SampleRow
 from swift_grpo_ext.seeding import Place
 
 VOCABULARY = 151_936

@@ -40,7 +40,7 @@ class ServerProcess:
                     end = self.log.read_text(encoding="utf-8", errors="replace")[-3000:]
                     raise SystemExit(f"swift rollout did not come up:\n{end}")
                 time.sleep(0.5)
-                clock.refresh()
+                clock.update()
 
     def kill(self) -> None:
         """End the process group, and workers that have left it."""

@@ -1,9 +1,10 @@
 """Videos for vLLM models that want to know how a video's frames were taken.
 
 Symptom: `ValueError: Video metadata is required but not found in mm input` at the first video, with
-Qwen2.5-VL and others.
+Qwen2.5-VL and others; with metadata, `Field 'fps' expected float, got list`.
 Upstream: vLLM 0.32 asks for it (qwen2_5_vl.py, `video_needs_metadata=True`); ms-swift 4.6 gives it
-for Qwen3-VL only (template/templates/qwen.py, `replace_tag`).
+for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames per second of each
+video as a list, where transformers 5.19 takes one number for all, or reads them from the metadata.
 Can go when ms-swift gives it for each model whose parser asks. Models that need none drop it.
 """
 
@@ -24,7 +25,8 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
             already, and their frames per second in `mm_processor_kwargs["fps"]`.
     """
     videos = inputs.get("videos") or []
-    rates = (inputs.get("mm_processor_kwargs") or {}).get("fps") or []
+    settings = inputs.get("mm_processor_kwargs") or {}
+    rates = settings.pop("fps") if isinstance(settings.get("fps"), list) else []
     for i, video in enumerate(videos):
         if hasattr(video, "shape"):
             fps = float(rates[i]) if i < len(rates) else DEFAULT_FPS

@@ -27,6 +27,7 @@ class RecordingTrainer(RolloutGRPOTrainer):
                 record = {
                     "name": sample.request_id,
                     "infos": output.rollout_infos,
+                    "weights": self._last_loaded_step,
                     "step": self.state.global_step,
                     "messages": sample.messages,
                     "images": [image["path"] for image in sample.images],

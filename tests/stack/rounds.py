@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cv2
 
-from swift_grpo_ext.groups import place_of
+from swift_grpo_ext.groups import place_of, request_id
+from swift_grpo_ext.samples.reader import read_samples
+from swift_grpo_ext.samples.row import SampleRow, to_rows
 from tests.stack.policy import read_records
-from tests.stack.processes import PLUGIN, swift
+from tests.stack.processes import PLUGIN, free_port, swift
 
 GROUP_SIZE = 4
 BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
@@ -56,7 +59,30 @@ def train(
     records = read_records(record_dir)
     by_name = {record["name"]: record for record in records}
     assert len(by_name) == len(records), "a sample was drawn twice"
+    assert_logged(folder / "run", by_name, ranks)
     return by_name
+
+
+def assert_logged(run: Path, samples: dict[str, dict[str, Any]], ranks: int) -> None:
+    """The sample log holds each sample once (each of its turns), as it was drawn."""
+    logged: dict[str, list[SampleRow]] = {}
+    for row in to_rows(read_samples(run)):
+        logged.setdefault(request_id(replace(row.place, turn=0)), []).append(row)
+    assert logged.keys() == samples.keys()
+    for name, turns in logged.items():
+        sample, first = samples[name], turns[0]
+        assert [i for turn in turns for i in turn.token_ids] == drawn_ids(sample)
+        assert [turn.place.turn for turn in turns] == list(range(len(turns)))
+        assert sample["infos"].get("seed", first.seed) == first.seed
+        assert sample["infos"].get("replica", first.replica) == first.replica
+        assert list(first.media) == [*sample["images"], *sample["videos"]]
+        assert first.weight_version == sample["weights"]
+        assert 0 <= first.rank < ranks
+
+
+def drawn_ids(sample: dict[str, Any]) -> list[int]:
+    """All tokens of a sample: of its turns, where it had several."""
+    return [i for turn in sample["turns"] for i in turn] or sample["token_ids"]
 
 
 def server_argv(assets: Path, *argv: str, plugins: Sequence[str] = ()) -> list[str]:
@@ -76,6 +102,8 @@ def client_argv(*ports: int) -> list[str]:
     return [
         *("--vllm_mode", "server", "--vllm_server_host", *hosts),
         *("--vllm_server_port", *map(str, ports)),
+        # A trainer that was killed leaves the default one taken, on servers that live on.
+        *("--vllm_server_group_port", *(str(free_port()) for _ in ports)),
     ]
 
 

@@ -152,7 +152,7 @@ def test_conversations(assets: Path, rows: Path, tmp_path: Path) -> None:
 def test_gym_environments(assets: Path, rows: Path, tmp_path: Path) -> None:
     """An environment's questions make a group's rows differ: they are asked singly, in peace."""
     argv = [
-        *("--use_gym_env", "true", "--gym_env", "examiner"),
+        *("--use_gym_env", "true", "--gym_env", "examiner", "--reward_weights", "1.0", "1.0"),
         *("--multi_turn_scheduler", "gym_scheduler", "--max_turns", "2"),
     ]
     samples = train(assets, rows, tmp_path / "a", *argv, steps=2, plugins=PLUGINS)

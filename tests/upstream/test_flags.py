@@ -34,7 +34,7 @@ def test_values_reach_the_arguments(parser: HfArgumentParser) -> None:
     assert namespace.logits_shim == "strict"
     assert namespace.diversity_alarm_p == 1e-3
     assert namespace.rollout_group_requests is True
-    assert namespace.rollout_seed_mode == "engine"
+    assert namespace.rollout_seed_mode == "sample"
 
 
 @pytest.mark.parametrize(

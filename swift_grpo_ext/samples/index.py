@@ -23,9 +23,9 @@ from itertools import islice
 
 import pyarrow as pa
 
-from swift_grpo_ext.sample_file import RoundName, StoredBatch, StoredFile, read_batches, scan_file
-from swift_grpo_ext.sample_log import FILE_NAME, samples_folder
-from swift_grpo_ext.sample_row import column_names
+from swift_grpo_ext.samples.file import RoundName, StoredBatch, StoredFile, read_batches, scan_file
+from swift_grpo_ext.samples.log import FILE_NAME, samples_folder
+from swift_grpo_ext.samples.row import column_names
 
 ORDER = ("group", "index", "turn")
 """Of the rows of a round."""

@@ -22,13 +22,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext import sample_log
-from swift_grpo_ext.sample_index import index_samples
-from swift_grpo_ext.sample_log import SampleLog, next_session
-from swift_grpo_ext.sample_reader import read_samples
-from swift_grpo_ext.sample_row import PLACE_COLUMNS, SCHEMA, SampleRow, to_rows
+from swift_grpo_ext.samples import log as sample_log
+from swift_grpo_ext.samples.index import index_samples
+from swift_grpo_ext.samples.log import SampleLog, next_session
+from swift_grpo_ext.samples.reader import read_samples
+from swift_grpo_ext.samples.row import PLACE_COLUMNS, SCHEMA, SampleRow, to_batch, to_rows
 from swift_grpo_ext.seeding import Place
-from tests.sample_rows import ROW, place, write_session
+from tests.samples.rows import ROW, place, write_session
 
 
 def read_rows(run_dir: Path) -> list[SampleRow]:
@@ -216,6 +216,19 @@ def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == [ROW]
 
 
+def test_bytes_that_are_no_text_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def to_bad_batch(rows: list[SampleRow], schema: pa.Schema) -> pa.RecordBatch:
+        batch = to_batch(rows, schema)
+        [_, offsets, data] = batch["text"].buffers()
+        bad = pa.StringArray.from_buffers(len(rows), offsets, pa.py_buffer(b"\xff" * data.size))
+        return batch.set_column(schema.get_field_index("text"), schema.field("text"), bad)
+
+    monkeypatch.setattr(sample_log, "to_batch", to_bad_batch)
+    write_session(tmp_path, [ROW])
+    with pytest.raises(ValueError, match=r"is damaged from byte .*Invalid UTF8"):
+        read_samples(tmp_path, columns=["text"])
+
+
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_log, "VERSION", 2)
     write_session(tmp_path, [ROW])
@@ -308,12 +321,12 @@ def test_no_room(tmp_path: Path) -> None:
 def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
-        "from tests.sample_rows import *\n"
+        "from tests.samples.rows import *\n"
         "log = SampleLog(sys.argv[1], session=0, start_step=0, rank=0)\n"
         "log.append([ROW])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=root, check=False)
     assert killed.returncode == -9
     assert read_rows(tmp_path) == [ROW]
@@ -321,7 +334,7 @@ def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path: Path) -> None
 
 def test_imports_neither_torch_nor_vllm_nor_swift() -> None:
     program = (
-        "import sys, swift_grpo_ext.sample_reader, swift_grpo_ext.export\n"
+        "import sys, swift_grpo_ext.samples.reader, swift_grpo_ext.samples.export\n"
         "assert not {'torch', 'vllm', 'swift', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from swift_grpo_ext.sample_index import SampleIndex, index_samples
-from swift_grpo_ext.sample_row import SCHEMA
+from swift_grpo_ext.samples.index import SampleIndex, index_samples
+from swift_grpo_ext.samples.row import SCHEMA
 from swift_grpo_ext.seeding import MAX_GROUP_SIZE
 
 ROWS_PER_ROW_GROUP = 16_384

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift_grpo_ext.sample_index import index_samples
-from swift_grpo_ext.sample_reader import read_group, read_samples
+from swift_grpo_ext.samples.index import index_samples
+from swift_grpo_ext.samples.reader import read_group, read_samples
 from swift_grpo_ext.seeding import Place
-from tests.sample_rows import ROW, place, write_session
+from tests.samples.rows import ROW, place, write_session
 
 Session = tuple[int, list[Place]]
 """Step that it starts at, and the places that it writes."""
@@ -59,6 +60,14 @@ def test_train_rounds_count_once(
 ) -> None:
     write(tmp_path, sessions)
     assert steps_of_sessions(tmp_path, "train") == expected
+
+
+def test_a_session_without_a_whole_batch_supersedes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, [(0, train(0, 1, 2))])
+    path = write_session(tmp_path, [ROW], session=1, start_step=1)
+    os.truncate(path, path.stat().st_size - 100)
+    assert steps_of_sessions(tmp_path, "train") == [(0, 0), (1, 0), (2, 0)]
+    assert [session.num_rows for session in index_samples(tmp_path).sessions] == [3, 0]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.sample_log import SampleLog
-from swift_grpo_ext.sample_row import SampleRow
+from swift_grpo_ext.samples.log import SampleLog
+from swift_grpo_ext.samples.row import SampleRow
 from swift_grpo_ext.seeding import Place
 
 ROW = SampleRow(

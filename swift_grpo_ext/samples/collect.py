@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from swift_grpo_ext.sample_row import SampleRow
+from swift_grpo_ext.samples.row import SampleRow
 from swift_grpo_ext.seeding import Place
 
 MEDIA = ("images", "videos", "audios")

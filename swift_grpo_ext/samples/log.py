@@ -7,8 +7,8 @@ not wait for one another:
 
 an Arrow IPC stream of batches compressed with zstd, each of rows of one round. A row is on disk
 when `append` returns: a process that is killed, or a machine that loses power, loses at most the
-rows that were being appended. `sample_reader` reads what is there, also while the run goes on.
-Pure: needs pyarrow only.
+rows that were being appended. `reader` reads what is there, also while the run goes on.
+Pure: needs pyarrow and numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from swift_grpo_ext.sample_row import SCHEMA, SampleRow, to_batch
+from swift_grpo_ext.samples.row import SCHEMA, SampleRow, to_batch
 
 VERSION = 1
 ROWS_PER_BATCH = 1024

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from swift_grpo_ext.sample_log import VERSION
-from swift_grpo_ext.sample_row import ROUND_COLUMNS, SCHEMA
+from swift_grpo_ext.samples.log import VERSION
+from swift_grpo_ext.samples.row import ROUND_COLUMNS, SCHEMA
 
 
 class RoundName(NamedTuple):
@@ -59,8 +59,6 @@ def scan_file(path: Path) -> StoredFile | None:
     Raises:
         ValueError: another version of swift-grpo-ext wrote it, or it is damaged.
     """
-    if path.stat().st_size == 0:  # cannot be mapped
-        return None
     with pa.memory_map(str(path)) as source:
         ends, whole = _message_ends(source)
         if not ends:

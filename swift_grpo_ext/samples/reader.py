@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from swift_grpo_ext.sample_file import RoundName, read_batches
-from swift_grpo_ext.sample_index import index_samples
-from swift_grpo_ext.sample_row import SCHEMA, SampleRow, column_names, to_rows
+from swift_grpo_ext.samples.file import RoundName, read_batches
+from swift_grpo_ext.samples.index import index_samples
+from swift_grpo_ext.samples.row import SCHEMA, SampleRow, column_names, to_rows
 from swift_grpo_ext.seeding import Phase
 
 
