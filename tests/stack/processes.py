@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
 PLUGIN = "plugins/grpo_ext.py"
 MARKER = "SWIFT_GRPO_EXT_TEST"
+_OWN = {"OMP_NUM_THREADS": "1"}  # spinning threads of several processes would starve one another
 
 
 @dataclass
@@ -84,7 +85,13 @@ def started(command: list[str], log: Path, env: dict[str, str] | None = None) ->
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker},
+            env={
+                **os.environ,
+                **_OWN,
+                "MASTER_PORT": str(free_port()),
+                **(env or {}),
+                MARKER: marker,
+            },
             stdout=f,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -32,6 +32,7 @@ class RecordingTrainer(RolloutGRPOTrainer):
                     "messages": sample.messages,
                     "images": [image["path"] for image in sample.images],
                     "videos": sample.videos,
+                    "solution": sample.extra.get("solution"),
                     "token_ids": choice.token_ids,
                     "turns": output.response_token_ids,
                     "logprobs": _logprobs(output),

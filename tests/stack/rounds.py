@@ -53,7 +53,7 @@ def train(
     ]
     env = {"RECORD_DIR": str(record_dir)}
     if ranks > 1:
-        env |= {"NPROC_PER_NODE": str(ranks), "OMP_NUM_THREADS": "1"}
+        env["NPROC_PER_NODE"] = str(ranks)
     finished = swift(*command, log=folder / "log", env=env)
     assert finished.returncode == 0, finished.output[-3000:]
     records = read_records(record_dir)

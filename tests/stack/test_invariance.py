@@ -15,7 +15,8 @@ from swift_grpo_ext.groups import place_of
 from swift_grpo_ext.seeding import sample_seed
 from tests.stack import rounds
 from tests.stack.conftest import STEPS
-from tests.stack.rounds import BATCH, assert_same, client_argv, train
+from tests.stack.processes import rollout_server
+from tests.stack.rounds import BATCH, assert_same, client_argv, server_argv, train
 
 pytestmark = pytest.mark.stack
 
@@ -71,6 +72,27 @@ def test_servers(
     assert_same(samples, reference)
     replicas = {sample["infos"]["replica"] for sample in samples.values()}
     assert len(replicas) == {"one-replica": 1, "two-replicas": 2, "two-servers": 3}[name]
+
+
+def test_async_engine(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
+    server = server_argv(assets, "--vllm_use_async_engine", "true")
+    with rollout_server(*server, log=folder / "async.log") as port:
+        samples = train(assets, rows, folder / "async-engine", *client_argv(port))
+    assert_same(samples, reference)
+
+
+def test_async_generation(
+    assets: Path, rows: Path, folder: Path, servers: tuple[int, int], reference: Samples
+) -> None:
+    """A round is named by the step that uses it, and asks for the batch of the step before."""
+    argv = [*client_argv(servers[0]), "--async_generate", "true"]
+    samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
+    assert {0, 1, 2} <= {place_of(name).step for name in samples}
+    for name, sample in samples.items():
+        place = place_of(name)
+        if place.step > 0:
+            before = f"train-{place.step - 1}.0-{place.group}-{place.index}"
+            assert sample["images"] == reference[before]["images"]
 
 
 def test_ms_swifts_own_seeds_freeze_the_noise(assets: Path, folder: Path) -> None:
