@@ -52,7 +52,7 @@ def sample_row(
         text=choice.message.content if isinstance(choice.message.content, str) else "",
         fingerprint=fingerprint,
         prompt=json.dumps(sample.messages, ensure_ascii=False, default=repr),
-        media=[name for kind in MEDIA for name in map(media_name, getattr(sample, kind))],
+        media=[name for kind in MEDIA for name in map(media_name, getattr(sample, kind) or ())],
     )
 
 

@@ -18,6 +18,11 @@ from swift_grpo_ext.trainer import RolloutGRPOTrainer
 
 
 class RecordingTrainer(RolloutGRPOTrainer):
+    def _prepare_vllm_engine(self) -> Any:
+        engine = super()._prepare_vllm_engine()
+        _count_work(engine, Path(os.environ["RECORD_DIR"]) / "engine.jsonl")
+        return engine
+
     def _postprocess_rollout_outputs(self, samples: Any, outputs: Any) -> Any:
         path = Path(os.environ["RECORD_DIR"]) / f"rank{self.accelerator.process_index}.jsonl"
         with path.open("a", encoding="utf-8") as f:
@@ -30,8 +35,8 @@ class RecordingTrainer(RolloutGRPOTrainer):
                     "weights": self._last_loaded_step,
                     "step": self.state.global_step,
                     "messages": sample.messages,
-                    "images": [image["path"] for image in sample.images],
-                    "videos": sample.videos,
+                    "images": [image["path"] for image in sample.images or ()],
+                    "videos": sample.videos or [],
                     "solution": sample.extra.get("solution"),
                     "token_ids": choice.token_ids,
                     "turns": output.response_token_ids,
@@ -40,6 +45,28 @@ class RecordingTrainer(RolloutGRPOTrainer):
                 }
                 f.write(json.dumps(record, ensure_ascii=False) + "\n")
         return super()._postprocess_rollout_outputs(samples, outputs)
+
+
+def _count_work(engine: Any, path: Path) -> None:
+    """Write down each request that vLLM is given, and the images that its vision tower encodes."""
+    add_request, model = engine.engine.add_request, engine.inner_model
+    embed_multimodal = model.embed_multimodal
+
+    def write(record: dict[str, Any]) -> None:
+        with path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(record) + "\n")
+
+    def counted_request(name: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        images = prompt.get("multi_modal_data", {}).get("image", [])
+        num_images = len(images) if isinstance(images, list) else 1
+        write({"samples": params.n, "images": num_images})
+        return add_request(name, prompt, params, *args, **kwargs)
+
+    def counted_embed(**kwargs: Any) -> Any:
+        write({"encoded": len(kwargs.get("image_grid_thw", ()))})
+        return embed_multimodal(**kwargs)
+
+    engine.engine.add_request, model.embed_multimodal = counted_request, counted_embed
 
 
 def _logprobs(output: Any) -> list[float]:

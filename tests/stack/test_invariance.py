@@ -6,6 +6,7 @@ prompts come back; one prompt stands in the data three times, so that it meets i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from swift_grpo_ext.seeding import sample_seed
 from tests.stack import rounds
 from tests.stack.conftest import STEPS
 from tests.stack.processes import rollout_server
-from tests.stack.rounds import BATCH, assert_same, client_argv, server_argv, train
+from tests.stack.rounds import BATCH, GROUP_SIZE, assert_same, client_argv, server_argv, train
 
 pytestmark = pytest.mark.stack
 
@@ -32,9 +33,22 @@ def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:
     assert len({seed % 2**32 for seed in seeds}) == len(reference)
     prompts = [(tuple(s["images"]), s["step"]) for s in reference.values()]
     repeated = max(prompts.count(prompt) for prompt in set(prompts))
-    assert repeated > rounds.GROUP_SIZE, "no prompt met itself in a batch: the test sees nothing"
+    assert repeated > GROUP_SIZE, "no prompt met itself in a batch: the test sees nothing"
     completions = {tuple(sample["token_ids"]) for sample in reference.values()}
     assert len(completions) == len(reference), "a completion came twice"
+
+
+def test_a_group_is_asked_for_once(folder: Path, reference: Samples) -> None:
+    """One request a group; each image of a round goes through the vision tower once."""
+    lines = (folder / "reference/record/engine.jsonl").read_text(encoding="utf-8").splitlines()
+    work = [json.loads(line) for line in lines]
+    requests = [entry for entry in work if "samples" in entry]
+    assert requests == [{"samples": GROUP_SIZE, "images": 1}] * (STEPS * BATCH // GROUP_SIZE)
+    images_of_rounds = {(sample["step"], tuple(sample["images"])) for sample in reference.values()}
+    assert sum(entry.get("encoded", 0) for entry in work) == len(images_of_rounds)
+    log = (folder / "reference/log").read_text(encoding="utf-8")
+    assert "--dataset: 2 of 6 rows repeat a prompt" in log
+    assert "prompts of the generation batch stand in it twice" in log
 
 
 def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:

@@ -84,8 +84,9 @@ def test_long_rounds_lora_eval_and_mixed_media(
     assert len(of_rows) == 8, "not every row came"
 
     resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-3"))
-    large = ("--per_device_eval_batch_size", "12")
-    argv += [*resume, *large]
+    # Other batches in every respect: of evaluation, and of what vLLM computes in a step.
+    kwargs = '{"kv_cache_memory_bytes": 134217728, "max_num_batched_tokens": 96}'
+    argv += [*resume, "--per_device_eval_batch_size", "12", "--vllm_engine_kwargs", kwargs]
     second = train(assets, mixed_rows, tmp_path / "b", *argv, steps=6, plugins=PLUGINS)
     assert names_of_rounds(second) == {"2.0", "4.0"}
     assert names_of_rounds(second, "eval") == {"4.0", "6.0"}
