@@ -34,7 +34,9 @@ class ServerProcess:
 
     def wait_until_healthy(self) -> None:
         deadline = time.monotonic() + STARTUP_SECONDS
-        with tqdm(desc="Starting swift rollout", bar_format="{desc}: {elapsed}") as clock:
+        with tqdm(
+            desc="Starting swift rollout", bar_format="{desc}: {elapsed}", mininterval=2
+        ) as clock:
             while not self._is_healthy():
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     end = self.log.read_text(encoding="utf-8", errors="replace")[-3000:]

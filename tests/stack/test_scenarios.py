@@ -60,15 +60,15 @@ def mixed_rows(assets: Path, tmp_path: Path) -> Path:
 
 
 def test_long_rounds_lora_eval_and_mixed_media(
-    assets: Path, mixed_rows: Path, rows: Path, tmp_path: Path
+    assets: Path, mixed_rows: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round serves two steps; a run resumes in the middle of one, with other eval batches."""
+    monkeypatch.setenv("VIDEO_MIN_TOKEN_NUM", "16")  # frames keep the size of a digit
     argv = [
         *("--tuner_type", "lora", "--target_modules", "all-linear"),
         *("--per_device_train_batch_size", "8", "--steps_per_generation", "2"),
         *("--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "2"),
-        *("--save_strategy", "steps", "--save_steps", "3"),
-        *("--vllm_max_model_len", "1024"),  # the video's frames
+        *("--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "2"),
     ]
     small = ("--per_device_eval_batch_size", "4")
     first = train(assets, mixed_rows, tmp_path / "a", *argv, *small, steps=6, plugins=PLUGINS)
