@@ -205,10 +205,35 @@ def fingerprint(row: Any) -> str:
             ms-swift's `OnPolicySample` or `InferRequest`. Media count as they are given: a path by
             its name, bytes and base64 by their content, decoded images by their pixels.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    return _digest(_prompt_fields(row))
+
+
+def fingerprints(rows: Iterable[Any]) -> list[str]:
+    """Of each row, in order. A row like the one before, as in a group, is compared, not hashed."""
+    found: list[str] = []
+    before: dict[str, Any] | None = None
+    for row in rows:
+        fields = _prompt_fields(row)
+        found.append(found[-1] if _are_equal(fields, before) else _digest(fields))
+        before = fields
+    return found
+
+
+def _prompt_fields(row: Any) -> dict[str, Any]:
     read = row.get if isinstance(row, Mapping) else lambda name: getattr(row, name, None)
     values = {name: read(name) for name in FINGERPRINT_FIELDS}
-    fields = {name: v for name, v in values.items() if v is not None and len(v) > 0}
+    return {name: v for name, v in values.items() if v is not None and len(v) > 0}
+
+
+def _are_equal(fields: dict[str, Any], other: dict[str, Any] | None) -> bool:
+    try:
+        return bool(fields == other)
+    except (ValueError, RuntimeError):  # arrays and tensors have no truth
+        return False
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
     text = json.dumps(fields, sort_keys=True, default=_content(digest.update), ensure_ascii=False)
     digest.update(text.encode("utf-8", errors="surrogatepass"))
     return digest.hexdigest()

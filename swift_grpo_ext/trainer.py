@@ -21,6 +21,7 @@ from swift_grpo_ext.groups import (
     count_duplicates,
     describe,
     fingerprint,
+    fingerprints,
     place_of,
     places_of,
     request_id,
@@ -294,7 +295,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _rollout(
         self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
     ) -> list[Any]:
-        drawn = [(self._begin_turn(s), s, fingerprint(s)) for s in samples]
+        places = [self._begin_turn(sample) for sample in samples]
+        drawn = list(zip(places, samples, fingerprints(samples), strict=True))
         if not self._is_ours or self.enable_server_multi_turn:
             outputs = super()._rollout(samples, request_config, is_global_inputs)
         elif is_global_inputs and not self.accelerator.is_main_process:

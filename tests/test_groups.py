@@ -22,6 +22,7 @@ from swift_grpo_ext.groups import (
     count_duplicates,
     describe,
     fingerprint,
+    fingerprints,
     fold,
     group_of,
     place_of,
@@ -421,3 +422,19 @@ def test_half_a_surrogate_pair_is_no_accident() -> None:
 def test_duplicates_are_those_that_stand_earlier_too(prints: str, count: int) -> None:
     """G4."""
     assert count_duplicates(prints) == count
+
+
+def test_fingerprints_of_many_rows_are_those_of_each() -> None:
+    image = Image.new("RGB", (4, 4), "red")
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}], "images": [b"png"]},
+        {"messages": [{"role": "user", "content": "a"}], "images": [b"png"]},
+        {"messages": [{"role": "user", "content": "a"}], "images": [b"pnG"]},
+        {"messages": [{"role": "user", "content": "a"}], "images": [image]},
+        {"messages": [{"role": "user", "content": "a"}], "images": [image.copy()]},
+        {"messages": [{"role": "user", "content": "a"}], "videos": np.zeros((2, 3))},
+        {"messages": [{"role": "user", "content": "a"}], "videos": np.zeros((2, 3))},
+        {"messages": [{"role": "user", "content": "a"}], "videos": np.ones((2, 3))},
+    ]
+    assert fingerprints(rows) == [fingerprint(row) for row in rows]
+    assert len(set(fingerprints(rows))) == 5
