@@ -7,12 +7,12 @@ bash "$(dirname "$0")/setup.sh"
 source "$(dirname "$0")/common.sh"
 
 seed=${SEED:-42}
-steps=${STEPS:-150}
+steps=${STEPS:-200}
 run=${RUN:-output/digits-seed$seed}
 
 step "Tiny model and data (in $ASSETS)"
 make_assets
-step "Training: $steps steps of GRPO, seed $seed (about 7 minutes on 2 cores)"
+step "Training: $steps steps of GRPO, seed $seed (about 8 minutes on 2 cores)"
 "$PYTHON" examples/digits/train.py --model "$ASSETS/tiny_vlm" --data "$ASSETS/digits" \
   --output "$run" --seed "$seed" --max-steps "$steps"
 step "Held-out images, before and after"

@@ -86,8 +86,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._round_names = RoundNames(self._round_clock())
         if not self.args.use_vllm and self.args.rollout_seed_mode == "sample":
             logger.warning(
-                "--rollout_seed_mode sample has no effect with --use_vllm false: transformers "
-                "draws all samples of a rank with one generator, which --seed sets at the start."
+                "--rollout_seed_mode sample and --rollout_group_requests have no effect with "
+                "--use_vllm false: transformers draws all samples of a rank with one generator, "
+                "which --seed sets at the start."
             )
 
     # --- engines ---

@@ -48,7 +48,10 @@ def install() -> None:
         *,
         use_tqdm: bool | None = None,
     ) -> Any:
-        envelopes = [wire.read_envelope(request.get("data_dict")) for request in infer_requests]
+        try:
+            envelopes = [wire.read_envelope(request.get("data_dict")) for request in infer_requests]
+        except wire.WireError as e:
+            raise HTTPException(status_code=400, detail=str(e)) from e
         if not all(envelope and envelope.lean for envelope in envelopes):
             return await upstream_infer(self, infer_requests, request_config, use_tqdm=use_tqdm)
         max_tokens = (request_config and request_config.max_tokens) or 0
@@ -116,12 +119,9 @@ async def _dispatch(
                 detail=f"replica {replica} gave {count} to {len(shares[replica])} requests; its "
                 "error stands in the log of `swift rollout`",
             )
-    return [
-        asdict_answer(answers[replica][place])
-        for replica, place in positions(shares, len(requests))
-    ]
+    return [_plain(answers[replica][place]) for replica, place in positions(shares, len(requests))]
 
 
-def asdict_answer(output: Any) -> dict[str, Any]:
+def _plain(output: Any) -> dict[str, Any]:
     """A rollout output as plain values, which FastAPI need not look into any further."""
     return {"response": asdict(output.response), "rollout_infos": output.rollout_infos}
