@@ -152,7 +152,8 @@ def make_parser(doc: str, repetitions: int) -> argparse.ArgumentParser:
     add("--model", type=Path, default=DEFAULT_MODEL, help="folder of a Qwen2.5-VL")
     add("--repetitions", type=int, default=repetitions, help="of which medians are taken")
     add("--num-prompts", type=int, default=8, help="prompts of a batch")
-    add("--group-sizes", type=int, nargs="+", default=[4, 8, 16], metavar="G")
+    add("--group-sizes", type=int, nargs="+", default=[4, 8, 16], metavar="G",
+        help="samples of a prompt")  # fmt: skip
     add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], metavar="PIXELS",
         help="one square image a prompt; 0: text alone")  # fmt: skip
     add("--max-tokens", type=int, default=16, help="of a completion")

@@ -82,25 +82,32 @@ def rollout_server(model: Path, replicas: int, argv: Sequence[str]) -> Iterator[
         *("--model", str(model.resolve()), "--external_plugins", "plugins/grpo_ext.py"),
         *("--vllm_data_parallel_size", str(replicas), *argv),
     ]
-    cores = len(os.sched_getaffinity(0))
-    share = {"OMP_NUM_THREADS": str(max(cores // replicas, 1))} if replicas > 1 else {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
-    with log.open("wb") as f:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**share, **os.environ},
-            stdout=f,
-            stderr=f,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    process = _start(command, log, {**_share_of_cores(replicas), **os.environ})
     server = ServerProcess(process, port, log)
     try:
         server.wait_until_healthy()
         yield server
     finally:
         server.kill()
+
+
+def _share_of_cores(replicas: int) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0))
+    return {"OMP_NUM_THREADS": str(max(cores // replicas, 1))} if replicas > 1 else {}
+
+
+def _start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("wb") as f:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=f,
+            stderr=f,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def _free_port() -> int:

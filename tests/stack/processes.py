@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
 PLUGIN = "plugins/grpo_ext.py"
 MARKER = "SWIFT_GRPO_EXT_TEST"
-_OWN = {"OMP_NUM_THREADS": "1"}  # spinning threads of several processes would starve one another
+_OWN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # spinning would starve the others
 
 
 @dataclass

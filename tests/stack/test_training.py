@@ -100,7 +100,7 @@ def test_engine_samples_with_the_trained_weights(name: str, assets: Path, tmp_pa
     assert policy.max_logprob_gap(base, base, last_rollout) > 5 * SAME
 
     recorded = json.loads((tmp_path / "run" / "args.json").read_text(encoding="utf-8"))
-    assert recorded["rollout_seed_mode"] == "engine"
+    assert recorded["rollout_seed_mode"] == "sample"
     assert recorded["use_cpu"] is True
     assert recorded["ignore_args_error"] is False
 
