@@ -104,8 +104,8 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
             r"argument --rollout_seed_mode.*invalid choice: 'samples'.*swift-grpo-ext flags",
         ),
         "not in this version": (
-            rlhf(assets, "--rollout_seed_mode", "sample"),
-            r"--rollout_seed_mode sample is not in this version",
+            rlhf(assets, "--logits_shim", "strict"),
+            r"--logits_shim strict is not in this version",
         ),
         "callback not in this version": (
             rlhf(assets, "--callbacks", "diversity"),
