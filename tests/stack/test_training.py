@@ -15,6 +15,7 @@ import pytest
 
 from tests.stack import policy
 from tests.stack.processes import PLUGIN, Finished, rollout_server, swift
+from tests.stack.rounds import client_argv
 
 pytestmark = pytest.mark.stack
 
@@ -75,8 +76,7 @@ def train_against_server(mode: Mode, assets: Path, folder: Path) -> Finished:
         *("--vllm_data_parallel_size", str(mode.replicas)),
     ]
     with rollout_server(*server, log=folder / "server.log") as port:
-        client = ["--vllm_mode", "server", "--vllm_server_host", "127.0.0.1"]
-        return train(mode, assets, folder, *client, "--vllm_server_port", str(port))
+        return train(mode, assets, folder, *client_argv(port))
 
 
 @pytest.mark.parametrize("name", MODES)
