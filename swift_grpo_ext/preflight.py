@@ -179,7 +179,12 @@ def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
     needs_media = args.require_images and args.model_meta.is_multimodal
     for setting, dataset in (("--dataset", train_dataset), ("--val_dataset", eval_dataset)):
         if _length(dataset) is not None:
-            check_rows(dataset, setting=setting, needs_media=needs_media)
+            check_rows(
+                dataset,
+                setting=setting,
+                needs_media=needs_media,
+                deletes_bad_rows=args.truncation_strategy in ("delete", "raise"),
+            )
     if num_rows is not None:
         check_duplicates(train_dataset, setting="--dataset", action=args.duplicate_prompts)
 

@@ -109,6 +109,10 @@ class RoundNames:
         self._evaluations = {step: number + 1}
         self._evaluation = Round(phase="eval", step=step, number=number)
 
+    def upcoming(self, *, training: bool) -> Round:
+        """The round that is about to be drawn."""
+        return self.current if training else self._evaluation
+
     def take_eval_batch(self, num_groups: int) -> Round:
         """The round of an evaluation's next batch."""
         round_ = self._evaluation

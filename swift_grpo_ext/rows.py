@@ -21,33 +21,51 @@ from swift_grpo_ext.groups import count_duplicates, fingerprint
 
 logger = get_logger()
 
+IMAGE_MARK = "<image>"
 MEDIA = ("images", "videos", "audios")
 MAX_IMAGES_OPENED = 20_000
 """Above this many rows with images, evenly spaced rows are opened instead of all of them."""
 PROGRESS_ROWS = 2_000
 
 
-def check_rows(dataset: Sequence[Mapping[str, Any]], *, setting: str, needs_media: bool) -> None:
+def check_rows(
+    dataset: Sequence[Mapping[str, Any]],
+    *,
+    setting: str,
+    needs_media: bool,
+    deletes_bad_rows: bool = False,
+) -> None:
     """Raise `ValueError`, naming file and row, for the first image that cannot be read.
 
     Args:
         dataset: rows of ms-swift, with random access.
         setting: the flag that named the data set, for the error.
         needs_media: refuse a data set without a single image, video or audio.
+        deletes_bad_rows: `--truncation_strategy delete`: say how many there are, and go on.
     """
     rows = _spread(len(dataset), MAX_IMAGES_OPENED)
     has_media = False
+    bad: list[str] = []
     for i in tqdm(rows, desc=f"Checking {setting}", disable=len(rows) < PROGRESS_ROWS):
         row = dataset[i]
         has_media = has_media or any(row.get(key) for key in MEDIA)
-        for image in row.get("images") or ():
-            reason = unreadable(image)
-            if reason:
-                raise ValueError(
-                    f"{setting}: image {_source(image)!r} of the row that asks "
-                    f"{_question(row)!r} {reason}. Correct the row, or give paths that hold from "
-                    "the working directory or from ROOT_IMAGE_DIR."
-                )
+        reason = bad_media(row)
+        if reason:
+            bad.append(f"in the row that asks {question_of(row)!r}, {reason}")
+            if not deletes_bad_rows:
+                break
+    if bad and not deletes_bad_rows:
+        raise ValueError(
+            f"{setting}: {bad[0]}. Correct the row, give paths that hold from the working "
+            "directory or from ROOT_IMAGE_DIR, or have such prompts replaced with "
+            "--truncation_strategy delete."
+        )
+    if bad:
+        logger.warning(
+            f"{setting}: {len(bad)} of {len(rows)} rows that were looked at cannot be used, "
+            f"the first: {bad[0]}. Whenever such a row is met, another takes its "
+            "place (--truncation_strategy delete)."
+        )
     if needs_media and not has_media:
         raise ValueError(
             f"{setting}: no row holds `images` (or `videos`, `audios`), and the model takes them. "
@@ -88,6 +106,23 @@ def prompt_of(row: Mapping[str, Any]) -> dict[str, Any]:
     if messages and messages[-1].get("role") == "assistant":
         messages.pop()
     return {**row, "messages": messages}
+
+
+def bad_media(row: Mapping[str, Any]) -> str | None:
+    """What is wrong with a row's images, in words; None where nothing is.
+
+    More images than marks are right: ms-swift puts the marks in front.
+    """
+    images = row.get("images") or ()
+    contents = (message.get("content") for message in prompt_of(row)["messages"])
+    marks = sum(content.count(IMAGE_MARK) for content in contents if isinstance(content, str))
+    if marks > len(images):
+        return f"{marks} {IMAGE_MARK} marks stand for {len(images)} images"
+    for image in images:
+        reason = unreadable(image)
+        if reason:
+            return f"image {_source(image)!r} {reason}"
+    return None
 
 
 def unreadable(image: Any) -> str | None:
@@ -135,7 +170,7 @@ def _source(image: Any) -> str:
     return text if len(text) <= 255 else f"{text[:40]}..."
 
 
-def _question(row: Mapping[str, Any]) -> str:
+def question_of(row: Mapping[str, Any]) -> str:
     """The start of a row's last message. A number would mislead: ms-swift shuffles as it loads."""
     messages = row.get("messages") or [{}]
     return str(messages[-1].get("content", ""))[:60]

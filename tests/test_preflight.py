@@ -36,6 +36,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "training_args": config,
         "dataset": ["rows.jsonl"],
         "require_images": False,
+        "truncation_strategy": "left",
         "model_meta": SimpleNamespace(is_multimodal=True),
         "callbacks": [],
         "vllm_engine_kwargs": {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,23 @@ def test_not_an_image(tmp_path: Path, content: bytes) -> None:
     assert "is not an image that can be read" in reason
 
 
-def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
+def test_a_bad_row_is_named(png: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "bad.png"
     bad.write_text("text")
     messages = [{"role": "user", "content": "<image><image>哪个数字?"}]
-    good_row = {"messages": messages, "images": [{"path": str(png)}]}
+    good_row = {"messages": messages, "images": [{"path": str(png)}] * 2}
     bad_row = {"messages": messages, "images": [{"path": str(png)}, {"path": str(bad)}]}
     data = [good_row, bad_row]
-    with pytest.raises(ValueError, match=r"--dataset: image '.*bad\.png' .*哪个数字.* is not an"):
+    named = r"in the row .*哪个数字.* image '.*bad\.png' is not an"
+    with pytest.raises(ValueError, match=rf"--dataset: {named}.*--truncation_strategy delete"):
         check_rows(data, setting="--dataset", needs_media=True)
+    lacking = {**good_row, "images": [{"path": str(png)}]}
+    with pytest.raises(ValueError, match="2 <image> marks stand for 1 images"):
+        check_rows([lacking], setting="--dataset", needs_media=True)
+    warnings: list[str] = []
+    monkeypatch.setattr(rows.logger, "warning", warnings.append)
+    check_rows(data, setting="--dataset", needs_media=True, deletes_bad_rows=True)
+    assert re.search(f"1 of 2 rows .*{named}", warnings[0])
 
 
 @pytest.mark.parametrize("row", [{}, {"images": None}, {"images": []}])

@@ -41,8 +41,10 @@ def main() -> None:
 def merge(results: Sequence[dict[str, Any]]) -> list[Row]:
     rows: dict[tuple[Any, ...], Row] = {}
     for row in (row for result in results for row in result["rows"]):
-        rows[tuple(row.get(name) for name in KEY)] = row
-    return list(rows.values())
+        key = tuple(row.get(name) for name in KEY)
+        rows.pop(key, None)  # so that it stands where the later file has it
+        rows[key] = row
+    return sorted(rows.values(), key=lambda row: row.get("replicas") or 0)
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ def reference(assets: Path, rows: Path, folder: Path) -> dict[str, dict[str, Any
     return train(assets, rows, folder / "reference", steps=STEPS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer than they are needed: they hold memory
 def servers(assets: Path, folder: Path) -> Iterator[tuple[int, int]]:
     """Ports of a server with one replica and of one with two."""
     one, two = server_argv(assets), server_argv(assets, "--vllm_data_parallel_size", "2")

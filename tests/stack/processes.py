@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.stack.memory import needed, reserved
+
 ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
 PLUGIN = "plugins/grpo_ext.py"
@@ -30,6 +33,16 @@ class Finished:
 
     returncode: int
     output: str
+
+    @property
+    def cause(self) -> str:
+        """The end of the output, without what torchrun adds to a rank's own words."""
+        return ending(self.output)
+
+
+def ending(output: str) -> str:
+    own = re.split(r"\n[^\n]*torch/distributed/elastic/multiprocessing/api.py", output)[0]
+    return own[-3000:]
 
 
 @dataclass
@@ -48,8 +61,8 @@ class Running:
         """Return when `text` stands in the output; fails where process or time ends first."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
-            assert self.process.poll() is None, f"ended early:\n{self.output[-3000:]}"
-            assert time.monotonic() < deadline, f"no {text!r} yet:\n{self.output[-3000:]}"
+            assert self.process.poll() is None, f"ended early:\n{ending(self.output)}"
+            assert time.monotonic() < deadline, f"no {text!r} yet:\n{ending(self.output)}"
             time.sleep(0.2)
 
     def wait(self, seconds: float) -> Finished:
@@ -81,31 +94,32 @@ def family(marker: str) -> list[psutil.Process]:
 def started(command: list[str], log: Path, env: dict[str, str] | None = None) -> Iterator[Running]:
     """A process with a process group of its own; it and all that it started end with the block."""
     marker = uuid.uuid4().hex
-    with log.open("wb") as f:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                **_OWN,
-                "MASTER_PORT": str(free_port()),
-                **(env or {}),
-                MARKER: marker,
-            },
-            stdout=f,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            # A shell's background jobs, and all below them, ignore SIGINT: not so in a terminal.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    try:
-        yield Running(process, log, marker)
-    finally:
-        for member in family(marker):
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        process.wait()
+    with reserved(needed(command, env or {})):
+        with log.open("wb") as f:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    **_OWN,
+                    "MASTER_PORT": str(free_port()),
+                    **(env or {}),
+                    MARKER: marker,
+                },
+                stdout=f,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                # A shell's background jobs, and all below, ignore SIGINT: not so in a terminal.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        try:
+            yield Running(process, log, marker)
+        finally:
+            for member in family(marker):
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.wait()
 
 
 def swift(
@@ -124,8 +138,8 @@ def rollout_server(*argv: str, log: Path, seconds: float = 300) -> Iterator[int]
     with started(command, log) as running:
         deadline = time.monotonic() + seconds
         while not _healthy(port):
-            assert running.process.poll() is None, running.output[-3000:]
-            assert time.monotonic() < deadline, running.output[-3000:]
+            assert running.process.poll() is None, ending(running.output)
+            assert time.monotonic() < deadline, ending(running.output)
             time.sleep(0.5)
         yield port
 

@@ -55,7 +55,7 @@ def train(
     if ranks > 1:
         env["NPROC_PER_NODE"] = str(ranks)
     finished = swift(*command, log=folder / "log", env=env)
-    assert finished.returncode == 0, finished.output[-3000:]
+    assert finished.returncode == 0, finished.cause
     records = read_records(record_dir)
     by_name = {record["name"]: record for record in records}
     assert len(by_name) == len(records), "a sample was drawn twice"

@@ -61,11 +61,11 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         ),
         "missing image": (
             rlhf(assets, dataset=missing),
-            r"--dataset: image '.*none\.png' .*Which digit.* does not exist\. Correct the row",
+            r"--dataset: in the row .*Which digit.* image '.*none\.png' does not exist\. Correct",
         ),
         "broken image": (
             rlhf(assets, dataset=broken),
-            r"--dataset: image '.*text\.png' .*Which digit.* is not an image .*Correct the row",
+            r"--dataset: in the row .*Which digit.* image '.*text\.png' is not an image .*Correct",
         ),
         "no images": (
             rlhf(assets, dataset=no_images),
@@ -142,7 +142,7 @@ def outcomes(
         script = str(ROOT / "tests/stack/forked.py")
         with started([sys.executable, script, str(path)], folder / "log") as running:
             finished = running.wait(300)
-        assert finished.returncode == 0, finished.output[-3000:]
+        assert finished.returncode == 0, finished.cause
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     return {name: (result, cases[name][1]) for name, result in zip(cases, results, strict=True)}
 

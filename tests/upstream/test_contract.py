@@ -10,7 +10,8 @@ from swift_grpo_ext.upstream import contract
 from swift_grpo_ext.upstream.contract import Pin, UnsupportedUpstreamError
 
 EXTENDING = [
-    *("engine", "trainer", "registry"),
+    *("engine", "registry"),
+    *("trainer.batch", "trainer.prompts", "trainer.rollouts", "trainer.trainer"),
     *("upstream.flags", "upstream.media", "upstream.server", "upstream.split_prefill"),
     "upstream.weight_sync",
 ]

@@ -1,21 +1,17 @@
-"""The trainer: ms-swift's GRPO trainer with our rollouts, and weight updates that work on CPU."""
+"""How a round is drawn: samples named, groups asked for once, each sample written down."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
-from swift.rlhf_trainers import GRPOConfig, GRPOTrainer
+from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
 
 from swift_grpo_ext import wire
-from swift_grpo_ext.arguments import ExtFlags
-from swift_grpo_ext.encoding import shared_media
 from swift_grpo_ext.exchange import Alone, Exchange, TensorParallel, ThroughMain
 from swift_grpo_ext.groups import (
     count_duplicates,
@@ -26,163 +22,35 @@ from swift_grpo_ext.groups import (
     places_of,
     request_id,
 )
-from swift_grpo_ext.rounds import RoundClock, RoundNames
-from swift_grpo_ext.sampler import EpochSampler
+from swift_grpo_ext.rounds import RoundNames
 from swift_grpo_ext.samples.collect import sample_row
 from swift_grpo_ext.samples.log import SampleLog, next_session
 from swift_grpo_ext.seeding import Place, sample_seed
-from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.wire import Envelope
 
 PINS = (
-    Pin("swift.rlhf_trainers", "GRPOConfig"),
-    Pin("swift.rlhf_trainers", "GRPOTrainer",
-        ("model", "ref_model", "reward_model", "reward_funcs", "_args", "kwargs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm_engine", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._load_state_dict_to_vllm", ("self", "state_dict")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_inputs", ("self", "inputs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._get_train_sampler", ("self", "train_dataset")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_resample_data_iterator", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.evaluation_loop", ("self", "dataloader")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prefetch", ("self", "dataloader")),
     Pin("swift.rlhf_trainers", "GRPOTrainer._add_prompt_id_to_inputs", ("self", "samples")),
     Pin("swift.rlhf_trainers", "GRPOTrainer.samples2requests", ("self", "samples")),
     Pin("swift.rlhf_trainers", "GRPOTrainer._get_request_config", ("self",)),
     Pin("swift.rlhf_trainers", "GRPOTrainer._engine_infer",
         ("self", "infer_requests", "request_config", "use_tqdm")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_batch_inputs", ("self", "samples")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.resample_encode_failed_inputs", ("self", "inputs")),
     Pin("swift.rlhf_trainers", "GRPOTrainer._rollout",
         ("self", "samples", "request_config", "is_global_inputs")),
 )  # fmt: skip
+verify(PINS)
 
 logger = get_logger()
 
-ENDLESS = 2**40
-"""Training batches in an epoch of a stream."""
 
+class RolloutRounds(GRPOTrainer):
+    """The hooks through which ms-swift's trainer draws its samples."""
 
-@dataclass
-class RolloutGRPOConfig(ExtFlags, GRPOConfig):
-    """ms-swift's training arguments for GRPO with our flags."""
-
-
-class RolloutGRPOTrainer(GRPOTrainer):
-    """GRPO with the rollouts of `swift_grpo_ext`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        client = kwargs.get("vllm_client")
-        if client is not None and not has_accelerator():
-            from swift_grpo_ext.upstream.weight_sync import connect_client
-
-            connect_client(client)
-        self._servers: Any = None
-        self._sample_log: Any = None
-        self._has_warned_of_uneven_groups = False
-        self._has_warned_of_duplicates = False
-        super().__init__(*args, **kwargs)
-        self._round_names = RoundNames(self._round_clock())
-        if not self.args.use_vllm and self.args.rollout_seed_mode == "sample":
-            logger.warning(
-                "--rollout_seed_mode sample and --rollout_group_requests have no effect with "
-                "--use_vllm false: transformers draws all samples of a rank with one generator, "
-                "which --seed sets at the start."
-            )
-
-    # --- engines ---
-
-    def _prepare_vllm(self) -> None:
-        super()._prepare_vllm()
-        if self._is_ours and self.vllm_mode == "server" and self.accelerator.is_main_process:
-            from swift_grpo_ext.servers import RolloutServers
-
-            self._servers = RolloutServers(self.vllm_client)
-
-    def _prepare_vllm_engine(self) -> Any:
-        from swift_grpo_ext import engine
-
-        engine.install()
-        return super()._prepare_vllm_engine()
-
-    def _load_state_dict_to_vllm(self, state_dict: dict[str, torch.Tensor]) -> None:
-        if self.vllm_mode == "colocate" and not has_accelerator():
-            self.engine.reload_weights(state_dict.items())
-        else:
-            super()._load_state_dict_to_vllm(state_dict)
-
-    # --- which prompts, in which round ---
-
-    def _round_clock(self) -> RoundClock:
-        args = self.args
-        per_round = args.steps_per_generation * self.template.sequence_parallel_size
-        per_round *= self.num_iterations
-        prompts = args.generation_batch_size // self.num_generations
-        has_length = hasattr(self.train_dataset, "__len__")
-        rounds = len(self.train_dataset) // prompts if has_length else ENDLESS
-        return RoundClock(
-            batches_per_step=args.gradient_accumulation_steps,
-            batches_per_round=per_round,
-            batches_per_epoch=max(rounds, 1) * per_round,
-            max_resamples=args.max_resample_times if self.dynamic_sample else 0,
-        )
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        upstream = super()._get_train_sampler(train_dataset)
-        return EpochSampler(upstream, self._epoch)
-
-    def _epoch(self) -> int:
-        """The epoch that is about to be iterated."""
-        clock = self._round_names.clock
-        return clock.epoch_at(clock.batches_at(self.state.global_step))
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        if self.model.training:
-            clock = self._round_names.clock
-            # A resumed run counts on, so that rounds begin where they would have.
-            self._step: int = self._step or clock.batches_at(self.state.global_step)
-            ahead = clock.batches_per_round if self.args.async_generate else 0
-            self._round_names.begin_training(self._step + ahead)
-        return super()._prepare_inputs(inputs)
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        self._round_names.begin_evaluation(self.state.global_step)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
-
-    def _prefetch(self, dataloader: Any) -> None:
-        """With `--async_generate`: draw what the first training (or eval) batch will be made of."""
-        if self.control.should_evaluate:
-            super()._prefetch(dataloader)
-            return
-        clock = self._round_names.clock
-        batch = clock.batches_at(self.state.global_step)
-        self._round_names.begin_training(batch)
-        # The prompts of the round before: this round's own are the next to be asked for.
-        epoch, number = divmod(batch // clock.batches_per_round - 1, clock.rounds_per_epoch)
-        was_training = self.model.training
-        self.model.train()
-        super()._prefetch([self._rows(self._get_train_sampler(), max(epoch, 0), number)])
-        self.model.train(was_training)
-
-    def _prepare_resample_data_iterator(self) -> None:
-        super()._prepare_resample_data_iterator()
-        if self.dynamic_sample:
-            upstream = GRPOTrainer._get_train_sampler(self)
-            upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
-            self.dynamic_resample_iterator = self._resampled_rows(EpochSampler(upstream, int))
-
-    def _resampled_rows(self, sampler: EpochSampler) -> Any:
-        while True:
-            position = self._round_names.begin_resampling()
-            yield self._rows(sampler, *divmod(position, sampler.num_batches))
-
-    def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
-        """This rank's rows of a generation batch."""
-        indices = sampler.batch(epoch, batch)
-        share = len(indices) // self.accelerator.num_processes
-        first = share * self.accelerator.process_index
-        return [self.train_dataset[i] for i in indices[first : first + share]]
+    _round_names: RoundNames
+    _servers: Any = None
+    _sample_log: Any = None
+    _has_warned_of_uneven_groups = False
+    _has_warned_of_duplicates = False
 
     def _add_prompt_id_to_inputs(self, samples: list[Any]) -> list[Any]:
         """Name each sample by its place; groups are positional, and never merged by their words."""
@@ -221,16 +89,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
             raise ValueError(f"--duplicate_prompts error: {message} Remove them from the data set.")
         self._has_warned_of_duplicates = True
         logger.warning(f"{message} (--duplicate_prompts warn: said once.)")
-
-    # --- the training batch ---
-
-    def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
-        with shared_media(self.template):
-            return super()._prepare_batch_inputs(samples)
-
-    def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with shared_media(self.template):
-            return super().resample_encode_failed_inputs(inputs, *args, **kwargs)
 
     # --- the sample log ---
 
@@ -366,6 +224,3 @@ class RolloutGRPOTrainer(GRPOTrainer):
                 "their samples are asked for singly. Advantages compare the samples of a group; a "
                 "custom sampler must repeat each row --num_generations times. (Said once.)"
             )
-
-
-verify(PINS)

@@ -1,0 +1,122 @@
+"""`--truncation_strategy delete` over bad rows of every kind: groups stay whole."""
+
+from __future__ import annotations
+
+import base64
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from swift_grpo_ext.groups import place_of
+from tests.stack.rounds import BATCH, GROUP_SIZE, train
+
+pytestmark = pytest.mark.stack
+
+STEPS = 6
+PROMPTS = BATCH // GROUP_SIZE
+
+
+def good_images(digit: Path, folder: Path) -> dict[str, Any]:
+    """Images that are unusual, and that training has to take."""
+    image = Image.open(digit).convert("RGB")
+    spaces = folder / "with spaces" / "数字 七.png"
+    spaces.parent.mkdir()
+    image.save(spaces)
+    image.convert("CMYK").save(folder / "cmyk.jpg")
+    Image.new("I;16", (56, 56), 40_000).save(folder / "16bit.png")
+    image.save(folder / "animated.gif", save_all=True, append_images=[image.rotate(90)])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotated by 90 degrees
+    image.save(folder / "exif.jpg", exif=exif)
+    Image.new("RGB", (1, 1), "white").save(folder / "pixel.png")
+    return {
+        "spaces": str(spaces),
+        **{f.name: str(f) for f in sorted(folder.glob("*.*")) if f.is_file()},
+        "base64": base64.b64encode(digit.read_bytes()).decode(),
+        "data URL": f"data:image/png;base64,{base64.b64encode(digit.read_bytes()).decode()}",
+    }
+
+
+def bad_images(digit: Path, folder: Path) -> dict[str, str]:
+    (folder / "text.png").write_text("not an image")
+    (folder / "cut.png").write_bytes(digit.read_bytes()[:-200])
+    Image.new("RGB", (20_000, 28)).save(folder / "wide.png")
+    return {
+        "missing": str(folder / "none.png"),
+        **{name: str(folder / f"{name}.png") for name in ("text", "cut", "wide")},
+        "dead URL": "http://127.0.0.1:9/digit.png",
+    }
+
+
+@pytest.fixture
+def kinds(assets: Path, tmp_path: Path) -> tuple[Path, set[str], set[str]]:
+    """A data set of all kinds of rows, and the questions of its good and its bad ones."""
+    digit = sorted((assets / "digits").rglob("*.png"))[0]
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+    rows = {f"good {k}": [v] for k, v in good_images(digit, tmp_path / "good").items()}
+    rows |= {f"bad {k}": [v] for k, v in bad_images(digit, tmp_path / "bad").items()}
+    rows["bad too long"] = [str(digit)]
+    rows["bad two marks"] = [str(digit)]
+    questions = {name: f"<image>{name}?" for name in rows}
+    questions["bad too long"] += " again" * 300
+    questions["bad two marks"] += "<image>"
+    path = tmp_path / "rows.jsonl"
+    lines = (
+        {"messages": [{"role": "user", "content": questions[name]}], "solution": name, "images": i}
+        for name, i in rows.items()
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    good = {name for name in rows if name.startswith("good")}
+    return path, good, rows.keys() - good
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bad_rows_leave_as_whole_groups(
+    ranks: int, assets: Path, kinds: tuple[Path, set[str], set[str]], tmp_path: Path
+) -> None:
+    rows, good, bad = kinds
+    delete = ["--truncation_strategy", "delete", "--max_length", "200"]
+    rewards = ["--reward_funcs", "name", "--duplicate_prompts", "allow"]
+    samples = train(assets, rows, tmp_path / "run", *delete, *rewards, ranks=ranks, steps=STEPS)
+
+    assert len(samples) == STEPS * BATCH
+    prompts: dict[tuple[int, int], set[str]] = {}
+    for name, sample in samples.items():
+        place = place_of(name)
+        prompts.setdefault((place.step, place.group), set()).add(sample["solution"])
+    assert all(len(of_group) == 1 for of_group in prompts.values())
+    drawn = set().union(*prompts.values())
+    assert drawn <= good
+    # An epoch has six batches of three: of 17 rows, all but two are met.
+    assert len(drawn) >= len(good) - 2
+
+    log = (tmp_path / "run/log").read_text(encoding="utf-8")
+    named = {row for row in bad if f"{row}?" in log}
+    assert len(named) >= len(bad) - 2
+    assert "takes the place of the whole group" in log
+    assert_advantages(tmp_path / "run/record")
+    assert_counted(tmp_path / "run/run", log)
+
+
+def assert_advantages(record: Path) -> None:
+    """(reward - mean of its group) / (standard deviation of its group + 1e-4), by hand."""
+    lines = [line for f in record.glob("advantages*") for line in f.read_text().splitlines()]
+    found = {r["name"]: r["advantage"] for r in map(json.loads, lines)}
+    assert len(found) == STEPS * BATCH
+    for name, advantage in found.items():
+        place = place_of(name)
+        rewards = [float(i**2 * (1 + place.group) + place.step) for i in range(GROUP_SIZE)]
+        expected = rewards[place.index] - statistics.mean(rewards)
+        assert advantage == pytest.approx(expected / (statistics.stdev(rewards) + 1e-4), abs=1e-4)
+
+
+def assert_counted(run: Path, log: str) -> None:
+    lines = (run / "logging.jsonl").read_text(encoding="utf-8").splitlines()
+    counts = [entry["prompts/replaced"] for entry in map(json.loads, lines) if "loss" in entry]
+    assert len(counts) == STEPS
+    assert sum(counts) == log.count("takes the place of the whole group") > 0
