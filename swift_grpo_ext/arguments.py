@@ -1,29 +1,16 @@
-"""Every flag of ours, once: meaning, default, range, and whether this version builds it.
+"""Every flag of ours, once: meaning, default and range.
 
-`--help`, the README's table and the checks are all made from these dataclasses. A flag whose part
-is not built yet is refused, never accepted and ignored (`NOT_BUILT_YET`).
+`--help`, the README's table and the checks are all made from these dataclasses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import docstring_parser
-
-from swift_grpo_ext.version import __version__
-
-NOT_BUILT_YET: dict[str, tuple[Any, ...]] = {
-    "stop_token_ids": ([],),
-    "include_stop_str_in_output": (),
-    "logits_shim": ("off",),
-    "logps_chunk_size": (0,),
-    "diversity_action": (),
-    "diversity_alarm_p": (),
-}
-"""Flags whose part is not built yet, with the values that this version honours all the same."""
 
 
 @dataclass(kw_only=True)
@@ -41,6 +28,10 @@ class RolloutFlags:
     duplicate_prompts: Literal["allow", "warn", "error"] = "warn"
     """What to do about prompts that stand twice in the data set or in a generation batch, images
     included."""
+
+    rollout_timeout: float = 1800.0
+    """Seconds that a rollout server, or one of its replicas, has for an answer before it counts as
+    lost: a round's completions, a weight update. `swift rollout` reads it too."""
 
     require_images: bool = True
     """Refuse a data set in which no row holds an image, a video or an audio, where the model takes
@@ -62,7 +53,7 @@ class StopFlags:
 class LogitsFlags:
     """Which logits the training passes compute."""
 
-    logits_shim: Literal["auto", "strict", "off"] = "off"
+    logits_shim: Literal["auto", "strict", "off"] = "auto"
     """Compute logits for completion positions only, however the model spells the keyword. `auto`
     slices where nothing works, `strict` stops there, `off` is ms-swift's own behaviour."""
 
@@ -79,7 +70,11 @@ class DiversityFlags:
     checkpoint."""
 
     diversity_alarm_p: float = 1e-6
-    """p-value below which shared prefixes within a group count as broken randomness."""
+    """p-value of a round below which shared prefixes count as broken randomness."""
+
+    diversity_patience: int = 3
+    """Rounds in a row that must look collapsed before that is an alarm; 0: it is none. Broken
+    randomness is one at once."""
 
 
 FLAG_GROUPS: tuple[type, ...] = (RolloutFlags, StopFlags, LogitsFlags, DiversityFlags)
@@ -99,14 +94,6 @@ class FlagInfo:
     type: str
     default: Any
     help: str
-    built: tuple[Any, ...] | None
-
-    @property
-    def status(self) -> str:
-        """Which values this version honours, in words."""
-        if self.built is None:
-            return "all values"
-        return " or ".join(f"only {show(value)}" for value in self.built) or "not in this version"
 
 
 def flag_infos() -> Iterator[FlagInfo]:
@@ -120,7 +107,6 @@ def flag_infos() -> Iterator[FlagInfo]:
                 type=_type_words(f),
                 default=_default(f),
                 help=texts[f.name],
-                built=NOT_BUILT_YET.get(f.name),
             )
 
 
@@ -161,31 +147,15 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def check_flags(flags: ExtFlags, given: Collection[str] = ()) -> None:
-    """Refuse values out of range and parts that this version does not build.
+def check_flags(flags: ExtFlags) -> None:
+    """Refuse values out of range.
 
     Args:
         flags: the flags, as an object that has every field of `ExtFlags`.
-        given: names of the flags that the user set himself, so that a flag without any built value
-            is refused even where its default is repeated.
 
     Raises:
         ValueError: names the flag, the value received, what was expected and the remedy.
     """
-    _check_ranges(flags)
-    for info in flag_infos():
-        value = getattr(flags, info.name)
-        touched = info.name in given or value != info.default
-        if info.built is not None and touched and value not in info.built:
-            expected = (
-                f"this version ({__version__}) builds {info.status}; leave the flag out"
-                if info.built
-                else f"nothing in this version ({__version__}) reads it; leave the flag out"
-            )
-            raise ValueError(f"--{info.name} {show(value)} is not in this version: {expected}.")
-
-
-def _check_ranges(flags: ExtFlags) -> None:
     for name, hint in _hints().items():
         value = getattr(flags, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
@@ -196,10 +166,19 @@ def _check_ranges(flags: ExtFlags) -> None:
             f"--stop_token_ids {show(flags.stop_token_ids)}: {negative[0]} is negative; token ids "
             "are 0 or more, as `tokenizer.convert_tokens_to_ids` gives them."
         )
+    if not flags.rollout_timeout > 0:
+        raise ValueError(
+            f"--rollout_timeout {flags.rollout_timeout}: expected a number of seconds above 0."
+        )
     if flags.logps_chunk_size < 0:
         raise ValueError(
             f"--logps_chunk_size {flags.logps_chunk_size}: expected a number of positions, or 0 "
             "for no chunks."
+        )
+    if flags.diversity_patience < 0:
+        raise ValueError(
+            f"--diversity_patience {flags.diversity_patience}: expected a number of rounds, or 0 "
+            "for no alarms about collapse."
         )
     if not 0 < flags.diversity_alarm_p < 1:
         raise ValueError(

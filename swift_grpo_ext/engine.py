@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import swift.infer_engine
@@ -21,14 +22,21 @@ from swift.infer_engine.protocol import (
     RolloutOutput,
     serialize_ndarray,
 )
+from swift.utils import get_logger
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext import wire
+from swift_grpo_ext.placeholders import logit_bias, placeholder_ids
+from swift_grpo_ext.stops import Cut, Stops
+from swift_grpo_ext.template_stops import TemplateStops, stopped, tell_stop_reason
 from swift_grpo_ext.upstream import server, split_prefill
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.exif import drop_orientation
+from swift_grpo_ext.upstream.replicas import FAILURE
 from swift_grpo_ext.upstream.video import add_video_metadata
+from swift_grpo_ext.weights import Receipt, receipt
 from swift_grpo_ext.wire import Completion, Envelope
 
 PINS = (
@@ -41,6 +49,10 @@ PINS = (
         ("self", "infer_request", "request_config", "adapter_request", "pre_infer_hook")),
     Pin("swift.infer_engine", "GRPOVllmEngine._create_chat_completion_response",
         ("self", "result", "inputs", "request_config", "request_id")),
+    Pin("swift.infer_engine", "GRPOVllmEngine._batch_infer_stream",
+        ("self", "tasks", "stream", "use_tqdm", "metrics")),
+    Pin("swift.infer_engine.infer_engine", "InferEngine._get_toolcall",
+        ("self", "response", "template_inputs")),
     Pin("swift.infer_engine.vllm_engine", "VllmEngine._add_request",
         ("self", "inputs", "generation_config", "request_id", "adapter_request")),
     Pin("swift.infer_engine.infer_engine", "InferEngine._batch_encode",
@@ -48,19 +60,29 @@ PINS = (
     Pin("swift.infer_engine.vllm_engine", "VllmEngine.inner_model_executor"),
     Pin("vllm", "SamplingParams.n"),
     Pin("vllm", "SamplingParams.flat_logprobs"),
+    Pin("vllm", "SamplingParams.stop"),
+    Pin("vllm", "SamplingParams.stop_token_ids"),
+    Pin("vllm", "SamplingParams.include_stop_str_in_output"),
+    Pin("vllm", "SamplingParams.detokenize"),
+    Pin("vllm", "SamplingParams.skip_special_tokens"),
+    Pin("vllm", "SamplingParams.spaces_between_special_tokens"),
     Pin("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights",
         ("self", "weights_iterator", "weights_path", "is_checkpoint_format")),
 )  # fmt: skip
 verify(PINS)
 
+logger = get_logger()
+
 ROLLOUT_MODULE = "swift.pipelines.infer.rollout"
 UPSTREAM_EXTENSION = f"{ROLLOUT_MODULE}.WeightSyncWorkerExtension"
+VERIFIED_EXTENSION = "swift_grpo_ext.upstream.verified_weights.VerifiedWeightSyncWorkerExtension"
 CPU_EXTENSION = "swift_grpo_ext.upstream.weight_sync.CPUWeightSyncWorkerExtension"
 
 ENVELOPE = f"{wire.KEY}.envelope"
 SAMPLES_AHEAD = f"{wire.KEY}.samples_ahead"
-"""Keys under which an encoded request carries, inside the engine, its envelope, and how many more
-samples than requests were asked for before it."""
+STOPS = f"{wire.KEY}.stops"
+"""Keys under which an encoded request carries, inside the engine, its envelope, how many more
+samples than requests were asked for before it, and what ends its completions."""
 
 
 @dataclass
@@ -77,21 +99,37 @@ class RolloutEngine(GRPOVllmEngine):
         engine_kwargs = dict(engine_kwargs or {})
         extension = engine_kwargs.get("worker_extension_cls")
         self._serves = extension is not None
+        if extension == UPSTREAM_EXTENSION:
+            ours = VERIFIED_EXTENSION if has_accelerator() else CPU_EXTENSION
+            engine_kwargs["worker_extension_cls"] = ours
         if not has_accelerator():
-            if extension == UPSTREAM_EXTENSION:
-                engine_kwargs["worker_extension_cls"] = CPU_EXTENSION
             split_prefill.install()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
+        self._never_sampled = logit_bias(placeholder_ids(self.template))
 
     # --- requests ---
 
-    def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> list[RolloutOutput]:
-        return self._answers(super().infer(infer_requests, *args, **kwargs))
+    def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
+        """ms-swift's outputs; of a server that failed to make lean ones, the reason."""
+        try:
+            return self._answers(super().infer(infer_requests, *args, **kwargs))
+        except Exception as e:
+            return self._failure(infer_requests, e)
 
-    async def async_infer(
-        self, infer_requests: Any, *args: Any, **kwargs: Any
-    ) -> list[RolloutOutput]:
-        return self._answers(await super().async_infer(infer_requests, *args, **kwargs))
+    async def async_infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `infer`."""
+        try:
+            return self._answers(await super().async_infer(infer_requests, *args, **kwargs))
+        except Exception as e:
+            return self._failure(infer_requests, e)
+
+    def _failure(self, infer_requests: Any, error: Exception) -> dict[str, str]:
+        """What a replica answers in the place of outputs; ms-swift's would answer nothing."""
+        envelopes = (wire.read_envelope(wire.data_dict_of(request)) for request in infer_requests)
+        if not self._serves or not all(envelope and envelope.lean for envelope in envelopes):
+            raise error
+        logger.error("The rollout failed.", exc_info=error)
+        return {FAILURE: f"{type(error).__name__}: {error}"}
 
     async def infer_async(
         self,
@@ -120,7 +158,7 @@ class RolloutEngine(GRPOVllmEngine):
         encoded = (request for i, request in enumerate(infer_requests) if i not in failed)
         samples_ahead = 0
         for inputs, request in zip(batched_inputs, encoded, strict=True):
-            envelope = inputs[ENVELOPE] = wire.read_envelope(_data_dict(request))
+            envelope = inputs[ENVELOPE] = wire.read_envelope(wire.data_dict_of(request))
             inputs[SAMPLES_AHEAD] = samples_ahead
             samples_ahead += envelope.count - 1 if envelope else 0
         return batched_inputs, errors
@@ -143,23 +181,37 @@ class RolloutEngine(GRPOVllmEngine):
                 # ms-swift has added the number of the request, and means that of the sample.
                 generation_config.seed += inputs.get(SAMPLES_AHEAD, 0)
             if envelope.lean:
-                self._spare_words(generation_config)
+                # No text of each log-probability's token, which nobody reads.
+                generation_config.flat_logprobs = generation_config.logprobs == 0
+            inputs[STOPS] = self._set_stops(generation_config, envelope)
+        generation_config.logit_bias = {
+            **(generation_config.logit_bias or {}),
+            **self._never_sampled,
+        }
+        drop_orientation(inputs)
         add_video_metadata(inputs)
         return super()._add_request(inputs, generation_config, request_id, adapter_request)
 
-    def _spare_words(self, generation_config: SamplingParams) -> None:
-        """Keep vLLM from making text that nobody reads: of each log-probability's token, and of the
-        completion where all stop words are special tokens, which it then stops at by their ids."""
-        generation_config.flat_logprobs = generation_config.logprobs == 0
-        ids = {self.tokenizer.convert_tokens_to_ids(t) for t in self.tokenizer.all_special_tokens}
-        by_id = ids.intersection(generation_config.stop_token_ids or ())
-        by_text = [
-            word
-            for word in generation_config.stop or ()
-            if self.tokenizer.convert_tokens_to_ids(word) not in by_id
-        ]
-        generation_config.stop = by_text
-        generation_config.detokenize = bool(by_text)
+    @cached_property
+    def _template_stops(self) -> TemplateStops:
+        return TemplateStops(self.template)
+
+    def _set_stops(self, generation_config: SamplingParams, envelope: Envelope) -> Stops:
+        """Tell vLLM where completions end; it makes text only to find stop strings in it.
+
+        ms-swift has put the user's stop words and the template's there, those that are one token by
+        their ids too.
+        """
+        stops = self._template_stops.stops(generation_config.stop or (), envelope)
+        ids = [*(generation_config.stop_token_ids or ()), *stops.tokens]
+        generation_config.stop_token_ids = list(dict.fromkeys(ids))
+        generation_config.stop = list(stops.strings)
+        generation_config.include_stop_str_in_output = stops.include
+        generation_config.detokenize = bool(stops.strings)
+        # Stop strings may hold special tokens.
+        generation_config.skip_special_tokens = False
+        generation_config.spaces_between_special_tokens = False
+        return stops
 
     # --- answers ---
 
@@ -167,10 +219,16 @@ class RolloutEngine(GRPOVllmEngine):
         self, result: Any, inputs: dict[str, Any], request_config: RequestConfig, request_id: str
     ) -> ChatCompletionResponse:
         envelope = inputs.get(ENVELOPE)
-        if envelope is None or not envelope.lean:
+        if envelope is None:
             return super()._create_chat_completion_response(
                 result, inputs, request_config, request_id
             )
+        cuts = [self._cut(output, inputs[STOPS]) for output in result.outputs]
+        if not envelope.lean:
+            response = super()._create_chat_completion_response(
+                result, inputs, request_config, request_id
+            )
+            return self._with_stops(response, result.outputs, cuts, inputs["template_inputs"])
         num_tokens = sum(len(output.token_ids) for output in result.outputs)
         return LeanResponse(
             model=self.model_name,
@@ -179,26 +237,72 @@ class RolloutEngine(GRPOVllmEngine):
             id=request_id,
             prompt_token_ids=list(result.prompt_token_ids),
             completions=[
-                self._completion(output, envelope, inputs["template_inputs"])
-                for output in result.outputs
+                self._completion(output, cut, envelope, inputs["template_inputs"])
+                for output, cut in zip(result.outputs, cuts, strict=True)
             ],
         )
 
-    def _completion(self, output: Any, envelope: Envelope, template_inputs: Any) -> Completion:
+    def _cut(self, output: Any, stops: Stops) -> Cut:
+        """Where one of vLLM's completions ends; all behind it is taken off the completion."""
         token_ids = list(output.token_ids)
-        text = self.template.decode_generate_ids(token_ids, template_inputs=template_inputs)
+        cut = self._template_stops.cut(token_ids, stops)
+        if cut.reason is None and output.finish_reason == "stop" and token_ids:
+            # An end that vLLM read from the model's generation_config.json.
+            ends = {**stops.tokens, token_ids[-1]: token_ids[-1]}
+            cut = self._template_stops.cut(token_ids, replace(stops, tokens=ends))
+        if cut.reason is not None:
+            output.finish_reason = "stop"
+        output.token_ids = token_ids[: cut.num_tokens]
+        surplus = len(token_ids) - cut.num_tokens
+        for name in ("logprobs", "routed_experts") if surplus else ():
+            values = getattr(output, name, None)
+            if values is not None:
+                setattr(output, name, values[:-surplus])
+        return cut
+
+    def _with_stops(
+        self,
+        response: ChatCompletionResponse,
+        outputs: Sequence[Any],
+        cuts: Sequence[Cut],
+        template_inputs: Any,
+    ) -> ChatCompletionResponse:
+        """ms-swift's answer with our text, which its schedulers read, and what stopped it."""
+        choices = []
+        for choice, output, cut in zip(response.choices, outputs, cuts, strict=True):
+            text = self._template_stops.text(output.token_ids, cut, template_inputs)
+            if text != choice.message.content:
+                choice.message.tool_calls = self._get_toolcall(text, template_inputs)
+            choices.append(stopped(choice, text, output.finish_reason, cut.reason))
+        response.choices = list(choices)
+        return response
+
+    def _completion(
+        self, output: Any, cut: Cut, envelope: Envelope, template_inputs: Any
+    ) -> Completion:
         routed_experts = getattr(output, "routed_experts", None)
         return Completion(
-            text=text,
-            token_ids=token_ids,
-            logprobs=_flat_logprobs(output.logprobs, token_ids),
+            text=self._template_stops.text(output.token_ids, cut, template_inputs),
+            token_ids=output.token_ids,
+            logprobs=_flat_logprobs(output.logprobs, output.token_ids),
             finish_reason=output.finish_reason,
+            stop_reason=cut.reason,
             seed=envelope.seed_of(output.index),
             extra=None if routed_experts is None else {"routed_experts": routed_experts},
         )
 
+    async def _batch_infer_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedulers of a server send what they return through here."""
+        outputs = await super()._batch_infer_stream(*args, **kwargs)
+        for output in outputs:
+            for one in output if isinstance(output, list) else [output]:
+                tell_stop_reason(one)
+        return outputs
+
     def _answers(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
         """What a server sends: lean responses packed."""
+        for output in outputs:
+            tell_stop_reason(output)
         if not self._serves:
             return outputs
         replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
@@ -209,15 +313,18 @@ class RolloutEngine(GRPOVllmEngine):
 
     # --- weights ---
 
-    def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace weights of a colocated engine, by their checkpoint names.
+    def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Receipt:
+        """Replace weights of a colocated engine, by their checkpoint names; returns their receipt.
 
         vLLM's CPU layers keep packed weights only, which `model.load_weights` cannot fill (vLLM
         0.32, `dispatch_cpu_unquantized_gemm`); this rebuilds them, all but a tied head's, which
         waits for ms-swift's `finish_vllm_weight_reload` after all weights have come.
         """
         model_runner = self.inner_model_executor.driver_worker.worker.model_runner
-        model_runner.reload_weights(weights_iterator=iter(weights))
+        held = list(weights)
+        loaded = receipt(held)
+        model_runner.reload_weights(weights_iterator=iter(held))
+        return loaded
 
 
 def take_turn(request: Any) -> Envelope | None:
@@ -225,17 +332,11 @@ def take_turn(request: Any) -> Envelope | None:
 
     The request then asks for its next turn: a multi-turn scheduler sends it, or a copy, again.
     """
-    data_dict = _data_dict(request)
+    data_dict = wire.data_dict_of(request)
     envelope = wire.read_envelope(data_dict)
     if envelope is not None and data_dict is not None:
         wire.write_envelope(data_dict, envelope.next_turn())
     return envelope
-
-
-def _data_dict(request: Any) -> dict[str, Any] | None:
-    """ms-swift's requests come as objects and as dictionaries."""
-    found = request.get("data_dict") if isinstance(request, dict) else request.data_dict
-    return found if isinstance(found, dict) else None
 
 
 def _flat_logprobs(logprobs: Any, token_ids: list[int]) -> list[float] | None:

@@ -204,6 +204,9 @@ def fingerprint(row: Any) -> str:
         row: a data set's row, or an object with the fields of `FINGERPRINT_FIELDS`, such as
             ms-swift's `OnPolicySample` or `InferRequest`. Media count as they are given: a path by
             its name, bytes and base64 by their content, decoded images by their pixels.
+
+    Raises:
+        ValueError: a field holds what has no form as JSON; names it.
     """
     return _digest(_prompt_fields(row))
 
@@ -222,19 +225,45 @@ def fingerprints(rows: Iterable[Any]) -> list[str]:
 def _prompt_fields(row: Any) -> dict[str, Any]:
     read = row.get if isinstance(row, Mapping) else lambda name: getattr(row, name, None)
     values = {name: read(name) for name in FINGERPRINT_FIELDS}
-    return {name: v for name, v in values.items() if v is not None and len(v) > 0}
+    return {name: value for name, value in values.items() if not _is_empty(value)}
 
 
-def _are_equal(fields: dict[str, Any], other: dict[str, Any] | None) -> bool:
+def _is_empty(value: Any) -> bool:
     try:
-        return bool(fields == other)
-    except (ValueError, RuntimeError):  # arrays and tensors have no truth
+        return value is None or len(value) == 0
+    except TypeError:  # numbers and images have no length
+        return False
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Whether two values are known to have one fingerprint: equal, and equal numbers of one type,
+    as `True` and `1` are written differently."""
+    if type(value) is not type(other):
+        return False
+    try:
+        if isinstance(value, dict):
+            return value.keys() == other.keys() and all(
+                _are_equal(item, other[key]) for key, item in value.items()
+            )
+        if isinstance(value, (list, tuple)):
+            return len(value) == len(other) and all(map(_are_equal, value, other))
+        if isinstance(value, float):
+            return repr(value) == repr(other)  # 0.0 is not -0.0
+        return bool(value == other)
+    except (ValueError, RuntimeError):  # arrays and tensors have no truth; depth without end
         return False
 
 
 def _digest(fields: dict[str, Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    text = json.dumps(fields, sort_keys=True, default=_content(digest.update), ensure_ascii=False)
+    content = _content(digest.update)
+    try:
+        text = json.dumps(fields, sort_keys=True, default=content, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(
+            f"A prompt's fields {', '.join(fields)} cannot be told from others ({e}): expected "
+            "what JSON holds, bytes, arrays or images, and texts as keys."
+        ) from e
     digest.update(text.encode("utf-8", errors="surrogatepass"))
     return digest.hexdigest()
 

@@ -17,15 +17,20 @@ from typing import Any
 import psutil
 from swift.utils import get_logger
 
-from swift_grpo_ext import diversity
-from swift_grpo_ext.arguments import RolloutFlags
+from swift_grpo_ext.arguments import DiversityFlags, RolloutFlags, StopFlags
 from swift_grpo_ext.rows import check_duplicates, check_rows
 from swift_grpo_ext.seeding import MAX_GROUP_SIZE
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 
 logger = get_logger()
 
-TRAINER_FLAGS = tuple(f.name for f in fields(RolloutFlags))
+TRAINER_FLAGS = tuple(
+    f.name
+    for part in (RolloutFlags, StopFlags)
+    for f in fields(part)
+    if f.name != "rollout_timeout"
+)
+DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
 GIB = 1024**3
 CPU_ENGINE_GIB = 1.5
 CPU_TRAINER_GIB = 1.0
@@ -116,10 +121,12 @@ def warn_of_trainer_flags(args: Any, given: Collection[str]) -> None:
         logger.warning(f"{names}: `swift rollout` ignores it; `swift rlhf` decides. Leave it out.")
 
 
-def check_callbacks(args: Any) -> None:
-    """Callbacks of ours that are not built yet are refused."""
-    if "diversity" in (getattr(args, "callbacks", None) or []):
-        diversity.refuse()
+def warn_of_diversity_flags(args: Any, given: Collection[str]) -> None:
+    """Nobody reads them without the monitor."""
+    ignored = [name for name in DIVERSITY_FLAGS if name in given]
+    if ignored and "diversity" not in (getattr(args, "callbacks", None) or []):
+        names = " ".join(f"--{name}" for name in ignored)
+        logger.warning(f"{names}: nothing reads it without --callbacks diversity.")
 
 
 def check_training_memory(args: Any) -> None:

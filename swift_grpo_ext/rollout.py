@@ -9,7 +9,6 @@ from typing import Any
 
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
-    ChatCompletionResponseChoice,
     ChatMessage,
     RolloutInferRequest,
     RolloutOutput,
@@ -23,6 +22,7 @@ from swift_grpo_ext.exchange import Exchange, RolloutError
 from swift_grpo_ext.groups import Part, Plan, fold, unfold
 from swift_grpo_ext.groups import plan as make_plan
 from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.template_stops import StoppedChoice, tell_stop_reason
 from swift_grpo_ext.wire import Completion, Envelope
 
 Ask = Callable[[list[RolloutInferRequest], list[Envelope]], list[list[RolloutOutput]]]
@@ -45,6 +45,9 @@ class Wish:
     """Whether a group may be one request."""
 
     lean: bool
+
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = True
 
 
 def draw(wish: Wish, exchange: Exchange, ask: Ask) -> tuple[list[RolloutOutput], list[Place]]:
@@ -88,6 +91,8 @@ def _ask(wish: Wish, plan: Plan, rows_of_ranks: list[Any], ask: Ask) -> list[lis
             count=request.part.count,
             run_seed=wish.run_seed,
             lean=wish.lean,
+            stop_token_ids=wish.stop_token_ids,
+            include_stop_str_in_output=wish.include_stop_str_in_output,
         )
         for request in plan.requests
     ]
@@ -108,9 +113,11 @@ def outputs_of(output: RolloutOutput, envelope: Envelope, replica: str) -> list[
         ids = response.prompt_token_ids or []
         return [output_of(replace(c, replica=replica), ids) for c in response.completions]
     return [
-        RolloutOutput(
-            response=replace(response, choices=[replace(choice, index=0)]),
-            rollout_infos=_infos(envelope.seed_of(choice.index), replica),
+        tell_stop_reason(
+            RolloutOutput(
+                response=replace(response, choices=[replace(choice, index=0)]),
+                rollout_infos=_infos(envelope.seed_of(choice.index), replica),
+            )
         )
         for choice in response.choices
     ]
@@ -119,10 +126,11 @@ def outputs_of(output: RolloutOutput, envelope: Envelope, replica: str) -> list[
 def output_of(completion: Completion, prompt_token_ids: list[int]) -> RolloutOutput:
     """A sample in the form that ms-swift's trainer reads."""
     num_prompt, num_tokens = len(prompt_token_ids), len(completion.token_ids)
-    choice = ChatCompletionResponseChoice(
+    choice = StoppedChoice(
         index=0,
         message=ChatMessage(role="assistant", content=completion.text),
         finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
         token_ids=completion.token_ids,
         routed_experts=deserialize_ndarray((completion.extra or {}).get("routed_experts")),
     )
@@ -134,7 +142,8 @@ def output_of(completion: Completion, prompt_token_ids: list[int]) -> RolloutOut
     )
     logprobs = [completion.logprobs] if completion.logprobs else []
     infos = _infos(completion.seed, completion.replica)
-    return RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
+    output = RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
+    return tell_stop_reason(output)
 
 
 def _infos(seed: int | None, replica: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from swift.utils import get_logger
 from tqdm import tqdm
 
@@ -23,6 +23,7 @@ logger = get_logger()
 
 IMAGE_MARK = "<image>"
 MEDIA = ("images", "videos", "audios")
+_MEDIA_TYPES = (list, tuple, str, bytes, Mapping)
 MAX_IMAGES_OPENED = 20_000
 """Above this many rows with images, evenly spaced rows are opened instead of all of them."""
 PROGRESS_ROWS = 2_000
@@ -48,7 +49,7 @@ def check_rows(
     bad: list[str] = []
     for i in tqdm(rows, desc=f"Checking {setting}", disable=len(rows) < PROGRESS_ROWS):
         row = dataset[i]
-        has_media = has_media or any(row.get(key) for key in MEDIA)
+        has_media = has_media or _has_media(row)
         reason = bad_media(row)
         if reason:
             bad.append(f"in the row that asks {question_of(row)!r}, {reason}")
@@ -100,12 +101,25 @@ def check_duplicates(dataset: Sequence[Mapping[str, Any]], *, setting: str, acti
         logger.warning(f"{message}; each draws noise of its own (--duplicate_prompts warn).")
 
 
+def _has_media(row: Any) -> bool:
+    media = [row.get(kind) for kind in MEDIA] if isinstance(row, Mapping) else []
+    return any(isinstance(m, _MEDIA_TYPES) and len(m) > 0 for m in media)
+
+
 def prompt_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row without the answer that it ends with: rollouts never see it."""
-    messages = list(row.get("messages") or ())
+    messages = _messages(row)
     if messages and messages[-1].get("role") == "assistant":
         messages.pop()
     return {**row, "messages": messages}
+
+
+def _messages(row: Mapping[str, Any]) -> list[Any]:
+    """A row's messages; none where it holds something else, of which `bad_media` tells."""
+    messages = row.get("messages")
+    if not isinstance(messages, (list, tuple)):
+        return []
+    return list(messages) if all(isinstance(m, Mapping) for m in messages) else []
 
 
 def bad_media(row: Mapping[str, Any]) -> str | None:
@@ -113,7 +127,12 @@ def bad_media(row: Mapping[str, Any]) -> str | None:
 
     More images than marks are right: ms-swift puts the marks in front.
     """
+    malformed = _malformed(row)
+    if malformed:
+        return malformed
     images = row.get("images") or ()
+    if isinstance(images, (str, bytes, Mapping)):
+        images = [images]  # as ms-swift takes it
     contents = (message.get("content") for message in prompt_of(row)["messages"])
     marks = sum(content.count(IMAGE_MARK) for content in contents if isinstance(content, str))
     if marks > len(images):
@@ -125,6 +144,27 @@ def bad_media(row: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _malformed(row: Any) -> str | None:
+    """What is no row of ms-swift's, in words."""
+    if not isinstance(row, Mapping):
+        return f"there is {row!r:.60}, which is no row"
+    messages = row.get("messages")
+    if messages is not None and not _messages(row) and not _is_empty_list(messages):
+        return (
+            f"`messages` is {messages!r:.60}; expected a list such as "
+            '[{"role": "user", "content": "..."}]'
+        )
+    for kind in MEDIA:
+        media = row.get(kind)
+        if media is not None and not isinstance(media, _MEDIA_TYPES):
+            return f"`{kind}` is {media!r:.60}; expected a list of paths"
+    return None
+
+
+def _is_empty_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not value
+
+
 def unreadable(image: Any) -> str | None:
     """Why an image cannot be read, in words; None where it can, or where only a look-up would tell.
 
@@ -132,15 +172,17 @@ def unreadable(image: Any) -> str | None:
         image: a path, a URL, a data URL, base64 text, raw bytes, or ms-swift's
             `{"bytes": ..., "path": ...}`.
     """
-    content = _content(image)
-    if content is None:
-        return None
     try:
+        content = _content(image)
+        if content is None:
+            return None
+        if isinstance(content, Path) and content.exists() and not content.is_file():
+            return "is not a file"  # a pipe would be waited for
         with Image.open(content):
             return None
     except FileNotFoundError:
         return "does not exist"
-    except (UnidentifiedImageError, OSError) as e:
+    except Exception as e:  # of a broken header PIL's plugins raise whatever they stumble over
         return f"is not an image that can be read ({type(e).__name__}: {e})"
 
 
@@ -172,7 +214,7 @@ def _source(image: Any) -> str:
 
 def question_of(row: Mapping[str, Any]) -> str:
     """The start of a row's last message. A number would mislead: ms-swift shuffles as it loads."""
-    messages = row.get("messages") or [{}]
+    messages = (_messages(row) if isinstance(row, Mapping) else None) or [{}]
     return str(messages[-1].get("content", ""))[:60]
 
 

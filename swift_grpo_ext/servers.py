@@ -2,79 +2,234 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+import requests
+from requests.adapters import HTTPAdapter
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.utils import get_logger
 
 from swift_grpo_ext import wire
-from swift_grpo_ext.scheduler import balance, estimate_cost, positions
+from swift_grpo_ext.exchange import RolloutError
+from swift_grpo_ext.new_tokens import check_served_tokens
+from swift_grpo_ext.scheduler import balance, estimate_cost
+from swift_grpo_ext.weights import Receipt
 from swift_grpo_ext.wire import Completion, Envelope, WireError
+
+logger = get_logger()
+
+RECEIPTS_PATH = "swift_grpo_ext/weight_receipts/"
+SECONDS_TO_CONNECT = 10.0
+
+Answer = tuple[list[Completion], list[int]]
+"""The samples of a request, and its prompt's token ids."""
+
+
+class ServerError(RuntimeError):
+    """A server gave no usable answer; names it and the cause."""
+
+
+class ServerLostError(ServerError):
+    """A server does not answer."""
 
 
 class RolloutServers:
     """Sends requests to the servers of a connected `VLLMClient`, and reads their lean answers.
 
+    What a server cannot answer, another is asked for: the tokens are the same (SPEC S2). A server
+    that does not answer at all is let go.
+
     Args:
         client: ms-swift's client; its sessions and addresses are used.
+        timeout: seconds that a server has for an answer.
+        connect: makes the communicator of a client that knows one server; for weights.
+        new_special_tokens: of the training; each server must have been given the same.
 
     Raises:
         WireError: a server has no swift-grpo-ext, or another version of it.
+        ServerError: a server does not say what it is.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._sessions = client.sessions
-        self._urls = client.base_urls
-        self.replicas = [self._count_replicas(i) for i in range(len(self._urls))]
+    def __init__(
+        self,
+        client: Any,
+        timeout: float,
+        connect: Callable[[Any], None] | None = None,
+        new_special_tokens: Sequence[str] = (),
+    ) -> None:
+        self._client = client
+        self._connect = connect
+        for session in client.sessions:
+            for scheme in ("http://", "https://"):
+                session.mount(scheme, _BoundedAdapter(timeout))
+        self._new_special_tokens = new_special_tokens
+        self._urls = list(client.base_urls)
+        self.replicas = [self._count_replicas(i) for i in range(len(client.base_urls))]
+
+    # --- rollouts ---
 
     def infer(
         self,
         requests: Sequence[RolloutInferRequest],
         envelopes: Sequence[Envelope],
         config: RequestConfig,
-    ) -> list[tuple[list[Completion], list[int]]]:
-        """The samples of each request, and its prompt's token ids, in the order of the requests.
+    ) -> list[Answer]:
+        """The samples of each request, in the order of the requests.
 
         Raises:
-            RuntimeError: a server does not answer, or with an error; names it and the cause.
+            RolloutError: no server is left that could answer; names them and the causes.
         """
         messages = [asdict(request) for request in requests]
         costs = [
             estimate_cost(message, envelope.count, config.max_tokens or 0)
             for message, envelope in zip(messages, envelopes, strict=True)
         ]
-        shares = balance(costs, [float(n) for n in self.replicas])
-
-        def ask(server: int) -> list[tuple[list[Completion], list[int]]]:
-            share = shares[server]
-            answers = self._post(server, [messages[i] for i in share], config)
-            return [
-                wire.unpack_answer(answer, envelopes[i], self._name(server))
-                for i, answer in zip(share, answers, strict=True)
+        answers: dict[int, Answer] = {}
+        failures: dict[str, ServerError] = {}
+        while len(answers) < len(messages):
+            usable = [i for i, url in enumerate(self._client.base_urls) if url not in failures]
+            if not usable:
+                raise RolloutError("; ".join(map(str, failures.values())))
+            left = [i for i in range(len(messages)) if i not in answers]
+            shares = [
+                [left[k] for k in share]
+                for share in balance(
+                    [costs[i] for i in left], [float(self.replicas[i]) for i in usable]
+                )
             ]
+            with ThreadPoolExecutor(max_workers=len(usable)) as pool:
+                outcomes = list(
+                    pool.map(
+                        lambda server, share: self._try(
+                            server,
+                            [messages[i] for i in share],
+                            [envelopes[i] for i in share],
+                            config,
+                        ),
+                        usable,
+                        shares,
+                    )
+                )
+            urls = [self._client.base_urls[i] for i in usable]
+            for url, share, outcome in zip(urls, shares, outcomes, strict=True):
+                if isinstance(outcome, ServerError):
+                    failures[url] = outcome
+                    self._note_failure(url, outcome)
+                else:
+                    answers.update(zip(share, outcome, strict=True))
+        return [answers[i] for i in range(len(messages))]
 
-        busy = [server for server, share in enumerate(shares) if share]
-        with ThreadPoolExecutor(max_workers=max(len(busy), 1)) as pool:
-            answers = dict(zip(busy, pool.map(ask, busy), strict=True))
-        return [answers[server][place] for server, place in positions(shares, len(messages))]
+    def _try(
+        self,
+        server: int,
+        messages: list[dict[str, Any]],
+        envelopes: list[Envelope],
+        config: RequestConfig,
+    ) -> list[Answer] | ServerError:
+        try:
+            return self._infer(server, messages, envelopes, config) if messages else []
+        except ServerError as e:
+            return e
 
-    def _post(
-        self, server: int, messages: list[dict[str, Any]], config: RequestConfig
-    ) -> list[dict[str, Any]]:
+    def _infer(
+        self,
+        server: int,
+        messages: list[dict[str, Any]],
+        envelopes: list[Envelope],
+        config: RequestConfig,
+    ) -> list[Answer]:
+        name = self._name(server)
         body = {"infer_requests": messages, "request_config": asdict(config)}
-        response = self._sessions[server].post(f"{self._urls[server]}/infer/", json=body)
-        if response.status_code != 200:
-            raise RuntimeError(
-                f"{self._name(server)} answered {response.status_code}: {response.text[:2000]}"
-            )
-        return [answer["rollout_infos"][wire.KEY] for answer in response.json()]
+        answers = self._ask(server, "post", "infer/", json=body)
+        if not isinstance(answers, list) or len(answers) != len(messages):
+            count = len(answers) if isinstance(answers, list) else "no list of"
+            raise ServerError(f"{name} gave {count} answers to {len(messages)} requests.")
+        try:
+            return [
+                wire.unpack_answer(answer["rollout_infos"][wire.KEY], envelope, name)
+                for answer, envelope in zip(answers, envelopes, strict=True)
+            ]
+        except (WireError, KeyError, TypeError) as e:
+            raise ServerError(f"{name} gave an answer that makes no sense: {e}") from e
+
+    def _note_failure(self, url: str, error: ServerError) -> None:
+        logger.warning(f"{error} Others are asked for its groups, if there are any.")
+        if isinstance(error, ServerLostError) and len(self._client.base_urls) > 1:
+            self._let_go(self._client.base_urls.index(url))
+
+    def _let_go(self, server: int) -> None:
+        """Ask a server no more, and send it no weights."""
+        client = self._client
+        for values in (
+            client.base_urls,
+            client.hosts,
+            client.sessions,
+            client.group_ports,
+            client.pynccl_comms,
+            self.replicas,
+        ):
+            del values[server]
+        client.num_servers -= 1
+
+    # --- weights ---
+
+    def reconnect(self) -> None:
+        """Before weights are sent: let go of servers that are lost, and reach those whose replicas
+        are no longer the same.
+
+        Raises:
+            RolloutError: no server is left.
+        """
+        for server in reversed(range(len(self._client.base_urls))):
+            try:
+                replicas = self._count_replicas(server)
+                if replicas == 0:
+                    raise ServerLostError(f"{self._name(server)} has no replica left.")
+            except ServerLostError as e:
+                if len(self._client.base_urls) == 1:
+                    raise RolloutError(str(e)) from e
+                self._note_failure(self._client.base_urls[server], e)
+                continue
+            if replicas != self.replicas[server]:
+                self._reconnect(server, replicas)
+
+    def _reconnect(self, server: int, replicas: int) -> None:
+        logger.warning(
+            f"{self._name(server)} has {replicas} of {self.replicas[server]} replicas left; "
+            "weights go to these."
+        )
+        client = self._client
+        alone = copy.copy(client)
+        alone.num_servers = 1
+        for name in ("base_urls", "hosts", "sessions", "group_ports"):
+            setattr(alone, name, [getattr(client, name)[server]])
+        self._ask(server, "post", "close_communicator/")
+        client.pynccl_comms[server] = None  # it holds on to the store of the group that was
+        assert self._connect is not None
+        self._connect(alone)
+        client.pynccl_comms[server] = alone.pynccl_comms[0]
+        self.replicas[server] = replicas
+
+    def receipts(self) -> list[tuple[str, Receipt]]:
+        """Of each worker of each server since this was last asked, with the server's name.
+
+        Raises:
+            ServerError: a server does not tell.
+        """
+        return [
+            (f"worker {number} of {self._name(server)}", receipt)
+            for server in range(len(self._client.base_urls))
+            for number, receipt in enumerate(self._ask(server, "get", RECEIPTS_PATH))
+        ]
+
+    # --- one server ---
 
     def _count_replicas(self, server: int) -> int:
-        url = f"{self._urls[server]}/get_engine_type/"
-        response = self._sessions[server].post(url)
-        ours = response.json().get(wire.KEY) if response.status_code == 200 else None
+        ours = self._ask(server, "post", "get_engine_type/").get(wire.KEY)
         if ours is None:
             raise WireError(
                 f"{self._name(server)} runs without swift-grpo-ext: start it with the plugin file "
@@ -82,7 +237,39 @@ class RolloutServers:
                 "--rollout_seed_mode engine --rollout_group_requests false."
             )
         wire.check_version(ours, self._name(server))
+        check_served_tokens(
+            self._new_special_tokens, ours.get("new_special_tokens", []), self._name(server)
+        )
         return int(ours["replicas"])
 
+    def _ask(self, server: int, method: str, path: str, **kwargs: Any) -> Any:
+        url = f"{self._client.base_urls[server]}/{path}"
+        try:
+            response = getattr(self._client.sessions[server], method)(url, **kwargs)
+        except requests.RequestException as e:
+            raise ServerLostError(
+                f"{self._name(server)} does not answer ({type(e).__name__}: {e})."
+            ) from e
+        if response.status_code != 200:
+            text = response.text[:2000]
+            raise ServerError(f"{self._name(server)} answered {response.status_code}: {text}")
+        try:
+            return response.json()
+        except ValueError as e:
+            raise ServerError(f"{self._name(server)} answered with no JSON ({e}).") from e
+
     def _name(self, server: int) -> str:
-        return f"server {server} ({self._urls[server]})"
+        url = self._client.base_urls[server]
+        return f"server {self._urls.index(url)} ({url})"
+
+
+class _BoundedAdapter(HTTPAdapter):
+    """Waits for an answer, but not for ever; ms-swift's client sets no limit."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = (SECONDS_TO_CONNECT, timeout)
+        super().__init__()
+
+    def send(self, request: Any, *args: Any, **kwargs: Any) -> requests.Response:
+        kwargs["timeout"] = kwargs.get("timeout") or self._timeout
+        return super().send(request, *args, **kwargs)

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from swift_grpo_ext.seeding import PHASES, Place, sample_seed
+from swift_grpo_ext.seeding import MAX_GROUP_SIZE, PHASES, Place, sample_seed
+from swift_grpo_ext.stops import StopReason
 
 KEY = "swift_grpo_ext"
-VERSION = 1
+VERSION = 2
 
 
 class WireError(ValueError):
@@ -41,6 +42,12 @@ class Envelope:
     lean: bool
     """Answer with flat token ids and log-probabilities; ms-swift's multi-turn schedulers read its
     own form."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """End a completion, beside the stop strings of ms-swift's request configuration."""
+
+    include_stop_str_in_output: bool = True
+    """Whether the text ends with what stopped it, or right before it."""
 
     @property
     def seed(self) -> int | None:
@@ -71,16 +78,36 @@ def read_envelope(data_dict: Mapping[str, Any] | None) -> Envelope | None:
     check_version(wire, "a request")
     try:
         place = Place(**wire["place"])
-        values = {f.name: wire[f.name] for f in fields(Envelope) if f.name != "place"}
-        envelope = Envelope(place=place, **values)
+        values = {f.name: wire[f.name] for f in fields(Envelope)}
+        values |= {"place": place, "stop_token_ids": tuple(wire["stop_token_ids"])}
+        envelope = Envelope(**values)
     except (KeyError, TypeError) as e:
         raise WireError(f"A request's {KEY} is malformed ({e!r}): {wire!r}") from e
-    run_seed = 0 if envelope.run_seed is None else envelope.run_seed
-    numbers = (run_seed, envelope.count, *astuple(place)[1:])
-    are_whole = all(isinstance(number, int) and number >= 0 for number in numbers)
-    if place.phase not in PHASES or not are_whole or envelope.count == 0:
-        raise WireError(f"A request's {KEY} is malformed (phase or numbers): {wire!r}")
+    if not _is_sound(envelope):
+        raise WireError(f"A request's {KEY} is malformed (phase, numbers or flags): {wire!r}")
     return envelope
+
+
+def _is_sound(envelope: Envelope) -> bool:
+    """Whether the seeds of all samples can be made, and vLLM can be asked for so many."""
+    place, ids = envelope.place, envelope.stop_token_ids
+    run_seed = 0 if envelope.run_seed is None else envelope.run_seed
+    numbers = (run_seed, envelope.count, *ids, *astuple(place)[1:])
+    flags = (envelope.lean, envelope.include_stop_str_in_output)
+    return (
+        place.phase in PHASES
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and 0 < envelope.count <= MAX_GROUP_SIZE
+        and place.index < MAX_GROUP_SIZE
+        and max(ids, default=0) < 2**31
+        and all(type(flag) is bool for flag in flags)
+    )
+
+
+def data_dict_of(request: Any) -> dict[str, Any] | None:
+    """The data of a request; ms-swift's requests come as objects and as dictionaries."""
+    found = request.get("data_dict") if isinstance(request, dict) else request.data_dict
+    return found if isinstance(found, dict) else None
 
 
 def write_envelope(data_dict: MutableMapping[str, Any], envelope: Envelope) -> None:
@@ -111,6 +138,9 @@ class Completion:
     """Of the sampled tokens, in nats, under the distribution that they were sampled from."""
 
     finish_reason: str | None
+    stop_reason: StopReason = None
+    """The stop string or token id that ended it; None where none did."""
+
     seed: int | None = None
     replica: str = ""
     """Which engine drew it: `rank 0`, `server 1 replica 0`."""
@@ -137,6 +167,7 @@ def pack_answer(
         "replica": replica,
         "texts": [c.text for c in completions],
         "finish_reasons": [c.finish_reason for c in completions],
+        "stop_reasons": [c.stop_reason for c in completions],
         "lengths": lengths,
         "token_ids": pack([i for c in completions for i in c.token_ids], "<i4"),
         "logprobs": pack([p for c in completions for p in c.logprobs or ()], "<f4")
@@ -161,7 +192,7 @@ def unpack_answer(
     """
     check_version(answer, server)
     try:
-        return _unpack(answer, envelope, server), unpack(answer["prompt_token_ids"], "<i4")
+        return _unpack(answer, envelope, server), _token_ids(answer["prompt_token_ids"])
     except WireError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
@@ -170,10 +201,11 @@ def unpack_answer(
 
 def _unpack(answer: Mapping[str, Any], envelope: Envelope, server: str) -> list[Completion]:
     lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]
+    stop_reasons = answer["stop_reasons"]
     extras = answer["extras"] or [None] * len(lengths)
-    ids = unpack(answer["token_ids"], "<i4")
+    ids = _token_ids(answer["token_ids"])
     logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
-    counts = {len(lengths), len(texts), len(reasons), len(extras)}
+    counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, extras)}
     if counts != {envelope.count} or min(lengths) < 0 or sum(lengths) != len(ids):
         raise WireError(
             f"{server} answered {envelope} with {sorted(counts)} samples of {lengths} tokens, "
@@ -184,6 +216,10 @@ def _unpack(answer: Mapping[str, Any], envelope: Envelope, server: str) -> list[
             f"{server} answered {envelope} with {len(ids)} tokens and {len(logprobs)} "
             "log-probabilities."
         )
+    _check_types("texts", texts, str)
+    _check_types("finish_reasons", reasons, str, type(None))
+    _check_types("stop_reasons", stop_reasons, str, int, type(None))
+    _check_types("extras", extras, dict, type(None))
     ends = np.cumsum(lengths).tolist()
     return [
         Completion(
@@ -191,12 +227,25 @@ def _unpack(answer: Mapping[str, Any], envelope: Envelope, server: str) -> list[
             token_ids=ids[end - length : end],
             logprobs=None if logprobs is None else logprobs[end - length : end],
             finish_reason=reasons[k],
+            stop_reason=stop_reasons[k],
             seed=envelope.seed_of(k),
             replica=f"{server} {answer['replica']}",
             extra=extras[k],
         )
         for k, (length, end) in enumerate(zip(lengths, ends, strict=True))
     ]
+
+
+def _token_ids(text: str) -> list[int]:
+    ids = unpack(text, "<i4")
+    if min(ids, default=0) < 0:
+        raise ValueError(f"token id {min(ids)}")
+    return ids
+
+
+def _check_types(name: str, values: Any, *types: type) -> None:
+    if not isinstance(values, list) or not all(isinstance(value, types) for value in values):
+        raise TypeError(f"{name}: {values!r:.200}")
 
 
 def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:

@@ -192,6 +192,12 @@ def test_too_little_memory_for_replicas(tmp_path: Path, monkeypatch: pytest.Monk
     preflight.check_server_memory(args)
 
 
-def test_callbacks_not_built_are_refused() -> None:
-    with pytest.raises(ValueError, match="--callbacks diversity is not in this version"):
-        preflight.check_callbacks(arguments(callbacks=["early_stop", "diversity"]))
+def test_flags_of_a_monitor_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(preflight.logger, "warning", warnings.append)
+    given = ["diversity_action", "seed"]
+    preflight.warn_of_diversity_flags(arguments(callbacks=["early_stop", "diversity"]), given)
+    preflight.warn_of_diversity_flags(arguments(), ["seed"])
+    assert warnings == []
+    preflight.warn_of_diversity_flags(arguments(callbacks=None), given)
+    assert warnings == ["--diversity_action: nothing reads it without --callbacks diversity."]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import requests
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 
 from swift_grpo_ext import wire
+from swift_grpo_ext.exchange import RolloutError
 from swift_grpo_ext.seeding import Place
 from swift_grpo_ext.servers import RolloutServers
 from swift_grpo_ext.wire import Completion, Envelope, WireError
+
+TIMEOUT = 0.5  # seconds
 
 
 @dataclass
@@ -27,14 +31,20 @@ class Server:
 
     ours: Any = field(default_factory=lambda: {"version": wire.VERSION, "replicas": 1})
     status: int = 200
+    fault: Literal["", "closes", "hangs", "no JSON", "half", "nonsense"] = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
     def answer(self, path: str, body: Any) -> Any:
         if path == "/get_engine_type/":
             return {"engine_type": "LLMEngine", **({wire.KEY: self.ours} if self.ours else {})}
+        if path == "/close_communicator/":
+            return {}
         self.asked += body["infer_requests"]
-        return [self._draw(request) for request in body["infer_requests"]]
+        answers = [self._draw(request) for request in body["infer_requests"]]
+        if self.fault == "nonsense":
+            answers[0]["rollout_infos"][wire.KEY]["lengths"] = 7
+        return answers[:-1] if self.fault == "half" else answers
 
     def _draw(self, request: dict[str, Any]) -> dict[str, Any]:
         envelope = wire.read_envelope(request["data_dict"])
@@ -54,8 +64,14 @@ def running(*servers: Server) -> Iterator[Any]:
     for server, host in zip(servers, hosts, strict=True):
         server.url = f"http://127.0.0.1:{host.server_port}"
         Thread(target=host.serve_forever, daemon=True).start()
-    sessions = [requests.Session() for _ in servers]
-    yield SimpleNamespace(sessions=sessions, base_urls=[server.url for server in servers])
+    yield SimpleNamespace(
+        num_servers=len(servers),
+        sessions=[requests.Session() for _ in servers],
+        base_urls=[server.url for server in servers],
+        hosts=["127.0.0.1"] * len(servers),
+        group_ports=list(range(len(servers))),
+        pynccl_comms=[f"group {i}" for i in range(len(servers))],
+    )
     for host in hosts:
         host.shutdown()
         host.server_close()
@@ -66,6 +82,13 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             answer = json.dumps(server.answer(self.path, json.loads(body or "null"))).encode()
+            if self.path == "/infer/" and server.fault == "closes":
+                self.connection.close()
+                return
+            if self.path == "/infer/" and server.fault == "hangs":
+                time.sleep(5 * TIMEOUT)
+            if self.path == "/infer/" and server.fault == "no JSON":
+                answer = b"Bad gateway"
             failed = self.path == "/infer/" and server.status != 200
             self.send_response(server.status if failed else 200)
             self.end_headers()
@@ -90,7 +113,7 @@ def ask(servers: RolloutServers, num_groups: int, count: int = 4) -> list[Any]:
 def test_samples_come_back_to_their_requests() -> None:
     small, large = Server(), Server(ours={"version": wire.VERSION, "replicas": 2})
     with running(small, large) as client:
-        servers = RolloutServers(client)
+        servers = RolloutServers(client, TIMEOUT)
         answers = ask(servers, 9)
     assert servers.replicas == [1, 2]
     assert [[c.text for c in cs] for cs, _ in answers] == [
@@ -109,8 +132,8 @@ def test_samples_come_back_to_their_requests() -> None:
 
 def test_fewer_requests_than_servers() -> None:
     with running(Server(), Server(), Server()) as client:
-        assert len(ask(RolloutServers(client), 1)) == 1
-        assert ask(RolloutServers(client), 0) == []
+        assert len(ask(RolloutServers(client, TIMEOUT), 1)) == 1
+        assert ask(RolloutServers(client, TIMEOUT), 0) == []
 
 
 def test_a_server_without_the_plugin_is_refused_with_the_remedy() -> None:
@@ -118,7 +141,7 @@ def test_a_server_without_the_plugin_is_refused_with_the_remedy() -> None:
         running(Server(), Server(ours=None)) as client,
         pytest.raises(WireError, match=r"server 1 .*runs without swift-grpo-ext: start it with"),
     ):
-        RolloutServers(client)
+        RolloutServers(client, TIMEOUT)
 
 
 def test_a_server_of_another_version_is_refused() -> None:
@@ -126,12 +149,76 @@ def test_a_server_of_another_version_is_refused() -> None:
         running(Server(ours={"version": 99, "replicas": 1})) as client,
         pytest.raises(WireError, match=r"server 0 .*speaks version 99 .*load the same version"),
     ):
-        RolloutServers(client)
+        RolloutServers(client, TIMEOUT)
 
 
-def test_a_servers_error_names_it_and_the_cause() -> None:
-    failing = Server(status=500)
-    with running(failing) as client:
-        servers = RolloutServers(client)
-        with pytest.raises(RuntimeError, match=r"server 0 .*answered 500: .*replica 1 gave no"):
+FAULTS = {
+    "closes": r"server 0 \(.*\) does not answer \(ConnectionError",
+    "hangs": r"server 0 \(.*\) does not answer \(ReadTimeout",
+    "no JSON": "server 0 .* answered with no JSON",
+    "half": "server 0 .* gave 1 answers to 2 requests",
+    "nonsense": "server 0 .* gave an answer that makes no sense",
+    "500": "server 0 .* answered 500: .*replica 1 gave no answer",
+}
+
+
+def failing_server(fault: Any) -> Server:
+    return Server(status=500) if fault == "500" else Server(fault=fault)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_one_server_its_error_names_it_and_the_cause(fault: str) -> None:
+    with running(failing_server(fault)) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        with pytest.raises(RolloutError, match=FAULTS[fault]):
             ask(servers, 2)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
+    healthy = Server()
+    with running(failing_server(fault), healthy) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        answers = ask(servers, 4)
+        assert [[c.text for c in cs] for cs, _ in answers] == [
+            [f"{group}.{k}" for k in range(4)] for group in range(4)
+        ]
+        # Weights, too, go to the other alone from now on; its name stays what it was.
+        is_lost = fault in ("closes", "hangs")
+        assert client.pynccl_comms == ["group 0", "group 1"][is_lost:]
+        assert client.num_servers == len(client.sessions) == 2 - is_lost
+        if is_lost:
+            completions, _ = ask(servers, 1)[0]
+            assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
+
+
+def test_replicas_that_became_fewer_are_connected_anew() -> None:
+    server = Server(ours={"version": wire.VERSION, "replicas": 2})
+    with running(Server(), server) as client:
+        connected: list[Any] = []
+
+        def connect(alone: Any) -> None:
+            connected.append((alone.num_servers, alone.base_urls, alone.hosts, alone.group_ports))
+            alone.pynccl_comms = ["a new group"]
+
+        servers = RolloutServers(client, TIMEOUT, connect)
+        servers.reconnect()
+        assert connected == []
+        server.ours = {"version": wire.VERSION, "replicas": 1}
+        servers.reconnect()
+        assert connected == [(1, [server.url], ["127.0.0.1"], [1])]
+        assert client.pynccl_comms == ["group 0", "a new group"]
+        assert client.num_servers == 2
+        server.ours = {"version": wire.VERSION, "replicas": 0}
+        servers.reconnect()
+        assert client.base_urls != [server.url]
+        assert len(client.base_urls) == 1
+
+
+def test_with_no_server_left_weights_go_nowhere() -> None:
+    server = Server()
+    with running(server) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        server.ours = {"version": wire.VERSION, "replicas": 0}
+        with pytest.raises(RolloutError, match=r"server 0 .*has no replica left"):
+            servers.reconnect()

@@ -43,6 +43,8 @@ envelopes = st.builds(
     count=st.integers(1, 2**14),
     run_seed=st.none() | st.integers(0, 2**32 - 1),
     lean=st.booleans(),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    include_stop_str_in_output=st.booleans(),
 )
 float32s = st.floats(width=32)  # NaN and infinities too
 json_values = st.recursive(
@@ -97,11 +99,15 @@ def test_a_request_without_an_envelope_has_none(data_dict: dict[str, Any] | None
     assert read_envelope(data_dict) is None
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_stop_settings_have_specs_defaults() -> None:
+    assert (ENVELOPE.stop_token_ids, ENVELOPE.include_stop_str_in_output) == ((), True)
+
+
+@pytest.mark.parametrize("version", [0, 1, "2", None])
 def test_another_version_is_refused_with_the_remedy(version: Any) -> None:
     message = (
         rf"a request speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
-        r"1: load the same version of the plugin in `swift rlhf` and `swift rollout`"
+        r"2: load the same version of the plugin in `swift rlhf` and `swift rollout`"
     )
     with pytest.raises(WireError, match=message):
         read_envelope({wire.KEY: {**WIRE, "version": version}})
@@ -123,6 +129,10 @@ def test_what_is_no_message_is_refused(message: Any) -> None:
         {"count": None},
         {"run_seed": -1},
         {"run_seed": "42"},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": ["7"]},
+        {"stop_token_ids": "7"},
+        {"stop_token_ids": 7},
         {"place": None},
         {"place": "train-12.0-5-0"},
         {"place": {}},
@@ -138,7 +148,7 @@ def test_a_malformed_envelope_is_refused(changes: dict[str, Any]) -> None:
         read_envelope({wire.KEY: {**WIRE, **changes}})
 
 
-@pytest.mark.parametrize("field", ["place", "count", "run_seed", "lean"])
+@pytest.mark.parametrize("field", sorted(set(WIRE) - {"version"}))
 def test_an_envelope_with_a_field_missing_is_refused(field: str) -> None:
     message = {name: value for name, value in WIRE.items() if name != field}
     with pytest.raises(WireError, match=f"A request's {wire.KEY} is malformed.*{field}"):
@@ -215,15 +225,20 @@ def answers(draw: st.DrawFn) -> list[Completion]:
     """Of one engine: with log-probabilities, or without."""
     has_logprobs = draw(st.booleans())
 
-    def one(text: str, token_ids: list[int], finish_reason: str | None) -> Completion:
+    def one(
+        text: str, token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None
+    ) -> Completion:
         finite = st.floats(max_value=0, width=32, allow_nan=False)
         count = len(token_ids)
         logprobs = draw(st.lists(finite, min_size=count, max_size=count)) if has_logprobs else None
-        return completion(text, token_ids, finish_reason=finish_reason, logprobs=logprobs)
+        reasons = {"finish_reason": finish_reason, "stop_reason": stop_reason}
+        return completion(text, token_ids, logprobs=logprobs, **reasons)
 
     ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
     reasons = st.sampled_from(["stop", "length", None])
-    samples = st.lists(st.tuples(st.text(max_size=8), ids, reasons), min_size=1, max_size=5)
+    stops = st.none() | st.text(max_size=3) | st.integers(0, 2**31 - 1)
+    sample = st.tuples(st.text(max_size=8), ids, reasons, stops)
+    samples = st.lists(sample, min_size=1, max_size=5)
     return [one(*sample) for sample in draw(samples)]
 
 
@@ -283,6 +298,7 @@ def test_the_seed_and_the_replica_of_a_sample_are_known() -> None:
         ({"lengths": [2]}, r"with .*samples of .* tokens, 5 in all"),
         ({"texts": ["七"]}, r"with .*samples of .* tokens, 5 in all"),
         ({"finish_reasons": ["stop"] * 3}, r"with .*samples of .* tokens, 5 in all"),
+        ({"stop_reasons": [None]}, r"with .*samples of .* tokens, 5 in all"),
         ({"lengths": [2, 2]}, r"with \[2\] samples of \[2, 2\] tokens, 5 in all"),
         ({"token_ids": pack([7, 2, 8], "<i4")}, r"with \[2\] samples of \[2, 3\] tokens, 3 in all"),
         ({"logprobs": pack([-0.5] * 4, "<f4")}, r"with 5 tokens and 4 log-probabilities"),
@@ -308,8 +324,8 @@ def test_another_number_of_samples_than_asked_for_is_refused(count: int) -> None
 
 
 def test_an_answer_of_another_version_names_the_server() -> None:
-    with pytest.raises(WireError, match=r"server 0 speaks version 2 .* this side speaks 1"):
-        unpack_answer({**ANSWER, "version": 2}, ENVELOPE, "server 0")
+    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 2"):
+        unpack_answer({**ANSWER, "version": 1}, ENVELOPE, "server 0")
 
 
 def test_an_answer_is_less_than_a_quarter_of_ms_swifts() -> None:

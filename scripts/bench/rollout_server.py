@@ -85,7 +85,7 @@ class ServerWays:
         self._server = server
         self._config = make_config(max_tokens)
         self._client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[server.port])
-        self._servers = RolloutServers(self._client)
+        self._servers = RolloutServers(self._client, timeout=600)
         self._sent = self._received = 0
         self._client.sessions[0].hooks["response"].append(self._count)
 

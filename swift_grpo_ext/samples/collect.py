@@ -39,6 +39,7 @@ def sample_row(
     choice = output.response.choices[0]
     token_ids = list(chain(*output.response_token_ids)) or list(choice.token_ids or ())
     logprobs = _logprobs(output, choice)
+    stop_reason = output.rollout_infos.get("stop_reason")
     return SampleRow(
         place=place,
         seed=seed,
@@ -46,6 +47,7 @@ def sample_row(
         replica=str(output.rollout_infos.get("replica", "")),
         weight_version=weight_version,
         finish_reason=choice.finish_reason,
+        stop_reason=None if stop_reason is None else str(stop_reason),
         token_ids=token_ids,
         # A conversation's tokens include those that the environment put between the turns.
         logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,

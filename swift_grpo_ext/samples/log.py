@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from swift_grpo_ext.samples.row import SCHEMA, SampleRow, to_batch
 
-VERSION = 1
+VERSION = 2
 ROWS_PER_BATCH = 1024
 """At most; what a reader takes into memory at a time."""
 

@@ -30,6 +30,7 @@ SCHEMA = pa.schema(
         pa.field("replica", pa.utf8(), nullable=False),
         pa.field("weight_version", pa.int64(), nullable=False),
         pa.field("finish_reason", pa.utf8()),
+        pa.field("stop_reason", pa.utf8()),
         pa.field("num_tokens", pa.int32(), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("logprobs", pa.list_(pa.float32())),
@@ -61,6 +62,9 @@ class SampleRow:
     """Optimizer steps behind the weights that it was drawn with."""
 
     finish_reason: str | None
+    stop_reason: str | None = None
+    """What ended it: the stop string, or the stop token's id in digits; None where nothing did."""
+
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
     """Of `token_ids`, in nats, kept in 32 bits; None where the engine gave none."""

@@ -14,7 +14,9 @@ from swift.utils import get_logger
 from swift_grpo_ext.agreement import DisagreementError, Gap, check_counts, check_prompt, gap_limit
 from swift_grpo_ext.encoding import shared_media
 from swift_grpo_ext.groups import describe, place_of
+from swift_grpo_ext.template_stops import tell_stop_reason
 from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.dynamic_eos import only_sampled_tokens
 
 PINS = (
     Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_batch_inputs", ("self", "samples")),
@@ -39,6 +41,8 @@ class RolloutBatch(GRPOTrainer):
     _has_warned_of_gap = False
 
     def _postprocess_rollout_outputs(self, samples: list[Any], outputs: list[Any]) -> list[Any]:
+        for output in outputs:
+            tell_stop_reason(output)
         results = super()._postprocess_rollout_outputs(samples, outputs)
         for sample, output in zip(results, outputs, strict=True):
             sample.rollout_prompt_ids = output.response.prompt_token_ids
@@ -47,7 +51,7 @@ class RolloutBatch(GRPOTrainer):
     def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
         for sample in samples:
             check_counts(_name(sample), _trained_ids(sample), _logprobs(sample))
-        with shared_media(self.template):
+        with shared_media(self.template), only_sampled_tokens(self.template, samples):
             batches = super()._prepare_batch_inputs(samples)
         if self.template.sequence_parallel_size == 1:
             for chunk, batch in zip(self.split_by_mini_batches(samples), batches, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from swift_grpo_ext.groups import (
 from swift_grpo_ext.rounds import RoundNames
 from swift_grpo_ext.samples.collect import sample_row
 from swift_grpo_ext.samples.log import SampleLog, next_session
+from swift_grpo_ext.samples.row import SampleRow
 from swift_grpo_ext.seeding import Place, sample_seed
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.wire import Envelope
@@ -47,7 +48,10 @@ class RolloutRounds(GRPOTrainer):
     """The hooks through which ms-swift's trainer draws its samples."""
 
     _round_names: RoundNames
-    _servers: Any = None
+    sample_listeners: list[Callable[[list[SampleRow]], None]]
+    """Told of this rank's samples as they are drawn, perhaps from another thread."""
+
+    _servers: Any
     _sample_log: Any = None
     _has_warned_of_uneven_groups = False
     _has_warned_of_duplicates = False
@@ -127,6 +131,8 @@ class RolloutRounds(GRPOTrainer):
             )
         ]
         self._sample_log.append(rows)
+        for listener in self.sample_listeners:
+            listener(rows)
 
     # --- rollouts ---
 
@@ -142,12 +148,23 @@ class RolloutRounds(GRPOTrainer):
         args = self.args
         return args.seed if args.use_vllm and args.rollout_seed_mode == "sample" else None
 
+    @property
+    def _stops(self) -> dict[str, Any]:
+        """What ends a completion, beside `--stop_words`, which ms-swift sends itself."""
+        args = self.args
+        return {
+            "stop_token_ids": tuple(args.stop_token_ids),
+            "include_stop_str_in_output": args.include_stop_str_in_output,
+        }
+
     def samples2requests(self, samples: list[Any]) -> list[Any]:
         requests = super().samples2requests(samples)
         for sample, request in zip(samples, requests, strict=True):
             if request is not sample:  # else it is a later turn's, and has its envelope
                 place = place_of(sample.request_id)
-                envelope = Envelope(place=place, count=1, run_seed=self._run_seed, lean=False)
+                envelope = Envelope(
+                    place=place, count=1, run_seed=self._run_seed, lean=False, **self._stops
+                )
                 wire.write_envelope(request.data_dict, envelope)
         return requests
 
@@ -175,6 +192,7 @@ class RolloutRounds(GRPOTrainer):
             run_seed=self._run_seed,
             grouped=self.args.rollout_group_requests,
             lean=not self.multi_turn_scheduler,
+            **self._stops,
         )
         outputs, uneven = draw(wish, self._exchange(is_global_inputs), self._ask)
         self._warn_of_uneven_groups(uneven)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from swift.rlhf_trainers import GRPOConfig, GRPOTrainer
 from swift.utils import get_logger
 
 from swift_grpo_ext.arguments import ExtFlags
+from swift_grpo_ext.logps import LogpsMixin
 from swift_grpo_ext.placeholders import never_sample, placeholder_ids
 from swift_grpo_ext.rounds import RoundNames
+from swift_grpo_ext.template_stops import check_template_stops
 from swift_grpo_ext.trainer.batch import RolloutBatch, switch_off_dropout
 from swift_grpo_ext.trainer.prompts import RolloutPrompts
 from swift_grpo_ext.trainer.rollouts import RolloutRounds
+from swift_grpo_ext.trainer.weights import RolloutWeights
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 
@@ -22,9 +24,8 @@ PINS = (
     Pin("swift.rlhf_trainers", "GRPOConfig"),
     Pin("swift.rlhf_trainers", "GRPOTrainer",
         ("model", "ref_model", "reward_model", "reward_funcs", "_args", "kwargs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm_engine", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._load_state_dict_to_vllm", ("self", "state_dict")),
     Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm_engine", ("self",)),
 )  # fmt: skip
 verify(PINS)
 
@@ -35,8 +36,13 @@ logger = get_logger()
 class RolloutGRPOConfig(ExtFlags, GRPOConfig):
     """ms-swift's training arguments for GRPO with our flags."""
 
+    new_special_tokens: list[str] = field(default_factory=list)
+    """ms-swift's own flag; servers must have been given the same tokens."""
 
-class RolloutGRPOTrainer(RolloutPrompts, RolloutRounds, RolloutBatch, GRPOTrainer):
+
+class RolloutGRPOTrainer(
+    LogpsMixin, RolloutPrompts, RolloutRounds, RolloutBatch, RolloutWeights, GRPOTrainer
+):
     """GRPO with the rollouts of `swift_grpo_ext`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,15 +51,16 @@ class RolloutGRPOTrainer(RolloutPrompts, RolloutRounds, RolloutBatch, GRPOTraine
             from swift_grpo_ext.upstream.weight_sync import connect_client
 
             connect_client(client)
+        check_template_stops(kwargs["args"], kwargs["template"])
+        self.sample_listeners = []  # callbacks are made in the next line
         super().__init__(*args, **kwargs)
         self._round_names = RoundNames(self._round_clock())
         for model in filter(None, (self.model, self.ref_model)):
             never_sample(model, placeholder_ids(self.template))
         if dropouts := switch_off_dropout(self.model):
             logger.warning(
-                f"Dropout is switched off in {dropouts} places of the model (--lora_dropout "
-                f"{self.args.lora_dropout} among them, if LoRA trains): with it, importance ratios "
-                "differ from 1 at equal weights."
+                f"Dropout is switched off in {dropouts} places of the model (--lora_dropout is "
+                "ignored): with it, importance ratios would differ from 1 at equal weights."
             )
         if not self.args.use_vllm and self.args.rollout_seed_mode == "sample":
             logger.warning(
@@ -66,19 +73,16 @@ class RolloutGRPOTrainer(RolloutPrompts, RolloutRounds, RolloutBatch, GRPOTraine
 
     def _prepare_vllm(self) -> None:
         super()._prepare_vllm()
-        if self._is_ours and self.vllm_mode == "server" and self.accelerator.is_main_process:
-            from swift_grpo_ext.servers import RolloutServers
+        if not self.args.use_vllm:
+            from swift_grpo_ext.upstream.transformers_stops import RolloutTransformersEngine
 
-            self._servers = RolloutServers(self.vllm_client)
+            upstream: Any = vars(self)["engine"]
+            self.engine = RolloutTransformersEngine(
+                self.model, template=upstream.template, max_batch_size=0
+            )
 
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext import engine
 
         engine.install()
         return super()._prepare_vllm_engine()
-
-    def _load_state_dict_to_vllm(self, state_dict: dict[str, torch.Tensor]) -> None:
-        if self.vllm_mode == "colocate" and not has_accelerator():
-            self.engine.reload_weights(state_dict.items())
-        else:
-            super()._load_state_dict_to_vllm(state_dict)

@@ -28,6 +28,7 @@ from transformers import HfArgumentParser
 
 from swift_grpo_ext import preflight
 from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_infos, flag_names
+from swift_grpo_ext.new_tokens import check_model_tokens
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
@@ -68,6 +69,7 @@ class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
         # The last check before the model is loaded: model and data are known by name here.
         super()._check_grpo()
         if self.rlhf_type == "grpo":
+            check_model_tokens(self)
             preflight.check_training_memory(self)
             datasets = super().load_dataset()
             preflight.check_datasets(self, *datasets)
@@ -83,6 +85,7 @@ class RolloutExtArguments(_StrictArguments, ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     def _check_device_count(self) -> None:
+        check_model_tokens(self)
         # Without an accelerator there are no devices to count: replicas share cores and memory.
         if has_accelerator():
             super()._check_device_count()
@@ -132,14 +135,14 @@ def _check(args: Any, given: list[str]) -> None:
                 f"{args.rlhf_type}. Leave the flag out."
             )
         return
-    check_flags(args, given)
+    check_flags(args)
     preflight.check_model(args)
     preflight.check_engine(args)
     preflight.check_adapters(args)
     preflight.check_master_port()
-    preflight.check_callbacks(args)
     preflight.check_seed(args)
     preflight.warn_of_trainer_flags(args, given)
+    preflight.warn_of_diversity_flags(args, given)
     apply_cpu_settings(args, given)
 
 

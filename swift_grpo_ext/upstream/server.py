@@ -1,9 +1,10 @@
 """`swift rollout`: requests spread over replicas by cost, and a server that says what it speaks.
 
 Symptom: the server cuts a batch into contiguous slices of equally many requests, whatever they
-cost; blocks its event loop (and with it `/health`) while replicas work; says nothing of its plugin.
-Upstream: ms-swift 4.6, swift/pipelines/infer/rollout.py, `SwiftRolloutDeploy.infer` and
-`get_engine_type`, which are registered as routes by name when the server is made.
+cost; blocks its event loop (and with it `/health`) while replicas work; says nothing of its plugin,
+of replicas that have ended, or of what they have loaded.
+Upstream: ms-swift 4.6, swift/pipelines/infer/rollout.py, methods of `SwiftRolloutDeploy`, which are
+registered as routes by name when the server is made.
 Can go when ms-swift has a hook for dispatching, and for what a server tells of itself.
 """
 
@@ -15,26 +16,36 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import Depends, HTTPException
+from fastapi.responses import JSONResponse
 from swift.infer_engine.protocol import RequestConfig
 
 from swift_grpo_ext import wire
-from swift_grpo_ext.scheduler import balance, estimate_cost, positions
+from swift_grpo_ext.scheduler import estimate_cost
+from swift_grpo_ext.upstream import replicas
 from swift_grpo_ext.upstream.contract import Pin, verify
 
 PINS = (
     Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.infer",
         ("self", "infer_requests", "request_config", "use_tqdm")),
     Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.get_engine_type", ("self",)),
+    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.get_world_size", ("self",)),
+    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.init_communicator",
+        ("self", "request")),
+    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy._require_api_key", ("self",)),
     Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy._register_rl_rollout_app", ("self",)),
+    Pin("swift.pipelines.infer.rollout", "InitCommunicatorRequest"),
 )  # fmt: skip
+
+
+RECEIPTS_PATH = "/swift_grpo_ext/weight_receipts/"
 
 
 @cache
 def install() -> None:
     """Let `swift rollout` dispatch as SPEC G5 says. Call before a server is made."""
     verify(PINS)
-    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
+    from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
 
     upstream_infer = SwiftRolloutDeploy.infer
     upstream_engine_type = SwiftRolloutDeploy.get_engine_type
@@ -60,66 +71,97 @@ def install() -> None:
             for request, envelope in zip(infer_requests, envelopes, strict=True)
             if envelope
         ]
-        return await _dispatch(self, infer_requests, request_config, costs)
+        timeout = self.args.rollout_timeout
+        try:
+            outputs = await replicas.infer(self, infer_requests, request_config, costs, timeout)
+        except replicas.NoReplicaError as e:
+            raise HTTPException(status_code=500, detail=str(e)) from e
+        return [_plain(output) for output in outputs]
 
     async def get_engine_type(self: Any) -> dict[str, Any]:
-        replicas = self.args.vllm_data_parallel_size
-        ours = {"version": wire.VERSION, "replicas": replicas}
+        ours = {
+            "version": wire.VERSION,
+            "replicas": _count_replicas(self),
+            "new_special_tokens": self.args.new_special_tokens,
+        }
         return {**await upstream_engine_type(self), wire.KEY: ours}
 
-    SwiftRolloutDeploy._register_rl_rollout_app = _one_at_a_time(
-        SwiftRolloutDeploy._register_rl_rollout_app
+    async def get_world_size(self: Any) -> dict[str, int]:
+        return {"world_size": _count_replicas(self) * self.args.vllm_tensor_parallel_size}
+
+    async def init_communicator(self: Any, request: Any) -> dict[str, str]:
+        for number, connection in enumerate(self.connections):
+            replica = None if self.use_async_engine else number
+            args = (request.host, request.port, request.world_size, replica)
+            _tell(connection, "init_communicator", args)
+        return {"message": "The replicas are connecting."}
+
+    async def weight_receipts(self: Any) -> list[dict[str, str]]:
+        """Of each worker of each replica."""
+        command = _command("call", "take_weight_receipt", ())
+        timeout = self.args.rollout_timeout
+        try:
+            of_replicas = [replicas.call(c, command, timeout) for c in self.connections]
+        except replicas.ReplicaLostError as e:
+            raise HTTPException(status_code=500, detail=str(e)) from e
+        return [receipt for workers in of_replicas for receipt in workers or [{}]]
+
+    init_communicator.__annotations__["request"] = InitCommunicatorRequest  # FastAPI reads it
+    SwiftRolloutDeploy._register_rl_rollout_app = _extended(
+        SwiftRolloutDeploy._register_rl_rollout_app, weight_receipts
     )
     SwiftRolloutDeploy.infer = infer
     SwiftRolloutDeploy.get_engine_type = get_engine_type
+    SwiftRolloutDeploy.get_world_size = get_world_size
+    SwiftRolloutDeploy.init_communicator = init_communicator
 
 
-def _one_at_a_time(register: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Requests wait for one another, as they did while each blocked the event loop: they share the
-    pipes to the workers. Only `/health` answers at once."""
+def _count_replicas(server: Any) -> int:
+    """Of the engine replicas that live; the async engine's are one worker's affair."""
+    if server.use_async_engine:
+        return int(server.args.vllm_data_parallel_size) * len(server.connections)
+    return len(server.connections)
+
+
+def _command(kind: str, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    kwargs = {"method": method, "args": args}
+    return {"type": kind, "method": "collective_rpc", "kwargs": kwargs}
+
+
+def _tell(connection: Any, method: str, args: tuple[Any, ...]) -> None:
+    connection.send(_command("fire_and_forget", method, args))
+
+
+def _extended(
+    register: Callable[[Any], None], weight_receipts: Callable[..., Any]
+) -> Callable[[Any], None]:
+    """Routes of ours beside ms-swift's, and an order among all: requests wait for one another, as
+    they did while each blocked the event loop, since they share the pipes to the workers. Only
+    `/health` answers at once."""
 
     def _register_rl_rollout_app(self: Any) -> None:
         register(self)
+        guard = [Depends(self._require_api_key())]
+
+        async def receipts() -> list[dict[str, str]]:
+            return await weight_receipts(self)
+
+        self.app.get(RECEIPTS_PATH, dependencies=guard)(receipts)
         lock = asyncio.Lock()
 
         @self.app.middleware("http")
         async def wait_for_turn(request: Any, call_next: Callable[[Any], Any]) -> Any:
             if request.url.path.rstrip("/") == "/health":
-                return await call_next(request)
+                return await call_next(request) if self.connections else _no_replica()
             async with lock:
+                replicas.prune(self)
                 return await call_next(request)
 
     return _register_rl_rollout_app
 
 
-async def _dispatch(
-    server: Any, requests: list[dict[str, Any]], request_config: Any, costs: list[float]
-) -> list[Any]:
-    """Answers to `requests`, in their order; idle replicas are left alone."""
-    shares = balance(costs, [1.0] * len(server.connections))
-    busy = [replica for replica, share in enumerate(shares) if share]
-    for replica in busy:
-        kwargs = {
-            "infer_requests": [requests[i] for i in shares[replica]],
-            "request_config": request_config,
-            "use_tqdm": False,
-        }
-        method = "async_infer" if server.use_async_engine else "infer"
-        server.connections[replica].send({"type": "call", "method": method, "kwargs": kwargs})
-    loop = asyncio.get_running_loop()
-    received = await asyncio.gather(
-        *(loop.run_in_executor(None, server.connections[replica].recv) for replica in busy)
-    )
-    answers = dict(zip(busy, received, strict=True))
-    for replica, answer in answers.items():
-        if answer is None or len(answer) != len(shares[replica]):
-            count = "no answer" if answer is None else f"{len(answer)} answers"
-            raise HTTPException(
-                status_code=500,
-                detail=f"replica {replica} gave {count} to {len(shares[replica])} requests; its "
-                "error stands in the log of `swift rollout`",
-            )
-    return [_plain(answers[replica][place]) for replica, place in positions(shares, len(requests))]
+def _no_replica() -> JSONResponse:
+    return JSONResponse({"detail": "no replica is left"}, status_code=503)
 
 
 def _plain(output: Any) -> dict[str, Any]:

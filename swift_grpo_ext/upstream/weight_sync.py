@@ -18,21 +18,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers import vllm_client as upstream_client
 from swift.rlhf_trainers.utils import FlattenedTensorBucket, FlattenedTensorMetadata
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.verified_weights import VerifiedWeightSyncWorkerExtension
+from swift_grpo_ext.weights import receipt
 
 PINS = (
-    Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.init_communicator",
-        ("self", "host", "port", "world_size")),
-    Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.update_named_param",
-        ("self", "name", "dtype", "shape")),
-    Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.update_flattened_params",
-        ("self", "metadatas")),
     Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.process_weights_after_loading",
         ("self",)),
     Pin("swift.rlhf_trainers.vllm_client", "_broadcast_tensors_for_vllm_weight_sync",
@@ -90,15 +85,17 @@ def _broadcast_tensors(communicator: GlooCommunicator, tensors: Iterable[torch.T
         communicator.broadcast(tensor.detach().contiguous().cpu(), src=communicator.rank)
 
 
-class CPUWeightSyncWorkerExtension(WeightSyncWorkerExtension):
-    """ms-swift's worker extension, receiving through gloo and reloading packed weights."""
+class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
+    """The same, receiving through gloo and reloading packed weights."""
 
     communicator: Any = None
     """ms-swift's own, until `init_communicator` has put a `GlooCommunicator` in its place."""
 
-    def init_communicator(self, host: str, port: int, world_size: int) -> None:
+    def init_communicator(
+        self, host: str, port: int, world_size: int, replica: int | None = None
+    ) -> None:
         if self.communicator is None:
-            super().init_communicator(host, port, world_size)
+            super().init_communicator(host, port, world_size, replica)
             disabled: Any = self.communicator
             self.communicator = GlooCommunicator(disabled.group)
             self._received: list[tuple[str, torch.Tensor]] = []
@@ -114,7 +111,9 @@ class CPUWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
+        new = receipt(received)
         self.model_runner.reload_weights(weights_iterator=iter(received))
+        self.note_loaded(new)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()
 

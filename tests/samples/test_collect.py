@@ -49,10 +49,11 @@ def row_of(out: RolloutOutput) -> SampleRow:
 
 
 def test_a_lean_answer() -> None:
-    infos = {"seed": 7, "replica": "server 0 replica 1"}
+    infos = {"seed": 7, "replica": "server 0 replica 1", "stop_reason": "</a>"}
     row = row_of(output([5, 6], rollout_logprobs=[[-0.5, -1.5]], rollout_infos=infos))
     assert (row.token_ids, row.logprobs) == ([5, 6], [-0.5, -1.5])
     assert (row.text, row.finish_reason, row.seed, row.rank) == ("七", "stop", 7, 1)
+    assert row.stop_reason == "</a>"
     assert (row.replica, row.media) == ("server 0 replica 1", ["a.png"])
     assert row.prompt == '[{"role": "user", "content": "几?"}]'
 
@@ -62,6 +63,12 @@ def test_ms_swifts_own_answer() -> None:
     row = row_of(output([5, 6], logprobs={"content": content}))
     assert (row.logprobs, row.replica) == ([-0.5, -1.5], "")
     assert row_of(output([5, 6])).logprobs is None
+
+
+def test_a_stop_token_is_written_in_digits() -> None:
+    assert row_of(output([5], rollout_infos={"stop_reason": 5})).stop_reason == "5"
+    assert row_of(output([5], rollout_infos={"stop_reason": None})).stop_reason is None
+    assert row_of(output([5])).stop_reason is None
 
 
 def test_all_turns_of_a_conversation_that_a_server_led() -> None:

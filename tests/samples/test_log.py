@@ -168,7 +168,7 @@ def test_other_arrow_readers_read_the_file(tmp_path: Path) -> None:
     table = pa.ipc.open_stream(path.read_bytes()).read_all()
     assert table["step"].to_pylist() == [0, 1]
     assert table.schema.metadata == {
-        b"version": b"1",
+        b"version": b"2",
         b"session": b"2",
         b"start_step": b"1",
         b"rank": b"0",
@@ -230,9 +230,9 @@ def test_bytes_that_are_no_text_are_damage(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_log, "VERSION", 2)
+    monkeypatch.setattr(sample_log, "VERSION", 9)
     write_session(tmp_path, [ROW])
-    with pytest.raises(ValueError, match=r"is of version 2 .* reads 1: use the version"):
+    with pytest.raises(ValueError, match=r"is of version 9 .* reads 2: use the version"):
         read_samples(tmp_path)
 
 

@@ -131,11 +131,13 @@ def swift(
 
 
 @contextmanager
-def rollout_server(*argv: str, log: Path, seconds: float = 300) -> Iterator[int]:
+def rollout_server(
+    *argv: str, log: Path, env: dict[str, str] | None = None, seconds: float = 300
+) -> Iterator[int]:
     """A healthy `swift rollout` server; the value is its port."""
     port = free_port()
     command = [str(SWIFT), "rollout", "--port", str(port), "--host", "127.0.0.1", *argv]
-    with started(command, log) as running:
+    with started(command, log, env) as running:
         deadline = time.monotonic() + seconds
         while not _healthy(port):
             assert running.process.poll() is None, ending(running.output)

@@ -13,7 +13,7 @@ from swift_grpo_ext.groups import place_of, request_id
 from swift_grpo_ext.samples.reader import read_samples
 from swift_grpo_ext.samples.row import SampleRow, to_rows
 from tests.stack.policy import read_records
-from tests.stack.processes import PLUGIN, free_port, swift
+from tests.stack.processes import PLUGIN, Finished, free_port, swift
 
 GROUP_SIZE = 4
 BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
@@ -38,6 +38,32 @@ def train(
     plugins: Sequence[str] = ("examples/digits/rewards.py", "tests/stack/recorder.py"),
 ) -> dict[str, dict[str, Any]]:
     """The samples of a training, by name; its run is in `folder / "run"`, its log in `log`."""
+    finished = run_training(assets, rows, folder, *argv, ranks=ranks, steps=steps, plugins=plugins)
+    assert finished.returncode == 0, finished.cause
+    by_name = recorded(folder)
+    assert_logged(folder / "run", by_name, ranks)
+    return by_name
+
+
+def recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    """What `recorder.py` wrote down of a training, by the samples' names."""
+    records = read_records(folder / "record")
+    by_name = {record["name"]: record for record in records}
+    assert len(by_name) == len(records), "a sample was drawn twice"
+    return by_name
+
+
+def run_training(
+    assets: Path,
+    rows: Path,
+    folder: Path,
+    *argv: str,
+    ranks: int = 1,
+    steps: int = 3,
+    plugins: Sequence[str] = ("examples/digits/rewards.py", "tests/stack/recorder.py"),
+    env: dict[str, str] | None = None,
+) -> Finished:
+    """A training of `train`, however it ends."""
     record_dir = folder / "record"
     record_dir.mkdir(parents=True)
     command = [
@@ -51,16 +77,10 @@ def train(
         *("--per_device_train_batch_size", str(BATCH // ranks)),
         *(*HOT, *argv),
     ]
-    env = {"RECORD_DIR": str(record_dir)}
+    env = {**(env or {}), "RECORD_DIR": str(record_dir)}
     if ranks > 1:
         env["NPROC_PER_NODE"] = str(ranks)
-    finished = swift(*command, log=folder / "log", env=env)
-    assert finished.returncode == 0, finished.cause
-    records = read_records(record_dir)
-    by_name = {record["name"]: record for record in records}
-    assert len(by_name) == len(records), "a sample was drawn twice"
-    assert_logged(folder / "run", by_name, ranks)
-    return by_name
+    return swift(*command, log=folder / "log", env=env)
 
 
 def assert_logged(run: Path, samples: dict[str, dict[str, Any]], ranks: int) -> None:

@@ -103,14 +103,6 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
             rlhf(assets, "--rollout_seed_mode", "samples"),
             r"argument --rollout_seed_mode.*invalid choice: 'samples'.*swift-grpo-ext flags",
         ),
-        "not in this version": (
-            rlhf(assets, "--logits_shim", "strict"),
-            r"--logits_shim strict is not in this version",
-        ),
-        "callback not in this version": (
-            rlhf(assets, "--callbacks", "diversity"),
-            r"--callbacks diversity is not in this version",
-        ),
         "another algorithm": (
             rlhf(assets, "--logits_shim", "off", "--rlhf_type", "dpo"),
             r"--logits_shim is read with --rlhf_type grpo only; received --rlhf_type dpo",

@@ -10,8 +10,9 @@ from swift_grpo_ext.upstream import contract
 from swift_grpo_ext.upstream.contract import Pin, UnsupportedUpstreamError
 
 EXTENDING = [
-    *("engine", "registry"),
-    *("trainer.batch", "trainer.prompts", "trainer.rollouts", "trainer.trainer"),
+    *("diversity.monitor", "engine", "logps", "registry", "replay.draw", "template_stops"),
+    *("upstream.dynamic_eos", "upstream.transformers_stops", "upstream.verified_weights"),
+    *("trainer.batch", "trainer.prompts", "trainer.rollouts", "trainer.trainer", "trainer.weights"),
     *("upstream.flags", "upstream.media", "upstream.server", "upstream.split_prefill"),
     "upstream.weight_sync",
 ]

@@ -1,0 +1,321 @@
+"""Peak memory and time of log-probabilities: ms-swift's own pass, ours, and ours in chunks.
+
+    python scripts/bench/logits.py --output scripts/bench/results/logits.json
+
+Writes the JSON and, beside it, the tables as Markdown. A Qwen2 with random weights, of Qwen's
+vocabulary and next to nothing else, so that logits are what is measured: forward and backward of
+the sum of all log-probabilities, in float32. Each measurement has a process of its own; ways take
+turns within a repetition. Peaks are of torch's allocator, beyond the model (`peak.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+from common import command, environment
+from peak import peak_bytes
+from torch import Tensor
+from tqdm import tqdm
+
+QWEN_VOCABULARY = 151_936
+HIDDEN = 64
+TURNS = 2  # timed turns of a process, after one that warms up
+
+FULL, KEYWORD, OURS, CHUNKED = (
+    "ms-swift, no keyword",
+    "ms-swift, keyword",
+    "ours, no keyword",
+    "ours, chunked",
+)
+WAYS = (FULL, KEYWORD, OURS, CHUNKED)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of one batch, padded on the right."""
+
+    name: str
+    prompts: tuple[int, ...]
+    """Tokens of each row's prompt."""
+
+    new: int
+    """Completion tokens of each row."""
+
+    vocabulary: int = QWEN_VOCABULARY
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add(
+        "--repetitions",
+        type=int,
+        default=1,
+        help="processes for each way of each case, of two timed turns",
+    )
+    add("--chunk-size", type=int, default=512, help="--logps_chunk_size")
+    add("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], metavar="N",
+        help="completion tokens, after a prompt of 512")  # fmt: skip
+    add("--sweep-vocabulary", type=int, default=QWEN_VOCABULARY // 4,
+        help="of other cases than the first; with Qwen's own, ms-swift takes 19 GB")  # fmt: skip
+    add("--output", type=Path, help="FILE.json; FILE.md is written beside it")
+    add("--turn", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.turn:
+        print(json.dumps(measure(**json.loads(options.turn))))
+        return
+    cases = [
+        (Case("one long prompt", (4096,), 1024), WAYS),
+        (Case("unequal prompts", (1500, 60), 200, options.sweep_vocabulary), WAYS),
+        *(
+            (Case(f"{n} new tokens", (512,), n, options.sweep_vocabulary), (KEYWORD, OURS, CHUNKED))
+            for n in options.lengths
+        ),
+    ]
+    result = {"command": command(), "environment": environment(), "chunk_size": options.chunk_size}
+    result["rows"] = list(measured(cases, options))
+    markdown = as_markdown(result)
+    print(markdown)
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        options.output.with_suffix(".md").write_text(markdown + "\n", encoding="utf-8")
+
+
+def measured(
+    cases: Sequence[tuple[Case, Sequence[str]]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """A row for each way of each case; its `seconds` are one number for each timed turn."""
+    turns = [(case, ways, r) for case, ways in cases for r in range(options.repetitions)]
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for case, ways, r in tqdm(turns, desc="Cases", unit="repetition", dynamic_ncols=True):
+        for way in (*ways[r % len(ways) :], *ways[: r % len(ways)]):
+            found = in_a_process(case, way, options.chunk_size)
+            row = rows.setdefault(
+                (case.name, way),
+                {"case": asdict(case), "way": way, "seconds": [], **found},
+            )
+            row["seconds"] += found["turn_seconds"]
+            assert row["peak_bytes"] == found["peak_bytes"]
+    for row in rows.values():
+        del row["turn_seconds"]
+        yield row
+
+
+def in_a_process(case: Case, way: str, chunk_size: int) -> dict[str, Any]:
+    turn = json.dumps({"case": asdict(case), "way": way, "chunk_size": chunk_size})
+    finished = subprocess.run(
+        [sys.executable, __file__, "--turn", turn],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
+    )
+    if finished.returncode != 0:
+        free = psutil.virtual_memory().available / 2**30
+        raise RuntimeError(
+            f"{way}, {case.name}: ended with {finished.returncode}; {free:.0f} GiB of memory are "
+            f"free now. A smaller --sweep-vocabulary needs less.\n{finished.stderr[-2000:]}"
+        )
+    return dict(json.loads(finished.stdout.splitlines()[-1]))
+
+
+# --- in the process of a turn ---
+
+
+def measure(case: dict[str, Any], way: str, chunk_size: int) -> dict[str, Any]:
+    work, head = make_work(Case(**case), way, chunk_size)
+    positions: list[int] = []
+    hook = head.register_forward_hook(lambda _, __, out: positions.append(out[..., 0].numel()))
+    work()  # warms up; gradients are there from now on
+    hook.remove()
+    seconds = []
+    for _ in range(TURNS):
+        gc.collect()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = peak_bytes(work)
+    # A chunk's logits are made again in its backward; the last position is what a model goes on
+    # with after chunks.
+    again = 2 if way == CHUNKED else 1
+    return {
+        "turn_seconds": seconds,
+        "peak_bytes": peak,
+        "positions": (sum(positions) - (again - 1)) // again,
+        "resident_bytes": psutil.Process().memory_info().rss,
+    }
+
+
+def make_work(case: Case, way: str, chunk_size: int) -> tuple[Callable[[], None], Any]:
+    """Forward and backward of one way; and the model's head."""
+    from swift_grpo_ext.logits import LogitsShim
+
+    model = make_model(case.vocabulary)
+    lengths = [prompt + case.new for prompt in case.prompts]
+    input_ids = torch.randint(case.vocabulary, (len(lengths), max(lengths)))
+    attention_mask = torch.zeros_like(input_ids)
+    wanted = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, (prompt, length) in enumerate(zip(case.prompts, lengths, strict=True)):
+        attention_mask[row, :length] = 1
+        wanted[row, prompt:length] = True
+    num_kept = max(lengths) - min(case.prompts)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    mask, targets = wanted.roll(-1, 1), input_ids[wanted]
+    shim = LogitsShim(model, strict=True)
+    upstream = make_upstream(has_keyword=way == KEYWORD)
+
+    def work() -> None:
+        model.zero_grad(set_to_none=False)
+        if way in (FULL, KEYWORD):
+            logps, _ = upstream(model, dict(inputs), num_kept, input_ids)
+            logps = logps[wanted[:, -num_kept:]]
+        else:
+            size = chunk_size if way == CHUNKED else 0
+            logps = shim.logps(model, inputs, mask, targets, chunk_size=size).logps_N
+        logps.sum().backward()
+
+    return work, model.get_output_embeddings()
+
+
+def make_model(vocabulary: int) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).train()
+
+
+def make_upstream(*, has_keyword: bool) -> Callable[..., tuple[Tensor, Any]]:
+    """ms-swift's own function, for a model whose `forward` names the keyword, or does not."""
+    from swift.rlhf_trainers import GRPOTrainer
+
+    keys = {"use_cache", "logits_to_keep"} if has_keyword else {"use_cache"}
+    trainer = SimpleNamespace(
+        model_kwarg_keys=keys, temperature=1.0, template=SimpleNamespace(padding_free=False)
+    )
+    own = GRPOTrainer._get_logps_via_local_forward
+    return lambda *args: own(trainer, *args)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# --- tables ---
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    made = result["environment"]
+    machine = made["accelerator"] or f"{made['cores']} cores of {made['cpu']}"
+    versions = ", ".join(f"{n} {v}" for n, v in made["versions"].items() if n in SHOWN_VERSIONS)
+    rows = result["rows"]
+    names = list(dict.fromkeys(row["case"]["name"] for row in rows))
+    by_way = {n: {r["way"]: r for r in rows if r["case"]["name"] == n} for n in names}
+    sweep = [n for n in names if FULL not in by_way[n]]
+    text = [
+        "# Log-probabilities: peak memory and time",
+        f"`{result['command']}`, {made['date']}, {machine}, Python {made['python']}, {versions}, "
+        f"OpenMP settings {made['openmp'] or 'unset'}, load average at the start "
+        f"{made['load_at_start']}.",
+        "Forward and backward, float32. *No keyword*: a model whose `forward` does not name "
+        "`logits_to_keep`, where ms-swift computes the logits of all positions. Ratios are of one "
+        "run; of times, the median of the turns' ratios, with the lowest and the highest.",
+    ]
+    text += [case_table(by_way[n]) for n in names if n not in sweep]
+    if sweep:
+        text.append(sweep_table([by_way[n] for n in sweep], result["chunk_size"]))
+    return "\n\n".join(text)
+
+
+SHOWN_VERSIONS = ("torch", "ms-swift", "transformers")
+
+
+def case_table(ways: dict[str, Any]) -> str:
+    full = ways[FULL]
+    case = full["case"]
+    prompts, new = " and ".join(map(str, case["prompts"])), case["new"]
+    length = max(case["prompts"]) + new
+    share = len(case["prompts"]) * new / (len(case["prompts"]) * length)
+    head = (
+        f"## Prompts of {prompts} tokens, {new} new ones each\n\nVocabulary {case['vocabulary']}. "
+        f"Completion tokens are {share:.3f} of all positions.\n\n"
+    )
+    lines = [
+        [
+            way,
+            str(row["positions"]),
+            gigabytes(row),
+            ratio(row, full, "peak_bytes"),
+            f"{median(row['seconds']):.2f}",
+            ratio(row, full, "seconds"),
+        ]
+        for way, row in ways.items()
+    ]
+    return head + table(
+        "way, positions, peak GB, peak / no keyword, seconds, seconds / no keyword", lines
+    )
+
+
+def sweep_table(cases: Sequence[dict[str, Any]], chunk_size: int) -> str:
+    vocabulary = cases[0][KEYWORD]["case"]["vocabulary"]
+    lines = [
+        [
+            str(ways[KEYWORD]["case"]["new"]),
+            *(gigabytes(ways[way]) for way in (KEYWORD, OURS, CHUNKED)),
+            *(ratio(ways[way], ways[KEYWORD], "peak_bytes") for way in (OURS, CHUNKED)),
+            *(f"{median(ways[way]['seconds']):.2f}" for way in (KEYWORD, OURS, CHUNKED)),
+            *(ratio(ways[way], ways[KEYWORD], "seconds") for way in (OURS, CHUNKED)),
+        ]
+        for ways in cases
+    ]
+    head = (
+        "new tokens, peak GB: ms-swift with its keyword, ours at the head, ours in chunks, "
+        "peak: at the head / keyword, chunks / keyword, "
+        "seconds: keyword, at the head, chunks, "
+        "seconds: at the head / keyword, chunks / keyword"
+    )
+    return (
+        f"## Against completion length\n\nOne prompt of 512 tokens, vocabulary {vocabulary}, "
+        f"chunks of {chunk_size}.\n\n{table(head, lines)}"
+    )
+
+
+def gigabytes(row: dict[str, Any]) -> str:
+    return f"{row['peak_bytes'] / 1e9:.2f}"
+
+
+def ratio(ours: dict[str, Any], theirs: dict[str, Any], measure: str) -> str:
+    a, b = ours[measure], theirs[measure]
+    if isinstance(a, int):
+        return f"{a / b:.3f}"
+    found = [x / y for x, y in zip(a, b, strict=True)]
+    return f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
+def table(head: str, lines: Sequence[Sequence[str]]) -> str:
+    columns = head.split(", ")
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

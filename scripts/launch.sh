@@ -1,0 +1,357 @@
+#!/usr/bin/env bash
+# One command for a training against rollout servers: starts the servers, waits until they are
+# healthy, starts the training, follows all logs, and takes everything down at the end, on an error
+# and on Ctrl-C. `--help` says how to call it.
+set -euo pipefail
+{ # read as a whole before it runs: the file may change under a training of days
+
+usage() {
+  cat <<'HELP'
+launch.sh [OPTIONS] CONFIG [-- ARGUMENTS OF swift rlhf]
+
+CONFIG stands for two files, CONFIG.rollout.yaml (`swift rollout`) and CONFIG.train.yaml
+(`swift rlhf`), such as examples/presets/server_2x6_lora.
+
+  --rollout-gpus LIST   GPUs of the servers, e.g. 0,1 or 0-3 (default 0,1)
+  --train-gpus LIST     GPUs of the training, one rank each (default 2-7)
+  --servers N           servers on a node, which share its rollout GPUs (default 1); a server has
+                        one replica for each vllm_tensor_parallel_size GPUs
+  --model, --dataset X  instead of those of CONFIG; the model on both sides
+  --port N              of the first server; the next have the next ones (default 8000)
+  --group-port N        for the weights of the first server, likewise (default 51216)
+  --wait SECONDS        for the servers to become healthy (default 900)
+  --logs DIR            default output/launch-TIME
+  --dry-run             print the commands, start nothing
+  --cpu                 no GPUs: one replica or rank for each number in the lists, the tiny model
+                        and the digits (only in a clone of the project, which sets itself up)
+
+Several nodes, each of which runs this same command:
+  --rollout-nodes N     the first N nodes serve with --rollout-gpus, the others train with
+                        --train-gpus; --logs must be on a disk that all nodes share
+  --hosts A,B,...       all nodes in order, and with it
+  --node-rank I         which of them this is. Under Slurm both are known:
+                        srun --ntasks-per-node 1 launch.sh --rollout-nodes 2 ... CONFIG
+MASTER_PORT is torchrun's port on the first training node.
+
+Exit status: that of the training; 1 where a server fails; 130 after Ctrl-C.
+HELP
+}
+
+say() { printf '[launch] %s\n' "$*"; }
+fail() { printf '[launch] error: %s\n' "$*" >&2; exit 1; }
+
+# expand LIST: 0,2-4 as 0,2,3,4
+expand() {
+  local part result=()
+  for part in ${1//,/ }; do
+    if [[ $part =~ ^([0-9]+)-([0-9]+)$ ]]; then
+      ((BASH_REMATCH[1] <= BASH_REMATCH[2])) || fail "$1: $part counts downwards"
+      for ((i = BASH_REMATCH[1]; i <= BASH_REMATCH[2]; i++)); do result+=("$i"); done
+    else
+      result+=("$part")
+    fi
+  done
+  ((${#result[@]})) || fail "a list of GPUs is empty"
+  (IFS=,; printf '%s' "${result[*]}")
+}
+
+count() { local items; IFS=, read -ra items <<<"$1"; printf '%s' "${#items[@]}"; }
+
+# part LIST FIRST NUMBER
+part() {
+  local items
+  IFS=, read -ra items <<<"$1"
+  (IFS=,; printf '%s' "${items[*]:$2:$3}")
+}
+
+# --- what is wanted ---
+
+rollout_gpus=0,1 train_gpus=2-7 num_servers=1 port=8000 group_port=51216 patience=900
+model='' dataset='' logs='' config='' dry_run='' cpu='' rollout_nodes=0 hosts='' node='' more=()
+while (($#)); do
+  case $1 in
+    --rollout-gpus | --train-gpus | --servers | --model | --dataset | --port | --group-port | \
+      --wait | --logs | --rollout-nodes | --hosts | --node-rank)
+      (($# > 1)) || fail "$1 needs a value" ;;
+  esac
+  case $1 in
+    --rollout-gpus) rollout_gpus=$2 ;;
+    --train-gpus) train_gpus=$2 ;;
+    --servers) num_servers=$2 ;;
+    --model) model=$2 ;;
+    --dataset) dataset=$2 ;;
+    --port) port=$2 ;;
+    --group-port) group_port=$2 ;;
+    --wait) patience=$2 ;;
+    --logs) logs=$2 ;;
+    --rollout-nodes) rollout_nodes=$2 ;;
+    --hosts) hosts=$2 ;;
+    --node-rank) node=$2 ;;
+    --dry-run) dry_run=yes; shift; continue ;;
+    --cpu) cpu=yes; shift; continue ;;
+    -h | --help) usage; exit 0 ;;
+    --) shift; more=("$@"); break ;;
+    -*) fail "unknown option $1; launch.sh --help lists them" ;;
+    *)
+      [ -z "$config" ] || fail "$1: CONFIG is $config already; arguments of swift rlhf stand behind --"
+      config=$1; shift; continue ;;
+  esac
+  shift 2
+done
+
+rollout_gpus=$(expand "$rollout_gpus")
+train_gpus=$(expand "$train_gpus")
+for number in "$num_servers" "$port" "$group_port" "$patience" "$rollout_nodes"; do
+  [[ $number =~ ^[0-9]+$ ]] || fail "$number: expected a number"
+done
+
+if [ "$cpu" ]; then
+  here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+  [ -f "$here/common.sh" ] ||
+    fail "--cpu needs a clone of the project: it makes the tiny model and the data there"
+  [ "$dry_run" ] || bash "$here/setup.sh"
+  # shellcheck source=scripts/common.sh
+  source "$here/common.sh" # changes to the clone's folder
+  [ "$dry_run" ] || make_assets
+  PATH=$(cd "$VENV/bin" && pwd):$PATH
+  export PATH
+  export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE
+  config=${config:-examples/presets/cpu_2x6} model=${model:-$ASSETS/tiny_vlm}
+  dataset=${dataset:-$ASSETS/digits/train.jsonl}
+fi
+[ "$config" ] || { usage >&2; fail "CONFIG is missing"; }
+for side in rollout train; do
+  [ -f "$config.$side.yaml" ] || fail "there is no $config.$side.yaml"
+done
+[ "$dry_run" ] || command -v swift >/dev/null ||
+  fail "swift is not on the PATH: activate the environment that holds ms-swift"
+
+# --- which node this is ---
+
+if ((rollout_nodes)) && [ -z "$hosts" ]; then
+  [ "${SLURM_JOB_NODELIST:-}" ] || fail "--rollout-nodes needs --hosts and --node-rank, or Slurm"
+  hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  node=${SLURM_NODEID:?launch.sh is to be started with srun, once on each node}
+  logs=${logs:-output/launch-$SLURM_JOB_ID}
+fi
+if ((rollout_nodes)); then
+  [[ $node =~ ^[0-9]+$ ]] || fail "--node-rank is missing"
+  [ "$logs" ] || fail "--logs is missing: a folder that all nodes share"
+  num_nodes=$(count "$hosts")
+  ((rollout_nodes < num_nodes)) || fail "--rollout-nodes $rollout_nodes leaves none of $num_nodes nodes to train"
+  ((node < num_nodes)) || fail "--node-rank $node: there are $num_nodes --hosts"
+  server_hosts=$(part "$hosts" 0 "$rollout_nodes")
+  bind=0.0.0.0
+  num_training_nodes=$((num_nodes - rollout_nodes)) training_node=$((node - rollout_nodes))
+  master=$(part "$hosts" "$rollout_nodes" 1)
+  serves=$((node < rollout_nodes)) trains=$((node >= rollout_nodes))
+else
+  logs=${logs:-output/launch-$(date +%Y%m%d-%H%M%S)-$$}
+  server_hosts=127.0.0.1 bind=127.0.0.1 node=0 serves=1 trains=1 training_node=0
+  if [ -z "$cpu" ]; then
+    for gpu in ${rollout_gpus//,/ }; do
+      [[ ,$train_gpus, != *,$gpu,* ]] || fail "GPU $gpu stands in --rollout-gpus and in --train-gpus"
+    done
+  fi
+fi
+
+# --- the commands ---
+
+tensor_parallel=$(sed -nE 's/^vllm_tensor_parallel_size: *([0-9]+).*/\1/p' "$config.rollout.yaml")
+tensor_parallel=${tensor_parallel:-1}
+gpus_of_server=$(($(count "$rollout_gpus") / num_servers))
+replicas=$((gpus_of_server / tensor_parallel))
+((num_servers > 0 && replicas > 0 && replicas * tensor_parallel * num_servers == $(count "$rollout_gpus"))) ||
+  fail "--rollout-gpus $rollout_gpus cannot be shared evenly by $num_servers server(s) of replicas with" \
+    "$tensor_parallel GPU(s) each (vllm_tensor_parallel_size in $config.rollout.yaml)"
+
+both=() data=()
+[ -z "$model" ] || both=(--model "$model")
+[ -z "$dataset" ] || data=(--dataset "$dataset")
+
+server_command() { # NUMBER
+  local gpus
+  gpus=$(part "$rollout_gpus" $(($1 * gpus_of_server)) "$gpus_of_server")
+  [ "$cpu" ] && gpus=''
+  # A server that takes itself for a rank, by variables left from torchrun, waits for others.
+  command=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK "CUDA_VISIBLE_DEVICES=$gpus" swift rollout "$config.rollout.yaml" "${both[@]}"
+    --host "$bind" --port $((port + $1)) --vllm_data_parallel_size "$replicas")
+}
+
+training_command() {
+  local host gpus=$train_gpus hosts_of=() ports=() group_ports=() settings=()
+  for host in ${server_hosts//,/ }; do
+    for ((i = 0; i < num_servers; i++)); do
+      hosts_of+=("$host")
+      ports+=($((port + i)))
+      group_ports+=($((group_port + ${#group_ports[@]})))
+    done
+  done
+  [ "$cpu" ] && gpus=''
+  settings=("CUDA_VISIBLE_DEVICES=$gpus" "NPROC_PER_NODE=$(count "$train_gpus")")
+  if ((rollout_nodes)); then
+    settings+=("NNODES=$num_training_nodes" "NODE_RANK=$training_node" "MASTER_ADDR=$master"
+      "MASTER_PORT=${MASTER_PORT:-29500}")
+  fi
+  command=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK "${settings[@]}" swift rlhf "$config.train.yaml" "${both[@]}" "${data[@]}"
+    --vllm_mode server --vllm_server_host "${hosts_of[@]}" --vllm_server_port "${ports[@]}"
+    --vllm_server_group_port "${group_ports[@]}" "${more[@]}")
+}
+
+if command -v swift-grpo-ext >/dev/null; then
+  # Before anything is started: settings that do not hold together.
+  ranks=$(($(count "$train_gpus") * ${num_training_nodes:-1}))
+  swift-grpo-ext check --quiet --ranks "$ranks" "${both[@]}" "$config" -- "${more[@]}" >&2 ||
+    fail "the settings of $config do not hold together (above)"
+fi
+if [ "$dry_run" ]; then
+  command=()
+  if ((serves)); then
+    for ((n = 0; n < num_servers; n++)); do server_command "$n"; printf '%q ' "${command[@]}"; echo; done
+  fi
+  if ((trains)); then training_command; printf '%q ' "${command[@]}"; echo; fi
+  exit 0
+fi
+
+# --- starting, following, taking down ---
+
+mkdir -p "$logs"
+logs=$(cd "$logs" && pwd)
+ended=$logs/ended # tells the other nodes how it ended
+[ ! -e "$ended" ] || fail "$logs holds the logs of a launch that has ended: give another --logs"
+
+# Every process that we start, and every one that it starts in turn, bears this mark.
+mark=$(date +%s%N)-$$-$RANDOM
+family() { grep -lsaz "^SWIFT_GRPO_EXT_LAUNCH=$mark\$" /proc/[0-9]*/environ | grep -o '[0-9]*' || true; }
+
+take_down() { # STATUS
+  local pids deadline
+  trap '' INT TERM HUP
+  trap - EXIT
+  # A training node that has done its part leaves the others to theirs; the first one tells.
+  if [ ! -e "$ended" ] && ((!trains || $1 != 0 || training_node == 0)); then
+    printf '%s\n' "$1 (node $node)" >"$ended" || true
+  fi
+  pids=$(family)
+  if [ "$pids" ]; then
+    say "ending what still runs"
+    # shellcheck disable=SC2086 # a list of numbers
+    kill -TERM $pids 2>/dev/null || true
+    for ((deadline = SECONDS + 15; SECONDS < deadline; )); do
+      pids=$(family)
+      [ "$pids" ] || break
+      sleep 0.5
+    done
+    # shellcheck disable=SC2086
+    while [ "$pids" ]; do kill -KILL $pids 2>/dev/null || true; sleep 0.2; pids=$(family); done
+  fi
+  wait || true # for the followers, which show what is left of the logs
+  say "logs are in $logs"
+  exit "$1"
+}
+trap 'take_down $?' EXIT
+trap 'say "interrupted"; take_down 130' INT
+trap 'say "told to end"; take_down 143' TERM HUP
+
+pid='' names=() pids=() training='' mourned=''
+start() { # NAME: runs `command` in a session of its own, out of reach of the terminal's Ctrl-C
+  local log=$logs/$1.log
+  say "$1: ${command[*]}"
+  : >"$log"
+  env "SWIFT_GRPO_EXT_LAUNCH=$mark" PYTHONUNBUFFERED=1 setsid "${command[@]}" >>"$log" 2>&1 </dev/null &
+  pid=$!
+  # In a session of its own too, or Ctrl-C would end it before the last lines.
+  setsid tail -n +1 -f -s 0.5 --pid "$pid" "$log" 2>/dev/null |
+    setsid sed -u -e 's/.*\r\(.\)/\1/' -e "s/^/[$1] /" &
+  names+=("$1")
+  pids+=("$pid")
+}
+
+last_lines() { # NAME
+  printf '[launch] the last lines of %s:\n' "$logs/$1.log" >&2
+  # Without what torchrun adds to a rank's own words.
+  sed '/torch\/distributed\/elastic\/multiprocessing\/api\.py/,$d' "$logs/$1.log" | tail -n 25 >&2
+}
+
+check_alive() { # ends the launch if a server has ended, once it trains only if no other is left
+  local i alive=0 dead=()
+  for i in "${!pids[@]}"; do
+    [[ ${names[i]} == server* ]] || continue
+    if kill -0 "${pids[i]}" 2>/dev/null; then
+      alive=$((alive + 1))
+    elif [[ "$mourned " != *" ${names[i]} "* ]]; then
+      dead+=("${names[i]}")
+    fi
+  done
+  for i in "${dead[@]}"; do
+    mourned+=" $i"
+    last_lines "$i"
+    if [ -z "$training" ] || ((!alive)); then fail "$i has ended"; fi
+    say "$i has ended; $alive server(s) of this node go on"
+  done
+  if [ -e "$ended" ]; then
+    read -r status by <"$ended"
+    ((!trains || status)) || return 0
+    say "ended by another node: status $status $by"
+    exit "$status"
+  fi
+}
+
+healthy() { # HOST PORT
+  # shellcheck disable=SC2016 # the inner shell expands them
+  timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1" && printf "GET /health HTTP/1.0\r\nHost: $0\r\n\r\n" >&3 &&
+    head -n 1 <&3 | grep -q " 200 "' "$1" "$2" 2>/dev/null
+}
+
+wait_for_servers() {
+  local host i start=$SECONDS
+  for host in ${server_hosts//,/ }; do
+    for ((i = 0; i < num_servers; i++)); do
+      until healthy "$host" $((port + i)); do
+        check_alive
+        if ((SECONDS - start >= patience)); then
+          ((!serves)) || last_lines "${names[i]}"
+          fail "the server at $host:$((port + i)) is not healthy after $patience s (--wait)"
+        fi
+        ((++looks % 10)) || say "waiting for $host:$((port + i)) since $((SECONDS - start)) s"
+        sleep 1
+      done
+      say "$host:$((port + i)) is healthy after $((SECONDS - start)) s"
+    done
+  done
+}
+
+if ((serves)); then
+  for ((n = 0; n < num_servers; n++)); do
+    ! (exec 3<>"/dev/tcp/127.0.0.1/$((port + n))") 2>/dev/null ||
+      fail "port $((port + n)) is in use on this machine: give another --port"
+    server_command "$n"
+    prefix=server$n
+    ((!rollout_nodes)) || prefix=server$node.$n
+    start "$prefix"
+  done
+fi
+looks=0
+((!trains)) || wait_for_servers
+if ((trains)); then
+  training_command
+  prefix=train
+  ((!rollout_nodes)) || prefix=train$training_node
+  start "$prefix"
+  training=$pid
+  while kill -0 "$training" 2>/dev/null; do
+    check_alive
+    sleep 1
+  done
+  status=0
+  wait "$training" || status=$?
+  ((status)) && last_lines "$prefix"
+  say "the training has ended with status $status"
+  exit "$status"
+fi
+say "serving until the training ends"
+while true; do
+  check_alive
+  sleep 1
+done
+}

@@ -1,0 +1,172 @@
+"""Log-probabilities and entropies of tokens, a number of positions at a time (SPEC L4).
+
+Letters in names are shapes: B rows, T positions of a row, N chosen positions, H hidden size, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+NUM_BLOCKS = 16
+"""Parts in which one tensor of logits is worked on: what forward and backward need beside it is a
+16th of it."""
+
+
+class Logps(NamedTuple):
+    """What the logits of N positions say of the tokens that stand there."""
+
+    logps_N: Tensor
+    """Log-probability of each token, in nats; float32, or float64 where the logits are."""
+
+    entropies_N: Tensor | None
+    """Shannon entropy of each position, in nats; None where it was not asked for."""
+
+
+def chunked_logps(
+    head: Callable[[Tensor], Tensor],
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    *,
+    chunk_size: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> Logps:
+    """Log-probabilities of tokens from hidden states, `chunk_size` positions at a time.
+
+    Logits of a chunk are dropped after its forward and made again in its backward
+    (`torch.utils.checkpoint`), so that peak memory grows with chunk_size x V and not with N x V.
+
+    Args:
+        head: maps hidden states [n, H] to logits [n, V], with all that the model does to them. The
+            backward writes over its result, which its last operation must not need for its own.
+        hidden_NH: the states that predict the tokens.
+        targets_N: the tokens' ids.
+        chunk_size: positions at a time, 1 or more.
+        temperature: by which logits are divided.
+        with_entropy: whether entropies are wanted too.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size {chunk_size}: expected 1 or more positions.")
+
+    def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> Logps:
+        return token_logps(
+            head(hidden_CH),
+            targets_C,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            overwrite=True,
+        )
+
+    chunks = []
+    for hidden_CH, targets_C in zip(
+        hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True
+    ):
+        if torch.is_grad_enabled():
+            chunks.append(checkpoint(of_chunk, hidden_CH, targets_C, use_reentrant=False))
+        else:
+            chunks.append(of_chunk(hidden_CH, targets_C))
+    logps_N = torch.cat([chunk.logps_N for chunk in chunks])
+    if not with_entropy:
+        return Logps(logps_N, None)
+    return Logps(logps_N, torch.cat([chunk.entropies_N for chunk in chunks]))
+
+
+def token_logps(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    overwrite: bool = False,
+) -> Logps:
+    """Log-probabilities of tokens, and entropies, from the logits of their positions.
+
+    With x = logits / temperature and p = softmax(x): log p[target] and -sum(p * log p), both
+    differentiable. Half-precision logits are computed with in float32.
+
+    Args:
+        logits_NV: logits, of N positions.
+        targets_N: the tokens' ids.
+        temperature: by which logits are divided.
+        with_entropy: whether entropies are wanted too.
+        overwrite: whether the backward may put the gradient where the logits were, and so need no
+            further memory of size N x V. autograd refuses, loudly, where they were still needed.
+    """
+    logps_N, entropies_N = _TokenLogps.apply(
+        logits_NV, targets_N, temperature, with_entropy, overwrite
+    )
+    return Logps(logps_N, entropies_N if with_entropy else None)
+
+
+class _TokenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        overwrite: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _working_dtype(logits_NV)
+        logps_N = logits_NV.new_empty(len(targets_N), dtype=dtype)
+        entropies_N = torch.zeros_like(logps_N)
+        log_sums_N = torch.empty_like(logps_N)
+        for rows in _blocks(len(targets_N)):
+            x_RV = _scaled(logits_NV[rows], temperature)
+            log_sums_N[rows] = x_RV.logsumexp(-1)
+            logps_N[rows] = x_RV.gather(-1, targets_N[rows, None])[:, 0] - log_sums_N[rows]
+            if with_entropy:
+                # Not as logsumexp - sum(p x), which loses the digits of a small entropy.
+                log_p_RV = x_RV - log_sums_N[rows, None]
+                entropies_N[rows] = -log_p_RV.exp().mul_(log_p_RV).sum(-1)
+        ctx.save_for_backward(logits_NV, targets_N, log_sums_N, entropies_N)
+        ctx.temperature, ctx.overwrite = temperature, overwrite
+        ctx.set_materialize_grads(False)
+        return logps_N, entropies_N
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logps_N: Tensor | None, grad_entropies_N: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
+        """d log p[t] / dx = onehot(t) - p; d entropy / dx = -p (log p + entropy)."""
+        logits_NV, targets_N, log_sums_N, entropies_N = ctx.saved_tensors
+        if grad_logps_N is None:
+            grad_logps_N = torch.zeros_like(log_sums_N)
+        grad_NV = logits_NV.detach() if ctx.overwrite else torch.empty_like(logits_NV)
+        is_half = grad_NV.dtype != log_sums_N.dtype
+        for rows in _blocks(len(targets_N)):
+            x_RV = _scaled(logits_NV[rows], ctx.temperature)
+            log_p_RV = torch.empty_like(x_RV) if is_half else grad_NV[rows]
+            torch.sub(x_RV, log_sums_N[rows, None], out=log_p_RV)
+            grad_R = grad_logps_N[rows, None] / ctx.temperature
+            if grad_entropies_N is None:
+                grad_RV = log_p_RV.exp_().mul_(-grad_R)
+            else:
+                factor_R = grad_entropies_N[rows, None] / ctx.temperature
+                surplus_RV = (log_p_RV + entropies_N[rows, None]).mul_(factor_R).add_(grad_R)
+                grad_RV = log_p_RV.exp_().mul_(surplus_RV).neg_()
+            grad_RV.scatter_add_(-1, targets_N[rows, None], grad_R)
+            if is_half:
+                grad_NV[rows] = grad_RV
+        return grad_NV, None, None, None, None
+
+
+def _working_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _scaled(logits_RV: Tensor, temperature: float) -> Tensor:
+    x_RV = logits_RV.to(_working_dtype(logits_RV))
+    return x_RV if temperature == 1 else x_RV / temperature
+
+
+def _blocks(num_rows: int) -> Iterator[slice]:
+    size = -(-num_rows // NUM_BLOCKS) or 1
+    return (slice(start, start + size) for start in range(0, num_rows, size))

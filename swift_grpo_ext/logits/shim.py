@@ -1,0 +1,307 @@
+"""Logits of the last k positions, or of any chosen ones, from every decoder model (SPEC L1 to L5).
+
+A model is asked in the first of these ways that works, which its first forward shows:
+
+1. its own keyword, `logits_to_keep` or `num_logits_to_keep` (last positions only);
+2. at its head: the output embedding is given the hidden states of the wanted positions only;
+3. slicing the logits of all positions, which saves nothing: warned about once, or refused.
+
+In 1 and 2 the logits of other positions are never computed. What the model does to logits after
+its head is its own code, run on fewer positions. Letters in names are shapes: B rows, T positions
+of a row, N chosen positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from swift_grpo_ext.logits.chunked import Logps, token_logps
+from swift_grpo_ext.logits.head import (
+    Harvest,
+    HeadCalls,
+    chosen_positions,
+    given_only,
+    last_positions,
+    output_embedding,
+)
+from swift_grpo_ext.logits.tail import Tail, find_tail, unchanged
+
+KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
+"""Spellings, newest first."""
+
+
+class UnsupportedModelError(RuntimeError):
+    """A model computes the logits of all positions, whatever it is asked for."""
+
+
+class LogitsShim:
+    """Asks one model for the logits of some positions.
+
+    `model` arguments of the methods are the model itself or any wrapping of it (PEFT, DDP), so that
+    the wrapper's own hooks run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        strict: bool = False,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        """
+        Args:
+            model: the model, wrapped or not.
+            strict: raise `UnsupportedModelError` where nothing works, in place of slicing.
+            warn: is told, once, that logits are sliced, or that chunks are impossible.
+        """
+        base = base_model(model)
+        self._name = type(base).__name__
+        self._config = getattr(base, "config", None)
+        self._strict = strict
+        self._warn = warn
+        self._keyword = keyword_of(base)
+        self._head = output_embedding(base)
+        self._head_works = False
+        self._reason = "" if self._head is not None else "it names no output embedding"
+        self._tail: Tail | None = None
+        self._can_chunk = True
+        self._has_warned_of_slicing = False
+
+    @property
+    def way(self) -> str:
+        """How the last positions are asked for next: a keyword, `head` or `slice`."""
+        return self._keyword or ("head" if self._head is not None else "slice")
+
+    def last(self, model: nn.Module, inputs: Mapping[str, Any], num_positions: int) -> Any:
+        """The output of `model(**inputs)`, with the logits of the last positions of each row.
+
+        Returns:
+            The model's own output; its `logits` are [B, num_positions, V].
+
+        Raises:
+            UnsupportedModelError: nothing works, with `strict`.
+            ValueError: there are fewer positions.
+        """
+        inputs = _without_keywords(inputs)
+        if self._keyword:
+            output = model(**inputs, **{self._keyword: num_positions})
+            if output.logits.shape[1] == num_positions:
+                return output
+            self._keyword = None  # swallowed on the way: all logits came
+            return self._sliced(output, num_positions)
+        output, _ = self._at_head(
+            model, inputs, lambda hidden: last_positions(hidden, num_positions), num_positions
+        )
+        if output is not None:
+            return output
+        self._refuse_or_warn()
+        return self._sliced(model(**inputs), num_positions)
+
+    def select(self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor) -> Tensor:
+        """[N, V]: the logits of the positions where `mask_BT` is true, row by row.
+
+        Rows of positions and of `mask_BT` are aligned at their ends. Raises as `last`.
+        """
+        return self._select(model, _without_keywords(inputs), mask_BT)[0]
+
+    def _select(
+        self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor
+    ) -> tuple[Tensor, bool]:
+        """The logits, and whether nothing but the caller needs them."""
+        num_chosen = int(mask_BT.sum())
+        output, is_own = self._at_head(
+            model, inputs, lambda hidden: chosen_positions(hidden, mask_BT), num_chosen
+        )
+        if output is not None:
+            # Not [0], whose backward would make a copy.
+            return output.logits.squeeze(0), is_own
+        num_positions = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
+        logits_BKV = self.last(model, inputs, num_positions).logits
+        return chosen_positions(logits_BKV, mask_BT[:, -num_positions:]).squeeze(0), True
+
+    def logps(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        mask_BT: Tensor,
+        targets_N: Tensor,
+        *,
+        chunk_size: int = 0,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> Logps:
+        """Log-probabilities of `targets_N` at the positions where `mask_BT` is true, row by row.
+
+        Args:
+            model: the model or any wrapping of it.
+            inputs: the arguments of its forward.
+            mask_BT: N positions, each that whose logits predict a target.
+            targets_N: token ids.
+            chunk_size: positions whose logits exist at a time; 0: all at once.
+            temperature: by which logits are divided.
+            with_entropy: whether entropies are wanted too.
+
+        Raises as `last`, and `UnsupportedModelError` where chunks are impossible, with `strict`.
+        """
+        inputs = _without_keywords(inputs)
+        if chunk_size and self._can_chunk:
+            logps = self._harvested(
+                model, inputs, mask_BT, targets_N,
+                chunk_size=chunk_size, temperature=temperature, with_entropy=with_entropy,
+            )  # fmt: skip
+            if logps is not None:
+                return logps
+        logits_NV, is_own = self._select(model, inputs, mask_BT)
+        return token_logps(
+            logits_NV,
+            targets_N,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            overwrite=is_own,
+        )
+
+    # --- the ways ---
+
+    def _at_head(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        choose: Callable[[Tensor], Tensor],
+        num_positions: int,
+    ) -> tuple[Any, bool]:
+        """The output for the positions that `choose` leaves (None where that does not work), and
+        whether its logits are the head's own, which nothing else needs."""
+        if self._head is None:
+            return None, False
+        with given_only(self._head, choose) as calls:
+            output = self._forward(model, inputs, calls)
+        if output is not None and not calls.problem and output.logits.shape[1] == num_positions:
+            self._head_works = True
+            return output, calls.is_result(output.logits)
+        self._drop_head(calls, output)
+        return None, False
+
+    def _harvested(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        mask_BT: Tensor,
+        targets_N: Tensor,
+        **options: Any,
+    ) -> Logps | None:
+        """Log-probabilities computed in the head's call; None where that does not work."""
+        if self._head is None:
+            self._give_up_chunks(self._reason)
+            return None
+        harvest = Harvest(self._head, self._tail or unchanged, mask_BT, targets_N, options)
+        with given_only(self._head, harvest) as calls:
+            output = self._forward(model, inputs, calls)
+        if output is None or harvest.logps is None or calls.problem:
+            self._drop_head(calls, output)
+            self._give_up_chunks(self._reason)
+            return None
+        if self._tail is None:
+            self._tail = find_tail(self._config, calls.probe_V, output.logits.detach())
+            if self._tail is None:
+                self._give_up_chunks("what it does to logits after its head is not known")
+                return None
+            if self._tail is not unchanged:
+                return self._harvested(model, inputs, mask_BT, targets_N, **options)
+        self._head_works = True
+        return Logps(_tied(harvest.logps.logps_N, output.logits), harvest.logps.entropies_N)
+
+    def _forward(self, model: nn.Module, inputs: Mapping[str, Any], calls: HeadCalls) -> Any:
+        """The model's output; None where its first forward fails on the positions it was left."""
+        try:
+            return model(**inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as e:
+            if self._head_works or calls.problem:
+                raise
+            self._reason = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
+            return None
+
+    def _drop_head(self, calls: HeadCalls, output: Any) -> None:
+        if output is not None:
+            unknown = f"its logits came as {tuple(output.logits.shape)}"
+            self._reason = calls.problem or unknown
+        self._head = None
+
+    def _give_up_chunks(self, reason: str) -> None:
+        self._can_chunk = False
+        text = f"log-probabilities of {self._name} cannot be computed in chunks: {reason}."
+        if self._strict:
+            raise UnsupportedModelError(f"{text} Use --logps_chunk_size 0, or --logits_shim auto.")
+        self._warn(f"{text} --logps_chunk_size has no effect. (Said once.)")
+
+    def _sliced(self, output: Any, num_positions: int) -> Any:
+        found = output.logits.shape[1]
+        if found < num_positions:
+            raise ValueError(
+                f"{self._name} returned logits of {found} positions, expected {num_positions}."
+            )
+        if self._head is None:
+            self._refuse_or_warn()
+        output.logits = output.logits[:, -num_positions:]
+        return output
+
+    def _refuse_or_warn(self) -> None:
+        text = (
+            f"{self._name} computes the logits of all positions: it has no keyword that works "
+            f"({' or '.join(KEYWORDS)}), and {self._reason}."
+        )
+        if self._strict:
+            raise UnsupportedModelError(
+                f"{text} Use --logits_shim auto to slice them, at the cost of their memory."
+            )
+        if not self._has_warned_of_slicing:
+            self._has_warned_of_slicing = True
+            self._warn(f"{text} They are sliced, which saves no memory. (Said once.)")
+
+
+WRAPPERS = (
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "DeepSpeedEngine",
+)
+"""Classes whose `module` is the wrapped model (by name: DeepSpeed need not be installed)."""
+
+
+def base_model(model: Any) -> nn.Module:
+    """The model itself, without DDP, FSDP, DeepSpeed, `torch.compile` and PEFT around it."""
+    while True:
+        if type(model).__name__ in WRAPPERS:
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return cast(nn.Module, model)
+
+
+def keyword_of(model: nn.Module) -> str | None:
+    """The spelling that the model's `forward` names; `**kwargs` may as well swallow one."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in KEYWORDS if name in parameters), None)
+
+
+def _without_keywords(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name not in KEYWORDS}
+
+
+def _tied(logps_N: Tensor, logits: Tensor) -> Tensor:
+    """The same log-probabilities, in whose graph the model's own output stands (with no weight).
+
+    Wrappers look for it there: DDP with `find_unused_parameters`, and the hooks by which FSDP and
+    DeepSpeed begin a backward.
+    """
+    return logps_N + logits.flatten()[:0].sum() if torch.is_grad_enabled() else logps_N

@@ -1,0 +1,1 @@
+../../../../examples/digits/rewards.py

@@ -1,0 +1,47 @@
+"""Runs as a training leaves them, for tests of the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from swift_grpo_ext.diversity.drawn import DrawnSample
+from swift_grpo_ext.diversity.record import RecordFile, RoundRecord, read_records
+from swift_grpo_ext.diversity.watch import RoundWatch, WatchSettings
+from tests.diversity.samples import group_of, row_of
+from tests.samples.rows import write_session
+
+SETTINGS = WatchSettings(alarm_p=1e-6, patience=2, is_greedy=False, seed_mode="engine")
+HOSTILE = "<script>alert('数字')</script>"
+
+
+def make_run(
+    folder: Path, rounds: Sequence[list[DrawnSample]], media: Sequence[str] = ()
+) -> list[RoundRecord]:
+    """Records, a sample log, ms-swift's log."""
+    watch, file = RoundWatch(SETTINGS), RecordFile(folder, start_step=0)
+    lines, rows = [], []
+    for samples in rounds:
+        for record in watch.watch(samples):
+            file.append(record)
+            step = f"{record.step + 1}/{len(rounds)}"
+            lines.append({"loss": 0.0, "reward": 0.5, "rewards/DigitAccuracy/mean": 0.25,
+                          "global_step/max_steps": step})  # fmt: skip
+        rows += [row_of(s) for s in samples]
+    for row in rows:
+        object.__setattr__(row, "media", list(media))
+    write_session(folder, rows)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "logging.jsonl").write_text(text, encoding="utf-8")
+    return read_records(folder)
+
+
+def frozen_rounds() -> list[list[DrawnSample]]:
+    """Round 2 draws what round 0 drew."""
+    ids = [[i * 100 + k for k in range(40)] for i in range(4)]
+    own = [[5000 + i * 100 + k for k in range(40)] for i in range(4)]
+    return [
+        group_of(*completions, step=step, text=HOSTILE + "x" * 3000)
+        for step, completions in enumerate([ids, own, ids])
+    ]

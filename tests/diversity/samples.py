@@ -1,0 +1,64 @@
+"""Samples for tests of the diversity statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from swift_grpo_ext.diversity.drawn import DrawnSample, Origin
+from swift_grpo_ext.samples.row import SampleRow
+from swift_grpo_ext.seeding import Place
+
+LN2 = float(np.log(2))
+
+
+def sample(
+    token_ids: Sequence[int],
+    *,
+    bits: float | Sequence[float] | None = 1.0,
+    text: str = "",
+    fingerprint: str = "prompt",
+    group: int = 0,
+    index: int = 0,
+    step: int = 0,
+    phase: Any = "train",
+    seed: int | None = None,
+    rank: int = 0,
+    replica: str = "rank 0",
+) -> DrawnSample:
+    """A completion; `bits`: of each token, or of all alike."""
+    logprobs = None if bits is None else np.full(len(token_ids), 0.0, np.float32)
+    if logprobs is not None:
+        logprobs[:] = -LN2 * np.asarray(bits, float)
+    place = Place(phase=phase, step=step, number=0, group=group, index=index)
+    return DrawnSample(
+        origin=Origin(place=place, seed=seed, rank=rank, replica=replica),
+        fingerprint=fingerprint,
+        token_ids=np.asarray(token_ids, np.int32),
+        logprobs=logprobs,
+        text=text,
+    )
+
+
+def group_of(*completions: Sequence[int], group: int = 0, **kwargs: Any) -> list[DrawnSample]:
+    return [sample(ids, group=group, index=i, **kwargs) for i, ids in enumerate(completions)]
+
+
+def row_of(drawn: DrawnSample) -> SampleRow:
+    """As the trainer's sample log would hold it."""
+    return SampleRow(
+        place=drawn.origin.place,
+        seed=drawn.origin.seed,
+        rank=drawn.origin.rank,
+        replica=drawn.origin.replica,
+        weight_version=drawn.origin.place.step,
+        finish_reason="stop",
+        token_ids=drawn.token_ids.tolist(),
+        logprobs=None if drawn.logprobs is None else drawn.logprobs.tolist(),
+        text=drawn.text,
+        fingerprint=drawn.fingerprint,
+        prompt='[{"role": "user", "content": "<image>Which digit?"}]',
+        media=[],
+    )

@@ -1,0 +1,328 @@
+"""The collision test: the bound by exact enumeration, the correction, faults, and bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from math import comb, log2
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import combine_pvalues
+
+from swift_grpo_ext.diversity.collision import collision_test, format_p, log2_fisher
+from swift_grpo_ext.diversity.drawn import DrawnSample
+from swift_grpo_ext.diversity.memory import (
+    BYTES_BESIDE_TOKENS,
+    MAX_KEPT_TOKENS,
+    MAX_PER_PROMPT,
+    PromptMemory,
+)
+from swift_grpo_ext.diversity.prefixes import common_length, shared_prefixes
+from swift_grpo_ext.diversity.verdict import judge
+from tests.diversity.samples import group_of, sample
+
+sequences = st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=8)
+
+
+# --- prefixes ---
+
+
+@given(sequences)
+def test_shared_prefixes_are_all_there(lists: list[list[int]]) -> None:
+    """Against brute force: for every prefix, who has it."""
+    tokens = [np.array(ids, np.int32) for ids in lists]
+    holders: dict[frozenset[int], int] = {}
+    for ids in lists:
+        for length in range(1, len(ids) + 1):
+            who = frozenset(i for i, o in enumerate(lists) if o[:length] == ids[:length])
+            if len(who) > 1:
+                holders[who] = max(length, holders.get(who, 0))
+    found = {frozenset(p.members.tolist()): p.length for p in shared_prefixes(tokens)}
+    assert found == holders
+    assert len(list(shared_prefixes(tokens))) < len(lists)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "length"), [([], [1], 0), ([1], [1, 2], 1), ([1, 2, 3], [1, 3, 3], 1), ([1], [1], 1)]
+)
+def test_common_length(a: list[int], b: list[int], length: int) -> None:
+    assert common_length(np.array(a, np.int32), np.array(b, np.int32)) == length
+
+
+# --- the bound ---
+
+
+class Markov:
+    """A policy over 3 tokens, of which 0 ends the completion; at most 3 tokens."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        table = np.array(weights, float).reshape(3, 3) + 1e-3
+        self.table = table / table.sum(axis=1, keepdims=True)
+
+    def completions(self) -> list[tuple[list[int], list[float]]]:
+        """All, with the probabilities of their tokens."""
+        found: list[tuple[list[int], list[float]]] = []
+        for ids in product(range(3), repeat=3):
+            end = ids.index(0) + 1 if 0 in ids else 3
+            kept = list(ids[:end])
+            if kept not in [other for other, _ in found]:
+                q = [float(self.table[b, t]) for b, t in zip([1, *kept[:-1]], kept, strict=True)]
+                found.append((kept, q))
+        return found
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.floats(0, 1), min_size=9, max_size=9))
+def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) -> None:
+    """All pairs of completions, with their probabilities: P(p <= alpha) <= alpha, whatever alpha;
+    also with the first of another policy (an earlier round)."""
+    policy, earlier_policy = Markov(weights), Markov(weights[::-1])
+    outcomes: dict[str, list[tuple[float, float]]] = {"shared": [], "frozen": []}
+    for y, q in policy.completions():
+        for kind, other in (("shared", policy), ("frozen", earlier_policy)):
+            for z, other_q in other.completions():
+                now, before = sample(y, bits=[-log2(x) for x in q]), sample(z, index=1)
+                if kind == "shared":
+                    before = sample(z, index=1, bits=[-log2(x) for x in other_q])
+                    test = collision_test([now, before])
+                else:
+                    memory = PromptMemory()
+                    memory.remember([before])
+                    test = collision_test([now], memory)
+                outcomes[kind].append((test.log2_p, float(np.prod(q) * np.prod(other_q))))
+    for found in outcomes.values():
+        assert sum(mass for _, mass in found) == pytest.approx(1)
+        for alpha, _ in found:
+            mass = sum(mass for log2_p, mass in found if log2_p <= alpha + 1e-6)
+            assert mass <= 2**alpha * (1 + 1e-5)
+
+
+def test_correction_counts_all_pairs_of_all_prompts() -> None:
+    groups = [group_of([1] * 40, [1] * 40, fingerprint="a")]
+    groups += [group_of([2 * g], [2 * g + 1], group=g, fingerprint=f"p{g}") for g in range(1, 10)]
+    test = collision_test([s for group in groups for s in group])
+    assert test.num_pairs == 10
+    assert test.log2_p == pytest.approx(log2(10) + 2 - 40, abs=1e-4)
+    assert test.max_bits == pytest.approx(40, rel=1e-5)
+
+
+def test_copies_of_a_whole_group_count_together() -> None:
+    """8 samples of 6 bits: no pair is improbable, all eight are."""
+    test = collision_test(group_of(*[[1, 2, 3]] * 8, bits=2.0))
+    e = 7
+    assert test.log2_p == pytest.approx(log2(comb(8, 8)) + 2 + log2(e * (e - 1)) - e * 6, abs=1e-3)
+    assert len(test.sharings[0].samples) == 8
+
+
+def test_partial_collisions_are_found() -> None:
+    """A prefix in common, and then apart."""
+    prefix = list(range(100, 140))
+    test = collision_test(group_of([1, 2], [*prefix, 3], [4], [*prefix, 5, 6]))
+    (sharing,) = test.sharings
+    assert [o.place.index for o in sharing.samples] == [1, 3]
+    assert (sharing.kind, sharing.num_tokens) == ("shared", 40)
+    assert sharing.log2_p == test.log2_p < log2(1e-6)
+
+
+def test_equal_prompts_of_two_groups_are_one() -> None:
+    """A prompt that stands twice in a batch: its groups must not share noise either."""
+    ids = list(range(50))
+    test = collision_test([sample(ids, group=0), sample(ids, group=7)])
+    assert {o.place.group for o in test.sharings[0].samples} == {0, 7}
+    other = collision_test([sample(ids, group=0), sample(ids, group=7, fingerprint="other")])
+    assert (other.log2_p, other.num_pairs) == (0.0, 0)
+
+
+def test_sure_tokens_add_nothing() -> None:
+    """Top-k 1, forced tokens, a template's: copies without surprisal prove nothing."""
+    assert collision_test(group_of(*[[7] * 1000] * 16, bits=0.0)).log2_p == 0.0
+    assert collision_test(group_of(*[[7] * 1000] * 16, bits=-1e-9)).log2_p == 0.0
+
+
+@pytest.mark.parametrize("unusable", [float("nan"), float("inf"), -3.0])
+def test_unusable_values_add_nothing(unusable: float) -> None:
+    """NaN; log-probability minus infinity; above 0."""
+    test = collision_test(group_of([1, 2, 3], [1, 2, 3], bits=[1.0, unusable, 2.0]))
+    assert test.max_bits == pytest.approx(3.0)
+
+
+def test_missing_logprobs_are_not_tested_but_counted() -> None:
+    test = collision_test(group_of(*[[1] * 99] * 4, bits=None))
+    assert (test.log2_p, test.num_untested, test.is_tested) == (0.0, 4, False)
+    assert test.sharings == []
+
+
+def test_empty_and_single_completions() -> None:
+    assert collision_test([]).log2_p == 0.0
+    assert collision_test([sample([])]).num_pairs == 0
+    assert collision_test(group_of([], [], [1])).log2_p == 0.0
+
+
+def test_kernels_that_disagree_count_for_the_least() -> None:
+    pair = [sample([1, 2], bits=9.0), sample([1, 2], bits=4.0, index=1)]
+    assert collision_test(pair).max_bits == pytest.approx(8)
+
+
+def test_long_copies_stay_in_bounds() -> None:
+    """32k tokens, and a p-value that no float holds."""
+    test = collision_test(group_of(*[list(range(32_768))] * 8))
+    assert test.sharings[0].num_tokens == 4096
+    assert test.log2_p == pytest.approx(-7 * 4096, rel=1e-2)
+    assert format_p(test.log2_p)[1:4] == "e-8"
+
+
+@settings(deadline=None)
+@given(st.permutations(range(6)), st.lists(st.lists(st.integers(0, 1), max_size=5), min_size=6,
+                                           max_size=6))  # fmt: skip
+def test_order_does_not_matter(order: list[int], lists: list[list[int]]) -> None:
+    samples = [sample(ids, index=i, bits=7.0) for i, ids in enumerate(lists)]
+    assert collision_test([samples[i] for i in order]).log2_p == collision_test(samples).log2_p
+
+
+@pytest.mark.parametrize(
+    ("p", "text"), [(1.0, "1"), (0.25, "0.25"), (0.0099, "1e-02"), (3.2e-8, "3e-08"),
+                    (9.7e-11, "1e-10")]
+)  # fmt: skip
+def test_p_values_as_people_write_them(p: float, text: str) -> None:
+    assert format_p(log2(p)) == text.replace("1e-02", "0.0099")
+
+
+# --- frozen noise ---
+
+
+def rounds_of(*rounds: Sequence[Sequence[int]], **kwargs: Any) -> list[list[DrawnSample]]:
+    return [group_of(*ids, step=step, **kwargs) for step, ids in enumerate(rounds)]
+
+
+def test_frozen_noise_is_seen_in_the_second_round() -> None:
+    ids = [list(range(start, start + 40)) for start in (0, 100, 200, 300)]
+    first, second = rounds_of(ids, ids)
+    memory = PromptMemory()
+    assert collision_test(first, memory).log2_p == 0.0
+    memory.remember(first)
+    test = collision_test(second, memory)
+    assert test.log2_p < log2(16 * 8) - 40
+    for sharing in test.sharings:
+        (now,), (then,) = sharing.samples, sharing.earlier
+        assert sharing.kind == "frozen"
+        assert (now.place.step, then.place.step) == (1, 0)
+        assert now.place.index == then.place.index
+
+
+def test_another_prompt_is_not_frozen() -> None:
+    memory = PromptMemory()
+    memory.remember(group_of([1] * 99))
+    assert collision_test(group_of([1] * 99, fingerprint="other"), memory).log2_p == 0.0
+
+
+def test_memory_is_bounded_over_many_rounds() -> None:
+    memory = PromptMemory(max_bytes=100_000)
+    sizes = []
+    for step in range(200):
+        ids = [[step] * 2000 for _ in range(4)]
+        memory.remember(group_of(*ids, step=step, fingerprint=f"p{step}", bits=0.01))
+        sizes.append(memory.num_bytes)
+    assert max(sizes) <= 100_000
+    assert sizes[-1] >= 100_000 - 4 * (4 * MAX_KEPT_TOKENS + BYTES_BESIDE_TOKENS)
+    assert memory.earlier("p0") == []
+    kept = memory.earlier("p199")
+    assert [len(k.token_ids) for k in kept] == [MAX_KEPT_TOKENS] * 4
+
+
+def test_a_prompt_keeps_its_latest_samples() -> None:
+    memory = PromptMemory()
+    for step in range(MAX_PER_PROMPT):
+        memory.remember(group_of([step], [step], step=step))
+    steps = [kept.origin.place.step for kept in memory.earlier("prompt")]
+    assert len(steps) == MAX_PER_PROMPT
+    assert (steps[0], steps[-1]) == (MAX_PER_PROMPT // 2, MAX_PER_PROMPT - 1)
+
+
+def test_improbable_beginnings_are_enough() -> None:
+    memory = PromptMemory()
+    memory.remember(group_of(list(range(500)), bits=8.0))
+    assert len(memory.earlier("prompt")[0].token_ids) == 12
+
+
+# --- verdicts ---
+
+
+def test_verdicts() -> None:
+    short = [[1, 2], [1, 2], [1, 2], [1, 2]]
+    cases = {
+        "broken": group_of(*[list(range(60))] * 4),
+        "collapse": group_of(*short, bits=0.1),
+        "healthy": group_of([1, 2], [1, 2], [1, 3], [4], bits=0.5),
+        "unknown": group_of(*short, bits=None),
+    }
+    for kind, group in cases.items():
+        assert judge([group], collision_test(group), 1e-6).kind == kind
+    one_answer = [group_of([7], [7], [7], [g], group=g, fingerprint=f"{g}") for g in range(10)]
+    right_answers = [group_of([g], [g], [g], [7], group=g, fingerprint=f"{g}") for g in range(10)]
+    for kind, groups in {"collapse": one_answer, "healthy": right_answers}.items():
+        test = collision_test([s for group in groups for s in group])
+        assert judge(groups, test, 1e-6).kind == kind
+    single = [sample([1])]
+    assert judge([single], collision_test(single), 1e-6).kind == "healthy"
+
+
+def test_places_of_offenders_are_named() -> None:
+    ids = list(range(60))
+    pair = [sample(ids, index=i, rank=i, replica=f"server {i} replica 0", seed=5) for i in (0, 1)]
+    (sharing,) = collision_test(pair).sharings
+    assert [(o.rank, o.replica, o.seed) for o in sharing.samples] == [
+        (0, "server 0 replica 0", 5),
+        (1, "server 1 replica 0", 5),
+    ]
+    assert replace(sharing, log2_p=0.0).samples == sharing.samples
+
+
+# --- many sets, none improbable alone ---
+
+
+def test_fisher_is_its_definition() -> None:
+    """Against scipy's own combination, and beyond what floats hold."""
+    ps = [0.01, 0.5, 1.0, 0.2]
+    expected = combine_pvalues(ps, method="fisher").pvalue
+    assert 2 ** log2_fisher([log2(p) for p in ps]) == pytest.approx(expected)
+    assert log2_fisher([]) == 0.0
+    assert log2_fisher([0.0] * 100) == 0.0
+    assert log2_fisher([-5000.0] * 2) == pytest.approx(-10_000, rel=1e-2)
+    near, far = log2_fisher([-400.0] * 2), log2_fisher([-430.0] * 2)
+    assert near - far == pytest.approx(60, rel=0.25)
+
+
+def test_frozen_rounds_of_short_completions_count_together() -> None:
+    """64 completions of 10 bits, all as they were: no one of them is improbable among so many."""
+    groups = [[[i * 100 + g, i] for i in range(8)] for g in range(8)]
+    rounds = [
+        [
+            s
+            for g, ids in enumerate(groups)
+            for s in group_of(*ids, group=g, step=step, fingerprint=f"{g}", bits=5.0)
+        ]
+        for step in (0, 1)
+    ]
+    memory = PromptMemory()
+    memory.remember(rounds[0])
+    test = collision_test(rounds[1], memory)
+    assert test.log2_p < log2(1e-6)
+    assert all(sharing.log2_p > test.log2_p for sharing in test.sharings)
+    assert {s.kind for s in test.sharings} == {"frozen"}
+
+
+def test_many_groups_with_common_duplicates_are_no_alarm() -> None:
+    """Answers of one bit: duplicates everywhere, as chance has it."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        samples = [
+            sample([int(rng.integers(2))], group=g, index=i, fingerprint=f"{g}")
+            for g in range(16)
+            for i in range(8)
+        ]
+        assert collision_test(samples).log2_p == 0.0

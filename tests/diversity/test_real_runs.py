@@ -1,0 +1,93 @@
+"""Real trainings with the monitor: frozen noise, sound noise, a policy that collapses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swift_grpo_ext.diversity.record import RoundRecord, read_records
+from swift_grpo_ext.diversity.report import write_report
+from tests.stack.processes import PLUGIN, Finished, swift
+from tests.stack.rounds import HOT, write_rows
+
+pytestmark = pytest.mark.stack
+
+PLUGINS = (PLUGIN, "examples/digits/rewards.py", "examples/diversity/favour.py")
+SMALL = ("--num_generations", "4", "--learning_rate", "1e-5", "--warmup_steps", "0", *HOT)
+
+
+def train(
+    assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1
+) -> tuple[Finished, list[RoundRecord]]:
+    """The end of a training that is watched, and what was found in its rounds."""
+    command = [
+        *("rlhf", "examples/digits/grpo.yaml", "--external_plugins", *PLUGINS),
+        *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
+        *("--output_dir", str(folder / "run"), "--add_version", "false"),
+        *("--callbacks", "diversity", "--duplicate_prompts", "allow", *argv),
+    ]
+    env = {"NPROC_PER_NODE": str(ranks)} if ranks > 1 else {}
+    finished = swift(*command, log=folder / "log", env=env)
+    assert finished.returncode == 0, finished.cause
+    return finished, read_records(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def one_prompt(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prompt that each round meets again, three times."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    return write_rows(assets / "digits/train.jsonl", path, [0] * 3)
+
+
+def test_frozen_noise_stops_the_run_in_its_second_round(
+    assets: Path, one_prompt: Path, tmp_path: Path
+) -> None:
+    """ms-swift's own seeds with tensor parallel 2: every step draws what the first one drew."""
+    finished, records = train(
+        *(assets, one_prompt, tmp_path, *SMALL),
+        *("--rollout_seed_mode", "engine", "--rollout_group_requests", "false"),
+        *("--vllm_tensor_parallel_size", "2", "--per_device_train_batch_size", "6"),
+        *("--max_steps", "5", "--diversity_action", "stop"),
+        ranks=2,
+    )
+    assert [r.verdict for r in records] == ["healthy", "broken"]
+    assert "broken randomness in train round 1.0" in finished.output
+    assert "(frozen noise)" in finished.output
+    assert (tmp_path / "run/checkpoint-2/model.safetensors").is_file()
+    assert {s["replica"] for found in records[1].sharings for s in found["samples"]} == {"rank 0"}
+
+
+def test_sound_noise_is_no_alarm_and_reaches_the_log(
+    assets: Path, one_prompt: Path, tmp_path: Path
+) -> None:
+    """The same prompts, with a seed for each sample."""
+    finished, records = train(
+        *(assets, one_prompt, tmp_path, *SMALL),
+        *("--per_device_train_batch_size", "12", "--max_steps", "5", "--save_strategy", "no"),
+    )
+    assert [r.verdict for r in records] == ["healthy"] * 5
+    assert all(r.num_earlier_pairs for r in records[1:])
+    assert "diversity:" not in finished.output
+    lines = (tmp_path / "run/logging.jsonl").read_text(encoding="utf-8").splitlines()
+    logged = [json.loads(line) for line in lines][: len(records)]
+    assert [row["diversity/vendi"] for row in logged] == pytest.approx(
+        [r.metrics["vendi"] for r in records], abs=1e-6
+    )
+
+
+def test_a_reward_that_favours_one_answer_collapses_the_policy(
+    assets: Path, tmp_path: Path
+) -> None:
+    finished, records = train(
+        *(assets, assets / "digits/train.jsonl", tmp_path),
+        *("--reward_funcs", "favour", "--reward_weights", "1", "--seed", "1"),
+        *("--max_steps", "16", "--save_strategy", "no"),
+    )
+    assert {r.verdict for r in records} == {"healthy", "collapse"}
+    assert "diversity: collapsed policy" in finished.output
+    assert records[0].verdict == "healthy"
+    page = write_report(tmp_path / "run")[0].read_text(encoding="utf-8")
+    assert 'class="card verdict collapse"' in page
+    assert "data:image/jpeg" in page

@@ -1,0 +1,303 @@
+"""Tiny models with random weights, of every kind that the shim has to deal with, and their inputs.
+
+Real models of the pinned transformers, and a few written as remote code writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen2Model
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+VOCABULARY = 160
+IMAGE, VIDEO, VISION_START, VISION_END = 151, 152, 153, 154
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0}
+IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def qwen2(**more: Any) -> Any:
+    return transformers.Qwen2ForCausalLM(Qwen2Config(**{**TEXT, **more}))
+
+
+def qwen2_vl() -> Any:
+    vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2}
+    text = {**TEXT, "rope_parameters": MROPE}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **IDS)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def qwen2_5_vl() -> Any:
+    vision = {**VISION, "out_hidden_size": 32, "fullatt_block_indexes": [0]}
+    text = {**TEXT, "rope_parameters": MROPE}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl() -> Any:
+    vision = {**VISION, "out_hidden_size": 32, "num_position_embeddings": 16}
+    text = {**TEXT, "head_dim": 16, "rope_parameters": MROPE}
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]}, **IDS
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def internvl() -> Any:
+    config = transformers.InternVLConfig(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config={**SIGLIP, "image_size": [56, 56], "patch_size": [14, 14]},
+        image_token_id=IMAGE,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def video_llama_3() -> Any:
+    config = transformers.VideoLlama3Config(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config={**SIGLIP, "patch_size": 14},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    return transformers.VideoLlama3ForConditionalGeneration(config)
+
+
+def minicpm_v() -> Any:
+    config = transformers.MiniCPMV4_6Config(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config={**SIGLIP, "patch_size": 14, "image_size": 28},
+    )
+    return transformers.MiniCPMV4_6ForConditionalGeneration(config)
+
+
+def soft_capped() -> Any:
+    config = transformers.Gemma2Config(**TEXT, head_dim=16, final_logit_softcapping=2.0)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def scaled_up() -> Any:
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**TEXT, logit_scale=1.5))
+
+
+def scaled_down() -> Any:
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**TEXT, logits_scaling=8.0))
+
+
+class RemoteCode(PreTrainedModel):
+    """A decoder as remote code writes it: no keyword, `forward` with a fixed list of arguments."""
+
+    config_class = Qwen2Config
+    _supports_sdpa = True
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.model = Qwen2Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=True)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> CausalLMOutputWithPast:
+        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
+        return CausalLMOutputWithPast(logits=self.logits_of(hidden))
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden).float()
+
+
+class CappedRemoteCode(RemoteCode):
+    """Soft-capping that no configuration tells of."""
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        return 3 * torch.tanh(self.lm_head(hidden) / 3)
+
+
+class SquashingRemoteCode(RemoteCode):
+    """Ends in an operation whose backward needs its own result, in place."""
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden).tanh_()
+
+
+class SwallowingRemoteCode(RemoteCode):
+    """Takes any keyword, and does nothing with it."""
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **_: Any
+    ) -> CausalLMOutputWithPast:
+        return super().forward(input_ids, attention_mask)
+
+
+class PromisingRemoteCode(RemoteCode):
+    """Names the keyword, and does nothing with it."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast:
+        return super().forward(input_ids, attention_mask)
+
+
+class OldSpelling(RemoteCode):
+    """As transformers 4.45 to 4.48 spelled it."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        num_logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast:
+        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
+        return CausalLMOutputWithPast(logits=self.logits_of(hidden[:, -num_logits_to_keep:]))
+
+
+class TwiceCallingHead(RemoteCode):
+    """Logits of each half of the positions by themselves."""
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        halves = hidden.chunk(2, dim=1)
+        return torch.cat([self.lm_head(half) for half in halves], dim=1)
+
+
+class PassingHeadBy(RemoteCode):
+    """Uses the head's weight, not the head."""
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.lm_head.weight, self.lm_head.bias)
+
+
+class FixedLength(RemoteCode):
+    """Insists on logits of every position."""
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> CausalLMOutputWithPast:
+        output = super().forward(input_ids, attention_mask)
+        output.logits = output.logits.view(*input_ids.shape, -1)
+        return output
+
+
+def remote(kind: type[RemoteCode]) -> Callable[[], RemoteCode]:
+    return lambda: kind(Qwen2Config(**TEXT))
+
+
+def wrapped() -> Any:
+    """A forward patched so that a signature shows `*args, **kwargs`, as in many a plugin."""
+    model = qwen2_vl()
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "Qwen2": (qwen2, "logits_to_keep"),
+    "Qwen2, tied": (lambda: qwen2(tie_word_embeddings=True), "logits_to_keep"),
+    "Qwen2-VL": (qwen2_vl, "logits_to_keep"),
+    "Qwen2.5-VL": (qwen2_5_vl, "logits_to_keep"),
+    "Qwen3-VL": (qwen3_vl, "logits_to_keep"),
+    "InternVL": (internvl, "logits_to_keep"),
+    "VideoLlama3": (video_llama_3, "head"),
+    "MiniCPM-V 4.6": (minicpm_v, "head"),
+    "soft-capped (Gemma2)": (soft_capped, "logits_to_keep"),
+    "scaled (Cohere)": (scaled_up, "logits_to_keep"),
+    "scaled (Granite)": (scaled_down, "logits_to_keep"),
+    "remote code": (remote(RemoteCode), "head"),
+    "remote code, capped": (remote(CappedRemoteCode), "head"),
+    "remote code, squashed": (remote(SquashingRemoteCode), "head"),
+    "swallows keywords": (remote(SwallowingRemoteCode), "head"),
+    "names the keyword only": (remote(PromisingRemoteCode), "head"),
+    "old spelling": (remote(OldSpelling), "num_logits_to_keep"),
+    "wrapped forward": (wrapped, "head"),
+}
+"""The way that works with each, beside how it is made."""
+
+UNKNOWN_TAIL = ("remote code, capped", "remote code, squashed")
+"""What these do to logits after their head stands in no configuration."""
+
+HOPELESS: dict[str, tuple[Callable[[], Any], str]] = {
+    "calls its head twice": (remote(TwiceCallingHead), "2 times"),
+    "passes its head by": (remote(PassingHeadBy), "0 times"),
+    "insists on all positions": (remote(FixedLength), "RuntimeError"),
+}
+"""Models of which only slicing is left, with a part of the reason that is given."""
+
+IMAGES: dict[str, tuple[int, Callable[[int], dict[str, Tensor]]]] = {
+    "Qwen2-VL": (4, lambda rows: patches(rows, 1176)),
+    "Qwen2.5-VL": (4, lambda rows: patches(rows, 1176)),
+    "Qwen3-VL": (4, lambda rows: patches(rows, 1536)),
+    "wrapped forward": (4, lambda rows: patches(rows, 1176)),
+    "InternVL": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)}),
+}
+"""Image tokens of a row, and the pixels of that many rows."""
+
+
+def patches(num_rows: int, size: int) -> dict[str, Tensor]:
+    grid = torch.tensor([[1, 4, 4]] * num_rows)
+    return {"pixel_values": torch.randn(16 * num_rows, size), "image_grid_thw": grid}
+
+
+def build(name: str, *, lora: bool = False) -> Any:
+    """The model, in training mode, its weights set by its name alone."""
+    torch.manual_seed(0)
+    model = (MODELS | HOPELESS)[name][0]().train()
+    return add_lora(model) if lora else model
+
+
+def add_lora(model: Any, **more: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets = {"target_modules": ["q_proj", "v_proj"], **more}
+    config = LoraConfig(r=4, lora_dropout=0.0, init_lora_weights=False, **targets)
+    return get_peft_model(model, config)
+
+
+def inputs_of(
+    name: str, lengths: tuple[int, ...] = (17, 11), side: str = "right"
+) -> dict[str, Any]:
+    """A batch with rows of these lengths, an image at the start of each where the model sees."""
+    torch.manual_seed(1)
+    total = max(lengths)
+    input_ids = torch.randint(3, 150, (len(lengths), total))
+    mask = torch.zeros_like(input_ids)
+    num_image_tokens, pixels = IMAGES.get(name, (0, lambda _: {}))
+    for row, length in enumerate(lengths):
+        first = 0 if side == "right" else total - length
+        mask[row, first : first + length] = 1
+        if num_image_tokens:
+            image = [VISION_START, *[IMAGE] * num_image_tokens, VISION_END]
+            input_ids[row, first : first + len(image)] = torch.tensor(image)
+    input_ids[mask == 0] = 0
+    inputs = {"input_ids": input_ids, "attention_mask": mask, **pixels(len(lengths))}
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    return inputs

@@ -1,0 +1,209 @@
+"""The mixin against ms-swift's own functions, over all layouts of a batch (SPEC L1 to L5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from swift.rl_core.data import GRPOBatch
+from swift.rlhf_trainers import GRPOTrainer
+from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
+from torch import Tensor
+
+from swift_grpo_ext import logps
+from swift_grpo_ext.logps import LogpsMixin
+from tests.logits.compare import assert_close, counted_positions, values_and_gradients
+from tests.logits.models import build
+
+
+class Upstream:
+    """The functions of ms-swift's trainer that compute log-probabilities, as they are."""
+
+    single = GRPOTrainer._get_per_token_logps_and_entropies_single
+    _get_per_token_logps_and_entropies_single = single
+    _get_logps_via_local_forward = GRPOTrainer._get_logps_via_local_forward
+    _unpad_logps_and_entropies = GRPOTrainer._unpad_logps_and_entropies
+
+    def __init__(self, *, args: Any, keys: set[str], padding_free: bool, parallel: int = 1) -> None:
+        self.args = args
+        self.model_kwarg_keys = keys
+        self.temperature = 1.3
+        self.template = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=parallel)
+        self.use_liger_loss = False
+
+    def _get_logps_via_sp(self, *args: Any, **_: Any) -> tuple[Any, None]:
+        return args[0], None
+
+
+class Ours(LogpsMixin, Upstream):
+    pass
+
+
+@dataclass
+class Batch:
+    """Rows of (prompt, completion, tool answer, completion) lengths; only completions are trained
+    on, as in a conversation of several turns."""
+
+    rows: tuple[tuple[int, int, int, int], ...]
+    layout: str = "right"
+    labels: Tensor = field(init=False)
+    inputs: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(2)
+        ids = [torch.randint(3, 150, (sum(row),)) for row in self.rows]
+        labels = [row_ids.clone() for row_ids in ids]
+        for row, row_labels in zip(self.rows, labels, strict=True):
+            prompt, first, tool, _ = row
+            row_labels[:prompt] = -100
+            row_labels[prompt + first : prompt + first + tool] = -100
+        if self.layout == "packed":
+            self.labels = torch.cat(labels)[None]
+            positions = torch.cat([torch.arange(len(i)) for i in ids])[None]
+            self.inputs = {"input_ids": torch.cat(ids)[None], "position_ids": positions}
+        else:
+            pad = torch.nn.utils.rnn.pad_sequence
+            side = {"batch_first": True, "padding_side": self.layout}
+            self.labels = pad(labels, padding_value=-100, **side)
+            mask = pad([torch.ones_like(i) for i in ids], **side)
+            self.inputs = {"input_ids": pad(ids, **side), "attention_mask": mask}
+
+    def grpo_batch(self) -> GRPOBatch:
+        """As `collate_to_grpo_micro_batch` makes it."""
+        first = self.labels.ne(-100).int().argmax(-1)
+        num_kept = int((self.labels.shape[-1] - first).max())
+        mask, lengths, _ = build_completion_mask_and_seq_lengths(
+            self.labels,
+            len(self.rows),
+            padding_free=self.layout == "packed",
+            encoded_batch=self.inputs,
+            logits_to_keep=num_kept,
+        )
+        return GRPOBatch(
+            completion_mask=mask,
+            truncated_mask=torch.zeros(len(self.rows), dtype=torch.bool),
+            seq_lengths=lengths,
+            logits_to_keep=num_kept,
+        )
+
+
+UNEQUAL = ((9, 4, 0, 0), (3, 6, 0, 0), (5, 2, 3, 3))
+EQUAL = ((5, 6, 0, 0), (5, 6, 0, 0))
+
+
+def run(
+    host: type[Any], model: Any, batch: Batch, *, keys: set[str], entropy: bool = True, **flags: Any
+) -> tuple[Any, Tensor, list[int]]:
+    """Log-probabilities (and entropies) of the completion tokens with their gradients; the same
+    in ms-swift's layout; the positions that the head computed."""
+    args = SimpleNamespace(**{"logits_shim": "strict", "logps_chunk_size": 0, **flags})
+    trainer = host(args=args, keys=keys, padding_free=batch.layout == "packed")
+    grpo_batch = batch.grpo_batch()
+    whole = []
+
+    def values_of() -> Tensor:
+        inputs = dict(batch.inputs)
+        logps_BK, entropies_BK = trainer._get_per_token_logps_and_entropies_single(
+            model, inputs, grpo_batch, compute_entropy=entropy
+        )
+        mask = grpo_batch.completion_mask
+        assert logps_BK.shape == mask.shape
+        whole.append(logps_BK.detach())
+        if entropies_BK is None:
+            return logps_BK[mask]
+        return torch.stack([logps_BK[mask], entropies_BK[mask]])
+
+    with counted_positions(model) as counts:
+        found = values_and_gradients(model, values_of)
+    return found, whole[0], counts
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
+@pytest.mark.parametrize("chunk_size", [0, 4])
+@pytest.mark.parametrize("layout", ["right", "left", "packed"])
+@pytest.mark.parametrize("name", ["Qwen2", "VideoLlama3"])
+def test_as_ms_swift_but_for_rounding(
+    name: str, layout: str, chunk_size: int, entropy: bool
+) -> None:
+    model, batch = build(name, lora=True), Batch(UNEQUAL, layout)
+    keys = {"logits_to_keep"} if name == "Qwen2" else set()
+    expected, _, theirs = run(Upstream, model, batch, keys=keys, entropy=entropy)
+    found, whole, counts = run(
+        Ours, model, batch, keys=keys, entropy=entropy, logps_chunk_size=chunk_size
+    )
+    assert_close(found, expected)
+    num_tokens = int(batch.labels.ne(-100).sum())
+    if not chunk_size:
+        assert counts == [num_tokens]
+        assert sum(theirs) > num_tokens
+    # Places of no completion token are masked in every use: none may be infinite or no number.
+    assert whole.isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["right", "left"])
+def test_to_the_last_bit_where_nothing_can_be_left_out(layout: str) -> None:
+    model, batch = build("Qwen2"), Batch(EQUAL, layout)
+    keys = {"logits_to_keep"}
+    expected, whole, theirs = run(Upstream, model, batch, keys=keys)
+    found, ours_whole, counts = run(Ours, model, batch, keys=keys)
+    assert counts == theirs == [2 * (6 + 1)]
+    assert torch.equal(ours_whole, whole)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+
+
+def test_off_is_ms_swift() -> None:
+    model, batch = build("Qwen2"), Batch(UNEQUAL)
+    expected, whole, theirs = run(Upstream, model, batch, keys={"logits_to_keep"})
+    found, ours_whole, counts = run(Ours, model, batch, keys={"logits_to_keep"}, logits_shim="off")
+    assert counts == theirs
+    assert torch.equal(ours_whole, whole)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_off_with_chunks_computes_in_chunks() -> None:
+    model, batch = build("Qwen2"), Batch(UNEQUAL)
+    expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
+    flags = {"logits_shim": "off", "logps_chunk_size": 5}
+    found, _, counts = run(Ours, model, batch, keys={"logits_to_keep"}, **flags)
+    assert_close(found, expected)
+    assert max(counts) == 5
+
+
+@pytest.mark.parametrize(
+    ("parallel", "liger", "told"),
+    [(2, False, "sequence_parallel_size 2"), (1, True, "use_liger_kernel"), (1, False, "")],
+)
+def test_what_is_left_alone_is_said_once(
+    parallel: int, liger: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(logps.logger, "warning", warned.append)
+    args = SimpleNamespace(logits_shim="auto", logps_chunk_size=8)
+    trainer = Ours(args=args, keys=set(), padding_free=False, parallel=parallel)
+    trainer.use_liger_loss = liger
+    model, batch = build("Qwen2"), Batch(EQUAL)
+    for _ in range(2):
+        found, _ = trainer._get_per_token_logps_and_entropies_single(
+            model, dict(batch.inputs), batch.grpo_batch()
+        )
+    if parallel > 1:
+        assert found is model, "sequence parallelism is given the model itself"
+    if told:
+        (text,) = warned
+        assert told in text
+    else:
+        assert not warned
+
+
+def test_one_shim_for_each_model() -> None:
+    args = SimpleNamespace(logits_shim="auto", logps_chunk_size=0)
+    trainer = Ours(args=args, keys=set(), padding_free=False)
+    policy, reference = build("Qwen2", lora=True), build("Qwen2")
+    shim = trainer._logits_shim(policy)
+    assert trainer._logits_shim(policy) is shim
+    assert trainer._logits_shim(policy.get_base_model()) is shim
+    assert trainer._logits_shim(reference) is not shim

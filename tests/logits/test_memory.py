@@ -1,0 +1,46 @@
+"""Logits of other positions are never computed, and chunks bound those that are (SPEC L2, L4)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.logits.memory import CHUNK, NAMES, NEW, PROMPT, VOCABULARY
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+POSITION = 4 * VOCABULARY
+"""Bytes of the logits of one position."""
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, dict[str, int]]:
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.logits.memory"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "scripts"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_positions_take_no_memory(peaks: dict[str, dict[str, int]], name: str) -> None:
+    peak = peaks[name]
+    assert peak["chosen"] <= (NEW / (PROMPT + NEW) + 0.05) * peak["all"]
+    # With that arithmetic on the last positions, those of the others at least are saved.
+    assert peak["all"] - peak["last"] > 0.9 * POSITION * PROMPT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_bound_memory(peaks: dict[str, dict[str, int]], name: str) -> None:
+    assert CHUNK / NEW < 0.1
+    assert peaks[name]["chunked"] <= 0.25 * peaks[name]["last"]

@@ -1,0 +1,86 @@
+"""A plugin for tests: rollout engines that fail in a given round, weights that are lost.
+
+What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults with the
+step at which a rollout meets them and the replica, or with the word `weights`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from swift_grpo_ext import wire
+from swift_grpo_ext.engine import RolloutEngine
+
+FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
+
+
+def meet(step: int) -> None:
+    replica = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")
+    for fault in FAULTS:
+        if fault.get("step") == step and str(fault.get("replica", 0)) == replica:
+            if fault["kind"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault["kind"] == "hang":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif fault["kind"] == "raise":
+                raise OSError("the disk is gone")
+
+
+class FailingEngine(RolloutEngine):
+    def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
+        for request in infer_requests:
+            envelope = wire.read_envelope(wire.data_dict_of(request))
+            if envelope is not None:
+                meet(envelope.place.step)
+        return super()._batch_encode(infer_requests, *args, **kwargs)
+
+    def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return super().reload_weights(spoil(list(weights)))
+
+
+def spoil(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Weights as a bad wire would bring them."""
+    for fault in FAULTS:
+        if fault.get("weights") == "drop":
+            weights = weights[1:]
+        elif fault.get("weights") == "flip":
+            name, tensor = weights[0]
+            flipped = tensor.clone()
+            flipped.view(torch.int32).view(-1)[0] ^= 1
+            weights = [(name, flipped), *weights[1:]]
+    return weights
+
+
+def install() -> None:
+    import sys
+
+    import swift.infer_engine
+
+    from swift_grpo_ext import engine
+
+    engine.RolloutEngine = FailingEngine  # type: ignore[misc]
+    swift.infer_engine.GRPOVllmEngine = FailingEngine
+    rollout = sys.modules.get("swift.pipelines.infer.rollout")
+    if rollout is not None:
+        rollout.GRPOVllmEngine = FailingEngine  # type: ignore[attr-defined]
+    if any("weights" in fault for fault in FAULTS):
+        from swift_grpo_ext.upstream.weight_sync import CPUWeightSyncWorkerExtension
+
+        receive = CPUWeightSyncWorkerExtension.process_weights_after_loading
+
+        def process_weights_after_loading(self: Any) -> None:
+            self._received = spoil(self._received)
+            receive(self)
+
+        CPUWeightSyncWorkerExtension.process_weights_after_loading = (  # type: ignore[method-assign]
+            process_weights_after_loading
+        )
+
+
+install()

@@ -1,0 +1,92 @@
+"""A Qwen2.5-VL whose weights spell token sequences: greedy, it says after a token its successor.
+
+Attention and MLPs give nothing, so that a token's hidden state is its embedding. Each token of the
+sequences has a channel of its own, and an untied head maps that channel to the next token; all
+other tokens, and those that end a sequence, share a channel that says `<|im_end|>`.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+
+END = 151645  # <|im_end|>
+ENDING = 0
+"""The channel of tokens that end a sequence."""
+
+LOUD = 100.0
+"""Size of an embedding, beside which the norm's epsilon is nothing."""
+
+COPIED = ("*.json", "*.jinja")
+
+
+def write_speller(base: Path, folder: Path, sequences: Iterable[Sequence[int]]) -> Path:
+    """Save a model in `folder` that follows the `sequences` of token ids.
+
+    Args:
+        base: a tiny Qwen2.5-VL; its configuration, tokenizer and processor are taken.
+        sequences: no token stands in two places.
+
+    Raises:
+        ValueError: a token has two successors, or there are more tokens than channels.
+    """
+    config = AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    successors = successors_of(sequences)
+    width = config.text_config.hidden_size
+    if len(successors) >= width:
+        raise ValueError(f"{len(successors)} tokens do not fit into {width} channels.")
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding_VH = model.get_input_embeddings().weight.zero_()
+        head_VH = model.get_output_embeddings().weight.zero_()
+        embedding_VH[:, ENDING] = LOUD
+        head_VH[END, ENDING] = gain(ENDING) / math.sqrt(width)
+        for channel, (token, successor) in enumerate(successors.items(), start=1):
+            embedding_VH[token] = 0
+            embedding_VH[token, channel] = LOUD
+            head_VH[successor, channel] = gain(channel) / math.sqrt(width)
+    folder.mkdir(parents=True)
+    for pattern in COPIED:
+        for file in base.glob(pattern):
+            shutil.copy(file, folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def successors_of(sequences: Iterable[Sequence[int]]) -> dict[int, int]:
+    """Each token's successor, in the order of their channels."""
+    successors: dict[int, int] = {}
+    for sequence in sequences:
+        for token, successor in pairwise(sequence):
+            if token in successors or token == successor:
+                raise ValueError(f"Token {token} of {sequence} has two successors.")
+            successors[token] = successor
+    return successors
+
+
+def gain(channel: int) -> float:
+    """The logit of a channel's token, where all others have 0: no two neighbours share it."""
+    return 8.0 + channel % 7 / 2
+
+
+def logprob(channel: int, vocabulary_size: int) -> float:
+    """Of a channel's token at temperature 1, in nats."""
+    return -math.log1p((vocabulary_size - 1) * math.exp(-gain(channel)))
+
+
+def expected_logprobs(
+    sequences: Iterable[Sequence[int]], token_ids: Sequence[int], vocabulary_size: int
+) -> list[float]:
+    """Of sampled tokens, the first of `token_ids` being the last of the prompt."""
+    channels = {token: i for i, token in enumerate(successors_of(sequences), start=1)}
+    return [logprob(channels.get(token, ENDING), vocabulary_size) for token in token_ids[:-1]]

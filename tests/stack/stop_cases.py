@@ -1,0 +1,126 @@
+"""Completions, stop settings, and where they must end: one table for all engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MAX_TOKENS = 40
+NEW_TOKEN = "<|halt|>"
+"""A token of `--new_special_tokens`."""
+
+LETTERS = [f" {letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+SEARCH = [" find", " it", "</", "search", ">\n\n", "More"]
+CUT_SNOWMAN, SNOWMANS_END = 25125, 225  # ` ` and two of the three bytes of ☃; the third
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A completion that the model spells, and how it must end."""
+
+    name: str
+    start: str
+    """The token that begins it, as the answer's beginning in the prompt: it selects the case."""
+
+    pieces: tuple[str | int, ...]
+    """What the model says after `start`: texts of tokens, and ids of those that are no text."""
+
+    num_tokens: int
+    text: str
+    bare: str
+    """With `--include_stop_str_in_output false`."""
+
+    reason: str | int | None
+    words: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+    max_tokens: int = MAX_TOKENS
+    question: str = "Which?"
+
+    @property
+    def finish_reason(self) -> str:
+        return "length" if self.reason is None else "stop"
+
+    def token_ids(self, tokenizer: Any) -> list[int]:
+        """The start and all that the model can say after it, without the end of the turn."""
+        return [one_token(piece, tokenizer) for piece in (self.start, *self.pieces)]
+
+
+def one_token(piece: str | int, tokenizer: Any) -> int:
+    if isinstance(piece, int):
+        return piece
+    ids = tokenizer.encode(piece, add_special_tokens=False)
+    assert len(ids) == 1, f"{piece!r} is {len(ids)} tokens"
+    return int(ids[0])
+
+
+def case(name: str, start: str, pieces: list[str | int], words: list[str], **fields: Any) -> Case:
+    return Case(name=name, start=start, pieces=tuple(pieces), words=tuple(words), **fields)
+
+
+CASES = [
+    case("ends inside a token", "Alice", [*SEARCH], ["</search>"],
+         num_tokens=5, text=" find it</search>", bare=" find it", reason="</search>"),
+    case("at the last possible token", "Alice", [*SEARCH], ["</search>"], max_tokens=5,
+         num_tokens=5, text=" find it</search>", bare=" find it", reason="</search>"),
+    case("cut off before it", "Alice", [*SEARCH], ["</search>"], max_tokens=4,
+         num_tokens=4, text=" find it</search", bare=" find it</search", reason=None),
+    case("a stop token", "Alice", [*SEARCH], [], ids=(1836,),
+         num_tokens=4, text=" find it</search", bare=" find it</", reason=1836),
+    case("a stop token at the last possible token", "Alice", [*SEARCH], [], ids=(1836,),
+         max_tokens=4, num_tokens=4, text=" find it</search", bare=" find it</", reason=1836),
+    case("a string before a token", "Alice", [*SEARCH], [">"], ids=(1339,),
+         num_tokens=5, text=" find it</search>", bare=" find it</search", reason=">"),
+    case("begins inside a token", "Bob", ["list", "]]", "END", "rest"], ["]END"],
+         num_tokens=3, text="list]]END", bare="list]", reason="]END"),
+    case("spans five tokens", "Carol", [" alpha", " beta", " gamma", " delta", " epsilon", " zone"],
+         ["alpha beta gamma delta epsilon"], num_tokens=5,
+         text=" alpha beta gamma delta epsilon", bare=" ", reason="alpha beta gamma delta epsilon"),
+    case("spans twenty-six tokens", "Dave", [*LETTERS, "."], ["".join(LETTERS)],
+         num_tokens=26, text="".join(LETTERS), bare="", reason="".join(LETTERS)),
+    case("a special token", "Frank", ["It", "<|box_start|>", "!"], ["<|box_start|>"],
+         num_tokens=2, text="It<|box_start|>", bare="It", reason="<|box_start|>"),
+    case("holds a special token", "Grace", ["done", "<|box_end|>", "so"], ["done<|box_end|>"],
+         num_tokens=2, text="done<|box_end|>", bare="", reason="done<|box_end|>"),
+    case("an added token", "Henry", ["{", "}", "</tool_call>", "and"], ["</tool_call>"],
+         num_tokens=3, text="{}</tool_call>", bare="{}", reason="</tool_call>"),
+    case("a new special token", "Kevin", ["Then", NEW_TOKEN, "go"], [NEW_TOKEN],
+         num_tokens=2, text=f"Then{NEW_TOKEN}", bare="Then", reason=NEW_TOKEN),
+    case("Chinese", "Mary", ["答案", "：", "结束", "。", "再见"], ["束。"],
+         num_tokens=4, text="答案：结束。", bare="答案：结", reason="束。"),
+    case("a character of two tokens", "Nick", ["字", 82912, 246, "等"], ["龘"],
+         num_tokens=3, text="字龘", bare="字", reason="龘"),
+    case("an emoji of three tokens", "Peter", ["OK", 9284, 104, 254, "Yes"], ["🫠"],
+         num_tokens=4, text="OK🫠", bare="OK", reason="🫠"),
+    case("complete within a character", "Tom", ["Result", ":", CUT_SNOWMAN, SNOWMANS_END, "fin"],
+         [": "], num_tokens=3, text="Result: ", bare="Result", reason=": "),
+    case("several in one token", "Sam", ["call", "(x", "));\n\n", "Never"], ["\n", ";", "))"],
+         num_tokens=3, text="call(x))", bare="call(x", reason="))"),
+    case("the first of equal ends", "Sam", ["call", "(x", "));\n\n", "Never"], ["x)", "(x)"],
+         num_tokens=3, text="call(x)", bare="call(", reason="x)"),
+    case("stops in the prompt", "FIN", ["ISH", "ed"], ["FINISH", "</search>"],
+         question="FINISH </search> FIN", num_tokens=3, text="ISHed", bare="ISHed",
+         reason="<|im_end|>"),
+    case("the end of the turn at the last possible token", "FIN", ["ISH", "ed"], ["x"],
+         max_tokens=3, num_tokens=3, text="ISHed", bare="ISHed", reason="<|im_end|>"),
+    case("the end of the turn, and no stops", "FIN", ["ISH", "ed"], [],
+         num_tokens=3, text="ISHed", bare="ISHed", reason="<|im_end|>"),
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Case):
+    """Two turns; the second begins behind `added`."""
+
+    added: str
+
+
+CONVERSATION = Conversation(
+    name="a conversation", start="Alice", pieces=tuple(SEARCH), num_tokens=5, added="Bob",
+    text=" find it</search>", bare="", reason="</search>", words=("</search>", "]END"),
+)  # fmt: skip
+
+
+def sequences(tokenizer: Any) -> list[list[int]]:
+    """What the model is made to say: each start once."""
+    by_start = {case.start: case.token_ids(tokenizer) for case in CASES}
+    return list(by_start.values())

@@ -1,0 +1,109 @@
+"""Replicas and servers that fail in the middle of a run; weights that do not arrive."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.groups import place_of
+from tests.stack.processes import rollout_server
+from tests.stack.rounds import (
+    assert_same,
+    client_argv,
+    recorded,
+    run_training,
+    server_argv,
+    train,
+)
+
+pytestmark = pytest.mark.stack
+
+Samples = dict[str, dict[str, Any]]
+
+FAULTY = ("tests/stack/faults.py",)
+SECONDS_TO_END = 60
+
+
+def faults(*kinds: dict[str, Any]) -> dict[str, str]:
+    return {"FAULTS": json.dumps(kinds)}
+
+
+def replicas_of(samples: Samples, step: int) -> set[str]:
+    of_step = (s for name, s in samples.items() if place_of(name).step == step)
+    return {s["infos"]["replica"].rpartition("replica ")[2] for s in of_step}
+
+
+def test_a_run_goes_on_with_the_replicas_that_are_left(
+    assets: Path, rows: Path, folder: Path, reference: Samples, tmp_path: Path
+) -> None:
+    """In round 0 replica 1 raises, in round 1 it is killed; weights then go to the other alone."""
+    server = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=FAULTY)
+    kinds = faults(
+        {"step": 0, "replica": 1, "kind": "raise"}, {"step": 1, "replica": 1, "kind": "kill"}
+    )
+    with rollout_server(*server, log=tmp_path / "server.log", env=kinds) as port:
+        samples = train(assets, rows, tmp_path / "run", *client_argv(port), ranks=2)
+    assert_same(samples, reference)
+    assert [replicas_of(samples, step) for step in range(3)] == [{"0"}, {"0"}, {"0"}]
+    log = (tmp_path / "run/log").read_text(encoding="utf-8")
+    assert "has 1 of 2 replicas left; weights go to these" in log
+    server_log = (tmp_path / "server.log").read_text(encoding="utf-8")
+    assert "OSError: the disk is gone" in server_log
+    assert "A replica is lost (a replica has ended (EOFError))" in server_log
+
+
+def test_servers_are_lost_one_by_one_and_the_run_resumes(
+    assets: Path, rows: Path, folder: Path, reference: Samples, tmp_path: Path
+) -> None:
+    """The second server hangs in round 1, the first is killed in round 2: none is left."""
+    hangs = faults({"step": 1, "kind": "hang"})
+    is_killed = faults({"step": 2, "kind": "kill"})
+    server = server_argv(assets, "--rollout_timeout", "30", plugins=FAULTY)
+    argv = ["--save_strategy", "steps", "--save_steps", "2", "--rollout_timeout", "60"]
+    with (
+        rollout_server(*server, log=tmp_path / "one.log", env=is_killed) as one,
+        rollout_server(*server, log=tmp_path / "two.log", env=hangs) as two,
+    ):
+        argv_of_two = [*argv, *client_argv(one, two)]
+        finished = run_training(assets, rows, tmp_path / "run", *argv_of_two, ranks=2, steps=4)
+        ended = time.monotonic()
+    assert finished.returncode != 0
+    assert "RolloutError" in finished.output, finished.cause
+    assert f"server 0 (http://127.0.0.1:{one}) answered 500: " in finished.output
+    assert "a replica has ended (EOFError)" in finished.output
+    assert f"server 1 (http://127.0.0.1:{two})" in finished.output
+    before = recorded(tmp_path / "run")
+    assert_same(before, reference, steps=range(2))
+    assert time.monotonic() - ended < SECONDS_TO_END
+
+    resumed_argv = ["--resume_from_checkpoint", str(tmp_path / "run/run/checkpoint-2")]
+    resumed = train(assets, rows, tmp_path / "resumed", *resumed_argv, ranks=2, steps=4)
+    assert_same(resumed, reference, steps=range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("drop", r"1 did not arrive \("), ("flip", r"1 arrived changed \(")],
+)
+def test_weights_that_did_not_arrive_are_noticed(
+    fault: str, message: str, assets: Path, rows: Path, tmp_path: Path
+) -> None:
+    plugins = ("examples/digits/rewards.py", "tests/stack/recorder.py", *FAULTY)
+    kinds = faults({"weights": fault})
+    if fault == "flip":
+        server = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=FAULTY)
+        with rollout_server(*server, log=tmp_path / "server.log", env=kinds) as port:
+            argv = client_argv(port)
+            finished = run_training(assets, rows, tmp_path / "run", *argv, ranks=2)
+        who = "worker 0 of server 0 "
+    else:
+        finished = run_training(assets, rows, tmp_path / "run", plugins=plugins, env=kinds)
+        who = "The colocated engine of rank 0"
+    assert finished.returncode != 0
+    assert f"WeightUpdateError: {who}" in finished.output
+    assert message.replace("\\", "") in finished.output
+    assert not list((tmp_path / "run/record").glob("rank*.jsonl")), "a round was drawn"

@@ -1,0 +1,135 @@
+"""`scripts/launch_2x6.sh` and its general form: up, through, and down again without a trace."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.stack.memory import COLOCATED_RANK, REPLICA, TRAINING_RANK, reserved
+from tests.stack.processes import Running, free_port, started
+
+pytestmark = pytest.mark.stack
+
+SECONDS_TO_END = 60
+
+
+def launch(script: str, assets: Path, logs: Path, *argv: str) -> tuple[list[str], dict[str, str]]:
+    """The command and environment of a launch on CPU, with ports of its own."""
+    ports = ("--port", str(free_port()), "--group-port", str(free_port()))
+    command = ["bash", f"scripts/{script}", "--cpu", *ports, "--logs", str(logs), *argv]
+    venv = os.environ.get("VENV", str(Path(sys.executable).parents[1]))
+    return command, {"VENV": venv, "ASSETS": str(assets)}
+
+
+@contextmanager
+def launched(
+    script: str, assets: Path, folder: Path, *argv: str, replicas: int = 2, ranks: int = 6
+) -> Iterator[Running]:
+    command, env = launch(script, assets, folder / "logs", *argv)
+    counted = COLOCATED_RANK  # by `started`, which takes the script for one rank
+    more = replicas * REPLICA + ranks * TRAINING_RANK - counted
+    with reserved(max(more, 0)), started(command, folder / "log", env) as running:
+        yield running
+    assert open_ports(command) == []
+
+
+def open_ports(command: list[str]) -> list[int]:
+    """Of the ports that a launch was given, those on which something still listens."""
+    ports = [int(command[command.index(name) + 1]) for name in ("--port", "--group-port")]
+    return [port for port in ports if is_open(port)]
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as s:
+        s.settimeout(1)
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
+def assert_gone(running: Running) -> None:
+    left: list[psutil.Process] = running.survivors(SECONDS_TO_END)
+    assert left == [], [process.cmdline() for process in left]
+
+
+def test_two_deploy_and_six_train(assets: Path, tmp_path: Path) -> None:
+    output = ("--", "--output_dir", str(tmp_path / "run"), "--add_version", "false")
+    with launched("launch_2x6.sh", assets, tmp_path, *output) as running:
+        finished = running.wait(15 * 60)
+        assert finished.returncode == 0, finished.output[-3000:]
+        assert_gone(running)
+    assert "is healthy after" in finished.output
+    assert re.search(r"^\[server0\] .*POST /infer/", finished.output, re.MULTILINE)
+    assert re.search(r"^\[train\] .*'global_step/max_steps': '3/3'", finished.output, re.MULTILINE)
+    assert (tmp_path / "run/logging.jsonl").is_file()
+    assert (tmp_path / "logs/server0.log").stat().st_size > 1000
+    assert (tmp_path / "logs/ended").read_text() == "0 (node 0)\n"
+
+
+SMALL = ("--rollout-gpus", "0", "--train-gpus", "1,2")
+
+
+@pytest.mark.parametrize("phase", ["[server0] ", "[train] ", "'global_step/max_steps': '1/1000'"])
+def test_ctrl_c_in_each_phase(phase: str, assets: Path, tmp_path: Path) -> None:
+    more = ("--", "--max_steps", "1000", "--output_dir", str(tmp_path / "run"))
+    small = launched("launch.sh", assets, tmp_path, *SMALL, *more, replicas=1, ranks=2)
+    with small as running:
+        running.wait_for(phase, seconds=300)
+        time.sleep(2)
+        running.interrupt()
+        assert running.process.wait(SECONDS_TO_END) == 130
+        assert "interrupted" in running.output
+        assert_gone(running)
+
+
+def test_a_server_that_does_not_get_healthy(assets: Path, tmp_path: Path) -> None:
+    argv = (*SMALL, "--wait", "4")
+    with launched("launch.sh", assets, tmp_path, *argv, replicas=1, ranks=0) as running:
+        start = time.monotonic()
+        assert running.process.wait(SECONDS_TO_END) == 1
+        assert time.monotonic() - start < SECONDS_TO_END
+        assert_gone(running)
+    assert re.search(r"is not healthy after 4 s \(--wait\)", running.output)
+    assert "the last lines of" in running.output
+    assert "[train]" not in running.output
+
+
+def test_a_server_that_ends(assets: Path, tmp_path: Path) -> None:
+    argv = (*SMALL, "--model", str(tmp_path / "none"))
+    with launched("launch.sh", assets, tmp_path, *argv, replicas=1, ranks=0) as running:
+        assert running.process.wait(200) == 1
+        assert_gone(running)
+    assert re.search(r"there is no such directory", running.output.partition("last lines")[2])
+    assert "error: server0 has ended" in running.output
+    assert "[train]" not in running.output
+
+
+def test_two_nodes(assets: Path, tmp_path: Path) -> None:
+    """One serves, one trains: each is launched by itself, and both end together."""
+    hosts = ("--hosts", "127.0.0.1,127.0.0.1", "--rollout-nodes", "1", *SMALL)
+    more = ("--", "--max_steps", "1", "--output_dir", str(tmp_path / "run"))
+    command, env = launch("launch.sh", assets, tmp_path / "logs", *hosts)
+    env["MASTER_PORT"] = str(free_port())
+    with ExitStack() as stack:
+        stack.enter_context(reserved(2 * TRAINING_RANK))
+        nodes = [
+            stack.enter_context(
+                started([*command, "--node-rank", rank, *more], tmp_path / f"log{rank}", env)
+            )
+            for rank in ("0", "1")
+        ]
+        for node in reversed(nodes):
+            finished = node.wait(400)
+            assert finished.returncode == 0, finished.output[-3000:]
+            assert_gone(node)
+    assert open_ports(command) == []
+    assert "ended by another node: status 0 (node 1)" in nodes[0].output
+    assert "[train0] " in nodes[1].output
+    assert "[server0.0] " in nodes[0].output

@@ -1,0 +1,154 @@
+"""`swift-grpo-ext replay` on real runs: logged groups drawn again from the checkpoints that drew
+them, token by token."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from swift_grpo_ext.samples.reader import read_group, read_samples
+from swift_grpo_ext.samples.row import SampleRow, to_rows
+from tests.samples.rows import write_session
+from tests.stack.processes import Finished, started
+from tests.stack.rounds import BATCH, GROUP_SIZE, train, write_rows
+
+pytestmark = pytest.mark.stack
+
+STEPS = 3
+LEARNING = [
+    *("--learning_rate", "2e-3", "--save_strategy", "steps", "--save_steps", "1"),
+    *("--save_total_limit", "5"),
+]
+SAME = 1e-4
+"""Nats: log-probabilities of the same weights in float32. LoRA's are merged anew."""
+
+
+@pytest.fixture(scope="module")
+def data(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three rows, so that all are in each round; one image is given as base64, too long to log."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    write_rows(assets / "digits/train.jsonl", path, range(3))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    row, content = json.loads(lines[1]), io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (56, 56, 3), np.uint8)
+    Image.fromarray(noise).save(content, "PNG")
+    row["images"] = [base64.b64encode(content.getvalue()).decode()]
+    lines[1] = json.dumps(row, ensure_ascii=False)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(assets: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay") / "full"
+    train(assets, data, folder, *LEARNING, steps=STEPS)
+    return folder / "run"
+
+
+def replay(run: Path, log: Path, *argv: str) -> tuple[Finished, str]:
+    """The command's end, and what it wrote to standard output."""
+    out = log.with_suffix(".out")
+    command = [sys.executable, "-m", "swift_grpo_ext.replay", str(run), *argv]
+    shell = ["bash", "-c", 'out=$1; shift; exec "$@" > "$out"', "replay", str(out), *command]
+    with started(shell, log) as running:
+        finished = running.wait(300)
+    return finished, out.read_text(encoding="utf-8")
+
+
+def group_of_round(run: Path, step: int, *, as_content: bool) -> list[SampleRow]:
+    """A group whose image was given as content, or as a path."""
+    groups = [
+        read_group(run, phase="train", step=step, number=0, group=group)
+        for group in range(BATCH // GROUP_SIZE)
+    ]
+    return next(g for g in groups if g[0].media[0].startswith("blake2b:") == as_content)
+
+
+@pytest.mark.parametrize(("step", "as_content"), [(0, True), (2, False)])
+def test_a_group_is_drawn_again(step: int, as_content: bool, run: Path, tmp_path: Path) -> None:
+    rows = group_of_round(run, step, as_content=as_content)
+    group = str(rows[0].place.group)
+    argv = ["--round", str(step), "--group", group, "--json"]
+    finished, output = replay(run, tmp_path / "log", *argv)
+    assert finished.returncode == 0, finished.cause
+    result = json.loads(output)
+    assert result["equal"] is True
+    assert result["weight_version"] == step
+    assert [sample["num_drawn"] for sample in result["samples"]] == [len(r.token_ids) for r in rows]
+    assert [sample["seed"] for sample in result["samples"]] == [row.seed for row in rows]
+    assert all(sample["logprob_gap"] < SAME for sample in result["samples"])
+
+
+def test_other_tokens_and_other_weights_are_seen(run: Path, tmp_path: Path) -> None:
+    """A token of the log is changed, and the weights of round 2 are those of round 1."""
+    rows = group_of_round(run, 2, as_content=False)
+    place = rows[1].place
+    changed = tmp_path / "run"
+    shutil.copytree(run / "checkpoint-1", changed / "checkpoint-2")
+    shutil.copy(run / "args.json", changed)
+    logged = to_rows(read_samples(run))
+    [number] = [i for i, row in enumerate(logged) if row.place == place]
+    token_ids = list(logged[number].token_ids)
+    token_ids[0] = 198 if token_ids[0] != 198 else 199
+    logged[number] = replace(logged[number], token_ids=token_ids)
+    write_session(changed, logged)
+
+    argv = ["--round", "2.0", "--group", str(place.group)]
+    finished, output = replay(changed, tmp_path / "log", *argv, "--json")
+    assert finished.returncode == 1, finished.cause
+    result = json.loads(output)
+    samples = {sample["name"]: sample for sample in result["samples"]}
+    difference = samples[f"train-2.0-{place.group}-{place.index}"]["difference"]
+    assert difference["position"] == 0
+    assert difference["logged"]["token_id"] == token_ids[0]
+    assert difference["drawn"]["text"]
+    assert difference["probability_gap"] > 0
+    # Other weights show in the log-probabilities, even where the tokens are the same.
+    gaps = [s["logprob_gap"] for s in result["samples"] if s["logprob_gap"] is not None]
+    told = [s["difference"]["probability_gap"] or 0 for s in samples.values() if s["difference"]]
+    assert max([*gaps, *told]) > 10 * SAME
+    assert "Tokens differ." in result["notes"][-1]
+
+
+def test_a_missing_checkpoint_and_a_missing_image_are_named(
+    run: Path, assets: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "run"
+    shutil.copytree(run / "samples", bare / "samples")
+    settings = json.loads((run / "args.json").read_text(encoding="utf-8"))
+    (bare / "args.json").write_text(json.dumps({**settings, "save_total_limit": 1}))
+    finished, output = replay(bare, tmp_path / "log", "--round", "2", "--group", "0")
+    assert (finished.returncode, output) == (1, "")
+    assert "checkpoint-2 is not there" in finished.output
+    assert "--save_total_limit 1: set a greater one" in finished.output
+
+    rows = group_of_round(run, 0, as_content=True)
+    other = assets / "digits/heldout.jsonl"  # another data set
+    argv = ["--round", "0", "--group", str(rows[0].place.group)]
+    argv += ["--set", f'dataset=["{other}"]']
+    finished, _ = replay(bare, tmp_path / "log", *argv)
+    assert finished.returncode == 1
+    assert f"its media {rows[0].media[0]} were given as content" in finished.output
+
+
+def test_lora(assets: Path, data: Path, tmp_path: Path) -> None:
+    lora = ["--tuner_type", "lora", "--target_modules", "all-linear", "--lora_dropout", "0"]
+    train(assets, data, tmp_path / "lora", *LEARNING, *lora, steps=2)
+    run = tmp_path / "lora/run"
+    before = sorted(path.name for path in run.iterdir())
+    argv = ["--round", "1", "--group", "0", "--json"]
+    finished, output = replay(run, tmp_path / "log", *argv)
+    assert finished.returncode == 0, finished.cause
+    result = json.loads(output)
+    assert result["weights"].endswith("checkpoint-1")
+    assert all(sample["logprob_gap"] < SAME for sample in result["samples"])
+    assert sorted(path.name for path in run.iterdir()) == before  # the merged model is gone

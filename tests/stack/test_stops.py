@@ -1,0 +1,127 @@
+"""Stops in real engines, on a model that spells known tokens with the real Qwen tokenizer.
+
+For each case of `stop_cases`: text, ids, log-probabilities, finish reason and what matched, equal
+in vLLM's sync and async engine, in every form of answer, and with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.stack.memory import COLOCATED_RANK, TRAINING_RANK, reserved
+from tests.stack.processes import ROOT
+from tests.stack.spelled import END, expected_logprobs, write_speller
+from tests.stack.stop_cases import CASES, CONVERSATION, NEW_TOKEN, Case, one_token, sequences
+from tests.stack.stop_engines import COUNT
+
+pytestmark = pytest.mark.stack
+
+ENGINES = {"sync": 3 * COUNT, "async": 3 * COUNT, "transformers": 1}
+"""And how many completions each draws for a case: three forms of answer from vLLM's."""
+
+QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tiny_vlm")
+    tokenizer.add_special_tokens({"additional_special_tokens": [NEW_TOKEN]})
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def speller(assets: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("speller") / "model"
+    return write_speller(assets / "tiny_vlm", folder, sequences(tokenizer))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def drawn(request: pytest.FixtureRequest, speller: Path) -> tuple[str, dict[str, Any]]:
+    """The name of an engine, and all that it drew."""
+    engine = request.param
+    output = speller.parent / f"{engine}.json"
+    command = [sys.executable, "-m", "tests.stack.stop_engines", str(speller), engine, str(output)]
+    with reserved(TRAINING_RANK if engine == "transformers" else COLOCATED_RANK):
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **QUIET}, capture_output=True, text=True,
+            timeout=500, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return engine, json.loads(output.read_text(encoding="utf-8"))
+
+
+in_vllm = pytest.mark.parametrize("drawn", ["sync", "async"], indirect=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("include", [True, False])
+def test_a_completion_ends_where_it_must(
+    case: Case, include: bool, drawn: tuple[str, dict[str, Any]], tokenizer: Any
+) -> None:
+    engine, results = drawn
+    spelled = case.token_ids(tokenizer)
+    token_ids = [*spelled[1:], END][: case.num_tokens]
+    logprobs = expected_logprobs(
+        sequences(tokenizer), [spelled[0], *token_ids], vocabulary_size=151936
+    )
+    completions = [
+        completion
+        for form in results[f"{case.name}/{include}"]["forms"].values()
+        for completion in form
+    ]
+    assert len(completions) == ENGINES[engine]
+    for completion in completions:
+        # Neighbours differ by 0.3 nats and more; float32 adds up 151,935 small numbers.
+        assert completion.pop("logprobs") == pytest.approx(logprobs, abs=0.01)
+        assert completion == {
+            "text": case.text if include else case.bare,
+            "token_ids": token_ids,
+            "finish_reason": case.finish_reason,
+            "stop_reason": case.reason,
+        }
+
+
+@in_vllm
+def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
+    drawn: tuple[str, dict[str, Any]],
+) -> None:
+    """T6: none for stop tokens, stop strings that are special tokens, and the template's own."""
+    _, results = drawn
+    for case in CASES:
+        needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
+        for include in (True, False):
+            assert results[f"{case.name}/{include}"]["detokenized"] == [needs_text]
+
+
+@in_vllm
+def test_a_turn_goes_on_from_exactly_the_tokens_of_the_one_before(
+    drawn: tuple[str, dict[str, Any]], tokenizer: Any
+) -> None:
+    """Also where the last of them runs past the stop string; led by a server, or colocated."""
+    _, results = drawn
+    start, *spelled = CONVERSATION.token_ids(tokenizer)
+    first = spelled[: CONVERSATION.num_tokens]
+    added = one_token(CONVERSATION.added, tokenizer)
+    second = [one_token(piece, tokenizer) for piece in ("list", "]]", "END")]
+
+    same = results["conversation/True"]
+    assert same["token_ids"] == [[start, *first, added, *second]]
+    assert same["mask"] == [[0, *[1] * len(first), 0, *[1] * len(second)]]
+    assert same["prompt"][-(len(first) + 2) :] == [start, *first, added]
+    assert sum(same["logprobs"]) == len(first) + len(second)
+    assert same["stop_reason"] == "]END"
+
+    other = results["conversation/False"]
+    assert other["token_ids"] == [[start, *first], [start, *first]]
+    behind_the_first = [start, *first, END]
+    windows = zip(*(other["prompt"][i:] for i in range(len(behind_the_first))), strict=False)
+    assert tuple(behind_the_first) in set(windows)
+    assert other["stop_reason"] == "</search>"

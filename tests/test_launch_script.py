@@ -1,0 +1,237 @@
+"""`scripts/launch.sh` with a `swift` that only listens, or only waits: each way that it can end.
+
+The stand-in starts a stray process in a session of its own, as torchrun and vLLM do. The real
+`swift` is launched in `tests/stack/test_launch.py`. What takes longer is marked `stack`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKER = "LAUNCH_SCRIPT_TEST"
+PRESET = "examples/presets/server_2x6_lora"
+STAND_IN = f"""#!{sys.executable} -S
+import http.server, os, signal, subprocess, sys, time
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+if sys.argv[1] == "rollout":
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    how = os.environ.get(f"SERVER_{{port % 10}}", "ok")
+    print(f"a server that is {{how}}", flush=True)
+    if how == "dead":
+        sys.exit(4)
+    if how == "deaf":
+        time.sleep(1000)
+    if how == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+    server = http.server.HTTPServer(("127.0.0.1", port), Handler)
+    server.timeout = 1
+    end = time.monotonic() + (2 if how == "mortal" else 1000)
+    while time.monotonic() < end:
+        server.handle_request()
+    print("last words", flush=True)
+    sys.exit(5)
+print("training", *sys.argv[2:], flush=True)
+time.sleep(float(os.environ.get("SECONDS_OF_TRAINING", "0")))
+sys.exit(int(os.environ.get("STATUS_OF_TRAINING", "0")))
+"""
+
+
+@dataclass
+class Launch:
+    process: subprocess.Popen[bytes]
+    log: Path
+    marker: str
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def wait_for(self, text: str, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.output:
+            assert time.monotonic() < deadline, self.output
+            assert self.process.poll() is None, self.output
+            time.sleep(0.1)
+
+    def end(self, seconds: float = 30) -> int:
+        """The exit status, once nothing is left of it."""
+        status = self.process.wait(seconds)
+        left = family(self.marker)
+        assert left == [], [process.cmdline() for process in left]
+        return status
+
+
+def family(marker: str) -> list[psutil.Process]:
+    members = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            if alive and process.environ().get(MARKER) == marker:
+                members.append(process)
+    return members
+
+
+def free_ports() -> int:
+    """The first, with a 0 at its end, of two free ports."""
+    for port in range(20_000 + os.getpid() % 1000 * 10, 40_000, 10):
+        with suppress(OSError), socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", port))
+            two.bind(("127.0.0.1", port + 1))
+            return port
+    raise OSError("no free ports")
+
+
+@contextmanager
+def launched(
+    folder: Path, *argv: str, port: int | None = None, name: str = "log", **env: str
+) -> Iterator[Launch]:
+    swift = folder / "bin" / "swift"
+    swift.parent.mkdir(exist_ok=True)
+    swift.write_text(STAND_IN)
+    swift.chmod(0o755)
+    marker, log = uuid.uuid4().hex, folder / name
+    logs = () if "--logs" in argv else ("--logs", str(folder / "logs"))
+    command = ["bash", "scripts/launch.sh", "--port", str(port or free_ports()), *logs, *argv]
+    path = f"{swift.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with log.open("wb") as f:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PATH": path, MARKER: marker, **env},
+            stdout=f,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    try:
+        yield Launch(process, log, marker)
+    finally:
+        for member in family(marker):
+            member.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_training_says_how_it_ends(status: int, tmp_path: Path) -> None:
+    env = {"STATUS_OF_TRAINING": str(status), "SECONDS_OF_TRAINING": "1"}
+    with launched(tmp_path, "--servers", "2", PRESET, "--", "--seed", "1", **env) as run:
+        assert run.end() == status
+    assert "[server0] a server that is ok" in run.output
+    assert "[server1] a server that is ok" in run.output
+    assert f"[train] training {PRESET}.train.yaml" in run.output
+    assert "--seed 1" in run.output
+    assert f"the training has ended with status {status}" in run.output
+    assert ("the last lines of" in run.output) == (status != 0)
+    assert (tmp_path / "logs/server1.log").read_text().startswith("a server")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("phase", ["a server that is", "training examples"])
+def test_told_to_end(phase: str, number: signal.Signals, tmp_path: Path) -> None:
+    how = "deaf" if phase.startswith("a server") else "ok"
+    with launched(tmp_path, PRESET, SERVER_0=how, SECONDS_OF_TRAINING="1000") as run:
+        run.wait_for(phase)
+        os.killpg(run.process.pid, number)
+        assert run.end() == (130 if number == signal.SIGINT else 143)
+
+
+def test_a_server_that_is_never_healthy(tmp_path: Path) -> None:
+    with launched(tmp_path, "--wait", "2", PRESET, SERVER_0="deaf") as run:
+        assert run.end() == 1
+    assert "is not healthy after 2 s (--wait)" in run.output
+    assert "a server that is deaf" in run.output.partition("the last lines of")[2]
+    assert "[train]" not in run.output
+
+
+def test_a_server_that_dies_before_the_training(tmp_path: Path) -> None:
+    with launched(tmp_path, "--servers", "2", PRESET, SERVER_1="dead") as run:
+        assert run.end() == 1
+    assert "error: server1 has ended" in run.output
+    assert "a server that is dead" in run.output.partition("the last lines of")[2]
+
+
+@pytest.mark.stack
+def test_the_only_server_dies_during_the_training(tmp_path: Path) -> None:
+    with launched(tmp_path, PRESET, SERVER_0="mortal", SECONDS_OF_TRAINING="1000") as run:
+        assert run.end() == 1
+    assert "last words" in run.output.partition("the last lines of")[2]
+    assert "error: server0 has ended" in run.output
+
+
+@pytest.mark.stack
+def test_one_of_two_servers_dies_during_the_training(tmp_path: Path) -> None:
+    env = {"SERVER_0": "mortal", "SECONDS_OF_TRAINING": "5"}
+    with launched(tmp_path, "--servers", "2", PRESET, **env) as run:
+        assert run.end() == 0
+    assert run.output.count("server0 has ended; 1 server(s) of this node go on") == 1
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with launched(tmp_path, PRESET, port=port) as run:
+            assert run.end() == 1
+    assert f"port {port} is in use on this machine" in run.output
+    assert "[train]" not in run.output
+
+
+@pytest.mark.stack
+def test_logs_are_not_written_twice(tmp_path: Path) -> None:
+    with launched(tmp_path, PRESET) as run:
+        assert run.end() == 0
+    with launched(tmp_path, PRESET, name="again") as run:
+        assert run.end() == 1
+    assert "holds the logs of a launch that has ended" in run.output
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("status", [0, 3])
+def test_nodes_end_together(status: int, tmp_path: Path) -> None:
+    nodes = ("--hosts", "127.0.0.1,127.0.0.1", "--rollout-nodes", "1", "--train-gpus", "0-5")
+    port, env = free_ports(), {"STATUS_OF_TRAINING": str(status), "SECONDS_OF_TRAINING": "1"}
+    serving = launched(tmp_path, *nodes, "--node-rank", "0", PRESET, port=port, name="0", **env)
+    training = launched(tmp_path, *nodes, "--node-rank", "1", PRESET, port=port, name="1", **env)
+    with serving as server, training as trainer:
+        assert trainer.end() == status
+        assert server.end() == status
+    assert f"ended by another node: status {status} (node 1)" in server.output
+    assert "[train0] training" in trainer.output
+
+
+@pytest.mark.stack
+def test_a_serving_node_that_fails_ends_the_training(tmp_path: Path) -> None:
+    nodes = ("--hosts", "127.0.0.1,127.0.0.1", "--rollout-nodes", "1", "--train-gpus", "0-5")
+    port, env = free_ports(), {"SERVER_0": "mortal", "SECONDS_OF_TRAINING": "1000"}
+    serving = launched(tmp_path, *nodes, "--node-rank", "0", PRESET, port=port, name="0", **env)
+    training = launched(tmp_path, *nodes, "--node-rank", "1", PRESET, port=port, name="1", **env)
+    with serving as server, training as trainer:
+        assert server.end() == 1
+        assert trainer.end() == 1
+    assert "ended by another node: status 1 (node 0)" in trainer.output
+
+
+@pytest.mark.stack
+def test_a_process_that_ignores_the_signal_is_killed(tmp_path: Path) -> None:
+    with launched(tmp_path, PRESET, SERVER_0="stubborn") as run:
+        assert run.end(60) == 0
