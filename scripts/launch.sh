@@ -297,10 +297,32 @@ check_alive() { # ends the launch if a server has ended, once it trains only if 
   fi
 }
 
+# Where a port is not wholly free, `swift rollout` takes the next one, where no trainer looks for it.
+# Connections of a server that has just ended keep it for a minute.
+wait_for_port() { # PORT
+  local waited=0 states # as in /proc/net/tcp: 0A listens, 06 waits for stray packets
+  until ((waited > 75)); do
+    states=$(awk -v port=":$(printf '%04X' "$1")$" '$2 ~ port { print $4 }' \
+      /proc/net/tcp /proc/net/tcp6 2>/dev/null) || true
+    [ "$states" ] || return 0
+    [[ $states != *0A* ]] || fail "port $1 is in use on this machine: give another --port"
+    ((waited)) || say "waiting for old connections to port $1 to go away (up to a minute)"
+    waited=$((waited + 1))
+    sleep 1
+  done
+  fail "port $1 is not free, by connections that do not go away: give another --port"
+}
+
 healthy() { # HOST PORT
   # shellcheck disable=SC2016 # the inner shell expands them
   timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1" && printf "GET /health HTTP/1.0\r\nHost: $0\r\n\r\n" >&3 &&
     head -n 1 <&3 | grep -q " 200 "' "$1" "$2" 2>/dev/null
+}
+
+check_listens() { # NAME PORT: ends the launch if a server has taken another port after all
+  local taken
+  taken=$(sed -nE 's/.*Uvicorn running on [^ ]*:([0-9]+).*/\1/p' "$logs/$1.log" | head -n 1)
+  [ "${taken:-$2}" = "$2" ] || fail "$1 listens on $taken, since port $2 was not free: give another --port"
 }
 
 wait_for_servers() {
@@ -309,6 +331,7 @@ wait_for_servers() {
     for ((i = 0; i < num_servers; i++)); do
       until healthy "$host" $((port + i)); do
         check_alive
+        ((!serves)) || check_listens "${names[i]}" $((port + i))
         if ((SECONDS - start >= patience)); then
           ((!serves)) || last_lines "${names[i]}"
           fail "the server at $host:$((port + i)) is not healthy after $patience s (--wait)"
@@ -323,8 +346,7 @@ wait_for_servers() {
 
 if ((serves)); then
   for ((n = 0; n < num_servers; n++)); do
-    ! (exec 3<>"/dev/tcp/127.0.0.1/$((port + n))") 2>/dev/null ||
-      fail "port $((port + n)) is in use on this machine: give another --port"
+    wait_for_port $((port + n))
     server_command "$n"
     prefix=server$n
     ((!rollout_nodes)) || prefix=server$node.$n

@@ -14,4 +14,4 @@ mypy
 step "Tiny model and data"
 make_assets
 step "Tests"
-exec python -m pytest -n "${WORKERS:-2}" --dist loadfile "$@" # two at a time: mostly start-up
+exec python -m pytest -n "${WORKERS:-$(nproc)}" --dist loadfile "$@"

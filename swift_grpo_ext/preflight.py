@@ -67,7 +67,7 @@ def check_engine(args: Any) -> None:
             "machine without GPU (this project's extras [gpu] and [cpu] name the versions)."
         )
     # ms-swift would quietly take the next free port, where no trainer looks for it.
-    if serves and not _port_is_free(args.port):
+    if serves and not _port_is_free(args.port, reuse=False):
         raise ValueError(
             f"--port {args.port} is in use on this machine: stop what listens there, or give "
             "another --port here and the same as --vllm_server_port to `swift rlhf`."
@@ -91,7 +91,7 @@ def check_master_port() -> None:
     torchrun has its port already when plugins are imported.
     """
     port = os.environ.get("MASTER_PORT")
-    if os.environ.get("WORLD_SIZE") == "1" and port and not _port_is_free(int(port)):
+    if os.environ.get("WORLD_SIZE") == "1" and port and not _port_is_free(int(port), reuse=True):
         raise ValueError(
             f"MASTER_PORT {port} is in use on this machine, perhaps by another training run: set "
             "the environment variable MASTER_PORT to a free port."
@@ -132,9 +132,11 @@ def warn_of_diversity_flags(args: Any, given: Collection[str]) -> None:
 def check_training_memory(args: Any) -> None:
     """On CPU: the machine can hold at least the weights, the optimizer and the KV caches."""
     colocated = args.use_vllm and args.vllm_mode == "colocate"
+    ranks = max(args.local_world_size, 1)
     _require_memory(
         args,
-        processes=max(args.local_world_size, 1),
+        processes=ranks,
+        held=ranks * _resident_bytes(),  # all ranks have loaded their libraries by now
         kind="training rank(s)",
         copies=(4 if args.tuner_type == "full" else 1) + colocated,  # weight, gradient, 2 moments
         other_gib=_kv_cache_gib(args) + CPU_ENGINE_GIB if colocated else CPU_TRAINER_GIB,
@@ -155,13 +157,20 @@ def check_server_memory(args: Any) -> None:
 
 
 def _require_memory(
-    args: Any, *, processes: int, kind: str, copies: int, other_gib: float, remedy: str
+    args: Any,
+    *,
+    processes: int,
+    kind: str,
+    copies: int,
+    other_gib: float,
+    remedy: str,
+    held: int = 0,
 ) -> None:
     weights = _weight_bytes(Path(args.model).expanduser())
     if has_accelerator() or weights == 0:
         return
     needed = processes * (copies * weights + other_gib * GIB)
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available + held
     if needed > available:
         raise ValueError(
             f"--model {args.model}: {processes} {kind} on this machine need at least "
@@ -214,9 +223,13 @@ def _weight_bytes(directory: Path) -> int:
     return sum(f.stat().st_size for f in directory.glob("*.safetensors"))
 
 
-def _port_is_free(port: int) -> bool:
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _port_is_free(port: int, *, reuse: bool) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         try:
             s.bind(("", port))
         except OSError:

@@ -33,7 +33,9 @@ if sys.argv[1] == "rollout":
     print(f"a server that is {{how}}", flush=True)
     if how == "dead":
         sys.exit(4)
-    if how == "deaf":
+    if how == "elsewhere":
+        print("INFO: Uvicorn running on http://127.0.0.1:7 (Press CTRL+C to quit)", flush=True)
+    if how in ("deaf", "elsewhere"):
         time.sleep(1000)
     if how == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -194,6 +196,24 @@ def test_a_port_in_use(tmp_path: Path) -> None:
             assert run.end() == 1
     assert f"port {port} is in use on this machine" in run.output
     assert "[train]" not in run.output
+
+
+def test_a_port_that_is_not_wholly_free_is_waited_for(tmp_path: Path) -> None:
+    """ms-swift would take the next one, and the trainer would wait at this one."""
+    port = free_ports()
+    with launched(tmp_path, PRESET, port=port) as run:
+        assert run.end() == 0
+    with launched(tmp_path, "--logs", str(tmp_path / "more"), PRESET, port=port) as run:
+        run.wait_for(f"waiting for old connections to port {port} to go away")
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.end() == 130
+    assert "[server0]" not in run.output
+
+
+def test_a_server_on_another_port(tmp_path: Path) -> None:
+    with launched(tmp_path, PRESET, SERVER_0="elsewhere") as run:
+        assert run.end() == 1
+    assert "server0 listens on 7, since port" in run.output
 
 
 @pytest.mark.stack

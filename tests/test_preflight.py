@@ -163,10 +163,11 @@ def test_too_little_memory(
         f.truncate(weights)  # a sparse file
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    monkeypatch.setattr(preflight, "_resident_bytes", lambda: 1000)
     args = arguments(model=str(tmp_path), local_world_size=2, **changes)
     has_engine = changes.get("use_vllm", True)
     other = 1 + preflight.CPU_ENGINE_GIB if has_engine else preflight.CPU_TRAINER_GIB
-    needed = 2 * (copies * weights + other * preflight.GIB)
+    needed = 2 * (copies * weights + other * preflight.GIB - 1000)
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
     with pytest.raises(ValueError, match=rf"2 training rank.*each {copies} x 2\.0 GiB"):

@@ -157,7 +157,6 @@ def measure(case: dict[str, Any], way: str, chunk_size: int) -> dict[str, Any]:
         "turn_seconds": seconds,
         "peak_bytes": peak,
         "positions": (sum(positions) - (again - 1)) // again,
-        "resident_bytes": psutil.Process().memory_info().rss,
     }
 
 
