@@ -1,6 +1,8 @@
-"""The machine's memory, shared by pytest's workers: what starts processes waits for their share.
+"""The machine's memory, shared by pytest's workers: what starts processes waits for its share.
 
-Without it, two workers that are both at their largest run out of it, or are refused by preflight.
+Without it, workers that are all at their largest run out of it, or are refused by preflight. First
+come, first served; but who holds memory already (a server, whose training is to start) goes first,
+for he gives nothing back before he is done.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ from pathlib import Path
 import psutil
 from filelock import FileLock
 
-COLOCATED_RANK = REPLICA = 3.3
-TRAINING_RANK = 1.3
-"""GiB of one process with the tiny model, as `ps` shows them, rounded up."""
+COLOCATED_RANK = 3.5
+REPLICA = 2.9
+TRAINING_RANK = 1.2
+"""GiB of one process with the tiny model (proportional set size), rounded up."""
 
-SHARE = 0.85
-"""Of the machine's memory, for all of them."""
+FIRST_SHARE = 0.62
+"""Of the machine's memory, up to which something new may start."""
+
+WHOLE_SHARE = 0.88
+"""Up to which those may start something more who hold some already. The rest is pytest's."""
 
 PATIENCE = 900
 """Seconds, after which a process starts all the same and preflight decides."""
 
-_LEDGER = Path(tempfile.gettempdir()) / "swift-grpo-ext-tests"
+_LEDGER = Path(tempfile.gettempdir()) / "swift-grpo-ext-memory"
 
 
 def needed(command: Sequence[str], env: Mapping[str, str]) -> float:
@@ -44,34 +50,53 @@ def needed(command: Sequence[str], env: Mapping[str, str]) -> float:
 def reserved(gib: float) -> Iterator[None]:
     """Hold `gib` of the machine's memory; waits for other tests to give back theirs."""
     _LEDGER.mkdir(exist_ok=True)
-    entry = _LEDGER / f"{os.getpid()}-{uuid.uuid4().hex}"
+    entry = _LEDGER / f"{time.time_ns()}-{os.getpid()}-{uuid.uuid4().hex}"
+    waiting = entry.with_suffix(".waiting")
+    waiting.touch()
     deadline = time.monotonic() + PATIENCE
-    while not _enter(entry, gib) and time.monotonic() < deadline:
-        time.sleep(1)
     try:
+        while not _enter(entry, gib) and time.monotonic() < deadline:
+            time.sleep(1)
+        waiting.unlink()
         yield
     finally:
+        waiting.unlink(missing_ok=True)
         entry.unlink(missing_ok=True)
 
 
 def _enter(entry: Path, gib: float) -> bool:
     with FileLock(_LEDGER / "lock"):
-        taken = sum(map(_read, _LEDGER.glob("*-*")))
-        if taken and taken + gib > SHARE * psutil.virtual_memory().total / 2**30:
+        held = [e for e in _living("*-*") if not e.suffix]
+        taken = sum(map(_gib, held))
+        has_some = any(_pid(e) == os.getpid() for e in held)
+        is_next = min(_living("*.waiting")).stem == entry.name
+        if not (has_some or is_next):
+            return False
+        share = WHOLE_SHARE if has_some else FIRST_SHARE
+        if taken and taken + gib > share * psutil.virtual_memory().total / 2**30:
             return False
         entry.write_text(str(gib), encoding="utf-8")
     return True
 
 
-def _read(entry: Path) -> float:
-    """What an entry holds; a worker that was killed holds nothing."""
-    if not psutil.pid_exists(int(entry.name.partition("-")[0])):
-        entry.unlink(missing_ok=True)
-        return 0
+def _living(pattern: str) -> list[Path]:
+    """Entries of workers that live; those of the others are removed."""
+    entries = list(_LEDGER.glob(pattern))
+    for entry in entries:
+        if not psutil.pid_exists(_pid(entry)):
+            entry.unlink(missing_ok=True)
+    return [entry for entry in entries if psutil.pid_exists(_pid(entry))]
+
+
+def _gib(entry: Path) -> float:
     try:
         return float(entry.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except FileNotFoundError:  # given back in this moment
         return 0
+
+
+def _pid(entry: Path) -> int:
+    return int(entry.name.split("-")[1])
 
 
 def _option(command: Sequence[str], name: str, default: str) -> str:
