@@ -42,7 +42,9 @@ def never_sample(model: torch.nn.Module, ids: list[int]) -> Any:
 
     def leave_out(module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
         lowest = torch.finfo(logits.dtype).min * SHARE_OF_LOWEST
-        # In place: a copy of the logits would be the largest tensor of all.
-        return logits.index_fill_(-1, torch.tensor(ids, device=logits.device), lowest)
+        # In place: a copy of the logits would be the largest tensor of all, and so would one of
+        # their gradient, had autograd to know. It need not: where p is 0, so is the gradient.
+        logits.detach().index_fill_(-1, torch.tensor(ids, device=logits.device), lowest)
+        return logits
 
     return head.register_forward_hook(leave_out)
