@@ -104,6 +104,24 @@ def end_ids(template: Any) -> frozenset[int]:
     return frozenset(i for i in ids if isinstance(i, int))
 
 
+def check_stop_settings(args: Any) -> None:
+    """Refuse what is wrong with any template, before a model is loaded.
+
+    Args:
+        args: of `swift rlhf`, once the model's directory is known.
+
+    Raises:
+        ValueError: see `stops.check_stops`.
+    """
+    size = 0
+    if args.stop_token_ids:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
+        size = len(tokenizer) + len(args.new_special_tokens)  # perhaps some are known already
+    check_stops(args.stop_words or (), args.stop_token_ids, vocabulary_size=size)
+
+
 def check_template_stops(args: Any, template: Any) -> None:
     """Refuse `--stop_words` and `--stop_token_ids` that cannot be meant with this template.
 

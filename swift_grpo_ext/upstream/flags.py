@@ -29,6 +29,7 @@ from transformers import HfArgumentParser
 from swift_grpo_ext import preflight
 from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_infos, flag_names
 from swift_grpo_ext.new_tokens import check_model_tokens
+from swift_grpo_ext.template_stops import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
@@ -70,6 +71,7 @@ class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
         super()._check_grpo()
         if self.rlhf_type == "grpo":
             check_model_tokens(self)
+            check_stop_settings(self)
             preflight.check_training_memory(self)
             datasets = super().load_dataset()
             preflight.check_datasets(self, *datasets)

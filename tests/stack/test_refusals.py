@@ -103,6 +103,18 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
             rlhf(assets, "--rollout_seed_mode", "samples"),
             r"argument --rollout_seed_mode.*invalid choice: 'samples'.*swift-grpo-ext flags",
         ),
+        "empty stop string": (
+            rlhf(assets, "--stop_words", ""),
+            r"--stop_words holds an empty string.*leave it out",
+        ),
+        "no such stop token": (
+            rlhf(assets, "--stop_token_ids", "151936"),
+            r"--stop_token_ids 151936: 151936 is no token.*convert_tokens_to_ids",
+        ),
+        "new tokens without rows": (
+            rlhf(assets, "--new_special_tokens", *(f"<t{i}>" for i in range(300))),
+            r"300 new tokens do not fit .*271 free.*resize_token_embeddings",
+        ),
         "another algorithm": (
             rlhf(assets, "--logits_shim", "off", "--rlhf_type", "dpo"),
             r"--logits_shim is read with --rlhf_type grpo only; received --rlhf_type dpo",
