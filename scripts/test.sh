@@ -6,6 +6,7 @@ bash "$(dirname "$0")/setup.sh"
 source "$(dirname "$0")/common.sh"
 bin=$(cd "$VENV/bin" && pwd)
 export PATH=$bin:$PATH ASSETS
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # tests run side by side
 
 step "Lint and types"
 ruff check .
