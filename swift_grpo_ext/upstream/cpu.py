@@ -14,10 +14,11 @@ Can go when ms-swift makes these choices for CPU runs.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import platform
+import sys
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -56,7 +57,8 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
         if hasattr(args, name) and not getattr(args, name) and name not in given:
             setattr(args, name, setting)
-    atexit.register(_leave_group)
+    # At exit, these run in the reverse of their order: after vLLM's, which leaves its own groups.
+    weakref.finalize(sys.modules[__name__], _leave_group)
     if platform.libc_ver()[0] == "glibc":
         _keep_freed_memory()
 
