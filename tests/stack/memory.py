@@ -23,10 +23,10 @@ REPLICA = 2.9
 TRAINING_RANK = 1.2
 """GiB of one process with the tiny model (proportional set size), rounded up."""
 
-FIRST_SHARE = 0.75
+FIRST_SHARE = 0.65
 """Of the machine's memory, up to which something new may start."""
 
-WHOLE_SHARE = 0.85
+WHOLE_SHARE = 0.78
 """Up to which those may start something more who hold some already. The rest is pytest's."""
 
 PATIENCE = 900
