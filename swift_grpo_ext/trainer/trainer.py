@@ -14,6 +14,7 @@ from swift_grpo_ext.placeholders import never_sample, placeholder_ids
 from swift_grpo_ext.rounds import RoundNames
 from swift_grpo_ext.template_stops import check_template_stops
 from swift_grpo_ext.trainer.batch import RolloutBatch, switch_off_dropout
+from swift_grpo_ext.trainer.checkpoints import WholeCheckpoints
 from swift_grpo_ext.trainer.prompts import RolloutPrompts
 from swift_grpo_ext.trainer.rollouts import RolloutRounds
 from swift_grpo_ext.trainer.weights import RolloutWeights
@@ -41,7 +42,13 @@ class RolloutGRPOConfig(ExtFlags, GRPOConfig):
 
 
 class RolloutGRPOTrainer(
-    LogpsMixin, RolloutPrompts, RolloutRounds, RolloutBatch, RolloutWeights, GRPOTrainer
+    LogpsMixin,
+    RolloutPrompts,
+    RolloutRounds,
+    RolloutBatch,
+    RolloutWeights,
+    WholeCheckpoints,
+    GRPOTrainer,
 ):
     """GRPO with the rollouts of `swift_grpo_ext`."""
 

@@ -12,7 +12,8 @@ from swift_grpo_ext.upstream.contract import Pin, UnsupportedUpstreamError
 EXTENDING = [
     *("diversity.monitor", "engine", "logps", "registry", "replay.draw", "template_stops"),
     *("upstream.dynamic_eos", "upstream.transformers_stops", "upstream.verified_weights"),
-    *("trainer.batch", "trainer.prompts", "trainer.rollouts", "trainer.trainer", "trainer.weights"),
+    *("trainer.batch", "trainer.checkpoints", "trainer.prompts", "trainer.rollouts"),
+    *("trainer.trainer", "trainer.weights"),
     *("upstream.flags", "upstream.media", "upstream.server", "upstream.split_prefill"),
     "upstream.weight_sync",
 ]

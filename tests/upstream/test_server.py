@@ -89,18 +89,20 @@ class Replica:
         return RolloutOutput(response=response, rollout_infos={"group": group})
 
 
-def deploy(replicas: list[Replica]) -> Any:
+def deploy(replicas: list[Replica], timeout: float = 60.0) -> Any:
     server.install()
     return SimpleNamespace(
         connections=[replica.connection for replica in replicas],
         processes=list(replicas),
         use_async_engine=False,
-        args=SimpleNamespace(rollout_timeout=0.5, vllm_tensor_parallel_size=2),
+        args=SimpleNamespace(rollout_timeout=timeout, vllm_tensor_parallel_size=2),
     )
 
 
-def infer(replicas: list[Replica], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    deployed = deploy(replicas)
+def infer(
+    replicas: list[Replica], requests: list[dict[str, Any]], timeout: float = 60.0
+) -> list[dict[str, Any]]:
+    deployed = deploy(replicas, timeout)
     return list(asyncio.run(SwiftRolloutDeploy.infer(deployed, requests, CONFIG)))
 
 
@@ -136,7 +138,7 @@ FAULTS: dict[Fault, str] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_one_replica_cannot_answer_another_does(fault: Fault) -> None:
     failing, healthy = Replica(fault), Replica()
-    deployed = deploy([failing, healthy])
+    deployed = deploy([failing, healthy], timeout=5.0 if fault == "hangs" else 60.0)
     asked = [request(group) for group in range(8)]
     answers = asyncio.run(SwiftRolloutDeploy.infer(deployed, asked, CONFIG))
     assert [answer["rollout_infos"]["group"] for answer in answers] == list(range(8))
@@ -150,8 +152,9 @@ def test_what_one_replica_cannot_answer_another_does(fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_with_no_replica_left_the_cause_is_named(fault: Fault) -> None:
+    timeout = 0.5 if fault == "hangs" else 60.0
     with pytest.raises(HTTPException, match=FAULTS[fault]) as failed:
-        infer([Replica(fault)], [request(group) for group in range(4)])
+        infer([Replica(fault)], [request(group) for group in range(4)], timeout)
     assert failed.value.status_code == 500
     with pytest.raises(HTTPException, match="it has no replica left"):
         infer([], [request(0)])

@@ -1,0 +1,84 @@
+"""Weights come back from a checkpoint, whatever names its files spell them with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.trainer import Trainer
+
+from swift_grpo_ext.trainer.checkpoints import CheckpointError, holds_whole_model, load_whole_model
+from tests.logits.models import add_lora, build
+
+MODELS = ("Qwen2", "Qwen2, tied", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL")
+
+
+@pytest.fixture(params=MODELS)
+def trained(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    return request.param, build(request.param)
+
+
+def other(name: str) -> Any:
+    """A model of the same kind with other weights."""
+    model = build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    return model
+
+
+def is_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_every_parameter_comes(trained: tuple[str, Any], shard_size: str, tmp_path: Path) -> None:
+    name, model = trained
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) is (shard_size == "20KB")
+    assert holds_whole_model(tmp_path)
+    resumed = other(name)
+    pointers = {n: p.data_ptr() for n, p in resumed.named_parameters()}
+    assert not is_equal(resumed.state_dict(), model.state_dict())
+    load_whole_model(resumed, tmp_path)
+    assert is_equal(resumed.state_dict(), model.state_dict())
+    assert {n: p.data_ptr() for n, p in resumed.named_parameters()} == pointers, "an optimizer's"
+
+
+def test_a_half_precision_model_keeps_its_type(tmp_path: Path) -> None:
+    model = build("Qwen2.5-VL")
+    model.save_pretrained(tmp_path)
+    resumed = other("Qwen2.5-VL").to(torch.bfloat16)
+    load_whole_model(resumed, tmp_path)
+    assert is_equal(resumed.state_dict(), model.to(torch.bfloat16).state_dict())
+
+
+def test_upstream_still_needs_it(tmp_path: Path) -> None:
+    """When this fails, transformers translates names: `WholeCheckpoints` can go."""
+    model = build("Qwen2.5-VL")
+    model.save_pretrained(tmp_path)
+    resumed = other("Qwen2.5-VL")
+    result = resumed.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert result.missing_keys
+    assert result.unexpected_keys
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.is_fsdp_enabled = False
+    trainer.model = other("Qwen2.5-VL")
+    trainer._load_from_checkpoint(str(tmp_path))
+    assert not is_equal(trainer.model.state_dict(), model.state_dict())
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    build("Qwen2").save_pretrained(tmp_path)
+    expected = r"does not hold the weights of .*Qwen2VL.* has no .*visual.*--model"
+    with pytest.raises(CheckpointError, match=expected):
+        load_whole_model(build("Qwen2-VL"), tmp_path)
+
+
+def test_adapters_are_left_to_peft(tmp_path: Path) -> None:
+    add_lora(build("Qwen2.5-VL")).save_pretrained(tmp_path)
+    assert not holds_whole_model(tmp_path)
