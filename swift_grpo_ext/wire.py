@@ -20,6 +20,8 @@ from swift_grpo_ext.stops import StopReason
 
 KEY = "swift_grpo_ext"
 VERSION = 2
+INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
+"""Of HTTP requests that rest on weights: the start of the server that was given them."""
 
 
 class WireError(ValueError):

@@ -1,8 +1,9 @@
-"""Weights come back from a checkpoint, whatever names its files spell them with."""
+"""Checkpoints that are whole, and weights that come back whatever names their files spell."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.trainer import Trainer
 
+from swift_grpo_ext.checkpoints import check_resume, last_whole
 from swift_grpo_ext.trainer.checkpoints import CheckpointError, holds_whole_model, load_whole_model
 from tests.logits.models import add_lora, build
 
@@ -82,3 +84,29 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 def test_adapters_are_left_to_peft(tmp_path: Path) -> None:
     add_lora(build("Qwen2.5-VL")).save_pretrained(tmp_path)
     assert not holds_whole_model(tmp_path)
+
+
+def checkpoint(run: Path, step: int, state: str | None) -> Path:
+    folder = run / f"checkpoint-{step}"
+    folder.mkdir()
+    if state is not None:
+        (folder / "trainer_state.json").write_text(state, encoding="utf-8")
+    return folder
+
+
+def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
+    assert last_whole(tmp_path) is None
+    missing = checkpoint(tmp_path, 10, None)
+    with pytest.raises(ValueError, match=r"checkpoint-10 is no whole .* has no whole checkpoint"):
+        check_resume(SimpleNamespace(resume_from_checkpoint=str(missing)))
+    whole = checkpoint(tmp_path, 9, '{"global_step": 9}')
+    cut_short = checkpoint(tmp_path, 11, '{"global_st')
+    checkpoint(tmp_path, 8, '{"global_step": 8}')
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_whole(tmp_path) == whole
+    with pytest.raises(ValueError, match=r"checkpoint-11 .*cut short.*--resume_.* .*checkpoint-9"):
+        check_resume(SimpleNamespace(resume_from_checkpoint=str(cut_short)))
+    for resume in (None, str(whole)):
+        check_resume(SimpleNamespace(resume_from_checkpoint=resume))
+    only_model = SimpleNamespace(resume_from_checkpoint=str(missing), resume_only_model=True)
+    check_resume(only_model)

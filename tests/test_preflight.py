@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import time
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +83,22 @@ def test_a_port_in_use() -> None:
         with pytest.raises(ValueError, match=f"--port {port} is in use.*--vllm_server_port"):
             preflight.check_engine(arguments(port=port))
     preflight.check_engine(arguments(port=port))
+
+
+def test_old_connections_to_a_port_are_waited_for() -> None:
+    with socket.socket() as server, socket.socket() as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        client.connect(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        server.close()
+        end = Timer(1.5, lambda: (client.close(), accepted.close()))  # the client first
+        end.start()
+        begin = time.monotonic()
+        preflight.check_engine(arguments(port=port))
+        assert time.monotonic() - begin > 1
 
 
 def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,14 +22,18 @@ from swift_grpo_ext.seeding import Place
 from swift_grpo_ext.servers import RolloutServers
 from swift_grpo_ext.wire import Completion, Envelope, WireError
 
-TIMEOUT = 0.5  # seconds
+TIMEOUT = 2.0  # seconds
+
+
+def ours_of(replicas: int = 1, instance: str = "first start") -> dict[str, Any]:
+    return {"version": wire.VERSION, "replicas": replicas, "instance": instance}
 
 
 @dataclass
 class Server:
     """What a server says of itself, and what it was asked."""
 
-    ours: Any = field(default_factory=lambda: {"version": wire.VERSION, "replicas": 1})
+    ours: Any = field(default_factory=ours_of)
     status: int = 200
     fault: Literal["", "closes", "hangs", "no JSON", "half", "nonsense"] = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -86,7 +90,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 self.connection.close()
                 return
             if self.path == "/infer/" and server.fault == "hangs":
-                time.sleep(5 * TIMEOUT)
+                time.sleep(2 * TIMEOUT)
             if self.path == "/infer/" and server.fault == "no JSON":
                 answer = b"Bad gateway"
             failed = self.path == "/infer/" and server.status != 200
@@ -111,7 +115,7 @@ def ask(servers: RolloutServers, num_groups: int, count: int = 4) -> list[Any]:
 
 
 def test_samples_come_back_to_their_requests() -> None:
-    small, large = Server(), Server(ours={"version": wire.VERSION, "replicas": 2})
+    small, large = Server(), Server(ours=ours_of(2))
     with running(small, large) as client:
         servers = RolloutServers(client, TIMEOUT)
         answers = ask(servers, 9)
@@ -159,11 +163,12 @@ FAULTS = {
     "half": "server 0 .* gave 1 answers to 2 requests",
     "nonsense": "server 0 .* gave an answer that makes no sense",
     "500": "server 0 .* answered 500: .*replica 1 gave no answer",
+    "401": r"server 0 .* answered 401: .*machine HOST login swift password KEY.* in ~/\.netrc",
 }
 
 
 def failing_server(fault: Any) -> Server:
-    return Server(status=500) if fault == "500" else Server(fault=fault)
+    return Server(status=int(fault)) if fault.isdigit() else Server(fault=fault)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -193,7 +198,7 @@ def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
 
 
 def test_replicas_that_became_fewer_are_connected_anew() -> None:
-    server = Server(ours={"version": wire.VERSION, "replicas": 2})
+    server = Server(ours=ours_of(2))
     with running(Server(), server) as client:
         connected: list[Any] = []
 
@@ -204,21 +209,40 @@ def test_replicas_that_became_fewer_are_connected_anew() -> None:
         servers = RolloutServers(client, TIMEOUT, connect)
         servers.reconnect()
         assert connected == []
-        server.ours = {"version": wire.VERSION, "replicas": 1}
+        server.ours = ours_of(1)
         servers.reconnect()
         assert connected == [(1, [server.url], ["127.0.0.1"], [1])]
         assert client.pynccl_comms == ["group 0", "a new group"]
         assert client.num_servers == 2
-        server.ours = {"version": wire.VERSION, "replicas": 0}
+        server.ours = ours_of(0)
         servers.reconnect()
         assert client.base_urls != [server.url]
         assert len(client.base_urls) == 1
+
+
+def test_a_server_that_was_started_anew_is_connected_anew() -> None:
+    server = Server()
+    with running(server) as client:
+        connected: list[Any] = []
+
+        def connect(alone: Any) -> None:
+            connected.append(alone.base_urls)
+            alone.pynccl_comms = ["a new group"]
+
+        servers = RolloutServers(client, TIMEOUT, connect)
+        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "first start"
+        server.ours = ours_of(instance="second start")
+        servers.reconnect()
+        assert connected == [[server.url]]
+        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second start"
+        servers.reconnect()
+        assert len(connected) == 1
 
 
 def test_with_no_server_left_weights_go_nowhere() -> None:
     server = Server()
     with running(server) as client:
         servers = RolloutServers(client, TIMEOUT)
-        server.ours = {"version": wire.VERSION, "replicas": 0}
+        server.ours = ours_of(0)
         with pytest.raises(RolloutError, match=r"server 0 .*has no replica left"):
             servers.reconnect()

@@ -1,4 +1,4 @@
-"""A resumed run goes on from the weights of its checkpoint.
+"""Checkpoints: a resumed run goes on from its weights, and one that is not written is named.
 
 Symptom: a resumed run trains on from the base model's weights, with the checkpoint's optimizer and
 step; two warnings about keys are all it says (transformers issue 43701, ms-swift issue 7947).
@@ -13,6 +13,7 @@ Can go when: those two methods translate names (transformers pull request 48822 
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from swift_grpo_ext.checkpoints import how_to_go_on
 from swift_grpo_ext.upstream.contract import Pin, verify
 
 PINS = (
     Pin("swift.rlhf_trainers", "GRPOTrainer._load_from_checkpoint",
         ("self", "resume_from_checkpoint", "model")),
     Pin("swift.rlhf_trainers", "GRPOTrainer._load_best_model", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._save_checkpoint", ("self", "args", "kwargs")),
 )  # fmt: skip
 verify(PINS)
 
@@ -42,8 +45,8 @@ WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS
 logger = get_logger()
 
 
-class CheckpointError(ValueError):
-    """A checkpoint does not hold this model's weights."""
+class CheckpointError(RuntimeError):
+    """A checkpoint does not hold this model's weights, or could not be written."""
 
 
 def holds_whole_model(checkpoint: Path) -> bool:
@@ -75,7 +78,18 @@ def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
 
 
 class WholeCheckpoints(GRPOTrainer):
-    """The hooks through which the Trainer reads weights back."""
+    """The hooks through which the Trainer writes checkpoints, and reads weights back."""
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._save_checkpoint(*args, **kwargs)
+        except Exception as e:
+            run = Path(self.args.output_dir)
+            raise CheckpointError(
+                f"checkpoint-{self.state.global_step} could not be written to --output_dir {run}, "
+                f"which has {shutil.disk_usage(run).free / 2**30:.1f} GiB free: "
+                f"{type(e).__name__}: {e}. {how_to_go_on(run)}"
+            ) from e
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None

@@ -1,7 +1,10 @@
-"""A plugin for tests: rollout engines that fail in a given round, weights that are lost.
+"""A plugin for tests: rollout engines that fail in a given round, weights that are lost, trainers
+that are killed or wait.
 
 What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults with the
-step at which a rollout meets them and the replica, or with the word `weights`.
+step at which a rollout meets them and the replica, with the word `weights`, or with the word
+`trainer` and a rank, which meets them between a step's rollout and its training if the reward
+`fate` is asked for.
 """
 
 from __future__ import annotations
@@ -9,13 +12,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from swift.rewards import ORM, orms
 
 from swift_grpo_ext import wire
 from swift_grpo_ext.engine import RolloutEngine
+from swift_grpo_ext.groups import place_of
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
@@ -30,6 +37,22 @@ def meet(step: int) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif fault["kind"] == "raise":
                 raise OSError("the disk is gone")
+
+
+class Fate(ORM):
+    """Rewards nothing; ends its rank, or keeps it until a file `go` is there."""
+
+    def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
+        step, rank = place_of(request_id[0]).step, int(os.environ.get("RANK", "0"))
+        for fault in FAULTS:
+            if fault.get("trainer") and (fault["step"], fault["rank"]) == (step, rank):
+                if fault["trainer"] == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                folder = Path(fault["folder"])
+                (folder / "waiting").touch()
+                while not (folder / "go").exists():
+                    time.sleep(0.2)
+        return [0.0] * len(completions)
 
 
 class FailingEngine(RolloutEngine):
@@ -64,6 +87,7 @@ def install() -> None:
 
     from swift_grpo_ext import engine
 
+    orms["fate"] = Fate
     engine.RolloutEngine = FailingEngine  # type: ignore[misc]
     swift.infer_engine.GRPOVllmEngine = FailingEngine
     rollout = sys.modules.get("swift.pipelines.infer.rollout")

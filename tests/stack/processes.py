@@ -132,10 +132,14 @@ def swift(
 
 @contextmanager
 def rollout_server(
-    *argv: str, log: Path, env: dict[str, str] | None = None, seconds: float = 300
+    *argv: str,
+    log: Path,
+    env: dict[str, str] | None = None,
+    seconds: float = 300,
+    port: int | None = None,
 ) -> Iterator[int]:
     """A healthy `swift rollout` server; the value is its port."""
-    port = free_port()
+    port = port or free_port()
     command = [str(SWIFT), "rollout", "--port", str(port), "--host", "127.0.0.1", *argv]
     with started(command, log, env) as running:
         deadline = time.monotonic() + seconds

@@ -75,14 +75,23 @@ def kinds(assets: Path, tmp_path: Path) -> tuple[Path, set[str], set[str]]:
     return path, good, rows.keys() - good
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+WAYS = {
+    "one rank, LoRA": (1, ("--tuner_type", "lora", "--target_modules", "all-linear")),
+    "two ranks": (2, ()),
+    "tensor parallel": (2, ("--vllm_tensor_parallel_size", "2")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_bad_rows_leave_as_whole_groups(
-    ranks: int, assets: Path, kinds: tuple[Path, set[str], set[str]], tmp_path: Path
+    way: str, assets: Path, kinds: tuple[Path, set[str], set[str]], tmp_path: Path
 ) -> None:
     rows, good, bad = kinds
+    ranks, more = WAYS[way]
     delete = ["--truncation_strategy", "delete", "--max_length", "200"]
     rewards = ["--reward_funcs", "name", "--duplicate_prompts", "allow"]
-    samples = train(assets, rows, tmp_path / "run", *delete, *rewards, ranks=ranks, steps=STEPS)
+    argv = [*delete, *rewards, *more]
+    samples = train(assets, rows, tmp_path / "run", *argv, ranks=ranks, steps=STEPS)
 
     assert len(samples) == STEPS * BATCH
     prompts: dict[tuple[int, int], set[str]] = {}

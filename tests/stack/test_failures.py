@@ -92,6 +92,7 @@ def test_servers_are_lost_one_by_one_and_the_run_resumes(
 def test_weights_that_did_not_arrive_are_noticed(
     fault: str, message: str, assets: Path, rows: Path, tmp_path: Path
 ) -> None:
+    """One bit of a server's weights; one tensor of a colocated engine's, of merged adapters."""
     plugins = ("examples/digits/rewards.py", "tests/stack/recorder.py", *FAULTY)
     kinds = faults({"weights": fault})
     if fault == "flip":
@@ -101,7 +102,11 @@ def test_weights_that_did_not_arrive_are_noticed(
             finished = run_training(assets, rows, tmp_path / "run", *argv, ranks=2)
         who = "worker 0 of server 0 "
     else:
-        finished = run_training(assets, rows, tmp_path / "run", plugins=plugins, env=kinds)
+        argv = ["--tuner_type", "lora", "--target_modules", "all-linear"]
+        argv += ["--vllm_tensor_parallel_size", "2"]
+        finished = run_training(
+            assets, rows, tmp_path / "run", *argv, ranks=2, plugins=plugins, env=kinds
+        )
         who = "The colocated engine of rank 0"
     assert finished.returncode != 0
     assert f"WeightUpdateError: {who}" in finished.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,29 +36,40 @@ def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("use_vllm", ["true", "false"])
+LORA_TP = {"tuner_type": "lora", "target_modules": ["all-linear"], "vllm_tensor_parallel_size": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "vLLM": {},
+    "LoRA, tensor parallel": LORA_TP,
+    "transformers": {"use_vllm": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_placeholder_of_probability_1_is_never_sampled(
-    use_vllm: str, model: Path, assets: Path, tmp_path: Path
+    way: str, model: Path, assets: Path, tmp_path: Path
 ) -> None:
     preset = yaml.safe_load((ROOT / "examples/digits/grpo.yaml").read_text(encoding="utf-8"))
-    if use_vllm == "false":  # ms-swift refuses what is meant for vLLM
+    if way == "transformers":  # ms-swift refuses what is meant for vLLM
         preset = {name: value for name, value in preset.items() if not name.startswith("vllm_")}
     config = tmp_path / "grpo.yaml"
-    config.write_text(yaml.safe_dump({**preset, "use_vllm": use_vllm == "true"}))
+    config.write_text(yaml.safe_dump({**preset, **WAYS[way]}))
+    ranks = WAYS[way].get("vllm_tensor_parallel_size", 1)
     finished = swift(
         *("rlhf", str(config)),
         *("--model", str(model), "--dataset", str(assets / "digits/train.jsonl")),
         *("--external_plugins", PLUGIN, "examples/digits/rewards.py"),
-        *("--num_generations", "4", "--per_device_train_batch_size", "12", "--max_steps", "2"),
+        *("--num_generations", "4", "--max_steps", "2"),
+        *("--per_device_train_batch_size", str(12 // ranks)),
         *("--save_strategy", "no", "--output_dir", str(tmp_path / "run"), "--add_version", "false"),
         log=tmp_path / "log",
+        env={"NPROC_PER_NODE": str(ranks)} if ranks > 1 else {},
     )
     assert finished.returncode == 0, finished.cause
     rows = read_samples(tmp_path / "run", columns=["token_ids"])["token_ids"].to_pylist()
     assert len(rows) == 2 * 12
     assert all(rows)
     assert not any(IMAGE_PAD in token_ids for token_ids in rows)
-    if use_vllm == "true":
+    if way != "transformers":
         lines = (tmp_path / "run/logging.jsonl").read_text(encoding="utf-8").splitlines()
         gaps = [e["rollout_gap/max"] for e in map(json.loads, lines) if "rollout_gap/max" in e]
         assert len(gaps) == 2
