@@ -32,6 +32,7 @@ Several nodes, each of which runs this same command:
   --node-rank I         which of them this is. Under Slurm both are known:
                         srun --ntasks-per-node 1 launch.sh --rollout-nodes 2 ... CONFIG
 MASTER_PORT is torchrun's port on the first training node.
+VLLM_API_KEY, where it is set (on all nodes), is what the servers ask for and the training sends.
 
 Exit status: that of the training; 1 where a server fails; 130 after Ctrl-C.
 HELP
@@ -123,6 +124,12 @@ fi
 for side in rollout train; do
   [ -f "$config.$side.yaml" ] || fail "there is no $config.$side.yaml"
 done
+if [ "${VLLM_API_KEY:-}" ]; then
+  [[ $VLLM_API_KEY =~ ^[A-Za-z0-9._~+/=-]+$ ]] ||
+    fail "VLLM_API_KEY: expected letters, digits and ._~+/=- only, e.g. of openssl rand -hex 32"
+fi
+! grep -q '^api_key:' "$config.rollout.yaml" ||
+  fail "$config.rollout.yaml: take api_key out and set VLLM_API_KEY, which reaches the training too"
 [ "$dry_run" ] || command -v swift >/dev/null ||
   fail "swift is not on the PATH: activate the environment that holds ms-swift"
 
@@ -165,7 +172,7 @@ replicas=$((gpus_of_server / tensor_parallel))
   fail "--rollout-gpus $rollout_gpus cannot be shared evenly by $num_servers server(s) of replicas with" \
     "$tensor_parallel GPU(s) each (vllm_tensor_parallel_size in $config.rollout.yaml)"
 
-both=() data=()
+both=() data=() netrc=''
 [ -z "$model" ] || both=(--model "$model")
 [ -z "$dataset" ] || data=(--dataset "$dataset")
 
@@ -188,12 +195,12 @@ training_command() {
     done
   done
   [ "$cpu" ] && gpus=''
-  settings=("CUDA_VISIBLE_DEVICES=$gpus" "NPROC_PER_NODE=$(count "$train_gpus")")
+  settings=(${netrc:+"NETRC=$netrc"} "CUDA_VISIBLE_DEVICES=$gpus" "NPROC_PER_NODE=$(count "$train_gpus")")
   if ((rollout_nodes)); then
     settings+=("NNODES=$num_training_nodes" "NODE_RANK=$training_node" "MASTER_ADDR=$master"
       "MASTER_PORT=${MASTER_PORT:-29500}")
   fi
-  command=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK "${settings[@]}" swift rlhf "$config.train.yaml" "${both[@]}" "${data[@]}"
+  command=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u VLLM_API_KEY "${settings[@]}" swift rlhf "$config.train.yaml" "${both[@]}" "${data[@]}"
     --vllm_mode server --vllm_server_host "${hosts_of[@]}" --vllm_server_port "${ports[@]}"
     --vllm_server_group_port "${group_ports[@]}" "${more[@]}")
 }
@@ -344,6 +351,23 @@ wait_for_servers() {
   done
 }
 
+# ms-swift's client sends a key to hosts that stand in a netrc, and in no other way. This one holds the
+# user's own lines too, and no longer has a name: nothing is left of it, however the launch ends.
+open_netrc() {
+  local file host own=${NETRC:-${HOME:-}/.netrc}
+  file=$(mktemp) # mode 600
+  exec {netrc_descriptor}<>"$file"
+  rm "$file"
+  {
+    [ ! -r "$own" ] || cat "$own"
+    printf '\n\n'
+    for host in ${server_hosts//,/ }; do
+      printf 'machine %s login swift password %s\n' "${host,,}" "$VLLM_API_KEY"
+    done
+  } >&"$netrc_descriptor"
+  netrc=/proc/$$/fd/$netrc_descriptor
+}
+
 if ((serves)); then
   for ((n = 0; n < num_servers; n++)); do
     wait_for_port $((port + n))
@@ -356,6 +380,7 @@ fi
 looks=0
 ((!trains)) || wait_for_servers
 if ((trains)); then
+  [ -z "${VLLM_API_KEY:-}" ] || open_netrc
   training_command
   prefix=train
   ((!rollout_nodes)) || prefix=train$training_node

@@ -30,13 +30,13 @@ from swift_grpo_ext import wire
 from swift_grpo_ext.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.stops import Cut, Stops
 from swift_grpo_ext.template_stops import TemplateStops, stopped, tell_stop_reason
-from swift_grpo_ext.upstream import server, split_prefill
+from swift_grpo_ext.upstream import server, shared_memory, split_prefill
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.exif import drop_orientation
 from swift_grpo_ext.upstream.replicas import FAILURE
+from swift_grpo_ext.upstream.tool_calls import tool_calls
 from swift_grpo_ext.upstream.video import add_video_metadata
-from swift_grpo_ext.weights import Receipt, receipt
 from swift_grpo_ext.wire import Completion, Envelope
 
 PINS = (
@@ -51,8 +51,6 @@ PINS = (
         ("self", "result", "inputs", "request_config", "request_id")),
     Pin("swift.infer_engine", "GRPOVllmEngine._batch_infer_stream",
         ("self", "tasks", "stream", "use_tqdm", "metrics")),
-    Pin("swift.infer_engine.infer_engine", "InferEngine._get_toolcall",
-        ("self", "response", "template_inputs")),
     Pin("swift.infer_engine.vllm_engine", "VllmEngine._add_request",
         ("self", "inputs", "generation_config", "request_id", "adapter_request")),
     Pin("swift.infer_engine.infer_engine", "InferEngine._batch_encode",
@@ -104,6 +102,7 @@ class RolloutEngine(GRPOVllmEngine):
             engine_kwargs["worker_extension_cls"] = ours
         if not has_accelerator():
             split_prefill.install()
+            shared_memory.install()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         self._never_sampled = logit_bias(placeholder_ids(self.template))
 
@@ -272,7 +271,7 @@ class RolloutEngine(GRPOVllmEngine):
         for choice, output, cut in zip(response.choices, outputs, cuts, strict=True):
             text = self._template_stops.text(output.token_ids, cut, template_inputs)
             if text != choice.message.content:
-                choice.message.tool_calls = self._get_toolcall(text, template_inputs)
+                choice.message.tool_calls = tool_calls(self, text, template_inputs)
             choices.append(stopped(choice, text, output.finish_reason, cut.reason))
         response.choices = list(choices)
         return response
@@ -313,8 +312,10 @@ class RolloutEngine(GRPOVllmEngine):
 
     # --- weights ---
 
-    def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Receipt:
-        """Replace weights of a colocated engine, by their checkpoint names; returns their receipt.
+    def reload_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Replace weights of a colocated engine, by their checkpoint names; returns those taken.
 
         vLLM's CPU layers keep packed weights only, which `model.load_weights` cannot fill (vLLM
         0.32, `dispatch_cpu_unquantized_gemm`); this rebuilds them, all but a tied head's, which
@@ -322,9 +323,8 @@ class RolloutEngine(GRPOVllmEngine):
         """
         model_runner = self.inner_model_executor.driver_worker.worker.model_runner
         held = list(weights)
-        loaded = receipt(held)
         model_runner.reload_weights(weights_iterator=iter(held))
-        return loaded
+        return held
 
 
 def take_turn(request: Any) -> Envelope | None:

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from packaging.version import Version
 from swift.utils import get_logger
 
 from swift_grpo_ext.arguments import DiversityFlags, RolloutFlags, StopFlags
 from swift_grpo_ext.rows import check_duplicates, check_rows
 from swift_grpo_ext.seeding import MAX_GROUP_SIZE
 from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.contract import swift_version
 
 logger = get_logger()
 
@@ -76,8 +78,18 @@ def check_engine(args: Any) -> None:
 
 
 def check_adapters(args: Any) -> None:
-    """On CPU the engine gets LoRA weights merged: vLLM cannot reload packed layers else."""
-    if args.vllm_enable_lora and not has_accelerator():
+    """On CPU the engine gets LoRA weights merged: vLLM cannot reload packed layers else. With GPUs,
+    ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
+    `add_base_layer_suffix_by_param_names`)."""
+    if not args.vllm_enable_lora:
+        return
+    if Version(swift_version()) < Version("4.6"):
+        raise ValueError(
+            f"--vllm_enable_lora true does not work with ms-swift {swift_version()}, which names "
+            "weights under adapters otherwise than vLLM 0.32. Install ms-swift 4.6, or leave it "
+            "out, here and on the other side; adapters are then merged into the engine's weights."
+        )
+    if not has_accelerator():
         raise ValueError(
             "--vllm_enable_lora true does not work without an accelerator (vLLM 0.32 cannot reload "
             "its packed CPU layers under adapters): leave it out, here and on the other side; "
@@ -92,7 +104,8 @@ def check_master_port() -> None:
     torchrun has its port already when plugins are imported.
     """
     port = os.environ.get("MASTER_PORT")
-    if os.environ.get("WORLD_SIZE") == "1" and port and not _port_is_free(int(port), reuse=True):
+    is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_alone and port and not _port_is_free(int(port), reuse=True):
         raise ValueError(
             f"MASTER_PORT {port} is in use on this machine, perhaps by another training run: set "
             "the environment variable MASTER_PORT to a free port."

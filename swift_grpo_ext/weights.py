@@ -2,11 +2,13 @@
 
 Each side takes a checksum of every tensor that it sends or loads, under the name that crosses the
 wire: a receipt. Receipts that differ name the tensors that were lost, or changed on the way.
+Tensors that did not travel, since both sides hold the same memory, need none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -35,7 +37,15 @@ def receipt(tensors: Iterable[tuple[str, torch.Tensor]]) -> Receipt:
         sums.append(_checksum(tensor))
     values = torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else []
     pairs = zip(labels, values, strict=True)
-    return {name: f"{label} {value & (2**64 - 1):016x}" for (name, label), value in pairs}
+    return {
+        plain_name(name): f"{label} {value & (2**64 - 1):016x}" for (name, label), value in pairs
+    }
+
+
+def plain_name(name: str) -> str:
+    """A weight's name without what tells that adapters lie over it: ms-swift adds or drops that on
+    the way to an engine which holds adapters apart (`--vllm_enable_lora`)."""
+    return name.replace(".base_layer.", ".")
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -78,23 +88,61 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device, dtype=torch.int64) * 2 + 1
 
 
+def receipt_meanwhile(tensors: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], Receipt]:
+    """Begin a receipt of tensors that stay as they are; the value waits for it.
+
+    On CPU another thread takes it, beside the sending or loading that it verifies. On an
+    accelerator the same stream would have to do both: there it is taken at the end.
+    """
+    if any(tensor.device.type != "cpu" for _, tensor in tensors):
+        return lambda: receipt(tensors)
+    pool = ThreadPoolExecutor(1)
+    pending = pool.submit(receipt, tensors)
+    pool.shutdown(wait=False)
+    return pending.result
+
+
 @contextmanager
-def noted_loads(model: Any, loaded: Receipt) -> Iterator[None]:
-    """Put what a vLLM model's `load_weights` is given into `loaded`, once it has taken it."""
+def noted_loads(model: Any) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The tensors that a vLLM model's `load_weights` is given and has taken, in a list."""
     load = model.load_weights
+    taken: list[tuple[str, torch.Tensor]] = []
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
         held = list(weights)
-        new = receipt(held)
         result = load(held, *args, **kw)
-        loaded.update(new)
+        taken.extend(held)
         return result
 
     model.load_weights = load_weights
     try:
-        yield
+        yield taken
     finally:
         del model.load_weights
+
+
+def compare_tensors(
+    sent: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], who: str
+) -> None:
+    """`compare`, where both sides are at hand: only what is not the same memory is read.
+
+    Raises:
+        WeightUpdateError: the engine was given something else; names tensors.
+    """
+    sent, loaded = ({plain_name(n): t for n, t in side.items()} for side in (sent, loaded))
+    shared = {name for name in sent if name in loaded and _is_same(sent[name], loaded[name])}
+    same = dict.fromkeys(shared, "the same memory")
+
+    def known(side: Mapping[str, torch.Tensor]) -> Receipt:
+        return same | receipt((name, t) for name, t in side.items() if name not in shared)
+
+    compare(known(sent), known(loaded), who)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
+        b.data_ptr(), b.shape, b.stride(), b.dtype, b.device
+    )  # fmt: skip
 
 
 def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> None:

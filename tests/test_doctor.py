@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import importlib.metadata
 import json
 import socket
@@ -250,15 +251,17 @@ def test_data_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @contextmanager
-def server(engine_type: Any, status: int = 200) -> Iterator[str]:
+def server(engine_type: Any, status: int = 200, key: str | None = None) -> Iterator[str]:
     """Something that listens and answers as `swift rollout` may."""
+    authorization = f"Basic {base64.b64encode(f'swift:{key}'.encode()).decode()}"
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._answer(200, {"status": "ok"})
 
         def do_POST(self) -> None:
-            self._answer(status, engine_type)
+            refused = key is not None and self.headers["Authorization"] != authorization
+            self._answer(401 if refused else status, engine_type)
 
         def _answer(self, status: int, body: Any) -> None:
             self.send_response(status)
@@ -290,7 +293,22 @@ def test_servers() -> None:
     assert_red(other, str(wire.VERSION + 1), "same version of swift-grpo-ext on both sides")
     assert_red(look({}, 404), "answers 404", "swift rollout")
     assert_red(look(["odd"]), "does not say what it is", "swift rollout")
-    assert look({}, 401).status == "yellow"
+
+
+def test_a_server_with_an_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor sends what a training would: what stands in the netrc."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login swift password key\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    ours = {wire.KEY: {"version": wire.VERSION, "replicas": 1}}
+    with server(ours, key="key") as url:
+        [result] = inputs.check_servers(Wanted(servers=(url,)))
+        assert result.status == "green"
+    with server(ours, key="another") as url:
+        [result] = inputs.check_servers(Wanted(servers=(url,)))
+        assert_red(result, "does not get its API key from here", "~/.netrc")
+        [later] = inputs.check_servers(Wanted(future_servers=(url,)))
+        assert later.status == "yellow"
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -6,6 +6,7 @@ The stand-in starts a stray process in a session of its own, as torchrun and vLL
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -25,12 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 MARKER = "LAUNCH_SCRIPT_TEST"
 PRESET = "examples/presets/server_2x6_lora"
 STAND_IN = f"""#!{sys.executable} -S
-import http.server, os, signal, subprocess, sys, time
+import http.server, json, netrc, os, signal, subprocess, sys, time
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
 if sys.argv[1] == "rollout":
     port = int(sys.argv[sys.argv.index("--port") + 1])
     how = os.environ.get(f"SERVER_{{port % 10}}", "ok")
     print(f"a server that is {{how}}", flush=True)
+    assert os.environ.get("VLLM_API_KEY") == os.environ.get("KEY_OF_SERVERS")
     if how == "dead":
         sys.exit(4)
     if how == "elsewhere":
@@ -50,6 +52,16 @@ if sys.argv[1] == "rollout":
         server.handle_request()
     print("last words", flush=True)
     sys.exit(5)
+if "FOUND" in os.environ:
+    path = os.environ.get("NETRC", "/dev/null")
+    found = {{
+        "hosts": netrc.netrc(path).hosts,
+        "mode": oct(os.stat(path).st_mode)[-3:],
+        "has_key": "VLLM_API_KEY" in os.environ,
+        "temporary": os.listdir(os.environ["TMPDIR"]),
+    }}
+    with open(os.environ["FOUND"], "w") as f:
+        json.dump(found, f)
 print("training", *sys.argv[2:], flush=True)
 time.sleep(float(os.environ.get("SECONDS_OF_TRAINING", "0")))
 sys.exit(int(os.environ.get("STATUS_OF_TRAINING", "0")))
@@ -144,6 +156,53 @@ def test_the_training_says_how_it_ends(status: int, tmp_path: Path) -> None:
     assert f"the training has ended with status {status}" in run.output
     assert ("the last lines of" in run.output) == (status != 0)
     assert (tmp_path / "logs/server1.log").read_text().startswith("a server")
+
+
+KEY = "the/key+of~this.test=="
+
+
+def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -> None:
+    """And stands in no log, no command line and no file."""
+    own, temporary, found = tmp_path / "netrc", tmp_path / "tmp", tmp_path / "found"
+    own.write_text("machine hub login me password mine\nmachine 127.0.0.1 login me password old")
+    temporary.mkdir()
+    env = {"VLLM_API_KEY": KEY, "KEY_OF_SERVERS": KEY, "FOUND": str(found)}
+    env |= {"NETRC": str(own), "TMPDIR": str(temporary)}
+    with launched(tmp_path, "--servers", "2", PRESET, **env) as run:
+        assert run.end() == 0
+    seen = json.loads(found.read_text())
+    assert seen["hosts"]["127.0.0.1"] == ["swift", "", KEY]
+    assert seen["hosts"]["hub"] == ["me", "", "mine"]
+    assert seen["mode"] == "600"
+    assert not seen["has_key"]
+    assert seen["temporary"] == []
+    assert "mine" not in run.output
+    found.unlink()
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or KEY not in path.read_text(), path
+
+
+def test_without_a_key_the_users_netrc_stays(tmp_path: Path) -> None:
+    own, found = tmp_path / "netrc", tmp_path / "found"
+    own.write_text("machine hub login me password mine\n")
+    env = {"FOUND": str(found), "NETRC": str(own), "TMPDIR": str(tmp_path), "VLLM_API_KEY": ""}
+    with launched(tmp_path, PRESET, KEY_OF_SERVERS="", **env) as run:
+        assert run.end() == 0
+    assert list(json.loads(found.read_text())["hosts"]) == ["hub"]
+
+
+def test_keys_that_cannot_reach_the_training_are_refused(tmp_path: Path) -> None:
+    with launched(tmp_path, PRESET, VLLM_API_KEY="two words") as run:
+        assert run.end() == 1
+    assert "error: VLLM_API_KEY: expected letters, digits and ._~+/=- only" in run.output
+    assert "two words" not in run.output
+    for side in ("rollout", "train"):
+        text = (ROOT / f"{PRESET}.{side}.yaml").read_text(encoding="utf-8")
+        (tmp_path / f"own.{side}.yaml").write_text(f"api_key: {KEY}\n{text}", encoding="utf-8")
+    with launched(tmp_path, str(tmp_path / "own"), name="again") as run:
+        assert run.end() == 1
+    assert "own.rollout.yaml: take api_key out and set VLLM_API_KEY" in run.output
+    assert "[server0]" not in run.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -102,12 +102,17 @@ def test_old_connections_to_a_port_are_waited_for() -> None:
 
 
 def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "swift_version", lambda: "4.6.0")
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
     with pytest.raises(ValueError, match=r"--vllm_enable_lora true does not work.*leave it out"):
         preflight.check_adapters(arguments(vllm_enable_lora=True))
     preflight.check_adapters(arguments(vllm_enable_lora=False))
     monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
     preflight.check_adapters(arguments(vllm_enable_lora=True))
+    monkeypatch.setattr(preflight, "swift_version", lambda: "4.5.3")
+    with pytest.raises(ValueError, match=r"with ms-swift 4\.5\.3.*Install ms-swift 4\.6"):
+        preflight.check_adapters(arguments(vllm_enable_lora=True))
+    preflight.check_adapters(arguments(vllm_enable_lora=False))
 
 
 def test_the_port_of_a_single_process_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +124,10 @@ def test_the_port_of_a_single_process_in_use(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("WORLD_SIZE", "1")
         with pytest.raises(ValueError, match=f"MASTER_PORT {port} is in use.*to a free port"):
             preflight.check_master_port()
-        monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun listens there itself
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun listens there itself
+        preflight.check_master_port()
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        monkeypatch.setenv("WORLD_SIZE", "2")
         preflight.check_master_port()
     monkeypatch.setenv("WORLD_SIZE", "1")
     preflight.check_master_port()

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext.weights import WORDS_OF_BLOCK, WeightUpdateError, checksum, compare, receipt
+from swift_grpo_ext.weights import (
+    WORDS_OF_BLOCK,
+    WeightUpdateError,
+    checksum,
+    compare,
+    compare_tensors,
+    noted_loads,
+    receipt,
+    receipt_meanwhile,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool)
 
@@ -79,3 +88,45 @@ def test_a_difference_is_named() -> None:
         WeightUpdateError, match=r"9 did not arrive \(layer\.0, .*layer\.4, \.\.\.\)"
     ):
         compare(sent, {}, "replica 0")
+
+
+def test_tensors_at_hand_are_compared_by_memory_and_else_by_value() -> None:
+    sent = {"a": torch.randn(4, 2), "b": torch.randn(3), "c.base_layer.weight": torch.randn(2)}
+    compare_tensors(sent, dict(sent), "the engine")
+    loaded = {"a": sent["a"].clone(), "b": sent["b"], "c.weight": sent["c.base_layer.weight"]}
+    compare_tensors(sent, loaded, "the engine")
+    for name, wrong in {
+        "a": loaded["a"] + 1,
+        "b": sent["b"].to(torch.float64),
+        "c.weight": sent["c.base_layer.weight"].flip(0),
+    }.items():
+        with pytest.raises(WeightUpdateError, match=rf"of 3 .*1 arrived changed \({name}\)"):
+            compare_tensors(sent, {**loaded, name: wrong}, "the engine")
+    transposed = sent["a"].view(2, 4)
+    with pytest.raises(WeightUpdateError, match=r"1 arrived changed \(a\)"):
+        compare_tensors(sent, {**loaded, "a": transposed}, "the engine")
+    del loaded["b"]
+    with pytest.raises(WeightUpdateError, match=r"1 did not arrive \(b\)"):
+        compare_tensors(sent, loaded, "the engine")
+
+
+def test_a_receipt_that_is_taken_meanwhile() -> None:
+    tensors = [("a", torch.randn(1000)), ("b", torch.randn(7))]
+    assert receipt_meanwhile(tensors)() == receipt(tensors)
+    assert receipt_meanwhile([])() == {}
+
+
+def test_only_what_a_model_has_taken_is_noted() -> None:
+    class Model:
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
+            if any(name == "bad" for name, _ in weights):
+                raise ValueError("no such weight")
+            return {name for name, _ in weights}
+
+    model, good = Model(), ("good", torch.zeros(1))
+    with noted_loads(model) as taken:
+        assert model.load_weights(iter([good])) == {"good"}  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no such"):
+            model.load_weights([("bad", torch.zeros(1))])
+    assert taken == [good]
+    assert "load_weights" not in vars(model)

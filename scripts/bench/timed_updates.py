@@ -1,51 +1,73 @@
-"""A plugin for `weight_updates.py`: writes down how long weight updates take, and their checksums.
+"""A plugin for `weight_updates.py`: writes down how long weight updates take, with and without
+verification, in turns.
 
-Loaded after `plugins/grpo_ext.py`, by trainer and server; the folder comes from the environment
-variable `TIMES_DIR`. One JSON line for each update, receipt (the checksums of one side) and
-comparison.
+Loaded after `plugins/grpo_ext.py`, by trainer and server; the file comes from the environment
+variable `UPDATE_TIMES`. One JSON line for each update.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from swift.trainers import TrainerFactory
 
-from swift_grpo_ext import engine
 from swift_grpo_ext.trainer import RolloutGRPOTrainer
 from swift_grpo_ext.trainer import weights as trainer_weights
 from swift_grpo_ext.upstream import weight_sync
+from swift_grpo_ext.upstream.weight_sync import CPUWeightSyncWorkerExtension
 
 
-def timed(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            write(what, time.perf_counter() - start)
-
-    return wrapper
+def nothing(*_: Any) -> dict[str, str]:
+    return {}
 
 
-def write(what: str, seconds: float) -> None:
-    path = Path(os.environ["TIMES_DIR"]) / f"{os.getpid()}.jsonl"
-    with path.open("a", encoding="utf-8") as f:
-        f.write(json.dumps({"what": what, "seconds": seconds}) + "\n")
+def switch(module: Any, names: tuple[str, ...], *, on: bool) -> None:
+    """Let a module's functions verify, or do nothing."""
+    for name in names:
+        value = ORIGINAL[module.__name__, name]
+        skipped = (lambda *_: nothing) if name == "receipt_meanwhile" else nothing
+        setattr(module, name, value if on else skipped)
+
+
+OF_TRAINER = ("compare", "compare_tensors", "receipt_meanwhile")
+OF_WORKER = ("receipt_meanwhile",)
+ORIGINAL = {
+    (module.__name__, name): getattr(module, name)
+    for module, names in ((trainer_weights, OF_TRAINER), (weight_sync, OF_WORKER))
+    for name in names
+}
 
 
 class TimedTrainer(RolloutGRPOTrainer):
-    _move_model_to_vllm = timed("update", RolloutGRPOTrainer._move_model_to_vllm)
+    updates = 0
+
+    def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
+        is_verified = self.updates % 2 == 1
+        self.updates += 1
+        switch(trainer_weights, OF_TRAINER, on=is_verified)
+        start = time.perf_counter()
+        super()._move_model_to_vllm(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        with Path(os.environ["UPDATE_TIMES"]).open("a", encoding="utf-8") as f:
+            f.write(json.dumps({"verified": is_verified, "seconds": seconds}) + "\n")
+
+    def _verify_served_weights(self) -> None:
+        if self.updates % 2 == 0:  # of a verified one: it was counted already
+            super()._verify_served_weights()
 
 
-for module in (engine, trainer_weights, weight_sync):
-    module.receipt = timed("checksums", module.receipt)  # type: ignore[attr-defined]
-trainer_weights.compare = timed("checksums", trainer_weights.compare)
+class TimedExtension(CPUWeightSyncWorkerExtension):
+    updates = 0
+
+    def process_weights_after_loading(self) -> None:
+        switch(weight_sync, OF_WORKER, on=self.updates % 2 == 1)
+        self.updates += 1
+        super().process_weights_after_loading()
+
+
+weight_sync.CPUWeightSyncWorkerExtension = TimedExtension  # type: ignore[misc]
 TrainerFactory.TRAINER_MAPPING["grpo"] = "timed_updates.TimedTrainer"

@@ -1,11 +1,10 @@
-"""The share of weight updates that their verification takes (checksums on both sides, comparison).
+"""What the verification of weight updates costs: updates with it and without, in turns.
 
     python scripts/bench/weight_updates.py --model DIR --data DIR
 
 Trains the digits' model for some steps with the real `swift rlhf`, colocated and against a
-`swift rollout` on this machine, and sums what `timed_updates.py` writes down. The first update,
-which sets things up, is left out. Checksums of the server's worker count as if the trainer waited
-for all of them.
+`swift rollout` on this machine; `timed_updates.py` switches verification on and off from one update
+to the next. The first two, which set things up, are left out.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,25 +24,22 @@ from server_process import rollout_server
 
 SWIFT = Path(sys.executable).with_name("swift")
 PLUGINS = ("plugins/grpo_ext.py", "examples/digits/rewards.py", "scripts/bench/timed_updates.py")
-FIRST = {"update": 1, "checksums": 3}  # of each kind: both sides and the comparison
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="what make_digits.py wrote")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=62)
     options = parser.parse_args()
-    print("| engine | updates | median update | checksums of an update | share |")
+    print("| engine | pairs of updates | without | with verification | ratio |")
     print("|---|---|---|---|---|", flush=True)
-    for mode in ("colocate", "server"):
+    for mode, run in (("colocate", train), ("server", train_against_server)):
         with tempfile.TemporaryDirectory() as folder:
-            os.environ["TIMES_DIR"] = folder
-            if mode == "server":
-                train_against_server(options)
-            else:
-                train(options)
-            print(row(mode, Path(folder)), flush=True)
+            times = Path(folder) / "times.jsonl"
+            os.environ["UPDATE_TIMES"] = str(times)
+            run(options)
+            print(row(mode, times), flush=True)
 
 
 def train_against_server(options: argparse.Namespace) -> None:
@@ -68,18 +65,15 @@ def train(options: argparse.Namespace, *more: str) -> None:
             raise SystemExit(f"swift rlhf ended with {status}:\n{log.read_text()[-3000:]}")
 
 
-def row(mode: str, folder: Path) -> str:
-    seconds: dict[str, list[float]] = {"update": [], "checksums": []}
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            seconds[entry["what"]].append(entry["seconds"])
-    updates, checksums = (seconds[kind][FIRST[kind] :] for kind in FIRST)
-    median = sorted(updates)[len(updates) // 2]
-    each = sum(checksums) / len(updates)
-    share = sum(checksums) / sum(updates)
-    times = f"{median * 1000:.0f} ms | {each * 1000:.1f} ms | {share:.1%}"
-    return f"| {mode} | {len(updates)} | {times} |"
+def row(mode: str, times: Path) -> str:
+    entries = [json.loads(line) for line in times.read_text(encoding="utf-8").splitlines()][2:]
+    plain, verified = (
+        [1000 * e["seconds"] for e in entries if e["verified"] is is_verified]
+        for is_verified in (False, True)
+    )
+    ratios = [with_it / without for without, with_it in zip(plain, verified, strict=True)]
+    values = (statistics.median(v) for v in (plain, verified, ratios))
+    return f"| {mode} | {len(plain)} | " + "{:.0f} ms | {:.0f} ms | {:.3f} |".format(*values)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 import urllib.request
@@ -10,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from requests.utils import get_netrc_auth
 
 from swift_grpo_ext import wire
 from swift_grpo_ext.doctor.result import Result, green, red, yellow
@@ -187,8 +190,9 @@ def plugin_of(server: str, *, is_started: bool) -> Result:
     try:
         ours = _ask(f"{server}/get_engine_type/", method="POST").get(wire.KEY)
     except urllib.error.HTTPError as e:
-        if e.code in (401, 403):
-            return yellow(name, "wants an API key, which the doctor does not have")
+        if e.code == 401:
+            answer = red if is_started else yellow
+            return answer(name, "does not get its API key from here", f"{_api_key_remedy()}.")
         return red(name, f"answers {e.code} to /get_engine_type/: no swift rollout?", start)
     except (OSError, ValueError) as e:
         return red(name, f"is healthy, but does not say what it is ({e})", start)
@@ -201,10 +205,20 @@ def plugin_of(server: str, *, is_started: bool) -> Result:
     return green(name, f"wire format {ours['version']}, {ours['replicas']} replica(s)")
 
 
+def _api_key_remedy() -> str:
+    from swift_grpo_ext.upstream.api_key import REMEDY
+
+    return REMEDY
+
+
 def _ask(url: str, method: str = "GET") -> dict[str, Any]:
-    """A JSON answer, past any proxy."""
+    """A JSON answer, past any proxy, with the API key that a training would send."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, method=method)
+    from_netrc = get_netrc_auth(url)
+    if from_netrc:
+        credentials = base64.b64encode(":".join(from_netrc).encode()).decode()
+        request.add_header("Authorization", f"Basic {credentials}")
     with opener.open(request, timeout=SERVER_SECONDS) as response:
         answer = json.loads(response.read() or b"{}")
     if not isinstance(answer, dict):

@@ -12,7 +12,14 @@ from swift.utils import get_current_device
 from swift_grpo_ext.servers import RolloutServers
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
-from swift_grpo_ext.weights import Receipt, WeightUpdateError, compare, noted_loads, receipt
+from swift_grpo_ext.weights import (
+    Receipt,
+    WeightUpdateError,
+    compare,
+    compare_tensors,
+    noted_loads,
+    receipt_meanwhile,
+)
 
 PINS = (
     Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm", ("self",)),
@@ -28,7 +35,6 @@ class RolloutWeights(GRPOTrainer):
 
     _servers: Any = None
     _sent: Receipt
-    _loaded: Receipt
 
     def _prepare_vllm(self) -> None:
         super()._prepare_vllm()
@@ -39,12 +45,12 @@ class RolloutWeights(GRPOTrainer):
 
     def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
         failure: Exception | None = None
-        self._sent, self._loaded = {}, {}
+        self._sent = {}
         try:
             if self._servers is not None:
                 self._servers.reconnect()
             super()._move_model_to_vllm(*args, **kwargs)
-            self._verify_weights()
+            self._verify_served_weights()
         except Exception as e:
             failure = e  # not raised yet: the other ranks would wait
         told = gather_object([failure and f"{type(failure).__name__}: {failure}"])
@@ -56,26 +62,27 @@ class RolloutWeights(GRPOTrainer):
 
     def _load_state_dict_to_vllm(self, state_dict: dict[str, torch.Tensor]) -> None:
         if self.vllm_mode == "colocate":
-            self._sent.update(receipt(state_dict.items()))
-            self._load_colocated(state_dict)
-            return
-        if self.accelerator.is_main_process:
-            self._sent.update(receipt(state_dict.items()))
-        super()._load_state_dict_to_vllm(state_dict)
+            who = f"The colocated engine of rank {self.accelerator.process_index}"
+            compare_tensors(state_dict, self._load_colocated(state_dict), who)
+        elif self.accelerator.is_main_process:
+            sent = receipt_meanwhile(list(state_dict.items()))
+            super()._load_state_dict_to_vllm(state_dict)
+            self._sent.update(sent())
+        else:
+            super()._load_state_dict_to_vllm(state_dict)
 
-    def _load_colocated(self, state_dict: dict[str, torch.Tensor]) -> None:
+    def _load_colocated(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the engine has taken."""
         if has_accelerator():
-            with noted_loads(self.engine.inner_model, self._loaded):
+            with noted_loads(self.engine.inner_model) as taken:
                 super()._load_state_dict_to_vllm(state_dict)
         else:
-            self._loaded.update(self.engine.reload_weights(state_dict.items()))
+            taken = self.engine.reload_weights(state_dict.items())
+        return dict(taken)
 
-    def _verify_weights(self) -> None:
+    def _verify_served_weights(self) -> None:
         """SPEC M4. Adapters that stay apart (`--vllm_enable_lora`) have no names to compare."""
-        if self.vllm_mode == "colocate":
-            rank = self.accelerator.process_index
-            compare(self._sent, self._loaded, f"The colocated engine of rank {rank}")
-        elif self._servers is not None and self._sent:
+        if self._servers is not None and self._sent:
             for name, loaded in self._servers.receipts():
                 compare(self._sent, loaded, name)
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-SUPPORTED_SWIFT = SpecifierSet(">=4.6,<4.7")
+SUPPORTED_SWIFT = SpecifierSet(">=4.5.3,<4.7")
+"""As in pyproject.toml. `scripts/compatibility.py` finds it out anew."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,16 @@ class Pin:
     """One upstream name that we extend.
 
     `parameters` are the names in its signature, in order, up to those we know; None where only the
-    name counts (an attribute, a registry).
+    name counts (an attribute, a registry). `also` are signatures of other supported releases of
+    ms-swift. `since` is the first of them that has the name, where older supported ones lack it.
+    The module that extends it works with each.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] | None = None
+    also: tuple[tuple[str, ...], ...] = ()
+    since: str | None = None
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -50,6 +56,8 @@ def resolve(pin: Pin) -> Any:
 
 def mismatch(pin: Pin) -> str | None:
     """What is wrong with a pin, in words; None where it holds."""
+    if pin.since is not None and Version(swift_version()) < Version(pin.since):
+        return None
     try:
         value = resolve(pin)
     except (AttributeError, ImportError) as e:
@@ -57,19 +65,25 @@ def mismatch(pin: Pin) -> str | None:
     if pin.parameters is None:
         return None
     found = tuple(inspect.signature(value).parameters)
-    if found[: len(pin.parameters)] != pin.parameters:
-        return f"{pin} takes {found}, expected {pin.parameters}"
+    known = (pin.parameters, *pin.also)
+    if not any(found[: len(parameters)] == parameters for parameters in known):
+        return f"{pin} takes {found}, expected {' or '.join(map(str, known))}"
     return None
+
+
+def swift_version() -> str:
+    """The installed ms-swift's."""
+    return importlib.metadata.version("ms-swift")
 
 
 def verify(pins: Iterable[Pin]) -> None:
     """Raise `UnsupportedUpstreamError` unless the ms-swift and all pins are what we know."""
-    check_swift_version(importlib.metadata.version("ms-swift"))
+    check_swift_version(swift_version())
     wrong = [text for pin in pins if (text := mismatch(pin))]
     if wrong:
         raise UnsupportedUpstreamError(
-            f"ms-swift {importlib.metadata.version('ms-swift')} does not have the hooks that "
-            f"swift-grpo-ext extends: {'; '.join(wrong)}. {_remedy()}"
+            f"ms-swift {swift_version()} does not have the hooks that swift-grpo-ext extends: "
+            f"{'; '.join(wrong)}. {_remedy()}"
         )
 
 

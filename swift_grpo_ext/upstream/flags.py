@@ -28,8 +28,10 @@ from transformers import HfArgumentParser
 
 from swift_grpo_ext import preflight
 from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_infos, flag_names
+from swift_grpo_ext.checkpoints import check_resume
 from swift_grpo_ext.new_tokens import check_model_tokens
 from swift_grpo_ext.template_stops import check_stop_settings
+from swift_grpo_ext.upstream import api_key
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
@@ -137,11 +139,16 @@ def _check(args: Any, given: list[str]) -> None:
                 f"{args.rlhf_type}. Leave the flag out."
             )
         return
+    if isinstance(args, RolloutArguments):
+        api_key.take(args, on_command_line="api_key" in given)
+    if isinstance(args, RLHFArguments):
+        api_key.check_urls(args)
     check_flags(args)
     preflight.check_model(args)
     preflight.check_engine(args)
     preflight.check_adapters(args)
     preflight.check_master_port()
+    check_resume(args)
     preflight.check_seed(args)
     preflight.warn_of_trainer_flags(args, given)
     preflight.warn_of_diversity_flags(args, given)

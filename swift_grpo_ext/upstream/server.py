@@ -11,19 +11,21 @@ Can go when ms-swift has a hook for dispatching, and for what a server tells of 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from fastapi import Depends, HTTPException
+from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from swift.infer_engine.protocol import RequestConfig
 
 from swift_grpo_ext import wire
 from swift_grpo_ext.scheduler import estimate_cost
-from swift_grpo_ext.upstream import replicas
+from swift_grpo_ext.upstream import api_key, replicas
 from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.media_paths import check_media
 
 PINS = (
     Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.infer",
@@ -32,7 +34,6 @@ PINS = (
     Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.get_world_size", ("self",)),
     Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.init_communicator",
         ("self", "request")),
-    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy._require_api_key", ("self",)),
     Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy._register_rl_rollout_app", ("self",)),
     Pin("swift.pipelines.infer.rollout", "InitCommunicatorRequest"),
 )  # fmt: skip
@@ -40,11 +41,18 @@ PINS = (
 
 RECEIPTS_PATH = "/swift_grpo_ext/weight_receipts/"
 
+NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
+"""Beginnings of the routes that rest on weights, or on the group that brings them."""
+
+INSTANCE = uuid.uuid4().hex
+"""This start of the server: one that was started anew has other weights, and no trainer."""
+
 
 @cache
 def install() -> None:
     """Let `swift rollout` dispatch as SPEC G5 says. Call before a server is made."""
     verify(PINS)
+    api_key.install()
     from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
 
     upstream_infer = SwiftRolloutDeploy.infer
@@ -60,8 +68,10 @@ def install() -> None:
         use_tqdm: bool | None = None,
     ) -> Any:
         try:
+            for request in infer_requests:
+                check_media(request)
             envelopes = [wire.read_envelope(request.get("data_dict")) for request in infer_requests]
-        except wire.WireError as e:
+        except ValueError as e:
             raise HTTPException(status_code=400, detail=str(e)) from e
         if not all(envelope and envelope.lean for envelope in envelopes):
             return await upstream_infer(self, infer_requests, request_config, use_tqdm=use_tqdm)
@@ -81,6 +91,7 @@ def install() -> None:
     async def get_engine_type(self: Any) -> dict[str, Any]:
         ours = {
             "version": wire.VERSION,
+            "instance": INSTANCE,
             "replicas": _count_replicas(self),
             "new_special_tokens": self.args.new_special_tokens,
         }
@@ -90,9 +101,10 @@ def install() -> None:
         return {"world_size": _count_replicas(self) * self.args.vllm_tensor_parallel_size}
 
     async def init_communicator(self: Any, request: Any) -> dict[str, str]:
+        host = _store_host(request.host, self.args.host)
         for number, connection in enumerate(self.connections):
             replica = None if self.use_async_engine else number
-            args = (request.host, request.port, request.world_size, replica)
+            args = (host, request.port, request.world_size, replica)
             _tell(connection, "init_communicator", args)
         return {"message": "The replicas are connecting."}
 
@@ -141,23 +153,42 @@ def _extended(
 
     def _register_rl_rollout_app(self: Any) -> None:
         register(self)
-        guard = [Depends(self._require_api_key())]
+        check_key = api_key.require_api_key(self)
 
         async def receipts() -> list[dict[str, str]]:
             return await weight_receipts(self)
 
-        self.app.get(RECEIPTS_PATH, dependencies=guard)(receipts)
+        self.app.get(RECEIPTS_PATH)(receipts)
         lock = asyncio.Lock()
 
         @self.app.middleware("http")
         async def wait_for_turn(request: Any, call_next: Callable[[Any], Any]) -> Any:
             if request.url.path.rstrip("/") == "/health":
                 return await call_next(request) if self.connections else _no_replica()
+            try:
+                await check_key(request)  # before it takes a turn, or its body is read
+            except HTTPException as e:
+                return JSONResponse({"detail": e.detail}, e.status_code, e.headers)
+            meant = request.headers.get(wire.INSTANCE_HEADER, INSTANCE)
+            if meant != INSTANCE and request.url.path.startswith(NEED_WEIGHTS):
+                return _another_instance()
             async with lock:
                 replicas.prune(self)
                 return await call_next(request)
 
     return _register_rl_rollout_app
+
+
+def _store_host(asked: str, host: str) -> str:
+    """Where the store of the weights' group listens: at `--host`, where that names one address,
+    else at `asked`, by which ms-swift's client means all of the machine's. The store asks nobody
+    for a key, and vLLM unpickles what it holds. (vLLM opens it for IPv4 only.)"""
+    return asked if host in ("", "0.0.0.0") or ":" in host else host
+
+
+def _another_instance() -> JSONResponse:
+    detail = "the server was started anew, and has the base model's weights"
+    return JSONResponse({"detail": detail}, status_code=409)
 
 
 def _no_replica() -> JSONResponse:

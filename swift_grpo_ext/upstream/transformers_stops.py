@@ -38,6 +38,7 @@ from swift_grpo_ext.template_stops import (
     tell_stop_reason,
 )
 from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.tool_calls import tool_calls
 from swift_grpo_ext.wire import Envelope
 
 PINS = (
@@ -163,6 +164,7 @@ class RolloutTransformersEngine(TransformersEngine):
         )
         count = generation_config.num_return_sequences
         prompt_ids = _prompt_ids(inputs)
+        num_prompt_tokens = inputs["attention_mask"].sum(-1).tolist()  # without padding
         responses = []
         for i, row_inputs in enumerate(template_inputs):
             choices = [
@@ -181,7 +183,7 @@ class RolloutTransformersEngine(TransformersEngine):
                 ChatCompletionResponse(
                     model=self.model_name,
                     choices=[choice for choice, _ in choices],
-                    usage=self._get_usage_info(self._get_num_tokens(inputs, i), num_tokens),
+                    usage=self._get_usage_info(num_prompt_tokens[i], num_tokens),
                     prompt_token_ids=prompt_ids[i] if request_config.return_details else None,
                 )
             )
@@ -229,7 +231,7 @@ class RolloutTransformersEngine(TransformersEngine):
             message=ChatMessage(
                 role="assistant",
                 content=text,
-                tool_calls=self._get_toolcall(text, template_inputs=template_inputs),
+                tool_calls=tool_calls(self, text, template_inputs),
             ),
             finish_reason=None,
             logprobs=self._get_logprobs(

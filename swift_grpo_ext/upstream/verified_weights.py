@@ -18,7 +18,7 @@ from typing import Any
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
 from swift_grpo_ext.upstream.contract import Pin, verify
-from swift_grpo_ext.weights import Receipt, noted_loads
+from swift_grpo_ext.weights import Receipt, noted_loads, receipt
 
 PINS = (
     Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.init_communicator",
@@ -74,10 +74,9 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     @contextmanager
     def _noted_loads(self) -> Iterator[None]:
-        new: Receipt = {}
-        with noted_loads(self.model_runner.model, new):
+        with noted_loads(self.model_runner.model) as taken:
             yield
-        self.note_loaded(new)
+        self.note_loaded(receipt(taken))
 
 
 @contextmanager

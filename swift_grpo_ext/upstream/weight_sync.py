@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.verified_weights import VerifiedWeightSyncWorkerExtension
-from swift_grpo_ext.weights import receipt
+from swift_grpo_ext.weights import receipt_meanwhile
 
 PINS = (
     Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.process_weights_after_loading",
@@ -111,11 +111,11 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
-        new = receipt(received)
+        new = receipt_meanwhile(received)
         self.model_runner.reload_weights(weights_iterator=iter(received))
-        self.note_loaded(new)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()
+        self.note_loaded(new())
 
     def _receive(self, tensor: torch.Tensor) -> None:
         if self.communicator is None:

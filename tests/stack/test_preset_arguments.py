@@ -80,4 +80,4 @@ def assert_same_batch(preset: Path, args: dict[str, Any]) -> None:
     assert args["steps_per_generation"] == run.steps_per_generation
     if run.has_servers:
         assert args["vllm_server_host"] == as_list(run.train("vllm_server_host"))
-        assert args["vllm_server_port"] == as_list(run.train("vllm_server_port"))
+        assert args["vllm_server_port"] == list(map(int, as_list(run.train("vllm_server_port"))))

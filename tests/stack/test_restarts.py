@@ -86,7 +86,7 @@ def test_a_full_disk_is_named_and_the_run_resumes(
     broken = tmp_path / "a/run/checkpoint-2/optimizer.pt"
     broken.parent.mkdir(parents=True)
     broken.symlink_to("/dev/full")
-    saving = ("--save_strategy", "steps", "--save_steps", "1")
+    saving = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "3")
     finished = run_training(assets, rows, tmp_path / "a", *saving, ranks=2)
     assert finished.returncode != 0
     whole = tmp_path / "a/run/checkpoint-1"

@@ -6,8 +6,9 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-from swift_grpo_ext.upstream import cpu
+from swift_grpo_ext.upstream import cpu, shared_memory
 
 
 @pytest.fixture
@@ -58,3 +59,15 @@ def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -
     cpu.apply_cpu_settings(args, given=[])
     assert vars(args) == vars(arguments())
     assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_memory.install()
+    monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # as vLLM makes it of `env://`
+    ranks = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
+    names = []
+    for port in ("29500", "29501", "29500"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        names.append(_CPUSHMDistributed.make_group_name(ranks))
+    assert names[0] != names[1]
+    assert names[0] == names[2]

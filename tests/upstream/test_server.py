@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from multiprocessing import Pipe
-from threading import Thread
+from threading import Lock, Thread
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ class Replica:
         self.exitcode = -9
         self._fault = fault
         self._alive = True
+        self._ending = Lock()
         Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -76,8 +77,9 @@ class Replica:
         return self._alive
 
     def kill(self) -> None:
-        self._alive = False
-        self._worker.close()
+        with self._ending:  # both sides may want it at the same moment
+            self._alive = False
+            self._worker.close()
 
     def join(self) -> None:
         pass

@@ -1,0 +1,1 @@
+"""The parts of `compatibility.py`: environments, what is tested in them, and the table."""

@@ -1,0 +1,109 @@
+"""A server with an API key, which listens where it is told; trainings with and without the key."""
+
+from __future__ import annotations
+
+import base64
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from swift_grpo_ext.samples.reader import read_samples
+from swift_grpo_ext.samples.row import to_rows
+from tests.stack.processes import free_port, rollout_server
+from tests.stack.rounds import BATCH, client_argv, run_training, server_argv
+
+pytestmark = pytest.mark.stack
+
+KEY = "the-key-of-this-test"
+NETRC = f"machine 127.0.0.1 login swift password {KEY}\n"
+SECONDS_TO_END = 120
+
+
+@pytest.fixture(scope="module")
+def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def port(assets: Path, server_folder: Path) -> Iterator[int]:
+    env = {"VLLM_API_KEY": KEY, "NETRC": "/dev/null"}
+    log = server_folder / "log"
+    with rollout_server(*server_argv(assets), log=log, env=env) as port:
+        yield port
+
+
+def assert_nowhere(folder: Path) -> None:
+    """The key stands in no file, neither as it is nor as it travels."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        content = path.read_bytes()
+        for secret in (KEY.encode(), base64.b64encode(f"swift:{KEY}".encode())):
+            assert secret not in content, path
+
+
+def test_the_server_asks_for_its_key_and_listens_where_it_is_told(
+    port: int, server_folder: Path
+) -> None:
+    url = f"http://127.0.0.1:{port}/get_engine_type/"
+    refused = requests.post(url)
+    assert refused.status_code == 401
+    assert "401 Unauthorized: the API key is missing" in refused.json()["detail"]
+    assert requests.post(url, headers={"Authorization": "Bearer key"}).status_code == 401
+    answer = requests.post(url, headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.json()["engine_type"] == "LLMEngine"
+    with pytest.raises(ConnectionRefusedError), socket.socket() as elsewhere:
+        elsewhere.connect(("127.0.0.2", port))  # this machine too
+    log = (server_folder / "log").read_text(encoding="utf-8")
+    assert "api_key='***'" in log
+    assert "without an API key" not in log
+    assert_nowhere(server_folder)
+
+
+def test_a_training_with_the_key_in_its_netrc(
+    assets: Path, rows: Path, port: int, server_folder: Path, tmp_path: Path
+) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text(NETRC)
+    run, group_port = tmp_path / "run", free_port()
+    argv = [*client_argv(port)[:-1], str(group_port)]
+    listening: set[str] = set()
+    with ThreadPoolExecutor(1) as pool:
+        env = {"NETRC": str(netrc)}
+        training = pool.submit(run_training, assets, rows, run, *argv, steps=2, env=env)
+        while not training.done():
+            listening |= listeners(group_port)
+            time.sleep(0.5)
+    finished = training.result()
+    assert finished.returncode == 0, finished.cause
+    assert len(list(to_rows(read_samples(run / "run")))) == 2 * BATCH
+    assert listening == {"127.0.0.1"}  # where weights arrive
+    assert (run / "run/args.json").exists()
+    assert_nowhere(run)
+    assert_nowhere(server_folder)
+
+
+def listeners(port: int) -> set[str]:
+    return {
+        connection.laddr.ip
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    }
+
+
+def test_a_training_without_the_key_ends_and_says_how_to_give_it(
+    assets: Path, rows: Path, port: int, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    env = {"NETRC": "/dev/null"}
+    finished = run_training(assets, rows, tmp_path, *client_argv(port), ranks=2, env=env)
+    assert time.monotonic() - began < SECONDS_TO_END
+    assert finished.returncode != 0
+    assert "401 Unauthorized: the API key is missing" in finished.output, finished.cause
+    assert "`machine HOST login swift password KEY` in ~/.netrc" in finished.output
