@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from records import rows_by_step
 from rich.console import Console
 from rich.table import Table
 
@@ -19,12 +20,6 @@ WINDOW = 10
 """Steps of the moving average."""
 
 CURVES = {"rewards/DigitAccuracy/mean": "accuracy", "rewards/DigitFormat/mean": "format"}
-
-
-def read_rows(run: Path) -> list[dict[str, Any]]:
-    """ms-swift's log, one row a training step."""
-    lines = (run / "logging.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if "reward" in row]
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -62,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     run: Path = options.run
     before, after = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
-    plot(read_rows(run), run / "reward_curve.png")
+    plot(rows_by_step(run), run / "reward_curve.png")
     Console().print(table(before, after))
     print(f"reward curve   {run / 'reward_curve.png'}")
     print(f"checkpoint     {after['model']}")

@@ -1,21 +1,28 @@
 """Runs `swift rlhf examples/digits/grpo.yaml` with a progress bar; resumes what was interrupted.
 
-Arguments after `--` go to `swift rlhf` as they are, and win over the preset.
+Arguments after `--` go to `swift rlhf` as they are, and win over the preset. What the run was made
+on, when, and beside how much other load, goes to `machine.json` in its directory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import yaml
+from machine import describe_machine
 from tqdm import tqdm
 
 PRESET = Path(__file__).with_name("grpo.yaml")
@@ -43,10 +50,32 @@ def last_checkpoint(run: Path) -> tuple[int, Path] | None:
     return max(steps.items(), default=None)
 
 
+def without_vllm(arguments: Sequence[str]) -> bool:
+    """Whether the last `--use_vllm` among the arguments says false."""
+    last = dict(pairwise(arguments)).get("--use_vllm", "true")
+    return last.lower() == "false"
+
+
+def preset_for(options: argparse.Namespace) -> Path:
+    """The preset; with `--use_vllm false`, a copy of it without vLLM's settings.
+
+    ms-swift refuses `vllm_mode` there, and an argument can change a setting, but not take it back.
+    It copies its preset into the run's directory, so that ours has to lie below.
+    """
+    if not without_vllm(options.swift):
+        return PRESET
+    settings = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
+    kept = {name: value for name, value in settings.items() if not name.startswith("vllm_")}
+    copy: Path = options.output / "without_vllm" / PRESET.name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+    return copy
+
+
 def command(options: argparse.Namespace, resume_from: Path | None) -> list[str]:
     resume = ["--resume_from_checkpoint", str(resume_from)] if resume_from else []
     return [
-        *(str(SWIFT), "rlhf", str(PRESET)),
+        *(str(SWIFT), "rlhf", str(preset_for(options))),
         *("--model", str(options.model), "--dataset", str(options.data / "train.jsonl")),
         *("--output_dir", str(options.output), "--add_version", "false"),
         *("--seed", str(options.seed), "--max_steps", str(options.max_steps)),
@@ -75,6 +104,27 @@ def new_rows(logging: Path, seen: int) -> list[dict[str, Any]]:
     return [row for row in rows if "reward" in row][seen:]
 
 
+@contextmanager
+def recorded(path: Path, first_step: int) -> Iterator[list[float]]:
+    """Writes what this session ran on when it ends; gives a list for the machine's load averages.
+
+    A load average counts the processes that run or wait for a core, this run's own among them.
+    """
+    loads: list[float] = []
+    started, start = datetime.now(timezone.utc), time.monotonic()
+    try:
+        yield loads
+    finally:
+        session = {
+            "started": started.strftime("%Y-%m-%d %H:%M UTC"),
+            "seconds": round(time.monotonic() - start),
+            "first_step": first_step,
+            "load_average": round(fmean(loads), 1) if loads else None,
+        }
+        content = {**describe_machine(), **session}
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     options = parse_arguments()
     done = last_checkpoint(options.output)
@@ -88,11 +138,13 @@ def main() -> int:
     print(f"$ {shlex.join(argv)}\n  (its output goes to {log})")
     seen = len(new_rows(logging, 0))
     bar = tqdm(total=options.max_steps, initial=first_step, desc="starting", unit="step")
-    with bar, following(log, argv) as process:
+    record = recorded(options.output / "machine.json", first_step)
+    with bar, record as loads, following(log, argv) as process:
         while process.poll() is None:
             time.sleep(1)
             rows = new_rows(logging, seen)
             seen += len(rows)
+            loads += [os.getloadavg()[0]] * len(rows)
             for row in rows:
                 bar.set_description("training")
                 bar.set_postfix(reward=f"{float(row['reward']):.2f}")
