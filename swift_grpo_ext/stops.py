@@ -46,8 +46,8 @@ class Stops:
     """Whether the text ends with what stopped it, or right before it."""
 
     min_tokens: int = 0
-    """Stop strings that are complete within so many tokens do not count; vLLM samples no stop token
-    there."""
+    """Stop strings that are complete within the text that vLLM has after so many tokens do not
+    count; it samples no stop token there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ def _first_stop_string(
     """The number of tokens that first hold a whole stop string, the string, and their text."""
     if not stops.strings or len(token_ids) <= stops.min_tokens:
         return None
-    start = len(decode(token_ids[: stops.min_tokens]).rstrip(INCOMPLETE)) if stops.min_tokens else 0
+    start = _length_shown(token_ids[: stops.min_tokens], decode)
 
     def look(num_tokens: int) -> tuple[int, Match, str] | None:
         text = decode(token_ids[:num_tokens])
@@ -178,6 +178,15 @@ def _first_stop_string(
             found, enough = earlier, middle
         middle = (few + enough) // 2
     return found
+
+
+def _length_shown(token_ids: Sequence[int], decode: Decode) -> int:
+    """Characters that vLLM has of these tokens: it holds those back that end within a character."""
+    for number in range(len(token_ids), 0, -1):
+        text = decode(token_ids[:number])
+        if not text.endswith(INCOMPLETE):
+            return len(text)
+    return 0
 
 
 def _unfinished(token_ids: Sequence[int], decode: Decode) -> str:

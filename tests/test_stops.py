@@ -48,7 +48,8 @@ stop_settings = st.builds(
 
 def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object]:
     """Tokens kept, text and reason, looking at the text after each token and at every character."""
-    skipped = len(decode(token_ids[: stops.min_tokens]).rstrip("\ufffd"))
+    texts = [decode(token_ids[:number]) for number in range(stops.min_tokens + 1)]
+    skipped = max(len(text) for text in texts if not text.endswith("\ufffd"))
     for num_tokens in range(stops.min_tokens + 1, len(token_ids) + 1):
         text = decode(token_ids[:num_tokens])
         for end in range(skipped + 1, len(text) + 1):

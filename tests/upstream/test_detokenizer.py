@@ -116,8 +116,10 @@ def test_the_same_ends_and_texts(
     )
     found = cut(token_ids, decode, stops)
     theirs = what_vllm_finds(tokenizer, token_ids, stops)
-    if any(decode(token_ids[:k]).endswith(INCOMPLETE) for k in (found.num_tokens, theirs[0])):
-        # vLLM holds such a token's text back, and draws on where we stop.
+    ends_of_text = {found.num_tokens, theirs[0], found.num_spoken}
+    if any(decode(token_ids[:k]).endswith(INCOMPLETE) for k in ends_of_text):
+        # vLLM holds such a token's text back, and draws on where we stop, or loses the text where
+        # a stop token would have to complete the character.
         assert found.num_tokens <= theirs[0]
     elif not include and theirs[2] in ends and found.reason not in ends:
         # vLLM leaves the text of a stop token out before it looks for strings: so without it only.
@@ -135,4 +137,17 @@ def test_vllm_draws_on_where_a_stop_string_is_complete_within_a_character(tokeni
     stops = Stops(strings=(": ",))
     token_ids = [result, colon, cut_snowman, its_end, result]
     assert what_vllm_finds(tokenizer, token_ids, stops)[0] == 4
+    assert cut(token_ids, decode, stops).num_tokens == 3
+
+
+def test_a_stop_string_that_vllm_held_back_counts_after_the_least_number(tokenizer: Any) -> None:
+    """The second token begins with the stop string and ends within a character."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids)))
+
+    colon, cut_snowman, search = 25, 25125, 9284
+    stops = Stops(strings=(" ",), min_tokens=2)
+    token_ids = [colon, cut_snowman, colon, search]
+    assert what_vllm_finds(tokenizer, token_ids, stops)[0] == 3
     assert cut(token_ids, decode, stops).num_tokens == 3
