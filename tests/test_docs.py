@@ -47,8 +47,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
-FOREIGN_FLAGS = {"shm-size", "ipc", "no-deps", "ntasks-per-node", "extra-index-url", "markdown"}
-"""Of docker, pip and Slurm."""
+FOREIGN_FLAGS = {"shm-size", "ipc", "no-deps", "ntasks-per-node", "extra-index-url", "markdown",
+                 "hypothesis-profile"}  # fmt: skip
+"""Of docker, pip, Slurm and pytest."""
 
 
 def code_of(page: Path) -> Iterator[tuple[str, str]]:
