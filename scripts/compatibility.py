@@ -25,7 +25,7 @@ from compat.table import put_into, table
 from compat.trial import make_assets, try_out
 
 RELEASES = ("4.4", "4.5", "4.6")
-README = ROOT / "README.md"
+READMES = (ROOT / "README.md", ROOT / "README_CN.md")
 
 
 def main() -> int:
@@ -41,7 +41,9 @@ def main() -> int:
     made = table(trials)
     print(f"\n{made}")
     if options.write:
-        README.write_text(put_into(README.read_text(encoding="utf-8"), made), encoding="utf-8")
+        for readme in READMES:
+            text = put_into(readme.read_text(encoding="utf-8"), made)
+            readme.write_text(text, encoding="utf-8")
     return int(any(not trial.works for trial in trials if trial.refusal is None))
 
 
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="also train three steps in three ways (default: yes)",
     )
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into both READMEs")
     return parser
 
 
