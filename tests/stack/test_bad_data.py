@@ -77,8 +77,7 @@ def kinds(assets: Path, tmp_path: Path) -> tuple[Path, set[str], set[str]]:
 
 WAYS = {
     "one rank, LoRA": (1, ("--tuner_type", "lora", "--target_modules", "all-linear")),
-    "two ranks": (2, ()),
-    "tensor parallel": (2, ("--vllm_tensor_parallel_size", "2")),
+    "two ranks, tensor parallel": (2, ("--vllm_tensor_parallel_size", "2")),
 }
 
 

@@ -43,8 +43,7 @@ class Mode:
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear")
 MODES = {
     "colocate": Mode(),
-    "colocate-lora": Mode(argv=LORA),
-    "colocate-2-ranks": Mode(ranks=2),
+    "colocate-2-ranks": Mode(ranks=2, argv=LORA),
     "colocate-tp-2": Mode(ranks=2, argv=("--vllm_tensor_parallel_size", "2")),
     "server": Mode(replicas=1, argv=LORA),
     "server-2-replicas": Mode(ranks=2, replicas=2),
