@@ -42,7 +42,7 @@ def test_the_last_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         if whole:
-            (folder / "trainer_state.json").write_text("{}")
+            (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     assert train.last_checkpoint(tmp_path) == (80, tmp_path / "checkpoint-80")
 
 

@@ -25,6 +25,8 @@ import yaml
 from machine import describe_machine
 from tqdm import tqdm
 
+from swift_grpo_ext.checkpoints import last_whole
+
 PRESET = Path(__file__).with_name("grpo.yaml")
 SWIFT = Path(sys.executable).with_name("swift")
 
@@ -42,12 +44,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def last_checkpoint(run: Path) -> tuple[int, Path] | None:
     """The newest whole checkpoint of a run with its step; None where there is none."""
-    steps = {
-        int(folder.name.removeprefix("checkpoint-")): folder
-        for folder in run.glob("checkpoint-*")
-        if (folder / "trainer_state.json").is_file()
-    }
-    return max(steps.items(), default=None)
+    folder = last_whole(run)
+    return None if folder is None else (int(folder.name.removeprefix("checkpoint-")), folder)
 
 
 def without_vllm(arguments: Sequence[str]) -> bool:

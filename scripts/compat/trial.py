@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compat.environment import ROOT, Environment, run
+from compat.environment import Environment, run
 
 UNIT_TESTS = ("-m", "not stack", "--ignore=tests/test_compatibility.py")
 """All but those that hold the table against the rest: they pass when it is written."""
@@ -99,9 +99,7 @@ def read_counts(junit: Path) -> Counts:
 
 
 def make_assets(environment: Environment, assets: Path) -> None:
-    """The tiny model and the digits, unless they are there, as `scripts/common.sh` makes them."""
-    python, scripts = str(environment.python), ROOT / "scripts"
-    digits = str(assets / "digits")
-    run("digits", [python, str(scripts / "make_digits.py"), "--output", digits], environment)
-    argv = [str(scripts / "make_tiny_vlm.py"), "--output", str(assets / "tiny_vlm")]
-    run("tiny model", [python, *argv, "--data", digits], environment)
+    """The tiny model and the digits, unless they are there, by this environment's Python."""
+    command = ["bash", "-c", "source scripts/common.sh && make_assets"]
+    places = {"VENV": str(environment.folder), "ASSETS": str(assets)}
+    run("digits and tiny model", command, environment, env=places)

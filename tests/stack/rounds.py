@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,9 @@ from swift_grpo_ext.samples.reader import read_samples
 from swift_grpo_ext.samples.row import SampleRow, to_rows
 from tests.stack.policy import read_records
 from tests.stack.processes import PLUGIN, Finished, free_port, swift
+
+Samples = dict[str, dict[str, Any]]
+"""What `recorder.py` wrote down of each sample, by its name."""
 
 GROUP_SIZE = 4
 BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
@@ -36,7 +40,7 @@ def train(
     ranks: int = 1,
     steps: int = 3,
     plugins: Sequence[str] = ("examples/digits/rewards.py", "tests/stack/recorder.py"),
-) -> dict[str, dict[str, Any]]:
+) -> Samples:
     """The samples of a training, by name; its run is in `folder / "run"`, its log in `log`."""
     finished = run_training(assets, rows, folder, *argv, ranks=ranks, steps=steps, plugins=plugins)
     assert finished.returncode == 0, finished.cause
@@ -45,7 +49,7 @@ def train(
     return by_name
 
 
-def recorded(folder: Path) -> dict[str, dict[str, Any]]:
+def recorded(folder: Path) -> Samples:
     """What `recorder.py` wrote down of a training, by the samples' names."""
     records = read_records(folder / "record")
     by_name = {record["name"]: record for record in records}
@@ -83,7 +87,12 @@ def run_training(
     return swift(*command, log=folder / "log", env=env)
 
 
-def assert_logged(run: Path, samples: dict[str, dict[str, Any]], ranks: int) -> None:
+def faults(*kinds: dict[str, Any]) -> dict[str, str]:
+    """The environment in which `faults.py` makes these happen."""
+    return {"FAULTS": json.dumps(kinds)}
+
+
+def assert_logged(run: Path, samples: Samples, ranks: int) -> None:
     """The sample log holds each sample once (each of its turns), as it was drawn."""
     logged: dict[str, list[SampleRow]] = {}
     for row in to_rows(read_samples(run)):
@@ -127,13 +136,13 @@ def client_argv(*ports: int) -> list[str]:
     ]
 
 
-def token_ids(samples: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+def token_ids(samples: Samples) -> dict[str, list[int]]:
     return {name: sample["token_ids"] for name, sample in samples.items()}
 
 
 def assert_same(
-    samples: dict[str, dict[str, Any]],
-    reference: dict[str, dict[str, Any]],
+    samples: Samples,
+    reference: Samples,
     steps: range = range(3),
 ) -> None:
     """All samples of these steps are there, with the reference's prompts and tokens."""

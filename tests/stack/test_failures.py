@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from swift_grpo_ext.groups import place_of
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
+    Samples,
     assert_same,
     client_argv,
+    faults,
     recorded,
     run_training,
     server_argv,
@@ -22,14 +22,8 @@ from tests.stack.rounds import (
 
 pytestmark = pytest.mark.stack
 
-Samples = dict[str, dict[str, Any]]
-
 FAULTY = ("tests/stack/faults.py",)
 SECONDS_TO_END = 60
-
-
-def faults(*kinds: dict[str, Any]) -> dict[str, str]:
-    return {"FAULTS": json.dumps(kinds)}
 
 
 def replicas_of(samples: Samples, step: int) -> set[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,12 +16,19 @@ from swift_grpo_ext.seeding import sample_seed
 from tests.stack import rounds
 from tests.stack.conftest import STEPS
 from tests.stack.processes import rollout_server
-from tests.stack.rounds import BATCH, GROUP_SIZE, assert_same, client_argv, server_argv, train
+from tests.stack.rounds import (
+    BATCH,
+    GROUP_SIZE,
+    Samples,
+    assert_same,
+    client_argv,
+    server_argv,
+    train,
+)
 
 pytestmark = pytest.mark.stack
 
 SEED = 42  # ms-swift's default
-Samples = dict[str, dict[str, Any]]
 
 
 def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
+    Samples,
     assert_same,
     client_argv,
+    faults,
     recorded,
     run_training,
     server_argv,
@@ -24,15 +24,8 @@ from tests.stack.rounds import (
 
 pytestmark = pytest.mark.stack
 
-Samples = dict[str, dict[str, Any]]
-
 PLUGINS = ("examples/digits/rewards.py", "tests/stack/recorder.py", "tests/stack/faults.py")
 FATE = ("--reward_funcs", "position", "fate", "--reward_weights", "1.0", "0.0")
-SECONDS_TO_END = 60
-
-
-def faults(**fault: Any) -> dict[str, str]:
-    return {"FAULTS": json.dumps([fault])}
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 300) -> None:
@@ -52,18 +45,16 @@ def test_trainer_and_server_come_back(
     with ExitStack() as first_start:
         port = first_start.enter_context(rollout_server(*server, log=tmp_path / "server.log"))
         argv = (*saving, *client_argv(port))
-        start = time.monotonic()
-        killed = faults(trainer="kill", step=1, rank=1)
+        killed = faults({"trainer": "kill", "step": 1, "rank": 1})
         finished = run_training(
             assets, rows, tmp_path / "a", *argv, ranks=2, plugins=PLUGINS, env=killed
         )
         assert finished.returncode != 0
         assert "Signal 9 (SIGKILL)" in finished.output
         assert_same(recorded(tmp_path / "a"), reference, range(2))
-        print(f"from the start to the end: {time.monotonic() - start:.0f} s")
 
         argv = (*argv, "--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-1"))
-        waits = faults(trainer="wait", step=1, rank=0, folder=str(tmp_path))
+        waits = faults({"trainer": "wait", "step": 1, "rank": 0, "folder": str(tmp_path)})
         with ThreadPoolExecutor(1) as pool:
             resumed = pool.submit(
                 run_training, assets, rows, tmp_path / "b", *argv, plugins=PLUGINS, env=waits

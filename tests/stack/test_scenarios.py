@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
     GROUP_SIZE,
+    Samples,
     client_argv,
     server_argv,
     token_ids,
@@ -21,8 +21,6 @@ from tests.stack.rounds import (
 )
 
 pytestmark = pytest.mark.stack
-
-Samples = dict[str, dict[str, Any]]
 
 PLUGINS = (
     "examples/digits/rewards.py",
