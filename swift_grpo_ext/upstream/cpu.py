@@ -5,9 +5,10 @@ Symptom: accelerate does not gather over several CPU ranks unless told that it r
 core must live in the training process for the weights to be reached; vLLM takes the share
 `gpu_memory_utilization` (0.9) of the machine's memory for its KV cache; ms-swift trains float32
 models under fp16 autocast; glibc gives every large buffer back to the system, and gets it anew page
-by page (full-vocabulary logits are such buffers: 4.0 s a step became 2.5 s on the digits); ranks
-that end without leaving their gloo group may abort at the very end ("terminate called without an
-active exception", torch 2.13: 4 of 7 times with six ranks on four busy cores).
+by page (full-vocabulary logits are such buffers: 4.0 s a step became 2.5 s on the digits); gloo
+threads that outlive the interpreter may abort a rank at its very end ("terminate called without an
+active exception", pytorch issue 190489: 4 of 7 times with six ranks on four busy cores), and
+`destroy_process_group` leaves them running for as long as anything refers to the group.
 Upstream: ms-swift 4.6, vLLM 0.32 (envs.py). What the user has set himself wins.
 Can go when ms-swift makes these choices for CPU runs.
 """
@@ -15,6 +16,7 @@ Can go when ms-swift makes these choices for CPU runs.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import sys
@@ -66,6 +68,8 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
 def _leave_group() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    # A group joins its threads when it is deleted; the trainer and DDP hold it in cycles.
+    gc.collect()
 
 
 def _keep_freed_memory() -> None:

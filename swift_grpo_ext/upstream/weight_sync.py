@@ -13,6 +13,7 @@ Can go when ms-swift has a communicator for CPU and reloads through vLLM's `relo
 
 from __future__ import annotations
 
+import atexit
 import datetime
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -73,10 +74,16 @@ class GlooCommunicator:
         options.rootRank = src
         self._gloo.broadcast([tensor], options).wait()
 
+    def close(self) -> None:
+        """Join gloo's threads: one that outlives the interpreter may abort the process."""
+        self._gloo = None
+
 
 def connect_client(client: Any) -> None:
     """Let a connected `VLLMClient` send through gloo; the servers' workers do the same."""
     client.pynccl_comms = [GlooCommunicator(comm.group) for comm in client.pynccl_comms]
+    for comm in client.pynccl_comms:
+        atexit.register(comm.close)
     upstream_client._broadcast_tensors_for_vllm_weight_sync = _broadcast_tensors
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -71,3 +73,39 @@ def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) 
         names.append(_CPUSHMDistributed.make_group_name(ranks))
     assert names[0] != names[1]
     assert names[0] == names[2]
+
+
+LONE_RANK = """
+import pathlib
+import torch
+import torch.distributed as dist
+from swift_grpo_ext.upstream.cpu import _leave_group
+from swift_grpo_ext.upstream.weight_sync import GlooCommunicator
+from types import SimpleNamespace
+
+def gloo_threads():
+    return sum("gloo" in f.read_text() for f in pathlib.Path("/proc/self/task").glob("*/comm"))
+
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+trainer = SimpleNamespace(model=torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)))
+trainer.itself = trainer
+weights = GlooCommunicator(SimpleNamespace(rank=0, world_size=1, store=store))
+weights.broadcast(torch.zeros(2), src=0)
+del trainer
+print(gloo_threads())
+weights.close()
+print(gloo_threads())
+_leave_group()
+print(gloo_threads())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are named in /proc")
+def test_no_thread_of_gloo_outlives_its_groups() -> None:
+    """As when a rank ends: its trainer is unreachable, in a cycle that holds DDP's group."""
+    lone = subprocess.run(
+        [sys.executable, "-c", LONE_RANK], check=True, capture_output=True, text=True
+    )
+    both, own, none = map(int, lone.stdout.split())
+    assert both > own > none == 0
