@@ -14,7 +14,7 @@ Gather = Callable[[Any], list[Any]]
 
 def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
     """What `work(rank, gather)` returns on each rank; a rank that is left waiting is an error."""
-    barrier = threading.Barrier(world_size, timeout=10)
+    barrier = threading.Barrier(world_size, timeout=120)
     values: list[Any] = [None] * world_size
 
     def gather_of(rank: int) -> Gather:

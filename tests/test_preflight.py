@@ -95,8 +95,8 @@ def test_old_connections_to_a_port_are_waited_for() -> None:
         accepted, _ = server.accept()
         server.close()
         end = Timer(1.5, lambda: (client.close(), accepted.close()))  # the client first
-        end.start()
         begin = time.monotonic()
+        end.start()
         preflight.check_engine(arguments(port=port))
         assert time.monotonic() - begin > 1
 

@@ -22,7 +22,8 @@ from swift_grpo_ext.seeding import Place
 from swift_grpo_ext.servers import RolloutServers
 from swift_grpo_ext.wire import Completion, Envelope, WireError
 
-TIMEOUT = 2.0  # seconds
+TIMEOUT = 60.0  # seconds
+OF_ONE_THAT_HANGS = 3.0
 
 
 def ours_of(replicas: int = 1, instance: str = "first start") -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 self.connection.close()
                 return
             if self.path == "/infer/" and server.fault == "hangs":
-                time.sleep(2 * TIMEOUT)
+                time.sleep(2 * OF_ONE_THAT_HANGS)
             if self.path == "/infer/" and server.fault == "no JSON":
                 answer = b"Bad gateway"
             failed = self.path == "/infer/" and server.status != 200
@@ -171,10 +172,14 @@ def failing_server(fault: Any) -> Server:
     return Server(status=int(fault)) if fault.isdigit() else Server(fault=fault)
 
 
+def timeout_for(fault: str) -> float:
+    return OF_ONE_THAT_HANGS if fault == "hangs" else TIMEOUT
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_with_one_server_its_error_names_it_and_the_cause(fault: str) -> None:
     with running(failing_server(fault)) as client:
-        servers = RolloutServers(client, TIMEOUT)
+        servers = RolloutServers(client, timeout_for(fault))
         with pytest.raises(RolloutError, match=FAULTS[fault]):
             ask(servers, 2)
 
@@ -183,7 +188,7 @@ def test_with_one_server_its_error_names_it_and_the_cause(fault: str) -> None:
 def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
     healthy = Server()
     with running(failing_server(fault), healthy) as client:
-        servers = RolloutServers(client, TIMEOUT)
+        servers = RolloutServers(client, timeout_for(fault))
         answers = ask(servers, 4)
         assert [[c.text for c in cs] for cs, _ in answers] == [
             [f"{group}.{k}" for k in range(4)] for group in range(4)

@@ -31,6 +31,8 @@ def meet(step: int) -> None:
     replica = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")
     for fault in FAULTS:
         if fault.get("step") == step and str(fault.get("replica", 0)) == replica:
+            if "noted" in fault:  # the file that tells when
+                Path(fault["noted"]).write_text(str(time.time()))
             if fault["kind"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault["kind"] == "hang":
