@@ -74,7 +74,7 @@ logger = get_logger()
 ROLLOUT_MODULE = "swift.pipelines.infer.rollout"
 UPSTREAM_EXTENSION = f"{ROLLOUT_MODULE}.WeightSyncWorkerExtension"
 VERIFIED_EXTENSION = "swift_grpo_ext.upstream.verified_weights.VerifiedWeightSyncWorkerExtension"
-CPU_EXTENSION = "swift_grpo_ext.upstream.weight_sync.CPUWeightSyncWorkerExtension"
+CPU_EXTENSION = "swift_grpo_ext.upstream.cpu_worker.CPUWeightSyncWorkerExtension"
 
 ENVELOPE = f"{wire.KEY}.envelope"
 SAMPLES_AHEAD = f"{wire.KEY}.samples_ahead"

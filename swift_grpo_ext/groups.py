@@ -20,8 +20,11 @@ from swift_grpo_ext.seeding import Place
 
 T = TypeVar("T")
 
-FINGERPRINT_FIELDS = ("messages", "images", "videos", "audios", "tools", "objects")
-"""What makes a prompt: its words, and its media (SPEC G7)."""
+FINGERPRINT_FIELDS = (
+    *("messages", "images", "videos", "audios", "tools", "objects"),
+    "chat_template_kwargs",  # such as `enable_thinking`
+)
+"""What makes a prompt: its words, its media (SPEC G7), and what its template makes of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,9 +226,17 @@ def fingerprints(rows: Iterable[Any]) -> list[str]:
 
 
 def _prompt_fields(row: Any) -> dict[str, Any]:
-    read = row.get if isinstance(row, Mapping) else lambda name: getattr(row, name, None)
-    values = {name: read(name) for name in FINGERPRINT_FIELDS}
+    values = {name: _read(row, name) for name in FINGERPRINT_FIELDS}
     return {name: value for name, value in values.items() if not _is_empty(value)}
+
+
+def _read(row: Any, name: str) -> Any:
+    if isinstance(row, Mapping):
+        return row.get(name)
+    if hasattr(row, name):
+        return getattr(row, name)
+    # Columns for which ms-swift's sample has no field.
+    return (getattr(row, "extra", None) or {}).get(name)
 
 
 def _is_empty(value: Any) -> bool:

@@ -357,6 +357,8 @@ PROMPTS = {
     "other words": {"messages": [MESSAGES[0], {"role": "user", "content": "<image>哪个数字!"}]},
     "another role": {"messages": [MESSAGES[0], {**MESSAGES[1], "role": "assistant"}]},
     "no system prompt": {"messages": MESSAGES[1:]},
+    "thinking": {"chat_template_kwargs": {"enable_thinking": True}},
+    "no thinking": {"chat_template_kwargs": {"enable_thinking": False}},
 }
 
 
@@ -382,9 +384,11 @@ def test_copies_are_the_same_prompt(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_rows_and_objects_agree(name: str) -> None:
-    """A data set's row, and ms-swift's sample made from it."""
+    """A data set's row, and ms-swift's sample made from it, which has few columns as fields."""
     prompt = row(**PROMPTS[name])
-    sample = SimpleNamespace(**prompt, request_id="train-0.0-0-0", extra={})
+    extra = {key: prompt[key] for key in ("solution", "chat_template_kwargs") if key in prompt}
+    own = {key: value for key, value in prompt.items() if key not in extra}
+    sample = SimpleNamespace(**own, request_id="train-0.0-0-0", extra=extra)
     assert fingerprint(sample) == fingerprint(prompt)
 
 

@@ -17,8 +17,8 @@ from swift.trainers import TrainerFactory
 
 from swift_grpo_ext.trainer import RolloutGRPOTrainer
 from swift_grpo_ext.trainer import weights as trainer_weights
-from swift_grpo_ext.upstream import weight_sync
-from swift_grpo_ext.upstream.weight_sync import CPUWeightSyncWorkerExtension
+from swift_grpo_ext.upstream import cpu_worker
+from swift_grpo_ext.upstream.cpu_worker import CPUWeightSyncWorkerExtension
 
 
 def nothing(*_: Any) -> dict[str, str]:
@@ -37,7 +37,7 @@ OF_TRAINER = ("compare", "compare_tensors", "receipt_meanwhile")
 OF_WORKER = ("receipt_meanwhile",)
 ORIGINAL = {
     (module.__name__, name): getattr(module, name)
-    for module, names in ((trainer_weights, OF_TRAINER), (weight_sync, OF_WORKER))
+    for module, names in ((trainer_weights, OF_TRAINER), (cpu_worker, OF_WORKER))
     for name in names
 }
 
@@ -64,10 +64,10 @@ class TimedExtension(CPUWeightSyncWorkerExtension):
     updates = 0
 
     def process_weights_after_loading(self) -> None:
-        switch(weight_sync, OF_WORKER, on=self.updates % 2 == 1)
+        switch(cpu_worker, OF_WORKER, on=self.updates % 2 == 1)
         self.updates += 1
         super().process_weights_after_loading()
 
 
-weight_sync.CPUWeightSyncWorkerExtension = TimedExtension  # type: ignore[misc]
+cpu_worker.CPUWeightSyncWorkerExtension = TimedExtension  # type: ignore[misc]
 TrainerFactory.TRAINER_MAPPING["grpo"] = "timed_updates.TimedTrainer"

@@ -12,7 +12,7 @@ Can go when vLLM takes the noise back on CPU too.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,14 @@ def install() -> None:
     """Let vLLM's CPU runner serve seeded requests of any length."""
     sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
+    @wraps(sample)
     def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
         self._put_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
         return sample(self, *args, **kwargs)
 
+    @wraps(bookkeeping_sync)
     def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return bookkeeping_sync(self, *args, **kwargs)

@@ -27,6 +27,11 @@ PLUGINS = (
     "tests/stack/scenarios.py",
     "tests/stack/recorder.py",
 )
+SHORT_STEPS = (
+    "--vllm_engine_kwargs",
+    '{"kv_cache_memory_bytes": 134217728, "max_num_batched_tokens": 96}',
+)
+"""vLLM's, that is: prompts are computed in several of them."""
 
 
 def names_of_rounds(samples: Samples, phase: str = "train") -> set[str]:
@@ -83,8 +88,7 @@ def test_long_rounds_lora_eval_and_mixed_media(
 
     resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-3"))
     # Other batches in every respect: of evaluation, and of what vLLM computes in a step.
-    kwargs = '{"kv_cache_memory_bytes": 134217728, "max_num_batched_tokens": 96}'
-    argv += [*resume, "--per_device_eval_batch_size", "12", "--vllm_engine_kwargs", kwargs]
+    argv += [*resume, "--per_device_eval_batch_size", "12", *SHORT_STEPS]
     second = train(assets, mixed_rows, tmp_path / "b", *argv, steps=6, plugins=PLUGINS)
     assert names_of_rounds(second) == {"2.0", "4.0"}
     assert names_of_rounds(second, "eval") == {"4.0", "6.0"}
@@ -122,12 +126,14 @@ def test_group_size_that_does_not_divide_a_ranks_batch(
 
 
 def test_conversations(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """Two turns: colocated on two ranks, and run by a server's async engine, draw the same."""
+    """Two turns: colocated on two ranks, and run by a server's async engine, whose steps are too
+    short for whole prompts, draw the same."""
     turns = ("--multi_turn_scheduler", "ask_again", "--max_turns", "2")
     colocated = train(assets, rows, tmp_path / "c", *turns, ranks=2, steps=2, plugins=PLUGINS)
     assert all(len(s["turns"]) == 2 for s in colocated.values())
     assert len({tuple(s["turns"][1]) for s in colocated.values()}) == len(colocated)
-    server = server_argv(assets, "--vllm_use_async_engine", "true", *turns, plugins=PLUGINS[1:2])
+    argv = ("--vllm_use_async_engine", "true", *SHORT_STEPS, *turns)
+    server = server_argv(assets, *argv, plugins=PLUGINS[1:2])
     with rollout_server(*server, log=tmp_path / "server.log") as port:
         served = train(
             assets, rows, tmp_path / "s", *client_argv(port), ranks=2, steps=2, plugins=PLUGINS
