@@ -34,6 +34,7 @@ TRAINER_FLAGS = tuple(
     if f.name != "rollout_timeout"
 )
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
+TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SECONDS_OF_OLD_CONNECTIONS = 75
 GIB = 1024**3
 CPU_ENGINE_GIB = 1.5
@@ -62,8 +63,10 @@ def check_model(args: Any) -> None:
 
 
 def check_engine(args: Any) -> None:
-    """vLLM is installed where it is asked for, and `swift rollout`'s port is free."""
+    """vLLM is installed where it is asked for; `swift rollout` is alone, and its port free."""
     serves = hasattr(args, "port")
+    if serves:
+        _check_alone()
     if (serves or args.use_vllm) and importlib.util.find_spec("vllm") is None:
         setting = "swift rollout" if serves else "--use_vllm true"
         raise ValueError(
@@ -74,6 +77,18 @@ def check_engine(args: Any) -> None:
         raise ValueError(
             f"--port {args.port} is in use on this machine: stop what listens there, or give "
             "another --port here and the same as --vllm_server_port to `swift rlhf`."
+        )
+
+
+def _check_alone() -> None:
+    """ms-swift would wait for other ranks, until its `--ddp_timeout` of months."""
+    found = [f"{name}={os.environ[name]}" for name in TORCHRUN_NAMES if name in os.environ]
+    if len(found) == len(TORCHRUN_NAMES) and os.environ["WORLD_SIZE"] != "1":
+        raise ValueError(
+            f"`swift rollout` found {' '.join(found)} in its environment, as torchrun sets them, "
+            "and would wait for the other ranks. It is one process, whatever its replicas "
+            "(--vllm_data_parallel_size): start it outside of torchrun, or with "
+            f"env {' '.join(f'-u {name}' for name in TORCHRUN_NAMES)} swift rollout ..."
         )
 
 

@@ -75,6 +75,17 @@ def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     preflight.check_engine(arguments(use_vllm=False))
 
 
+def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        preflight.check_engine(arguments(port=0))
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"found RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 .*env -u RANK"):
+        preflight.check_engine(arguments(port=0))
+    preflight.check_engine(arguments())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    preflight.check_engine(arguments(port=0))
+
+
 def test_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
