@@ -15,4 +15,4 @@ mypy
 step "Tiny model and data"
 make_assets
 step "Tests"
-exec python -m pytest -n "${WORKERS:-3}" --dist loadfile "$@"
+exec python -m pytest -n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"

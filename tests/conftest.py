@@ -13,6 +13,20 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parents[1]
+LONG_FILES = [
+    *("launch", "logits", "stop_training", "stops", "invariance", "resume", "training", "replay"),
+    *("../diversity/test_real_runs", "restarts", "failures", "scenarios", "placeholders"),
+    *("refusals", "api_key", "interrupt", "bad_data", "tool_call"),
+]
+"""Files of `tests/stack` in the order in which pytest's workers get them: long ones first, and
+those apart that take much of the machine's memory, since they would wait for one another."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = ROOT / "tests/stack"
+    names = [name if "/" in name else f"test_{name}" for name in LONG_FILES]
+    order = {(folder / f"{name}.py").resolve(): i for i, name in enumerate(names)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))  # stable: the rest stays
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.stack import rounds
 from tests.stack.processes import rollout_server
@@ -28,9 +29,21 @@ def rows(assets: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(assets: Path, rows: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """One colocated rank, 6 rounds: three epochs."""
-    return train(assets, rows, folder / "reference", steps=STEPS)
+def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one colocated rank, 6 rounds: three epochs. One for all of pytest's workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference"
+    done = folder / "done"
+    with FileLock(f"{folder}.lock"):
+        if not done.exists():
+            train(assets, rows, folder, steps=STEPS)
+            done.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(reference_folder: Path) -> rounds.Samples:
+    return rounds.recorded(reference_folder)
 
 
 @pytest.fixture(scope="module")  # no longer than they are needed: they hold memory

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import yaml
 
 from swift_grpo_ext.groups import place_of, request_id
 from swift_grpo_ext.samples.reader import read_samples
 from swift_grpo_ext.samples.row import SampleRow, to_rows
 from tests.stack.policy import read_records
-from tests.stack.processes import PLUGIN, Finished, free_port, swift
+from tests.stack.processes import PLUGIN, ROOT, Finished, free_port, swift
 
 Samples = dict[str, dict[str, Any]]
 """What `recorder.py` wrote down of each sample, by its name."""
 
+PRESET = ROOT / "examples/digits/grpo.yaml"
 GROUP_SIZE = 4
 BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
 HOT = ("--temperature", "2.0")
@@ -163,3 +165,12 @@ def write_video(images: Sequence[str], path: Path) -> Path:
         writer.write(frame)
     writer.release()
     return path
+
+
+def without_vllm(folder: Path) -> Path:
+    """The digits' preset with `--use_vllm false`, which ms-swift takes with no vLLM setting."""
+    settings = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
+    settings = {name: value for name, value in settings.items() if not name.startswith("vllm_")}
+    preset = folder / "preset.yaml"
+    preset.write_text(yaml.safe_dump({**settings, "use_vllm": False}), encoding="utf-8")
+    return preset

@@ -44,15 +44,15 @@ def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:
     assert len(completions) == len(reference), "a completion came twice"
 
 
-def test_a_group_is_asked_for_once(folder: Path, reference: Samples) -> None:
+def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -> None:
     """One request a group; each image of a round goes through the vision tower once."""
-    lines = (folder / "reference/record/engine.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (reference_folder / "record/engine.jsonl").read_text(encoding="utf-8").splitlines()
     work = [json.loads(line) for line in lines]
     requests = [entry for entry in work if "samples" in entry]
     assert requests == [{"samples": GROUP_SIZE, "images": 1}] * (STEPS * BATCH // GROUP_SIZE)
     images_of_rounds = {(sample["step"], tuple(sample["images"])) for sample in reference.values()}
     assert sum(entry.get("encoded", 0) for entry in work) == len(images_of_rounds)
-    log = (folder / "reference/log").read_text(encoding="utf-8")
+    log = (reference_folder / "log").read_text(encoding="utf-8")
     assert "--dataset: 2 of 6 rows repeat a prompt" in log
     assert "prompts of the generation batch stand in it twice" in log
 

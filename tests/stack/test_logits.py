@@ -2,8 +2,10 @@
 
 Losses of three steps: to the last bit where the model has the keyword and there is nothing to leave
 out, within 1e-5 elsewhere. The policy learns, and is compared with a reference model, so that no
-loss is 0 by construction. Padding-free is not among them: ms-swift asks for flash attention with
-it, which CPU does not have (`tests/logits/test_logps.py` has its layout).
+loss is 0 by construction. In one test vLLM draws, so that the old policy's log-probabilities are
+computed too; the others do without it, and start in half the time. Padding-free is not among them:
+ms-swift asks for flash attention with it, which CPU does not have (`tests/logits/test_logps.py` has
+its layout).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.stack.processes import PLUGIN, free_port, swift
-from tests.stack.rounds import write_rows
+from tests.stack.rounds import PRESET, without_vllm, write_rows
 
 pytestmark = pytest.mark.stack
 
@@ -47,11 +49,13 @@ def unequal(equal: Path) -> Path:
     return path
 
 
-def losses(assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1) -> list[Any]:
+def losses(
+    assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1, use_vllm: bool = False
+) -> list[Any]:
     """What `loss_recorder.py` wrote of each loss, in the order of steps and ranks."""
     folder.mkdir()
     finished = swift(
-        *("rlhf", "examples/digits/grpo.yaml"),
+        *("rlhf", str(PRESET if use_vllm else without_vllm(folder))),
         *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
         *("--external_plugins", PLUGIN, "tests/stack/loss_recorder.py"),
         *("--output_dir", str(folder / "run"), "--add_version", "false"),
@@ -86,12 +90,13 @@ def assert_same_training(found: list[Any], expected: list[Any]) -> None:
 
 
 def test_the_same_training_to_the_last_bit(assets: Path, equal: Path, tmp_path: Path) -> None:
-    off = losses(assets, equal, tmp_path / "off", *OFF, *SHORT)
-    strict = losses(assets, equal, tmp_path / "strict", *STRICT, *SHORT)
+    off = losses(assets, equal, tmp_path / "off", *OFF, *SHORT, use_vllm=True)
+    strict = losses(assets, equal, tmp_path / "strict", *STRICT, *SHORT, use_vllm=True)
     assert [s["loss"] for s in strict] == [o["loss"] for o in off]
     assert all(o["kept"] == o["completion"] for o in off), "there was something to leave out"
     assert all(set(s["ways"]) == {"logits_to_keep"} for s in strict)
-    chunked = losses(assets, equal, tmp_path / "chunked", *STRICT, *CHUNKS, *SHORT)
+    argv = (*STRICT, *CHUNKS, *SHORT)
+    chunked = losses(assets, equal, tmp_path / "chunked", *argv, use_vllm=True)
     assert_same_training(chunked, off)
 
 

@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
 from swift_grpo_ext.samples.reader import read_samples
-from tests.stack.processes import PLUGIN, ROOT, rollout_server, swift
-from tests.stack.rounds import BATCH, client_argv, server_argv
+from tests.stack.processes import PLUGIN, rollout_server, swift
+from tests.stack.rounds import BATCH, PRESET, client_argv, server_argv, without_vllm
 from tests.stack.spelled import write_speller
 from tests.stack.stop_cases import NEW_TOKEN, SEARCH, one_token
 
 pytestmark = pytest.mark.stack
 
-PRESET = ROOT / "examples/digits/grpo.yaml"
 PLUGINS = ("tests/stack/stop_rewards.py", "tests/stack/scenarios.py")
 STEPS = 2
 TOLD = STEPS * BATCH
@@ -148,12 +146,3 @@ def test_conversations_whose_turns_stop(
         row = {"text": SEARCH_TEXT, "token_ids": turn, "finish_reason": "stop"}
         assert logged == [{**row, "stop_reason": "</search>"}] * (2 * TOLD)
     assert told == [[SEARCH_TEXT, "</search>", [turn, turn], False]] * TOLD
-
-
-def without_vllm(folder: Path) -> Path:
-    """The preset with `--use_vllm false`, which ms-swift takes with none of vLLM's settings."""
-    settings = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
-    settings = {name: value for name, value in settings.items() if not name.startswith("vllm_")}
-    preset = folder / "preset.yaml"
-    preset.write_text(yaml.safe_dump({**settings, "use_vllm": False}), encoding="utf-8")
-    return preset
