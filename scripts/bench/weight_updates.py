@@ -1,10 +1,11 @@
 """What the verification of weight updates costs: updates with it and without, in turns.
 
-    python scripts/bench/weight_updates.py --model DIR --data DIR
+    python scripts/bench/weight_updates.py --model DIR --data DIR [--large]
 
 Trains the digits' model for some steps with the real `swift rlhf`, colocated and against a
 `swift rollout` on this machine; `timed_updates.py` switches verification on and off from one update
-to the next. The first two, which set things up, are left out.
+to the next. The first two, which set things up, are left out. With `--large`, a model of the same
+architecture with 145 million random weights takes its place.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from common import ROOT
+from large_model import write_large_model
 from rollout_server import server_argv
 from server_process import rollout_server
 
@@ -31,7 +33,18 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="what make_digits.py wrote")
     parser.add_argument("--steps", type=int, default=62)
+    parser.add_argument("--large", action="store_true", help="579 MB of weights; 13 GB of memory")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.large:
+            tiny, options.model = options.model, Path(folder) / "model"
+            write_large_model(tiny, options.model)
+        print_table(options)
+
+
+def print_table(options: argparse.Namespace) -> None:
+    size = sum(f.stat().st_size for f in options.model.glob("*.safetensors"))
+    print(f"Updates of {size / 1e6:.0f} MB:\n")
     print("| engine | pairs of updates | without | with verification | ratio |")
     print("|---|---|---|---|---|", flush=True)
     for mode, run in (("colocate", train), ("server", train_against_server)):
