@@ -9,8 +9,8 @@ Can go when ms-swift has a communicator for CPU.
 
 from __future__ import annotations
 
-import atexit
 import datetime
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,7 +44,9 @@ class GlooCommunicator:
         self.rank: int = group.rank
         self.world_size: int = group.world_size
         self.device = torch.device("cpu")
-        self._gloo: ProcessGroupGloo | None = None
+        self._gloo: list[ProcessGroupGloo] = []
+        # Its threads end with it, or at exit: one that outlives the interpreter may abort it.
+        weakref.finalize(self, self._gloo.clear)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Send `tensor` from rank `src`; every other rank's is overwritten.
@@ -52,23 +54,18 @@ class GlooCommunicator:
         The first call meets all ranks: connecting any earlier would block a server that a trainer
         has still to reach.
         """
-        if self._gloo is None:
+        if not self._gloo:
             store = PrefixStore("swift_grpo_ext/weights", self.group.store)
-            self._gloo = ProcessGroupGloo(store, self.rank, self.world_size, BROADCAST_TIMEOUT)
+            size, timeout = self.world_size, BROADCAST_TIMEOUT
+            self._gloo.append(ProcessGroupGloo(store, self.rank, size, timeout))
         options = dist.BroadcastOptions()
         options.rootRank = src
-        self._gloo.broadcast([tensor], options).wait()
-
-    def close(self) -> None:
-        """Join gloo's threads: one that outlives the interpreter may abort the process."""
-        self._gloo = None
+        self._gloo[0].broadcast([tensor], options).wait()
 
 
 def connect_client(client: Any) -> None:
     """Let a connected `VLLMClient` send through gloo; the servers' workers do the same."""
     client.pynccl_comms = [GlooCommunicator(comm.group) for comm in client.pynccl_comms]
-    for comm in client.pynccl_comms:
-        atexit.register(comm.close)
     upstream_client._broadcast_tensors_for_vllm_weight_sync = _broadcast_tensors
 
 

@@ -94,7 +94,7 @@ weights = GlooCommunicator(SimpleNamespace(rank=0, world_size=1, store=store))
 weights.broadcast(torch.zeros(2), src=0)
 del trainer
 print(gloo_threads())
-weights.close()
+del weights
 print(gloo_threads())
 _leave_group()
 print(gloo_threads())
