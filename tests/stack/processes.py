@@ -124,7 +124,7 @@ def started(command: list[str], log: Path, env: dict[str, str] | None = None) ->
 
 
 def swift(
-    *argv: str, log: Path, env: dict[str, str] | None = None, seconds: float = 400
+    *argv: str, log: Path, env: dict[str, str] | None = None, seconds: float = 900
 ) -> Finished:
     """Run `swift ARGV` to its end."""
     with started([str(SWIFT), *argv], log, env) as running:
@@ -136,7 +136,7 @@ def rollout_server(
     *argv: str,
     log: Path,
     env: dict[str, str] | None = None,
-    seconds: float = 300,
+    seconds: float = 600,
     port: int | None = None,
 ) -> Iterator[int]:
     """A healthy `swift rollout` server; the value is its port."""

@@ -81,7 +81,7 @@ def test_ctrl_c_in_each_phase(phase: str, assets: Path, tmp_path: Path) -> None:
     more = ("--", "--max_steps", "1000", "--output_dir", str(tmp_path / "run"))
     small = launched("launch.sh", assets, tmp_path, *SMALL, *more, replicas=1, ranks=2)
     with small as running:
-        running.wait_for(phase, seconds=300)
+        running.wait_for(phase, seconds=600)
         time.sleep(2)
         running.interrupt()
         assert running.process.wait(SECONDS_TO_END) == 130

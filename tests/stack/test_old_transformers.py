@@ -42,7 +42,7 @@ def run(*command: str, **env: str) -> str:
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]

@@ -52,7 +52,7 @@ def drawn(request: pytest.FixtureRequest, speller: Path) -> tuple[str, dict[str,
     with reserved(TRAINING_RANK if engine == "transformers" else COLOCATED_RANK):
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **QUIET}, capture_output=True, text=True,
-            timeout=500, check=False,
+            timeout=900, check=False,
         )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return engine, json.loads(output.read_text(encoding="utf-8"))
