@@ -66,10 +66,18 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
 
 
 def _leave_group() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-    # A group joins its threads when it is deleted; the trainer and DDP hold it in cycles.
+    """Leave torch's groups and join gloo's threads.
+
+    A group joins its threads when it is deleted, and a thread may need the GIL for the last of its
+    tensors. DDP's reducer, one of a trainer's many cycles, would delete the group with the GIL held
+    (a deadlock); a name in Python deletes it without: ours is the last.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    groups = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
     gc.collect()
+    del groups
 
 
 def _keep_freed_memory() -> None:
