@@ -132,7 +132,7 @@ def test_conversations(assets: Path, rows: Path, tmp_path: Path) -> None:
     colocated = train(assets, rows, tmp_path / "c", *turns, ranks=2, steps=2, plugins=PLUGINS)
     assert all(len(s["turns"]) == 2 for s in colocated.values())
     assert len({tuple(s["turns"][1]) for s in colocated.values()}) == len(colocated)
-    argv = ("--vllm_use_async_engine", "true", *SHORT_STEPS, *turns)
+    argv = ("--vllm_use_async_engine", "true", *SHORT_STEPS, "--vllm_max_num_seqs", "32", *turns)
     server = server_argv(assets, *argv, plugins=PLUGINS[1:2])
     with rollout_server(*server, log=tmp_path / "server.log") as port:
         served = train(
