@@ -9,6 +9,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -375,7 +376,9 @@ def test_a_good_machine_is_green(assets: Path) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
         command += ["--port", str(free.getsockname()[1])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert time.monotonic() - start < 60  # 30 on a machine that does nothing else
     checks = json.loads(done.stdout)["checks"]
     assert {c["check"]: c["found"] for c in checks if c["status"] == "red"} == {}
     assert done.returncode == 0

@@ -10,7 +10,7 @@ from tests.stack.processes import PLUGIN, SWIFT, free_port, started
 
 pytestmark = pytest.mark.stack
 
-SECONDS_TO_END = 120
+SECONDS_TO_END = 60
 
 
 def trainer(assets: Path, folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ from tests.stack.processes import Running, free_port, started
 
 pytestmark = pytest.mark.stack
 
-SECONDS_TO_END = 120
+SECONDS_TO_END = 60
 
 
 def launch(script: str, assets: Path, logs: Path, *argv: str) -> tuple[list[str], dict[str, str]]:
