@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _partition(values: list[str], mark: str) -> tuple[list[str], list[str], list[str]]:
     """As `str.partition` does."""
-    place = values.index(mark) if mark in values else len(values)
-    return values[:place], values[place : place + 1], values[place + 1 :]
+    sample_id = values.index(mark) if mark in values else len(values)
+    return values[:sample_id], values[sample_id : sample_id + 1], values[sample_id + 1 :]
 
 
 # --- doctor ---
@@ -60,7 +60,8 @@ def add_doctor(commands: Any) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.doctor import examine, report, wanted
+    from swift_grpo_ext.checks.doctor import examine, report
+    from swift_grpo_ext.checks.wanted import wanted
 
     results = examine(wanted(options), quiet=options.json)
     return report(results, as_json=options.json)
@@ -86,7 +87,7 @@ def add_check(commands: Any) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.presets import check, read_run
+    from swift_grpo_ext.checks import check, read_run
 
     failed = False
     for config in options.config:
@@ -117,7 +118,7 @@ def add_init(commands: Any) -> None:
 
 
 def run_init(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.presets import share
+    from swift_grpo_ext.checks import share
 
     if options.list:
         for name in share.preset_names():
@@ -135,7 +136,7 @@ def add_plugin_path(commands: Any) -> None:
 
 
 def run_plugin_path(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.presets import share
+    from swift_grpo_ext.checks import share
 
     print(share.PLUGIN_FILE)
     return 0
@@ -188,7 +189,7 @@ def add_samples(commands: Any) -> None:
 
 
 def run_samples(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.samples import export
+    from swift_grpo_ext.record import export
 
     if options.output is None:
         print(export.summary(options.run_dir))

@@ -14,8 +14,8 @@ PINS = (
     Pin("swift.callbacks", "callbacks_map"),
     Pin("swift.callbacks", "TrainerCallback", ("args", "trainer")),
 )
-TRAINER = "swift_grpo_ext.trainer.RolloutGRPOTrainer"
-TRAINING_ARGUMENTS = "swift_grpo_ext.trainer.RolloutGRPOConfig"
+TRAINER = "swift_grpo_ext.training.RolloutGRPOTrainer"
+TRAINING_ARGUMENTS = "swift_grpo_ext.training.RolloutGRPOConfig"
 
 
 @cache
@@ -37,6 +37,6 @@ def register() -> None:
     # `swift rollout` names its engine when its module loads, which is before plugins are imported.
     # The trainer puts ours in place itself, when it makes its engine.
     if "swift.pipelines.infer.rollout" in sys.modules:
-        from swift_grpo_ext import engine
+        from swift_grpo_ext.rollout import engine
 
         engine.install()

@@ -11,10 +11,10 @@ import pytest
 
 from swift_grpo_ext.arguments import flag_names
 from swift_grpo_ext.cli import flag_table, main
-from swift_grpo_ext.samples import export
-from swift_grpo_ext.samples.reader import read_samples
+from swift_grpo_ext.record import export
+from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.version import __version__
-from tests.samples.rows import ROW, place, write_session
+from tests.record.rows import ROW, sample_id, write_session
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -43,14 +43,18 @@ def run_dir(tmp_path: Path) -> Path:
     """Two sessions: rounds 0 and 1, of 2 groups of 2, and an evaluation of 1; round 1 anew."""
     folder = tmp_path / "run"
     rows = [
-        replace(ROW, place=place(step, group=group, index=index), seed=4 * step + 2 * group + index)
+        replace(
+            ROW,
+            sample_id=sample_id(step, group=group, index=index),
+            seed=4 * step + 2 * group + index,
+        )
         for step in (0, 1)
         for group in (0, 1)
         for index in (0, 1)
     ]
     rows[0] = replace(rows[0], text="七 👍", logprobs=[-float("inf"), float("nan"), -0.5])
     rows[1] = replace(rows[1], finish_reason=None, token_ids=[], logprobs=None)
-    greedy = replace(ROW, place=place(1, "eval"), seed=None, finish_reason="length")
+    greedy = replace(ROW, sample_id=sample_id(1, "eval"), seed=None, finish_reason="length")
     write_session(folder, [*rows, greedy])
     write_session(folder, rows[4:], session=1, start_step=1)
     return folder
@@ -76,7 +80,9 @@ def test_samples_sums_up(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_samples_counts_repeated_seeds_and_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_session(tmp_path, [replace(ROW, place=place(index=i // 2, turn=i % 2)) for i in range(4)])
+    write_session(
+        tmp_path, [replace(ROW, sample_id=sample_id(index=i // 2, turn=i % 2)) for i in range(4)]
+    )
     assert main(["samples", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert output.splitlines()[1].split()[:6] == ["train", "1", "1", "2", "4", "12"]

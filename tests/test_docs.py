@@ -19,9 +19,9 @@ import pytest
 
 from swift_grpo_ext import cli
 from swift_grpo_ext.arguments import flag_names
-from swift_grpo_ext.seeding import sample_seed
+from swift_grpo_ext.sampling.seeding import sample_seed
 from tests.documents import Page, is_relative, originals
-from tests.samples.rows import ROW, place, write_session
+from tests.record.rows import ROW, sample_id, write_session
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "examples", "plugins", "scripts", "swift_grpo_ext", "tests")
@@ -191,8 +191,10 @@ def our_messages() -> Iterator[str]:
 def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a page, in order, where a run has left a sample log in `output/my-run`."""
     rows = [
-        dataclasses.replace(ROW, place=p, seed=sample_seed(42, p), weight_version=p.step)
-        for p in (place(s, group=g, index=i) for s in range(4) for g in range(6) for i in range(3))
+        dataclasses.replace(ROW, sample_id=p, seed=sample_seed(42, p), weight_version=p.step)
+        for p in (
+            sample_id(s, group=g, index=i) for s in range(4) for g in range(6) for i in range(3)
+        )
     ]
     write_session(tmp_path / "output/my-run", rows)
     monkeypatch.chdir(tmp_path)

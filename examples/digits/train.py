@@ -25,7 +25,7 @@ import yaml
 from machine import describe_machine
 from tqdm import tqdm
 
-from swift_grpo_ext.checkpoints import last_whole
+from swift_grpo_ext.checks.resume import last_whole
 
 PRESET = Path(__file__).with_name("grpo.yaml")
 SWIFT = Path(sys.executable).with_name("swift")

@@ -13,10 +13,10 @@ from PIL import Image
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 
-from swift_grpo_ext.exchange import Alone
-from swift_grpo_ext.groups import fingerprints, place_of, places_of, request_id
-from swift_grpo_ext.rollout import Ask, Wish, draw
-from swift_grpo_ext.rounds import Round
+from swift_grpo_ext.rollout.draw import Generate, RankBatch, draw
+from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.sampling.groups import fingerprints, parse_request_id, request_id, sample_ids_at
+from swift_grpo_ext.sampling.rounds import Round
 
 RUN_SEED = 42
 TEMPERATURE = 2.0
@@ -57,11 +57,11 @@ class Case:
 def make_samples(case: Case, round_number: int) -> list[OnPolicySample]:
     """The batch's samples; each owns its image's bytes, as a data loader's rows do."""
     round_ = Round(phase="train", step=round_number, number=0)
-    places = places_of(round_, range(case.num_samples), case.group_size)
+    sample_ids = sample_ids_at(round_, range(case.num_samples), case.group_size)
     samples = []
-    for place in places:
-        sample = OnPolicySample.from_row(make_row(case.image_side, place.group))
-        sample.request_id = request_id(place)
+    for sample_id in sample_ids:
+        sample = OnPolicySample.from_row(make_row(case.image_side, sample_id.group))
+        sample.request_id = request_id(sample_id)
         samples.append(sample)
     return samples
 
@@ -110,17 +110,17 @@ def make_config(max_tokens: int) -> RequestConfig:
     )
 
 
-def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: Ask) -> list[RolloutOutput]:
+def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: Generate) -> list[RolloutOutput]:
     """What our trainer's `_rollout` does, in a training of one process."""
-    wish = Wish(
-        places=[place_of(sample.request_id) for sample in samples],
+    rank_batch = RankBatch(
+        sample_ids=[parse_request_id(sample.request_id) for sample in samples],
         fingerprints=fingerprints(samples),
         request=lambda number: samples[number].to_infer_request(),
         run_seed=run_seed,
         grouped=True,
-        lean=True,
+        packed=True,
     )
-    return draw(wish, Alone(), ask)[0]
+    return draw(rank_batch, SingleRank(), ask)[0]
 
 
 def draw_theirs(samples: Sequence[Any], ask: Callable[[list[Any]], Any]) -> list[RolloutOutput]:

@@ -25,8 +25,8 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from swift_grpo_ext.engine import RolloutEngine
-from swift_grpo_ext.rollout import outputs_of
+from swift_grpo_ext.rollout.draw import outputs_of
+from swift_grpo_ext.rollout.engine import RolloutEngine
 
 Prompt = tuple[list[int], bytes | None]
 """Token ids, with one placeholder for an image, and the image's file."""
@@ -86,10 +86,10 @@ class ColocateWays:
         self._engine.engine.reset_encoder_cache()
 
     def _draw_ours(self, run_seed: int | None, samples: Sequence[Any]) -> list[Any]:
-        def ask(requests: list[Any], envelopes: list[Any]) -> list[list[Any]]:
+        def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
             outputs = self._engine.infer(requests, copy(self._config), use_tqdm=False)
-            pairs = zip(outputs, envelopes, strict=True)
-            return [outputs_of(output, envelope, "rank 0") for output, envelope in pairs]
+            pairs = zip(outputs, metadatas, strict=True)
+            return [outputs_of(output, metadata, "rank 0") for output, metadata in pairs]
 
         return draw_ours(samples, run_seed, ask)
 

@@ -30,7 +30,7 @@ from swift_grpo_ext.diversity.collision import CollisionTest, collision_test
 from swift_grpo_ext.diversity.drawn import DrawnSample, drawn_sample, to_groups
 from swift_grpo_ext.diversity.memory import PromptMemory
 from swift_grpo_ext.diversity.metrics import round_metrics
-from swift_grpo_ext.samples.row import SampleRow
+from swift_grpo_ext.record.row import SampleRow
 
 LEVELS = (0.5, 0.1, 1e-2, 1e-3, 1e-6)
 ALARM_P = 1e-6
@@ -214,7 +214,7 @@ def random_rows(
 def as_row(sample: DrawnSample) -> SampleRow:
     assert sample.logprobs is not None
     return SampleRow(
-        place=sample.origin.place,
+        sample_id=sample.origin.sample_id,
         seed=None,
         rank=0,
         replica="",

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from swift_grpo_ext.samples.export import summary
-from swift_grpo_ext.samples.index import index_samples
-from swift_grpo_ext.samples.log import SampleLog
-from swift_grpo_ext.samples.reader import read_group, read_samples
-from swift_grpo_ext.samples.row import PLACE_COLUMNS, SampleRow
-from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.record.export import summary
+from swift_grpo_ext.record.index import index_samples
+from swift_grpo_ext.record.log import SampleLog
+from swift_grpo_ext.record.reader import read_group, read_samples
+from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
 
 VOCABULARY = 151_936
 GROUP_SIZE = 8
@@ -50,7 +50,7 @@ def measure(options: argparse.Namespace, run_dir: Path) -> None:
     print(f"append      {seconds:8.2f} s   {seconds / num_rounds * 1e3:.2f} ms a round")
     print(f"size        {num_bytes / 1e6:8.1f} MB  in {len(files)} files")
     timed("index", lambda: index_samples(run_dir))
-    timed("places", lambda: read_samples(run_dir, columns=PLACE_COLUMNS))
+    timed("places", lambda: read_samples(run_dir, columns=SAMPLE_ID_COLUMNS))
     timed("all", lambda: read_samples(run_dir))
     middle = {"phase": "train", "step": num_rounds // 2, "number": 0, "group": 1}
     timed("one group", lambda: read_group(run_dir, **middle))
@@ -87,7 +87,7 @@ def make_rows(
         question = f"Image {step * 131 + group}: which digit is in the middle of the picture? " * 4
         rows.append(
             SampleRow(
-                place=Place(phase="train", step=step, number=0, group=group, index=index),
+                sample_id=SampleId(phase="train", step=step, number=0, group=group, index=index),
                 seed=seeds[i],
                 rank=rank,
                 replica=f"server 0 replica {rank % 4}",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_grpo_ext.diversity.drawn import DrawnSample, Origin
-from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.sampling.seeding import SampleId
 
 VOCABULARY = 128
 END = 0
@@ -95,7 +95,7 @@ def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Drawn
     return [
         DrawnSample(
             origin=Origin(
-                place=Place(
+                sample_id=SampleId(
                     phase="train",
                     step=step,
                     number=0,

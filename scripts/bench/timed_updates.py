@@ -15,10 +15,10 @@ from typing import Any
 
 from swift.trainers import TrainerFactory
 
-from swift_grpo_ext.trainer import RolloutGRPOTrainer
-from swift_grpo_ext.trainer import weights as trainer_weights
+from swift_grpo_ext.training import RolloutGRPOTrainer
 from swift_grpo_ext.upstream import cpu_worker
 from swift_grpo_ext.upstream.cpu_worker import CPUWeightSyncWorkerExtension
+from swift_grpo_ext.weights import updates as trainer_weights
 
 
 def nothing(*_: Any) -> dict[str, str]:

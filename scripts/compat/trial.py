@@ -101,5 +101,5 @@ def read_counts(junit: Path) -> Counts:
 def make_assets(environment: Environment, assets: Path) -> None:
     """The tiny model and the digits, unless they are there, by this environment's Python."""
     command = ["bash", "-c", "source scripts/common.sh && make_assets"]
-    places = {"VENV": str(environment.folder), "ASSETS": str(assets)}
-    run("digits and tiny model", command, environment, env=places)
+    sample_ids = {"VENV": str(environment.folder), "ASSETS": str(assets)}
+    run("digits and tiny model", command, environment, env=sample_ids)

@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from swift_grpo_ext.diversity.record import RoundRecord
-from swift_grpo_ext.samples.reader import read_group
-from swift_grpo_ext.samples.row import SampleRow
+from swift_grpo_ext.record.reader import read_group
+from swift_grpo_ext.record.row import SampleRow
 
 MAX_GROUPS = 10
 MAX_GROUPS_OF_ROUND = 2
@@ -122,7 +122,7 @@ def _read_one(run_dir: str | os.PathLike[str], origin: dict[str, Any]) -> list[A
     except ValueError:
         return []
     name = f"{origin['phase']} round {origin['step']}.{origin['number']}"
-    return [(name, r) for r in rows if r.place.index == origin["index"]][:1]
+    return [(name, r) for r in rows if r.sample_id.index == origin["index"]][:1]
 
 
 def _completions(
@@ -162,7 +162,7 @@ def common(a: str, b: str) -> int:
 def _words(row: SampleRow) -> str:
     replica = f", {row.replica}" if row.replica not in ("", f"rank {row.rank}") else ""
     seed = "" if row.seed is None else f", seed {row.seed}"
-    return f"{row.place.index}: rank {row.rank}{replica}{seed}"
+    return f"{row.sample_id.index}: rank {row.rank}{replica}{seed}"
 
 
 def _prompt_text(prompt: str) -> str:

@@ -92,11 +92,11 @@ def svg(panel: Panel, marks: Sequence[Mark], span: tuple[float, float], title: s
 
 
 def _line(points: Sequence[Point], axes: Axes, colour: int) -> str:
-    places = [f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in points]
-    if len(places) == 1:
-        x, y = places[0].split(",")
+    sample_ids = [f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in points]
+    if len(sample_ids) == 1:
+        x, y = sample_ids[0].split(",")
         return f'<circle class="dot c{colour}" cx="{x}" cy="{y}" r="3"/>'
-    return f'<polyline class="curve c{colour}" points="{" ".join(places)}"/>'
+    return f'<polyline class="curve c{colour}" points="{" ".join(sample_ids)}"/>'
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:

@@ -143,7 +143,7 @@ def collision_test(
         memory: of earlier rounds; this round is not remembered here.
     """
     by_prompt: dict[str, list[DrawnSample]] = {}
-    for sample in sorted(samples, key=lambda s: s.origin.place):
+    for sample in sorted(samples, key=lambda s: s.origin.sample_id):
         if sample.logprobs is not None:
             by_prompt.setdefault(sample.fingerprint, []).append(sample)
     prompts = [

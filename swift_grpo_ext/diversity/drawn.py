@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
-    from swift_grpo_ext.samples.row import SampleRow
+    from swift_grpo_ext.record.row import SampleRow
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
@@ -22,7 +22,7 @@ Floats = NDArray[np.floating[Any]]
 class Origin:
     """Which sample of a run, and who drew it."""
 
-    place: Place
+    sample_id: SampleId
     seed: int | None
     """None where the engine chose."""
 
@@ -58,7 +58,7 @@ Group = Sequence[DrawnSample]
 def drawn_sample(row: SampleRow) -> DrawnSample:
     """From a row of the sample log; log-probabilities that do not match the tokens are unknown."""
     return DrawnSample(
-        origin=Origin(place=row.place, seed=row.seed, rank=row.rank, replica=row.replica),
+        origin=Origin(sample_id=row.sample_id, seed=row.seed, rank=row.rank, replica=row.replica),
         fingerprint=row.fingerprint,
         token_ids=np.asarray(row.token_ids, np.int32),
         logprobs=_logprobs(row.logprobs, len(row.token_ids)),
@@ -81,10 +81,10 @@ def to_groups(samples: Iterable[DrawnSample]) -> list[list[DrawnSample]]:
     A place that comes twice counts once: ranks that share a sequence hold the same samples.
     """
     groups: dict[tuple[Any, ...], dict[int, DrawnSample]] = {}
-    for sample in sorted(samples, key=lambda s: s.origin.place):
-        place = sample.origin.place
-        key = (place.phase, place.step, place.number, place.group, place.turn)
-        groups.setdefault(key, {}).setdefault(place.index, sample)
+    for sample in sorted(samples, key=lambda s: s.origin.sample_id):
+        sample_id = sample.origin.sample_id
+        key = (sample_id.phase, sample_id.step, sample_id.number, sample_id.group, sample_id.turn)
+        groups.setdefault(key, {}).setdefault(sample_id.index, sample)
     return [list(group.values()) for group in groups.values()]
 
 

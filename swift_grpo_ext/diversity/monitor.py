@@ -19,7 +19,7 @@ from swift.utils import get_logger
 from swift_grpo_ext.diversity.drawn import DrawnSample, drawn_sample
 from swift_grpo_ext.diversity.record import RecordFile, RoundRecord
 from swift_grpo_ext.diversity.watch import RoundWatch, WatchSettings
-from swift_grpo_ext.samples.row import SampleRow
+from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.upstream.contract import Pin, verify
 
 PINS = (

@@ -78,11 +78,11 @@ def make_record(
     groups: Sequence[Group], verdict: Verdict, metrics: Mapping[str, float]
 ) -> RoundRecord:
     """From what was found in a round that has samples."""
-    place, test = groups[0][0].origin.place, verdict.test
+    sample_id, test = groups[0][0].origin.sample_id, verdict.test
     return RoundRecord(
-        phase=place.phase,
-        step=place.step,
-        number=place.number,
+        phase=sample_id.phase,
+        step=sample_id.step,
+        number=sample_id.number,
         num_samples=sum(map(len, groups)),
         num_groups=len(groups),
         verdict=verdict.kind,
@@ -111,12 +111,12 @@ def _plain(sharing: Sharing) -> dict[str, Any]:
 
 def _plain_origin(origin: Origin) -> dict[str, Any]:
     named = {"seed": origin.seed, "rank": origin.rank, "replica": origin.replica}
-    return {**asdict(origin.place), **named}
+    return {**asdict(origin.sample_id), **named}
 
 
 def _worst_groups(groups: Sequence[Group], sharings: Sequence[Sharing]) -> list[int]:
-    worst = [origin.place.group for sharing in sharings for origin in sharing.samples[:2]]
-    copies = {g[0].origin.place.group: num_distinct(g) / len(g) for g in groups if len(g) > 1}
+    worst = [origin.sample_id.group for sharing in sharings for origin in sharing.samples[:2]]
+    copies = {g[0].origin.sample_id.group: num_distinct(g) / len(g) for g in groups if len(g) > 1}
     worst += [number for number in sorted(copies, key=copies.__getitem__) if copies[number] < 1]
     return list(dict.fromkeys(worst))[:MAX_WORST_GROUPS]
 

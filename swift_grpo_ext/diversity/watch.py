@@ -79,8 +79,8 @@ class RoundWatch:
 
 
 def _round_of(sample: DrawnSample) -> tuple[str, int, int]:
-    place = sample.origin.place
-    return place.phase, place.step, place.number
+    sample_id = sample.origin.sample_id
+    return sample_id.phase, sample_id.step, sample_id.number
 
 
 def describe_broken(record: RoundRecord, test: CollisionTest, seed_mode: str) -> str:
@@ -100,7 +100,9 @@ def describe_sharing(sharing: Sharing) -> str:
     who = _name(sharing.samples)
     if sharing.kind == "frozen":
         earlier = sharing.earlier[-1]
-        rounds = f"{earlier.place.phase} round {earlier.place.step}.{earlier.place.number}"
+        rounds = (
+            f"{earlier.sample_id.phase} round {earlier.sample_id.step}.{earlier.sample_id.number}"
+        )
         verb = what if len(sharing.samples) > 1 else what.replace("share their", "shares its")
         return f"{who} {verb} with {rounds}, {_name([earlier])} (frozen noise)"
     return f"{who} {what}{_common_seed(sharing.samples)}"
@@ -109,8 +111,8 @@ def describe_sharing(sharing: Sharing) -> str:
 def _name(origins: Sequence[Origin]) -> str:
     """Groups, samples, ranks and replicas."""
     words = [
-        f"group {o.place.group} sample {o.place.index}"
-        f"{f' turn {o.place.turn}' if o.place.turn else ''}"
+        f"group {o.sample_id.group} sample {o.sample_id.index}"
+        f"{f' turn {o.sample_id.turn}' if o.sample_id.turn else ''}"
         f" (rank {o.rank}{f', replica {o.replica!r}' if o.replica else ''})"
         for o in origins[:MAX_NAMED_ORIGINS]
     ]

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from swift_grpo_ext.seeding import PHASES
+from swift_grpo_ext.sampling.seeding import PHASES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swift_grpo_ext.groups import describe, request_id
+from swift_grpo_ext.record.reader import read_group
+from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.replay.compare import Comparison, Difference, Token, Tokens, compare
 from swift_grpo_ext.replay.prompts import (
     began,
@@ -29,8 +30,7 @@ from swift_grpo_ext.replay.run import (
     read_run,
     weights_of,
 )
-from swift_grpo_ext.samples.reader import read_group
-from swift_grpo_ext.samples.row import SampleRow
+from swift_grpo_ext.sampling.groups import describe, request_id
 
 Decode = Callable[[int], str]
 
@@ -124,7 +124,7 @@ def _prompt(run: Run, row: SampleRow, phase: str) -> Mapping[str, Any]:
 def _compare(row: SampleRow, drawn: Tokens) -> Comparison:
     assert row.seed is not None
     return compare(
-        row.place, row.seed, Tokens(token_ids=row.token_ids, logprobs=row.logprobs), drawn
+        row.sample_id, row.seed, Tokens(token_ids=row.token_ids, logprobs=row.logprobs), drawn
     )
 
 
@@ -157,7 +157,7 @@ def as_json(replay: Replay) -> dict[str, Any]:
 def _sample_json(sample: Comparison, decode: Decode) -> dict[str, Any]:
     difference = sample.difference
     return {
-        "name": request_id(sample.place),
+        "name": request_id(sample.sample_id),
         "seed": sample.seed,
         "equal": sample.is_equal,
         "num_logged": sample.num_logged,
@@ -183,7 +183,7 @@ def show(replay: Replay) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    first = replay.samples[0].place
+    first = replay.samples[0].sample_id
     table = Table(
         title=f"{describe(first).rpartition(',')[0]}, drawn again with {replay.weights}",
         caption="gap before: the largest difference of log-probabilities, in nats, before tokens "
@@ -206,7 +206,12 @@ def _cells(sample: Comparison, decode: Decode) -> Sequence[str]:
     lengths = str(sample.num_logged)
     if sample.num_drawn != sample.num_logged:
         lengths += f" / {sample.num_drawn}"
-    return (str(sample.place.index), lengths, gap, *_difference_cells(sample.difference, decode))
+    return (
+        str(sample.sample_id.index),
+        lengths,
+        gap,
+        *_difference_cells(sample.difference, decode),
+    )
 
 
 def _difference_cells(difference: Difference | None, decode: Decode) -> Sequence[str]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.sampling.seeding import SampleId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Difference:
 class Comparison:
     """One sample, logged and drawn again."""
 
-    place: Place
+    sample_id: SampleId
     seed: int
     num_logged: int
     """Tokens."""
@@ -74,7 +74,7 @@ class Comparison:
         return self.difference is None
 
 
-def compare(place: Place, seed: int, logged: Tokens, drawn: Tokens) -> Comparison:
+def compare(sample_id: SampleId, seed: int, logged: Tokens, drawn: Tokens) -> Comparison:
     """Hold one sample's tokens against each other."""
     position = first_difference(logged.token_ids, drawn.token_ids)
     difference = None
@@ -83,7 +83,7 @@ def compare(place: Place, seed: int, logged: Tokens, drawn: Tokens) -> Compariso
             position=position, logged=logged.at(position), drawn=drawn.at(position)
         )
     return Comparison(
-        place=place,
+        sample_id=sample_id,
         seed=seed,
         num_logged=len(logged.token_ids),
         num_drawn=len(drawn.token_ids),

@@ -20,10 +20,10 @@ from swift.arguments import BaseArguments
 from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import OnPolicySample
 
-from swift_grpo_ext.preflight import check_model
+from swift_grpo_ext.checks.preflight import check_model
+from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.replay.compare import Tokens
 from swift_grpo_ext.replay.run import ReplayError, Run, Weights
-from swift_grpo_ext.samples.row import SampleRow
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
@@ -55,30 +55,30 @@ def draw_again(
         prompts: rows of ms-swift's, by their fingerprints.
         rows: the samples, as they were logged.
     """
-    from swift_grpo_ext.engine import RolloutEngine
-    from swift_grpo_ext.exchange import Alone
-    from swift_grpo_ext.rollout import Wish, draw, outputs_of
+    from swift_grpo_ext.rollout.draw import RankBatch, draw, outputs_of
+    from swift_grpo_ext.rollout.engine import RolloutEngine
+    from swift_grpo_ext.rollout.rank_group import SingleRank
 
     settings = run.settings
     with _one_model(run, weights) as model:
         engine = make_engine(RolloutEngine, settings, model, base=weights.model, seats=len(rows))
         config = request_config(settings)
 
-        def ask(requests: list[Any], envelopes: list[Any]) -> list[list[Any]]:
+        def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
             answers = engine.infer(requests, config, use_tqdm=False)
-            pairs = zip(answers, envelopes, strict=True)
-            return [outputs_of(answer, envelope, "replay") for answer, envelope in pairs]
+            pairs = zip(answers, metadatas, strict=True)
+            return [outputs_of(answer, metadata, "replay") for answer, metadata in pairs]
 
-        wish = Wish(
-            places=[row.place for row in rows],
+        rank_batch = RankBatch(
+            sample_ids=[row.sample_id for row in rows],
             fingerprints=[row.fingerprint for row in rows],
             request=lambda number: _request(prompts[rows[number].fingerprint]),
             run_seed=settings["seed"],
             grouped=bool(settings["rollout_group_requests"]),
-            lean=True,
+            packed=True,
             **stop_settings(settings),
         )
-        outputs, _ = draw(wish, Alone(), ask)
+        outputs, _ = draw(rank_batch, SingleRank(), ask)
         return [_tokens(output) for output in outputs], engine.tokenizer
 
 
@@ -87,7 +87,7 @@ def _request(prompt: Mapping[str, Any]) -> Any:
 
 
 def stop_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `Wish`, beside ms-swift's stop words."""
+    """Of `RankBatch`, beside ms-swift's stop words."""
     return {
         "stop_token_ids": tuple(settings.get("stop_token_ids") or ()),
         "include_stop_str_in_output": settings.get("include_stop_str_in_output", True),

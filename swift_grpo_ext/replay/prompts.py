@@ -9,11 +9,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.groups import fingerprint
+from swift_grpo_ext.checks.rows import prompt_of, unreadable
+from swift_grpo_ext.record.collect import media_name
+from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.replay.run import ReplayError, Run
-from swift_grpo_ext.rows import prompt_of, unreadable
-from swift_grpo_ext.samples.collect import media_name
-from swift_grpo_ext.samples.row import SampleRow
+from swift_grpo_ext.sampling.groups import fingerprint
 
 MEDIA = ("images", "videos", "audios")
 CONTENT = "blake2b:"

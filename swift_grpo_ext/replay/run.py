@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.groups import describe
-from swift_grpo_ext.samples.row import SampleRow
-from swift_grpo_ext.seeding import sample_seed
+from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.sampling.groups import describe
+from swift_grpo_ext.sampling.seeding import sample_seed
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 ADAPTER = "adapter_config.json"
@@ -103,8 +103,8 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
     unseeded = [row for row in rows if row.seed is None]
     if unseeded:
         raise ReplayError(
-            f"{describe(unseeded[0].place)} has no seed: the engine drew it with one that nobody "
-            "wrote down (--rollout_seed_mode engine, or --use_vllm false). Train with "
+            f"{describe(unseeded[0].sample_id)} has no seed: the engine drew it with one that "
+            "nobody wrote down (--rollout_seed_mode engine, or --use_vllm false). Train with "
             "--rollout_seed_mode sample."
         )
     if settings.get("multi_turn_scheduler") and settings.get("vllm_mode") == "server":
@@ -113,27 +113,27 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
             "the server held the conversation, and the log has all its turns as one; they depend "
             "on what the scheduler or its tools answered, which cannot be asked again."
         )
-    first = [row for row in rows if row.place.turn == 0]
+    first = [row for row in rows if row.sample_id.turn == 0]
     versions = sorted({row.weight_version for row in first})
     if len(versions) != 1:
         raise ReplayError(
-            f"{describe(rows[0].place)}: the group's samples were drawn with the weights of steps "
-            f"{versions}; expected those of one step."
+            f"{describe(rows[0].sample_id)}: the group's samples were drawn with the weights of "
+            f"steps {versions}; expected those of one step."
         )
     seed = settings["seed"]
     for row in first:
-        if sample_seed(seed, row.place) != row.seed:
+        if sample_seed(seed, row.sample_id) != row.seed:
             raise ReplayError(
-                f"{describe(row.place)} was drawn with seed {row.seed}, and --seed {seed} of "
-                f"args.json gives it {sample_seed(seed, row.place)}: another --seed drew this part "
-                "of the run (one that was resumed?). Give that one with --set seed=N."
+                f"{describe(row.sample_id)} was drawn with seed {row.seed}, and --seed {seed} of "
+                f"args.json gives it {sample_seed(seed, row.sample_id)}: another --seed drew this "
+                "part of the run (one that was resumed?). Give that one with --set seed=N."
             )
     return first
 
 
 def later_turns_note(rows: Sequence[SampleRow]) -> str | None:
     """Why turns behind the first are left out; None where there are none."""
-    num_later = sum(row.place.turn > 0 for row in rows)
+    num_later = sum(row.sample_id.turn > 0 for row in rows)
     if not num_later:
         return None
     return (

@@ -22,9 +22,9 @@ from swift.rlhf_trainers.utils import FlattenedTensorBucket, FlattenedTensorMeta
 
 from swift_grpo_ext.upstream import shared_memory, split_prefill
 from swift_grpo_ext.upstream.contract import Pin, verify
-from swift_grpo_ext.upstream.verified_weights import VerifiedWeightSyncWorkerExtension
 from swift_grpo_ext.upstream.weight_sync import GlooCommunicator
-from swift_grpo_ext.weights import receipt_meanwhile
+from swift_grpo_ext.weights.checksums import weight_checksums_in_background
+from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 
 PINS = (
     Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.process_weights_after_loading",
@@ -68,11 +68,11 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
-        new = receipt_meanwhile(received)
+        new = weight_checksums_in_background(received)
         self.model_runner.reload_weights(weights_iterator=iter(received))
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()
-        self.note_loaded(new())
+        self.record_loaded(new())
 
     def _receive(self, tensor: torch.Tensor) -> None:
         if self.communicator is None:

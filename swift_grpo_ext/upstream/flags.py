@@ -26,11 +26,11 @@ from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
 from swift.utils import get_logger
 from transformers import HfArgumentParser
 
-from swift_grpo_ext import preflight
 from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_infos, flag_names
-from swift_grpo_ext.checkpoints import check_resume
-from swift_grpo_ext.new_tokens import check_model_tokens
-from swift_grpo_ext.template_stops import check_stop_settings
+from swift_grpo_ext.checks import preflight
+from swift_grpo_ext.checks.resume import check_resume
+from swift_grpo_ext.rollout.new_tokens import check_model_tokens
+from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream import api_key
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify

@@ -15,7 +15,7 @@ from typing import Any
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.scheduler import balance
+from swift_grpo_ext.rollout.scheduler import balance
 
 logger = get_logger()
 

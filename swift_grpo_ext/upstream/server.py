@@ -21,8 +21,8 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from swift.infer_engine.protocol import RequestConfig
 
-from swift_grpo_ext import wire
-from swift_grpo_ext.scheduler import estimate_cost
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.scheduler import estimate_cost
 from swift_grpo_ext.upstream import api_key, replicas
 from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.media_paths import check_media
@@ -39,7 +39,7 @@ PINS = (
 )  # fmt: skip
 
 
-RECEIPTS_PATH = "/swift_grpo_ext/weight_receipts/"
+CHECKSUMS_PATH = "/swift_grpo_ext/weight_receipts/"
 
 NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
 """Beginnings of the routes that rest on weights, or on the group that brings them."""
@@ -70,16 +70,16 @@ def install() -> None:
         try:
             for request in infer_requests:
                 check_media(request)
-            envelopes = [wire.read_envelope(request.get("data_dict")) for request in infer_requests]
+            metadatas = [wire.read_metadata(request.get("data_dict")) for request in infer_requests]
         except ValueError as e:
             raise HTTPException(status_code=400, detail=str(e)) from e
-        if not all(envelope and envelope.lean for envelope in envelopes):
+        if not all(metadata and metadata.packed for metadata in metadatas):
             return await upstream_infer(self, infer_requests, request_config, use_tqdm=use_tqdm)
         max_tokens = (request_config and request_config.max_tokens) or 0
         costs = [
-            estimate_cost(request, envelope.count, max_tokens)
-            for request, envelope in zip(infer_requests, envelopes, strict=True)
-            if envelope
+            estimate_cost(request, metadata.count, max_tokens)
+            for request, metadata in zip(infer_requests, metadatas, strict=True)
+            if metadata
         ]
         timeout = self.args.rollout_timeout
         try:
@@ -108,7 +108,7 @@ def install() -> None:
             _tell(connection, "init_communicator", args)
         return {"message": "The replicas are connecting."}
 
-    async def weight_receipts(self: Any) -> list[dict[str, str]]:
+    async def weight_checksums_route(self: Any) -> list[dict[str, str]]:
         """Of each worker of each replica."""
         command = _command("call", "take_weight_receipt", ())
         timeout = self.args.rollout_timeout
@@ -116,11 +116,11 @@ def install() -> None:
             of_replicas = [replicas.call(c, command, timeout) for c in self.connections]
         except replicas.ReplicaLostError as e:
             raise HTTPException(status_code=500, detail=str(e)) from e
-        return [receipt for workers in of_replicas for receipt in workers or [{}]]
+        return [weight_checksums for workers in of_replicas for weight_checksums in workers or [{}]]
 
     init_communicator.__annotations__["request"] = InitCommunicatorRequest  # FastAPI reads it
     SwiftRolloutDeploy._register_rl_rollout_app = _extended(
-        SwiftRolloutDeploy._register_rl_rollout_app, weight_receipts
+        SwiftRolloutDeploy._register_rl_rollout_app, weight_checksums_route
     )
     SwiftRolloutDeploy.infer = infer
     SwiftRolloutDeploy.get_engine_type = get_engine_type
@@ -145,7 +145,7 @@ def _tell(connection: Any, method: str, args: tuple[Any, ...]) -> None:
 
 
 def _extended(
-    register: Callable[[Any], None], weight_receipts: Callable[..., Any]
+    register: Callable[[Any], None], weight_checksums_route: Callable[..., Any]
 ) -> Callable[[Any], None]:
     """Routes of ours beside ms-swift's, and an order among all: requests wait for one another, as
     they did while each blocked the event loop, since they share the pipes to the workers. Only
@@ -155,10 +155,10 @@ def _extended(
         register(self)
         check_key = api_key.require_api_key(self)
 
-        async def receipts() -> list[dict[str, str]]:
-            return await weight_receipts(self)
+        async def loaded_checksums() -> list[dict[str, str]]:
+            return await weight_checksums_route(self)
 
-        self.app.get(RECEIPTS_PATH)(receipts)
+        self.app.get(CHECKSUMS_PATH)(loaded_checksums)
         lock = asyncio.Lock()
 
         @self.app.middleware("http")

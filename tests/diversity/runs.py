@@ -10,7 +10,7 @@ from swift_grpo_ext.diversity.drawn import DrawnSample
 from swift_grpo_ext.diversity.record import RecordFile, RoundRecord, read_records
 from swift_grpo_ext.diversity.watch import RoundWatch, WatchSettings
 from tests.diversity.samples import group_of, row_of
-from tests.samples.rows import write_session
+from tests.record.rows import write_session
 
 SETTINGS = WatchSettings(alarm_p=1e-6, patience=2, is_greedy=False, seed_mode="engine")
 HOSTILE = "<script>alert('数字')</script>"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from swift_grpo_ext.diversity.drawn import DrawnSample, Origin
-from swift_grpo_ext.samples.row import SampleRow
-from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
 
 LN2 = float(np.log(2))
 
@@ -32,9 +32,9 @@ def sample(
     logprobs = None if bits is None else np.full(len(token_ids), 0.0, np.float32)
     if logprobs is not None:
         logprobs[:] = -LN2 * np.asarray(bits, float)
-    place = Place(phase=phase, step=step, number=0, group=group, index=index)
+    sample_id = SampleId(phase=phase, step=step, number=0, group=group, index=index)
     return DrawnSample(
-        origin=Origin(place=place, seed=seed, rank=rank, replica=replica),
+        origin=Origin(sample_id=sample_id, seed=seed, rank=rank, replica=replica),
         fingerprint=fingerprint,
         token_ids=np.asarray(token_ids, np.int32),
         logprobs=logprobs,
@@ -49,11 +49,11 @@ def group_of(*completions: Sequence[int], group: int = 0, **kwargs: Any) -> list
 def row_of(drawn: DrawnSample) -> SampleRow:
     """As the trainer's sample log would hold it."""
     return SampleRow(
-        place=drawn.origin.place,
+        sample_id=drawn.origin.sample_id,
         seed=drawn.origin.seed,
         rank=drawn.origin.rank,
         replica=drawn.origin.replica,
-        weight_version=drawn.origin.place.step,
+        weight_version=drawn.origin.sample_id.step,
         finish_reason="stop",
         token_ids=drawn.token_ids.tolist(),
         logprobs=None if drawn.logprobs is None else drawn.logprobs.tolist(),

@@ -124,7 +124,7 @@ def test_partial_collisions_are_found() -> None:
     prefix = list(range(100, 140))
     test = collision_test(group_of([1, 2], [*prefix, 3], [4], [*prefix, 5, 6]))
     (sharing,) = test.sharings
-    assert [o.place.index for o in sharing.samples] == [1, 3]
+    assert [o.sample_id.index for o in sharing.samples] == [1, 3]
     assert (sharing.kind, sharing.num_tokens) == ("shared", 40)
     assert sharing.log2_p == test.log2_p < log2(1e-6)
 
@@ -133,7 +133,7 @@ def test_equal_prompts_of_two_groups_are_one() -> None:
     """A prompt that stands twice in a batch: its groups must not share noise either."""
     ids = list(range(50))
     test = collision_test([sample(ids, group=0), sample(ids, group=7)])
-    assert {o.place.group for o in test.sharings[0].samples} == {0, 7}
+    assert {o.sample_id.group for o in test.sharings[0].samples} == {0, 7}
     other = collision_test([sample(ids, group=0), sample(ids, group=7, fingerprint="other")])
     assert (other.log2_p, other.num_pairs) == (0.0, 0)
 
@@ -210,8 +210,8 @@ def test_frozen_noise_is_seen_in_the_second_round() -> None:
     for sharing in test.sharings:
         (now,), (then,) = sharing.samples, sharing.earlier
         assert sharing.kind == "frozen"
-        assert (now.place.step, then.place.step) == (1, 0)
-        assert now.place.index == then.place.index
+        assert (now.sample_id.step, then.sample_id.step) == (1, 0)
+        assert now.sample_id.index == then.sample_id.index
 
 
 def test_another_prompt_is_not_frozen() -> None:
@@ -238,7 +238,7 @@ def test_a_prompt_keeps_its_latest_samples() -> None:
     memory = PromptMemory()
     for step in range(MAX_PER_PROMPT):
         memory.remember(group_of([step], [step], step=step))
-    steps = [kept.origin.place.step for kept in memory.earlier("prompt")]
+    steps = [kept.origin.sample_id.step for kept in memory.earlier("prompt")]
     assert len(steps) == MAX_PER_PROMPT
     assert (steps[0], steps[-1]) == (MAX_PER_PROMPT // 2, MAX_PER_PROMPT - 1)
 

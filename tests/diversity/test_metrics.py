@@ -230,8 +230,8 @@ def test_rows_without_usable_logprobs(logprobs: list[float] | None) -> None:
 def test_rows_become_groups_by_place_and_once() -> None:
     rows = [row_of(sample([1], group=g, index=i)) for g in (1, 0) for i in (2, 0, 1)]
     groups = to_groups(map(drawn_sample, [*rows, *rows]))
-    places = [[(s.origin.place.group, s.origin.place.index) for s in g] for g in groups]
-    assert places == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]
+    sample_ids = [[(s.origin.sample_id.group, s.origin.sample_id.index) for s in g] for g in groups]
+    assert sample_ids == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]
 
 
 def test_the_core_needs_neither_torch_nor_ms_swift() -> None:

@@ -16,8 +16,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from swift_grpo_ext.groups import FINGERPRINT_FIELDS, count_duplicates, fingerprint, fingerprints
-from swift_grpo_ext.rows import bad_media, check_rows, prompt_of, question_of, unreadable
+from swift_grpo_ext.checks.rows import bad_media, check_rows, prompt_of, question_of, unreadable
+from swift_grpo_ext.sampling.groups import (
+    FINGERPRINT_FIELDS,
+    count_duplicates,
+    fingerprint,
+    fingerprints,
+)
 from tests.fuzz.cases import fuzz, json_like, no_hang, words
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PIL's

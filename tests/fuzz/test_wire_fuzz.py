@@ -11,27 +11,27 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swift_grpo_ext import wire
-from swift_grpo_ext.seeding import MAX_GROUP_SIZE, Place
-from swift_grpo_ext.wire import (
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import (
     Completion,
-    Envelope,
+    RequestMetadata,
     WireError,
     pack,
     pack_answer,
-    read_envelope,
+    read_metadata,
     unpack_answer,
 )
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId
 from tests.fuzz.cases import fuzz, json_like, no_hang
 
-PLACE = Place(phase="train", step=12, number=0, group=5, index=0)
-ENVELOPE = Envelope(place=PLACE, count=2, run_seed=42, lean=True, stop_token_ids=(7,))
+PLACE = SampleId(phase="train", step=12, number=0, group=5, index=0)
+METADATA = RequestMetadata(sample_id=PLACE, count=2, run_seed=42, packed=True, stop_token_ids=(7,))
 COMPLETIONS = [
     Completion(text="七", token_ids=[1, 2, 3], logprobs=[-1.0, -0.5, 0.0], finish_reason="stop"),
     Completion(text="", token_ids=[9], logprobs=[-2.0], finish_reason="length", stop_reason=7),
 ]
 ANSWER = pack_answer(COMPLETIONS, [5, 6], "replica 0")
-MESSAGE = ENVELOPE.to_wire()
+MESSAGE = METADATA.to_wire()
 
 huge = st.sampled_from([2**14 + 1, 2**31, 2**63, 2**64, 10**9, 10**30, -(10**30), 1e300])
 packed = st.one_of(
@@ -88,21 +88,21 @@ def or_refusal(read: Callable[[], Any]) -> Any:
 @example({**MESSAGE, "count": True})
 def test_an_envelope_is_usable_or_refused(message: Any) -> None:
     with no_hang():
-        envelope = or_refusal(lambda: read_envelope({wire.KEY: message}))
-    if isinstance(envelope, WireError):
-        assert "a request" in str(envelope).lower()
+        metadata = or_refusal(lambda: read_metadata({wire.KEY: message}))
+    if isinstance(metadata, WireError):
+        assert "a request" in str(metadata).lower()
         return
-    if envelope is None:
+    if metadata is None:
         assert message is None
         return
     # What the engine does with it: a seed and a number of samples that vLLM takes.
-    assert 1 <= envelope.count <= MAX_GROUP_SIZE
-    assert envelope.seed is None or 0 <= envelope.seed < 2**63 - envelope.count
-    assert type(envelope.count) is int
-    assert type(envelope.lean) is type(envelope.include_stop_str_in_output) is bool
-    assert all(type(i) is int and 0 <= i < 2**31 for i in envelope.stop_token_ids)
-    assert envelope.next_turn().place.turn == envelope.place.turn + 1
-    assert read_envelope({wire.KEY: envelope.to_wire()}) == envelope
+    assert 1 <= metadata.count <= MAX_GROUP_SIZE
+    assert metadata.seed is None or 0 <= metadata.seed < 2**63 - metadata.count
+    assert type(metadata.count) is int
+    assert type(metadata.packed) is type(metadata.include_stop_str_in_output) is bool
+    assert all(type(i) is int and 0 <= i < 2**31 for i in metadata.stop_token_ids)
+    assert metadata.next_turn().sample_id.turn == metadata.sample_id.turn + 1
+    assert read_metadata({wire.KEY: metadata.to_wire()}) == metadata
 
 
 @fuzz
@@ -113,12 +113,12 @@ def test_an_envelope_is_usable_or_refused(message: Any) -> None:
 @example({**ANSWER, "extras": ["x", 7]})
 def test_an_answer_is_usable_or_refused(answer: Any) -> None:
     with no_hang():
-        read = or_refusal(lambda: unpack_answer(answer, ENVELOPE, "server 1"))
+        read = or_refusal(lambda: unpack_answer(answer, METADATA, "server 1"))
     if isinstance(read, WireError):
         assert str(read).startswith("server 1 ")
         return
     completions, prompt_token_ids = read
-    assert len(completions) == ENVELOPE.count
+    assert len(completions) == METADATA.count
     for completion in completions:
         assert isinstance(completion.text, str)
         assert isinstance(completion.finish_reason, (str, type(None)))

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from swift.rewards import ORM, orms
 
-from swift_grpo_ext import wire
-from swift_grpo_ext.engine import RolloutEngine
-from swift_grpo_ext.groups import place_of
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.engine import RolloutEngine
+from swift_grpo_ext.sampling.groups import parse_request_id
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
@@ -45,7 +45,7 @@ class Fate(ORM):
     """Rewards nothing; ends its rank, or keeps it until a file `go` is there."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        step, rank = place_of(request_id[0]).step, int(os.environ.get("RANK", "0"))
+        step, rank = parse_request_id(request_id[0]).step, int(os.environ.get("RANK", "0"))
         for fault in FAULTS:
             if fault.get("trainer") and (fault["step"], fault["rank"]) == (step, rank):
                 if fault["trainer"] == "kill":
@@ -60,9 +60,9 @@ class Fate(ORM):
 class FailingEngine(RolloutEngine):
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         for request in infer_requests:
-            envelope = wire.read_envelope(wire.data_dict_of(request))
-            if envelope is not None:
-                meet(envelope.place.step)
+            metadata = wire.read_metadata(wire.data_dict_of(request))
+            if metadata is not None:
+                meet(metadata.sample_id.step)
         return super()._batch_encode(infer_requests, *args, **kwargs)
 
     def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -87,7 +87,7 @@ def install() -> None:
 
     import swift.infer_engine
 
-    from swift_grpo_ext import engine
+    from swift_grpo_ext.rollout import engine
 
     orms["fate"] = Fate
     engine.RolloutEngine = FailingEngine  # type: ignore[misc]

@@ -13,7 +13,7 @@ from typing import Any
 from swift.rewards import ORM, orms
 from swift.trainers import TrainerFactory
 
-from swift_grpo_ext.trainer import RolloutGRPOTrainer
+from swift_grpo_ext.training import RolloutGRPOTrainer
 
 
 class LossRecordingTrainer(RolloutGRPOTrainer):

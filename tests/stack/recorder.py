@@ -14,9 +14,9 @@ from typing import Any
 from swift.rewards import ORM, orms
 from swift.trainers import TrainerFactory
 
-from swift_grpo_ext.groups import place_of
-from swift_grpo_ext.samples.collect import media_name
-from swift_grpo_ext.trainer import RolloutGRPOTrainer
+from swift_grpo_ext.record.collect import media_name
+from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.training import RolloutGRPOTrainer
 
 
 class RecordingTrainer(RolloutGRPOTrainer):
@@ -98,8 +98,11 @@ class NameReward(ORM):
     """Follows from a sample's name; each group has a mean and a spread of its own."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        places = [place_of(name) for name in request_id]
-        return [float(place.index**2 * (1 + place.group) + place.step) for place in places]
+        sample_ids = [parse_request_id(name) for name in request_id]
+        return [
+            float(sample_id.index**2 * (1 + sample_id.group) + sample_id.step)
+            for sample_id in sample_ids
+        ]
 
 
 orms["position"] = PositionReward

@@ -8,7 +8,7 @@ from swift.rewards import ORM, orms
 from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
-from swift_grpo_ext.groups import place_of
+from swift_grpo_ext.sampling.groups import parse_request_id
 
 TURNS = 2
 
@@ -28,7 +28,7 @@ class Examiner(Env):
     """Each sample of a group gets a question of its own, and a second one."""
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
-        self._index = place_of(config.uuid).index
+        self._index = parse_request_id(config.uuid).index
         return f"<image>Question {self._index}: which digit?", {}, "You are examined."
 
     async def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
@@ -43,8 +43,8 @@ class OddGroups(ORM):
     """Groups 1 and 2 of a round have variance, group 0 has none: dynamic sampling throws it out."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        places = [place_of(name) for name in request_id]
-        return [float(place.index) if place.group else 0.0 for place in places]
+        sample_ids = [parse_request_id(name) for name in request_id]
+        return [float(sample_id.index) if sample_id.group else 0.0 for sample_id in sample_ids]
 
 
 multi_turns["ask_again"] = AskAgain

@@ -23,33 +23,33 @@ from swift.rollout.agent_loop import run_multi_turn
 from swift.rollout.multi_turn import MultiTurnScheduler
 from swift.template import get_template
 
-from swift_grpo_ext import wire
-from swift_grpo_ext.seeding import Place
-from swift_grpo_ext.template_stops import tell_stop_reason
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.stops.templates import tell_stop_reason
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
-from swift_grpo_ext.wire import Completion, Envelope
 from tests.stack.stop_cases import CASES, CONVERSATION, NEW_TOKEN, Case
 
 COUNT = 2
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
 
 
-def make_request(case: Case, envelope: Envelope) -> RolloutInferRequest:
+def make_request(case: Case, metadata: RequestMetadata) -> RolloutInferRequest:
     messages = [
         {"role": "user", "content": case.question},
         {"role": "assistant", "content": case.start},  # goes on from here
     ]
     request = RolloutInferRequest(messages=messages)
-    wire.write_envelope(request.data_dict, envelope)
+    wire.write_metadata(request.data_dict, metadata)
     return request
 
 
-def make_envelope(case: Case, *, lean: bool, include: bool, count: int) -> Envelope:
-    return Envelope(
-        place=Place(phase="train", step=0, number=0, group=0, index=0),
+def make_envelope(case: Case, *, packed: bool, include: bool, count: int) -> RequestMetadata:
+    return RequestMetadata(
+        sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
         count=count,
         run_seed=42,
-        lean=lean,
+        packed=packed,
         stop_token_ids=case.ids,
         include_stop_str_in_output=include,
     )
@@ -112,7 +112,7 @@ class Drawing:
     """Each case through one vLLM engine, in every form of request and answer."""
 
     def __init__(self, model: str, use_async: bool) -> None:
-        from swift_grpo_ext.engine import RolloutEngine
+        from swift_grpo_ext.rollout.engine import RolloutEngine
 
         apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
         processor = get_processor(model, new_special_tokens=[NEW_TOKEN], **SETTINGS)
@@ -141,26 +141,26 @@ class Drawing:
 
         setattr(self.engine.engine, name, watched)
 
-    async def draw(self, case: Case, *, lean: bool, include: bool) -> list[dict[str, Any]]:
-        envelope = make_envelope(case, lean=lean, include=include, count=COUNT)
-        request = make_request(case, envelope)
+    async def draw(self, case: Case, *, packed: bool, include: bool) -> list[dict[str, Any]]:
+        metadata = make_envelope(case, packed=packed, include=include, count=COUNT)
+        request = make_request(case, metadata)
         if self.is_async:
             outputs = await self.engine.async_infer([request], make_config(case), use_tqdm=False)
         else:
             outputs = self.engine.infer([request], make_config(case), use_tqdm=False)
         response = outputs[0].response
-        if lean:
+        if packed:
             answer = outputs[0].rollout_infos.get(wire.KEY)
             if answer is None:
                 return [record(c) for c in response.completions]
             answer = json.loads(json.dumps(answer))  # over HTTP
-            return [record(c) for c in wire.unpack_answer(answer, envelope, "server 0")[0]]
+            return [record(c) for c in wire.unpack_answer(answer, metadata, "server 0")[0]]
         return [record_of_choice(choice) for choice in response.choices]
 
     async def converse(self, in_same_message: bool) -> dict[str, Any]:
         """Two turns: led by the scheduler, as on a server, or by ms-swift's colocated loop."""
-        envelope = make_envelope(CONVERSATION, lean=False, include=True, count=1)
-        request = make_request(CONVERSATION, envelope)
+        metadata = make_envelope(CONVERSATION, packed=False, include=True, count=1)
+        request = make_request(CONVERSATION, metadata)
         request.messages.pop()  # schedulers begin with none; the template's prefix does as well
         request.chat_template_kwargs = {"response_prefix": CONVERSATION.start}
         config = make_config(CONVERSATION)
@@ -191,11 +191,11 @@ class Drawing:
             for include in (True, False):
                 del self.detokenized[:]
                 forms = {
-                    "lean": await self.draw(case, lean=True, include=include),
-                    "ms-swift's": await self.draw(case, lean=False, include=include),
+                    "lean": await self.draw(case, packed=True, include=include),
+                    "ms-swift's": await self.draw(case, packed=False, include=include),
                 }
                 self.engine._serves = True
-                forms["served"] = await self.draw(case, lean=True, include=include)
+                forms["served"] = await self.draw(case, packed=True, include=include)
                 self.engine._serves = False
                 results[f"{case.name}/{include}"] = {
                     "forms": forms,
@@ -206,7 +206,7 @@ class Drawing:
 
 def draw_with_transformers(model_dir: str) -> dict[str, Any]:
     """All cases that share their settings go through in one batch, which pads them."""
-    from swift_grpo_ext.upstream.transformers_stops import RolloutTransformersEngine
+    from swift_grpo_ext.stops.transformers_engine import RolloutTransformersEngine
 
     model, processor = get_model_processor(model_dir, new_special_tokens=[NEW_TOKEN], **SETTINGS)
     template = get_template(processor, template_type="qwen2_5_vl")
@@ -217,7 +217,7 @@ def draw_with_transformers(model_dir: str) -> dict[str, Any]:
         others = [c for c in CASES if c.start in ("Dave", "FIN")][:2]
         for include in (True, False):
             requests = [
-                make_request(one, make_envelope(case, lean=False, include=include, count=1))
+                make_request(one, make_envelope(case, packed=False, include=include, count=1))
                 for one in (others[0], case, others[1])
             ]
             _, output, _ = engine.infer(requests, make_config(case), use_tqdm=False)

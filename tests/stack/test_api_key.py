@@ -13,8 +13,8 @@ import psutil
 import pytest
 import requests
 
-from swift_grpo_ext.samples.reader import read_samples
-from swift_grpo_ext.samples.row import to_rows
+from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.row import to_rows
 from tests.stack.processes import free_port, rollout_server
 from tests.stack.rounds import BATCH, client_argv, run_training, server_argv
 

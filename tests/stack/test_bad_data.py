@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_grpo_ext.groups import place_of
+from swift_grpo_ext.sampling.groups import parse_request_id
 from tests.stack.rounds import BATCH, GROUP_SIZE, train
 
 pytestmark = pytest.mark.stack
@@ -95,8 +95,8 @@ def test_bad_rows_leave_as_whole_groups(
     assert len(samples) == STEPS * BATCH
     prompts: dict[tuple[int, int], set[str]] = {}
     for name, sample in samples.items():
-        place = place_of(name)
-        prompts.setdefault((place.step, place.group), set()).add(sample["solution"])
+        sample_id = parse_request_id(name)
+        prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
     assert all(len(of_group) == 1 for of_group in prompts.values())
     drawn = set().union(*prompts.values())
     assert drawn <= good
@@ -117,9 +117,9 @@ def assert_advantages(record: Path) -> None:
     found = {r["name"]: r["advantage"] for r in map(json.loads, lines)}
     assert len(found) == STEPS * BATCH
     for name, advantage in found.items():
-        place = place_of(name)
-        rewards = [float(i**2 * (1 + place.group) + place.step) for i in range(GROUP_SIZE)]
-        expected = rewards[place.index] - statistics.mean(rewards)
+        sample_id = parse_request_id(name)
+        rewards = [float(i**2 * (1 + sample_id.group) + sample_id.step) for i in range(GROUP_SIZE)]
+        expected = rewards[sample_id.index] - statistics.mean(rewards)
         assert advantage == pytest.approx(expected / (statistics.stdev(rewards) + 1e-4), abs=1e-4)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.groups import place_of
+from swift_grpo_ext.sampling.groups import parse_request_id
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     Samples,
@@ -27,7 +27,7 @@ SECONDS_TO_END = 60
 
 
 def replicas_of(samples: Samples, step: int) -> set[str]:
-    of_step = (s for name, s in samples.items() if place_of(name).step == step)
+    of_step = (s for name, s in samples.items() if parse_request_id(name).step == step)
     return {s["infos"]["replica"].rpartition("replica ")[2] for s in of_step}
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.groups import place_of
-from swift_grpo_ext.seeding import sample_seed
+from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import sample_seed
 from tests.stack import rounds
 from tests.stack.conftest import STEPS
 from tests.stack.processes import rollout_server
@@ -34,7 +34,7 @@ SEED = 42  # ms-swift's default
 def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:
     assert len(reference) == BATCH * STEPS
     for name, sample in reference.items():
-        assert sample["infos"]["seed"] == sample_seed(SEED, place_of(name))
+        assert sample["infos"]["seed"] == sample_seed(SEED, parse_request_id(name))
     seeds = {sample["infos"]["seed"] for sample in reference.values()}
     assert len({seed % 2**32 for seed in seeds}) == len(reference)
     prompts = [(tuple(s["images"]), s["step"]) for s in reference.values()]
@@ -107,11 +107,11 @@ def test_async_generation(
     """A round is named by the step that uses it, and asks for the batch of the step before."""
     argv = [*client_argv(servers[0]), "--async_generate", "true"]
     samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
-    assert {0, 1, 2} <= {place_of(name).step for name in samples}
+    assert {0, 1, 2} <= {parse_request_id(name).step for name in samples}
     for name, sample in samples.items():
-        place = place_of(name)
-        if place.step > 0:
-            before = f"train-{place.step - 1}.0-{place.group}-{place.index}"
+        sample_id = parse_request_id(name)
+        if sample_id.step > 0:
+            before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
             assert sample["images"] == reference[before]["images"]
 
 
@@ -123,5 +123,5 @@ def test_ms_swifts_own_seeds_freeze_the_noise(assets: Path, folder: Path) -> Non
     samples = train(assets, rows, folder / "frozen", *own, ranks=2)
     by_step: dict[int, list[list[int]]] = {}
     for name in sorted(samples):
-        by_step.setdefault(place_of(name).step, []).append(samples[name]["token_ids"])
+        by_step.setdefault(parse_request_id(name).step, []).append(samples[name]["token_ids"])
     assert by_step[0] == by_step[1] == by_step[2]

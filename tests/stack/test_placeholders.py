@@ -11,7 +11,7 @@ import torch
 import yaml
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from swift_grpo_ext.samples.reader import read_samples
+from swift_grpo_ext.record.reader import read_samples
 from tests.stack.processes import PLUGIN, ROOT, swift
 from tests.stack.spelled import write_speller
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from swift_grpo_ext.samples.reader import read_group, read_samples
-from swift_grpo_ext.samples.row import SampleRow, to_rows
-from tests.samples.rows import write_session
+from swift_grpo_ext.record.reader import read_group, read_samples
+from swift_grpo_ext.record.row import SampleRow, to_rows
+from tests.record.rows import write_session
 from tests.stack.processes import Finished, started
 from tests.stack.rounds import BATCH, GROUP_SIZE, train, write_rows
 
@@ -76,7 +76,7 @@ def group_of_round(run: Path, step: int, *, as_content: bool) -> list[SampleRow]
 @pytest.mark.parametrize(("step", "as_content"), [(0, True), (2, False)])
 def test_a_group_is_drawn_again(step: int, as_content: bool, run: Path, tmp_path: Path) -> None:
     rows = group_of_round(run, step, as_content=as_content)
-    group = str(rows[0].place.group)
+    group = str(rows[0].sample_id.group)
     argv = ["--round", str(step), "--group", group, "--json"]
     finished, output = replay(run, tmp_path / "log", *argv)
     assert finished.returncode == 0, finished.cause
@@ -91,23 +91,23 @@ def test_a_group_is_drawn_again(step: int, as_content: bool, run: Path, tmp_path
 def test_other_tokens_and_other_weights_are_seen(run: Path, tmp_path: Path) -> None:
     """A token of the log is changed, and the weights of round 2 are those of round 1."""
     rows = group_of_round(run, 2, as_content=False)
-    place = rows[1].place
+    sample_id = rows[1].sample_id
     changed = tmp_path / "run"
     shutil.copytree(run / "checkpoint-1", changed / "checkpoint-2")
     shutil.copy(run / "args.json", changed)
     logged = to_rows(read_samples(run))
-    [number] = [i for i, row in enumerate(logged) if row.place == place]
+    [number] = [i for i, row in enumerate(logged) if row.sample_id == sample_id]
     token_ids = list(logged[number].token_ids)
     token_ids[0] = 198 if token_ids[0] != 198 else 199
     logged[number] = replace(logged[number], token_ids=token_ids)
     write_session(changed, logged)
 
-    argv = ["--round", "2.0", "--group", str(place.group)]
+    argv = ["--round", "2.0", "--group", str(sample_id.group)]
     finished, output = replay(changed, tmp_path / "log", *argv, "--json")
     assert finished.returncode == 1, finished.cause
     result = json.loads(output)
     samples = {sample["name"]: sample for sample in result["samples"]}
-    difference = samples[f"train-2.0-{place.group}-{place.index}"]["difference"]
+    difference = samples[f"train-2.0-{sample_id.group}-{sample_id.index}"]["difference"]
     assert difference["position"] == 0
     assert difference["logged"]["token_id"] == token_ids[0]
     assert difference["drawn"]["text"]
@@ -133,7 +133,7 @@ def test_a_missing_checkpoint_and_a_missing_image_are_named(
 
     rows = group_of_round(run, 0, as_content=True)
     other = assets / "digits/heldout.jsonl"  # another data set
-    argv = ["--round", "0", "--group", str(rows[0].place.group)]
+    argv = ["--round", "0", "--group", str(rows[0].sample_id.group)]
     argv += ["--set", f'dataset=["{other}"]']
     finished, _ = replay(bare, tmp_path / "log", *argv)
     assert finished.returncode == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_grpo_ext.groups import place_of
+from swift_grpo_ext.sampling.groups import parse_request_id
 from tests.stack.policy import load_policy
 from tests.stack.rounds import train
 
@@ -33,8 +33,8 @@ def test_two_steps_and_two_more_are_four(
     resume = ("--resume_from_checkpoint", str(halfway), *best)
     resumed = train(assets, rows, tmp_path / "resumed", *saving, *resume, steps=4)
 
-    resumed = {name: s for name, s in resumed.items() if place_of(name).phase == "train"}
-    late = {name: s["token_ids"] for name, s in whole.items() if place_of(name).step >= 2}
+    resumed = {name: s for name, s in resumed.items() if parse_request_id(name).phase == "train"}
+    late = {name: s["token_ids"] for name, s in whole.items() if parse_request_id(name).step >= 2}
     assert {name: s["token_ids"] for name, s in resumed.items()} == late
     ends = [tmp_path / run / "run/checkpoint-4" for run in ("whole", "resumed")]
     expected, got = (load_policy(end, assets / "tiny_vlm").state_dict() for end in ends)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from swift_grpo_ext.samples.reader import read_samples
+from swift_grpo_ext.record.reader import read_samples
 from tests.stack.processes import PLUGIN, rollout_server, swift
 from tests.stack.rounds import BATCH, PRESET, client_argv, server_argv, without_vllm
 from tests.stack.spelled import write_speller

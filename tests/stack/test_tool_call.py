@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.samples.reader import read_samples
-from swift_grpo_ext.samples.row import to_rows
+from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.row import to_rows
 from tests.stack.processes import swift
 
 pytestmark = pytest.mark.stack
@@ -24,9 +24,9 @@ def test_the_preset_trains_on_calls(assets: Path, tmp_path: Path) -> None:
     finished = swift(*command, log=tmp_path / "log")
     assert finished.returncode == 0, finished.cause
     rows = to_rows(read_samples(tmp_path / "run"))
-    assert {row.place.step for row in rows} == {0, 1}
-    assert {row.place.turn for row in rows} == {0, 1}
-    first_turns = [row for row in rows if row.place.turn == 0]
+    assert {row.sample_id.step for row in rows} == {0, 1}
+    assert {row.sample_id.turn for row in rows} == {0, 1}
+    first_turns = [row for row in rows if row.sample_id.turn == 0]
     assert sum(row.stop_reason == STOP for row in first_turns) > 0.9 * len(first_turns)
     stopped = [row for row in rows if row.stop_reason == STOP]
     for row in stopped:

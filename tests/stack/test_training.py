@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.samples.reader import read_samples
+from swift_grpo_ext.record.reader import read_samples
 from tests.stack import policy
 from tests.stack.processes import PLUGIN, Finished, rollout_server, swift
 from tests.stack.rounds import client_argv

@@ -23,8 +23,10 @@ def test_upstream_is_what_we_know(pin: Pin) -> None:
 
 
 def test_the_modules_that_extend_upstream_are_found() -> None:
-    assert {"engine", "registry", "trainer.trainer", "upstream.server"} <= set(EXTENDING)
-    assert not {"seeding", "groups", "wire", "upstream.contract"} & set(EXTENDING)
+    assert {"rollout.engine", "registry", "training.trainer", "upstream.server"} <= set(EXTENDING)
+    assert not {"sampling.seeding", "sampling.groups", "rollout.wire", "upstream.contract"} & set(
+        EXTENDING
+    )
     for module, pins in EXTENDING.items():
         assert pins == importlib.import_module(f"swift_grpo_ext.{module}").PINS
 

@@ -89,4 +89,4 @@ def test_registering_twice_is_harmless() -> None:
     once = (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
     swift_grpo_ext.register()
     assert once == (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
-    assert TrainerFactory.TRAINER_MAPPING["grpo"] == "swift_grpo_ext.trainer.RolloutGRPOTrainer"
+    assert TrainerFactory.TRAINER_MAPPING["grpo"] == "swift_grpo_ext.training.RolloutGRPOTrainer"

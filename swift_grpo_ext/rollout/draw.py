@@ -1,0 +1,157 @@
+"""One rollout: samples folded into groups, asked for once, and unfolded onto their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatMessage,
+    RolloutInferRequest,
+    RolloutOutput,
+    UsageInfo,
+    deserialize_ndarray,
+)
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.engine import PackedResponse
+from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.sampling.groups import GroupSlice, Plan, fold, unfold
+from swift_grpo_ext.sampling.groups import plan as make_plan
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.stops.templates import StoppedChoice, tell_stop_reason
+
+Generate = Callable[[list[RolloutInferRequest], list[RequestMetadata]], list[list[RolloutOutput]]]
+"""Asks an engine: one list of single-sample outputs for each request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatch:
+    """What this rank wants drawn."""
+
+    sample_ids: Sequence[SampleId]
+    fingerprints: Sequence[str]
+    """Of the samples' rows."""
+
+    request: Callable[[int], RolloutInferRequest]
+    """Makes the request for the sample with that number on this rank; called once a request."""
+
+    run_seed: int | None
+    grouped: bool
+    """Whether a group may be one request."""
+
+    packed: bool
+
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = True
+
+
+def draw(
+    rank_batch: RankBatch, rank_group: RankGroup, generate: Generate
+) -> tuple[list[RolloutOutput], list[SampleId]]:
+    """The outputs of this rank's samples, in their order, and the groups whose rows differ.
+
+    Raises:
+        RolloutError: another rank failed to ask.
+        ValueError: an engine answered with another number of samples than asked for.
+    """
+    slices = fold(rank_batch.sample_ids, rank_batch.fingerprints)
+    plan = make_plan(rank_group.all_gather(slices), grouped=rank_batch.grouped)
+    rows_of_ranks = rank_group.gather(_rows(rank_batch, plan, rank_group.rank))
+    outputs: list[list[RolloutOutput]] | Exception | None = None
+    if rank_group.drives_engine:
+        try:
+            outputs = _generate(rank_batch, plan, rows_of_ranks, generate)
+        except Exception as e:
+            outputs = e  # not raised yet: the other ranks wait for their share
+    return rank_group.scatter(outputs), plan.unequal
+
+
+def _rows(rank_batch: RankBatch, plan: Plan, rank: int) -> dict[int, RolloutInferRequest] | str:
+    """This rank's rows, by the number of their part; or why there are none: the other ranks wait
+    for them, and for an answer."""
+    first_samples = _first_samples(plan.slices_of_ranks[rank])
+    own = (request.sources[0] for request in plan.requests if request.sources[0][0] == rank)
+    try:
+        return {number: rank_batch.request(first_samples[number]) for _, number in own}
+    except Exception as e:
+        return f"rank {rank}: {type(e).__name__}: {e}"
+
+
+def _generate(
+    rank_batch: RankBatch, plan: Plan, rows_of_ranks: list[Any], generate: Generate
+) -> list[list[RolloutOutput]]:
+    failures = [rows for rows in rows_of_ranks if isinstance(rows, str)]
+    if failures:
+        raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
+    rows = [rows_of_ranks[rank][number] for rank, number in (r.sources[0] for r in plan.requests)]
+    metadatas = [
+        RequestMetadata(
+            sample_id=request.group_slice.sample_id,
+            count=request.group_slice.count,
+            run_seed=rank_batch.run_seed,
+            packed=rank_batch.packed,
+            stop_token_ids=rank_batch.stop_token_ids,
+            include_stop_str_in_output=rank_batch.include_stop_str_in_output,
+        )
+        for request in plan.requests
+    ]
+    for row, metadata in zip(rows, metadatas, strict=True):
+        wire.write_metadata(row.data_dict, metadata)
+    return unfold(plan.requests, generate(rows, metadatas), plan.slices_of_ranks)
+
+
+def _first_samples(slices: Sequence[GroupSlice]) -> list[int]:
+    """For each part of this rank, the number of its first sample."""
+    return list(accumulate((group_slice.count for group_slice in slices), initial=0))[:-1]
+
+
+def outputs_of(
+    output: RolloutOutput, metadata: RequestMetadata, replica: str
+) -> list[RolloutOutput]:
+    """A colocated engine's answer to one request, as one output for each of its samples."""
+    response = output.response
+    if isinstance(response, PackedResponse):
+        ids = response.prompt_token_ids or []
+        return [output_of(replace(c, replica=replica), ids) for c in response.completions]
+    return [
+        tell_stop_reason(
+            RolloutOutput(
+                response=replace(response, choices=[replace(choice, index=0)]),
+                rollout_infos=_infos(metadata.seed_of(choice.index), replica),
+            )
+        )
+        for choice in response.choices
+    ]
+
+
+def output_of(completion: Completion, prompt_token_ids: list[int]) -> RolloutOutput:
+    """A sample in the form that ms-swift's trainer reads."""
+    num_prompt, num_tokens = len(prompt_token_ids), len(completion.token_ids)
+    choice = StoppedChoice(
+        index=0,
+        message=ChatMessage(role="assistant", content=completion.text),
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        token_ids=completion.token_ids,
+        routed_experts=deserialize_ndarray((completion.extra or {}).get("routed_experts")),
+    )
+    response = ChatCompletionResponse(
+        model="",
+        choices=[choice],
+        usage=UsageInfo(num_prompt, num_tokens, num_prompt + num_tokens),
+        prompt_token_ids=prompt_token_ids,
+    )
+    logprobs = [completion.logprobs] if completion.logprobs else []
+    infos = _infos(completion.seed, completion.replica)
+    output = RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
+    return tell_stop_reason(output)
+
+
+def _infos(seed: int | None, replica: str) -> dict[str, Any]:
+    """What reward functions see of a sample's origin, beside ms-swift's own `rollout_infos`."""
+    return {"seed": seed, "replica": replica}

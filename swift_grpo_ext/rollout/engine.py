@@ -1,0 +1,371 @@
+"""The rollout engine: ms-swift's vLLM engine for GRPO that reads envelopes and answers lean.
+
+Takes the place of `GRPOVllmEngine` in the trainer (colocate) and in `swift rollout` (server), sync
+and async. A request without an envelope (an evaluation, another client) is served as ms-swift does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import swift.infer_engine
+import torch
+from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    RequestConfig,
+    RolloutOutput,
+    serialize_ndarray,
+)
+from swift.utils import get_logger
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.stops.rule import Stops, Truncation
+from swift_grpo_ext.stops.templates import TemplateStops, stopped, tell_stop_reason
+from swift_grpo_ext.upstream import server, shared_memory, split_prefill
+from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.exif import drop_orientation
+from swift_grpo_ext.upstream.replicas import FAILURE
+from swift_grpo_ext.upstream.tool_calls import tool_calls
+from swift_grpo_ext.upstream.video import add_video_metadata
+
+PINS = (
+    Pin("swift.infer_engine", "GRPOVllmEngine", ("model_id_or_path",)),
+    Pin("swift.infer_engine", "GRPOVllmEngine.infer",
+        ("self", "infer_requests", "request_config", "metrics", "use_tqdm", "adapter_request")),
+    Pin("swift.infer_engine", "GRPOVllmEngine.async_infer",
+        ("self", "infer_requests", "request_config", "metrics", "use_tqdm", "kwargs")),
+    Pin("swift.infer_engine", "GRPOVllmEngine.infer_async",
+        ("self", "infer_request", "request_config", "adapter_request", "pre_infer_hook")),
+    Pin("swift.infer_engine", "GRPOVllmEngine._create_chat_completion_response",
+        ("self", "result", "inputs", "request_config", "request_id")),
+    Pin("swift.infer_engine", "GRPOVllmEngine._batch_infer_stream",
+        ("self", "tasks", "stream", "use_tqdm", "metrics")),
+    Pin("swift.infer_engine.vllm_engine", "VllmEngine._add_request",
+        ("self", "inputs", "generation_config", "request_id", "adapter_request")),
+    Pin("swift.infer_engine.infer_engine", "InferEngine._batch_encode",
+        ("self", "infer_requests", "strict")),
+    Pin("swift.infer_engine.vllm_engine", "VllmEngine.inner_model_executor"),
+    Pin("vllm", "SamplingParams.n"),
+    Pin("vllm", "SamplingParams.flat_logprobs"),
+    Pin("vllm", "SamplingParams.stop"),
+    Pin("vllm", "SamplingParams.stop_token_ids"),
+    Pin("vllm", "SamplingParams.include_stop_str_in_output"),
+    Pin("vllm", "SamplingParams.detokenize"),
+    Pin("vllm", "SamplingParams.skip_special_tokens"),
+    Pin("vllm", "SamplingParams.spaces_between_special_tokens"),
+    Pin("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights",
+        ("self", "weights_iterator", "weights_path", "is_checkpoint_format")),
+)  # fmt: skip
+verify(PINS)
+
+logger = get_logger()
+
+ROLLOUT_MODULE = "swift.pipelines.infer.rollout"
+UPSTREAM_EXTENSION = f"{ROLLOUT_MODULE}.WeightSyncWorkerExtension"
+VERIFIED_EXTENSION = "swift_grpo_ext.weights.receiver.VerifiedWeightSyncWorkerExtension"
+CPU_EXTENSION = "swift_grpo_ext.upstream.cpu_worker.CPUWeightSyncWorkerExtension"
+
+METADATA = f"{wire.KEY}.envelope"
+SAMPLES_AHEAD = f"{wire.KEY}.samples_ahead"
+STOPS = f"{wire.KEY}.stops"
+"""Keys under which an encoded request carries, inside the engine, its envelope, how many more
+samples than requests were asked for before it, and what ends its completions."""
+
+
+@dataclass
+class PackedResponse(ChatCompletionResponse):
+    """The samples of one request, without ms-swift's dictionary for each token."""
+
+    completions: list[Completion] = field(default_factory=list)
+
+
+class RolloutEngine(GRPOVllmEngine):
+    """Generates completions for `swift rlhf` and `swift rollout`."""
+
+    def __init__(self, *args: Any, engine_kwargs: dict[str, Any] | None = None, **kw: Any) -> None:
+        engine_kwargs = dict(engine_kwargs or {})
+        extension = engine_kwargs.get("worker_extension_cls")
+        self._serves = extension is not None
+        if extension == UPSTREAM_EXTENSION:
+            ours = VERIFIED_EXTENSION if has_accelerator() else CPU_EXTENSION
+            engine_kwargs["worker_extension_cls"] = ours
+        if not has_accelerator():
+            split_prefill.install()
+            shared_memory.install()
+        super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
+        self._placeholder_bias = logit_bias(placeholder_ids(self.template))
+
+    # --- requests ---
+
+    def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
+        """ms-swift's outputs; of a server that failed to make lean ones, the reason."""
+        try:
+            return self._answers(super().infer(infer_requests, *args, **kwargs))
+        except Exception as e:
+            return self._failure(infer_requests, e)
+
+    async def async_infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `infer`."""
+        try:
+            return self._answers(await super().async_infer(infer_requests, *args, **kwargs))
+        except Exception as e:
+            return self._failure(infer_requests, e)
+
+    def _failure(self, infer_requests: Any, error: Exception) -> dict[str, str]:
+        """What a replica answers in the place of outputs; ms-swift's would answer nothing."""
+        metadatas = (wire.read_metadata(wire.data_dict_of(request)) for request in infer_requests)
+        if not self._serves or not all(metadata and metadata.packed for metadata in metadatas):
+            raise error
+        logger.error("The rollout failed.", exc_info=error)
+        return {FAILURE: f"{type(error).__name__}: {error}"}
+
+    async def infer_async(
+        self,
+        infer_request: Any,
+        request_config: RequestConfig | None = None,
+        *,
+        adapter_request: Any = None,
+        pre_infer_hook: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> Any:
+        metadata = take_turn(infer_request)
+
+        def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
+            kwargs["inputs"][METADATA] = metadata
+            return pre_infer_hook(kwargs) if pre_infer_hook else kwargs
+
+        return await super().infer_async(
+            infer_request,
+            request_config,
+            adapter_request=adapter_request,
+            pre_infer_hook=attach,
+        )
+
+    def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
+        batched_inputs, errors = super()._batch_encode(infer_requests, strict)
+        failed = {i for i, _ in errors}
+        encoded = (request for i, request in enumerate(infer_requests) if i not in failed)
+        samples_ahead = 0
+        for inputs, request in zip(batched_inputs, encoded, strict=True):
+            metadata = inputs[METADATA] = wire.read_metadata(wire.data_dict_of(request))
+            inputs[SAMPLES_AHEAD] = samples_ahead
+            samples_ahead += metadata.count - 1 if metadata else 0
+        return batched_inputs, errors
+
+    def _add_request(
+        self,
+        inputs: dict[str, Any],
+        generation_config: SamplingParams,
+        request_id: str,
+        adapter_request: Any = None,
+    ) -> Any:
+        """Every path of ms-swift adds its requests here, one at a time, with their parameters."""
+        metadata = inputs.get(METADATA)
+        if metadata is not None:
+            generation_config.n = metadata.count
+            generation_config.output_kind = RequestOutputKind.FINAL_ONLY
+            if metadata.seed is not None:
+                generation_config.seed = metadata.seed
+            elif generation_config.seed is not None:
+                # ms-swift has added the number of the request, and means that of the sample.
+                generation_config.seed += inputs.get(SAMPLES_AHEAD, 0)
+            if metadata.packed:
+                # No text of each log-probability's token, which nobody reads.
+                generation_config.flat_logprobs = generation_config.logprobs == 0
+            inputs[STOPS] = self._set_stops(generation_config, metadata)
+        generation_config.logit_bias = {
+            **(generation_config.logit_bias or {}),
+            **self._placeholder_bias,
+        }
+        drop_orientation(inputs)
+        add_video_metadata(inputs)
+        return super()._add_request(inputs, generation_config, request_id, adapter_request)
+
+    @cached_property
+    def _template_stops(self) -> TemplateStops:
+        return TemplateStops(self.template)
+
+    def _set_stops(self, generation_config: SamplingParams, metadata: RequestMetadata) -> Stops:
+        """Tell vLLM where completions end; it makes text only to find stop strings in it.
+
+        ms-swift has put the user's stop words and the template's there, those that are one token by
+        their ids too.
+        """
+        stops = self._template_stops.stops(generation_config.stop or (), metadata)
+        ids = [*(generation_config.stop_token_ids or ()), *stops.tokens]
+        generation_config.stop_token_ids = list(dict.fromkeys(ids))
+        generation_config.stop = list(stops.strings)
+        generation_config.include_stop_str_in_output = stops.include
+        generation_config.detokenize = bool(stops.strings)
+        # Stop strings may hold special tokens.
+        generation_config.skip_special_tokens = False
+        generation_config.spaces_between_special_tokens = False
+        return stops
+
+    # --- answers ---
+
+    def _create_chat_completion_response(
+        self, result: Any, inputs: dict[str, Any], request_config: RequestConfig, request_id: str
+    ) -> ChatCompletionResponse:
+        metadata = inputs.get(METADATA)
+        if metadata is None:
+            return super()._create_chat_completion_response(
+                result, inputs, request_config, request_id
+            )
+        cuts = [self._cut(output, inputs[STOPS]) for output in result.outputs]
+        if not metadata.packed:
+            response = super()._create_chat_completion_response(
+                result, inputs, request_config, request_id
+            )
+            return self._with_stops(response, result.outputs, cuts, inputs["template_inputs"])
+        num_tokens = sum(len(output.token_ids) for output in result.outputs)
+        return PackedResponse(
+            model=self.model_name,
+            choices=[],
+            usage=self._get_usage_info(len(result.prompt_token_ids), num_tokens),
+            id=request_id,
+            prompt_token_ids=list(result.prompt_token_ids),
+            completions=[
+                self._completion(output, cut, metadata, inputs["template_inputs"])
+                for output, cut in zip(result.outputs, cuts, strict=True)
+            ],
+        )
+
+    def _cut(self, output: Any, stops: Stops) -> Truncation:
+        """Where one of vLLM's completions ends; all behind it is taken off the completion."""
+        token_ids = list(output.token_ids)
+        cut = self._template_stops.cut(token_ids, stops)
+        if cut.reason is None and output.finish_reason == "stop" and token_ids:
+            # An end that vLLM read from the model's generation_config.json.
+            ends = {**stops.tokens, token_ids[-1]: token_ids[-1]}
+            cut = self._template_stops.cut(token_ids, replace(stops, tokens=ends))
+        if cut.reason is not None:
+            output.finish_reason = "stop"
+        output.token_ids = token_ids[: cut.num_tokens]
+        surplus = len(token_ids) - cut.num_tokens
+        for name in ("logprobs", "routed_experts") if surplus else ():
+            values = getattr(output, name, None)
+            if values is not None:
+                setattr(output, name, values[:-surplus])
+        return cut
+
+    def _with_stops(
+        self,
+        response: ChatCompletionResponse,
+        outputs: Sequence[Any],
+        cuts: Sequence[Truncation],
+        template_inputs: Any,
+    ) -> ChatCompletionResponse:
+        """ms-swift's answer with our text, which its schedulers read, and what stopped it."""
+        choices = []
+        for choice, output, cut in zip(response.choices, outputs, cuts, strict=True):
+            text = self._template_stops.text(output.token_ids, cut, template_inputs)
+            if text != choice.message.content:
+                choice.message.tool_calls = tool_calls(self, text, template_inputs)
+            choices.append(stopped(choice, text, output.finish_reason, cut.reason))
+        response.choices = list(choices)
+        return response
+
+    def _completion(
+        self, output: Any, cut: Truncation, metadata: RequestMetadata, template_inputs: Any
+    ) -> Completion:
+        routed_experts = getattr(output, "routed_experts", None)
+        return Completion(
+            text=self._template_stops.text(output.token_ids, cut, template_inputs),
+            token_ids=output.token_ids,
+            logprobs=_flat_logprobs(output.logprobs, output.token_ids),
+            finish_reason=output.finish_reason,
+            stop_reason=cut.reason,
+            seed=metadata.seed_of(output.index),
+            extra=None if routed_experts is None else {"routed_experts": routed_experts},
+        )
+
+    async def _batch_infer_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedulers of a server send what they return through here."""
+        outputs = await super()._batch_infer_stream(*args, **kwargs)
+        for output in outputs:
+            for one in output if isinstance(output, list) else [output]:
+                tell_stop_reason(one)
+        return outputs
+
+    def _answers(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
+        """What a server sends: lean responses packed."""
+        for output in outputs:
+            tell_stop_reason(output)
+        if not self._serves:
+            return outputs
+        replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
+        return [
+            _pack(output.response, replica)
+            if isinstance(output.response, PackedResponse)
+            else output
+            for output in outputs
+        ]
+
+    # --- weights ---
+
+    def reload_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Replace weights of a colocated engine, by their checkpoint names; returns those taken.
+
+        vLLM's CPU layers keep packed weights only, which `model.load_weights` cannot fill (vLLM
+        0.32, `dispatch_cpu_unquantized_gemm`); this rebuilds them, all but a tied head's, which
+        waits for ms-swift's `finish_vllm_weight_reload` after all weights have come.
+        """
+        model_runner = self.inner_model_executor.driver_worker.worker.model_runner
+        held = list(weights)
+        model_runner.reload_weights(weights_iterator=iter(held))
+        return held
+
+
+def take_turn(request: Any) -> RequestMetadata | None:
+    """The envelope of a request that is about to be served.
+
+    The request then asks for its next turn: a multi-turn scheduler sends it, or a copy, again.
+    """
+    data_dict = wire.data_dict_of(request)
+    metadata = wire.read_metadata(data_dict)
+    if metadata is not None and data_dict is not None:
+        wire.write_metadata(data_dict, metadata.next_turn())
+    return metadata
+
+
+def _flat_logprobs(logprobs: Any, token_ids: list[int]) -> list[float] | None:
+    """Log-probabilities of the sampled tokens, from vLLM's list of dictionaries or flat form."""
+    if logprobs is None:
+        return None
+    flat = getattr(logprobs, "logprobs", None)
+    if flat is not None and len(flat) == len(token_ids):
+        return list(flat)
+    return [position[i].logprob for position, i in zip(logprobs, token_ids, strict=True)]
+
+
+def _pack(response: PackedResponse, replica: str) -> RolloutOutput:
+    completions = response.completions
+    for completion in completions:
+        if completion.extra:
+            completion.extra["routed_experts"] = serialize_ndarray(
+                completion.extra["routed_experts"]
+            )
+    answer = wire.pack_answer(completions, response.prompt_token_ids, replica)
+    bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
+    return RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
+
+
+def install() -> None:
+    """Put `RolloutEngine` where the trainer and `swift rollout` look for their engine."""
+    swift.infer_engine.GRPOVllmEngine = RolloutEngine
+    if ROLLOUT_MODULE in sys.modules:
+        sys.modules[ROLLOUT_MODULE].GRPOVllmEngine = RolloutEngine  # type: ignore[attr-defined]
+        server.install()

@@ -1,0 +1,113 @@
+"""How the ranks that share an engine put their rows together, and get their samples back.
+
+Rows, with their images, travel to the ranks that ask an engine and to no others, one for each
+request; samples travel back to their own rank only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+
+class RolloutError(RuntimeError):
+    """The rollout failed on the rank that asks the engines; every rank raises it."""
+
+
+class RankGroup(Protocol):
+    """The ranks that share an engine."""
+
+    rank: int
+    """Of this process, among them, from 0."""
+
+    drives_engine: bool
+    """Whether this process asks the engine."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Each rank's value, in the order of ranks, on every rank."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Each rank's value, on ranks that ask; on others, nothing."""
+        ...
+
+    def scatter(self, values: list[Any] | Exception | None) -> Any:
+        """This rank's share of what the asking rank holds for each rank.
+
+        Raises:
+            RolloutError: the asking rank handed out an exception.
+        """
+        ...
+
+
+class SingleRank:
+    """A process with an engine of its own."""
+
+    rank = 0
+    drives_engine = True
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    gather = all_gather
+
+    def scatter(self, values: list[Any] | Exception | None) -> Any:
+        if isinstance(values, Exception):
+            raise values
+        assert values is not None
+        return values[0]
+
+
+class TensorParallelGroup(SingleRank):
+    """Ranks that run one engine together: all of them ask it the same."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    gather = all_gather
+
+    def scatter(self, values: list[Any] | Exception | None) -> Any:
+        if isinstance(values, Exception):
+            raise values
+        assert values is not None
+        return values[self.rank]
+
+
+class MainRankGroup:
+    """All training ranks, of which the first asks the servers."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.drives_engine = self.rank == 0
+        self._world_size = dist.get_world_size()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self._world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] | None = [None] * self._world_size if self.drives_engine else None
+        dist.gather_object(value, values, dst=0)
+        return values or []
+
+    def scatter(self, values: list[Any] | Exception | None) -> Any:
+        failure = f"{type(values).__name__}: {values}" if isinstance(values, Exception) else None
+        shares = None
+        if self.drives_engine:
+            shares = [(failure, None if failure else values[r]) for r in range(self._world_size)]  # type: ignore[index]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, shares, src=0)
+        failed, share = received[0]
+        if isinstance(values, Exception):
+            raise values
+        if failed:
+            raise RolloutError(f"The rollout failed on rank 0: {failed}")
+        return share

@@ -1,0 +1,264 @@
+"""What travels between trainer and engine: the envelope of a request, and the lean answer. Pure.
+
+The envelope rides in `RolloutInferRequest.data_dict` under one versioned key, so that it reaches
+the engine on every path of ms-swift (colocated and served, sync and async, through multi-turn
+schedulers). A lean answer holds all samples of a request: token ids and log-probabilities as packed
+arrays, not one JSON dictionary per token.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, PHASES, SampleId, sample_seed
+from swift_grpo_ext.stops.rule import StopReason
+
+KEY = "swift_grpo_ext"
+VERSION = 2
+INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
+"""Of HTTP requests that rest on weights: the start of the server that was given them."""
+
+WIRE_NAMES = {"sample_id": "place", "packed": "lean"}
+"""Fields of `RequestMetadata` that have another name in JSON."""
+
+
+class WireError(ValueError):
+    """A message of another version, or none of ours at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestMetadata:
+    """What a request tells the engine beside its prompt."""
+
+    sample_id: SampleId
+    """Of the first sample."""
+
+    count: int
+    """Number of samples to draw: `n`."""
+
+    run_seed: int | None
+    """`--seed`; None leaves the seeds to ms-swift (`--rollout_seed_mode engine`)."""
+
+    packed: bool
+    """Answer with flat token ids and log-probabilities; ms-swift's multi-turn schedulers read its
+    own form."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """End a completion, beside the stop strings of ms-swift's request configuration."""
+
+    include_stop_str_in_output: bool = True
+    """Whether the text ends with what stopped it, or right before it."""
+
+    @property
+    def seed(self) -> int | None:
+        """Of the first sample; the others' follow it."""
+        return None if self.run_seed is None else sample_seed(self.run_seed, self.sample_id)
+
+    def seed_of(self, k: int) -> int | None:
+        """Of the request's sample k, from 0."""
+        seed = self.seed
+        return None if seed is None else seed + k
+
+    def next_turn(self) -> RequestMetadata:
+        return replace(self, sample_id=replace(self.sample_id, turn=self.sample_id.turn + 1))
+
+    def to_wire(self) -> dict[str, Any]:
+        """As JSON takes it: the wire's names stay as they are."""
+        values = {WIRE_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        return {"version": VERSION, **values}
+
+
+def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None:
+    """The envelope of a request; None where it has none.
+
+    Raises:
+        WireError: it is of another version, or malformed.
+    """
+    wire = (data_dict or {}).get(KEY)
+    if wire is None:
+        return None
+    check_version(wire, "a request")
+    try:
+        sample_id = SampleId(**wire["place"])
+        values = {f.name: wire[WIRE_NAMES.get(f.name, f.name)] for f in fields(RequestMetadata)}
+        values |= {"sample_id": sample_id, "stop_token_ids": tuple(wire["stop_token_ids"])}
+        metadata = RequestMetadata(**values)
+    except (KeyError, TypeError) as e:
+        raise WireError(f"A request's {KEY} is malformed ({e!r}): {wire!r}") from e
+    if not _is_sound(metadata):
+        raise WireError(f"A request's {KEY} is malformed (phase, numbers or flags): {wire!r}")
+    return metadata
+
+
+def _is_sound(metadata: RequestMetadata) -> bool:
+    """Whether the seeds of all samples can be made, and vLLM can be asked for so many."""
+    sample_id, ids = metadata.sample_id, metadata.stop_token_ids
+    run_seed = 0 if metadata.run_seed is None else metadata.run_seed
+    numbers = (run_seed, metadata.count, *ids, *astuple(sample_id)[1:])
+    flags = (metadata.packed, metadata.include_stop_str_in_output)
+    return (
+        sample_id.phase in PHASES
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and 0 < metadata.count <= MAX_GROUP_SIZE
+        and sample_id.index < MAX_GROUP_SIZE
+        and max(ids, default=0) < 2**31
+        and all(type(flag) is bool for flag in flags)
+    )
+
+
+def data_dict_of(request: Any) -> dict[str, Any] | None:
+    """The data of a request; ms-swift's requests come as objects and as dictionaries."""
+    found = request.get("data_dict") if isinstance(request, dict) else request.data_dict
+    return found if isinstance(found, dict) else None
+
+
+def write_metadata(data_dict: MutableMapping[str, Any], metadata: RequestMetadata) -> None:
+    data_dict[KEY] = metadata.to_wire()
+
+
+def check_version(message: Any, what: str) -> None:
+    """Refuse a message of another version of swift-grpo-ext.
+
+    Raises:
+        WireError: names both versions, and the remedy.
+    """
+    version = message.get("version") if isinstance(message, Mapping) else None
+    if version != VERSION:
+        raise WireError(
+            f"{what} speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
+            f"{VERSION}: load the same version of the plugin in `swift rlhf` and `swift rollout`."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sample as it was drawn: what is trained on, and what rewards and logs see."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """Of the sampled tokens, in nats, under the distribution that they were sampled from."""
+
+    finish_reason: str | None
+    stop_reason: StopReason = None
+    """The stop string or token id that ended it; None where none did."""
+
+    seed: int | None = None
+    replica: str = ""
+    """Which engine drew it: `rank 0`, `server 1 replica 0`."""
+
+    extra: dict[str, Any] | None = None
+    """Fields of ms-swift's choice that are seldom there: tool calls, routed experts."""
+
+
+def pack_answer(
+    completions: Sequence[Completion], prompt_token_ids: Sequence[int] | None, replica: str
+) -> dict[str, Any]:
+    """The lean form of all samples of one request; everything in it goes into JSON as it is.
+
+    Raises:
+        WireError: some samples have log-probabilities and others none, or not one for each token.
+    """
+    counts = [None if c.logprobs is None else len(c.logprobs) for c in completions]
+    lengths = [len(c.token_ids) for c in completions]
+    if counts not in (lengths, [None] * len(completions)):
+        raise WireError(f"{replica} drew {lengths} tokens with {counts} log-probabilities.")
+    has_logprobs = None not in counts
+    return {
+        "version": VERSION,
+        "replica": replica,
+        "texts": [c.text for c in completions],
+        "finish_reasons": [c.finish_reason for c in completions],
+        "stop_reasons": [c.stop_reason for c in completions],
+        "lengths": lengths,
+        "token_ids": pack([i for c in completions for i in c.token_ids], "<i4"),
+        "logprobs": pack([p for c in completions for p in c.logprobs or ()], "<f4")
+        if has_logprobs
+        else None,
+        "prompt_token_ids": pack(prompt_token_ids or (), "<i4"),
+        "extras": [c.extra for c in completions] if any(c.extra for c in completions) else None,
+    }
+
+
+def unpack_answer(
+    answer: Mapping[str, Any], metadata: RequestMetadata, server: str
+) -> tuple[list[Completion], list[int]]:
+    """The samples of a lean answer, and the ids of their prompt.
+
+    Args:
+        server: names the server that answered, for errors and logs.
+
+    Raises:
+        WireError: the answer has another version, is malformed, or its counts disagree (SPEC M6);
+            names the server.
+    """
+    check_version(answer, server)
+    try:
+        return _unpack(answer, metadata, server), _token_ids(answer["prompt_token_ids"])
+    except WireError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        raise WireError(f"{server} answered {metadata} with nonsense: {e!r}") from e
+
+
+def _unpack(answer: Mapping[str, Any], metadata: RequestMetadata, server: str) -> list[Completion]:
+    lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]
+    stop_reasons = answer["stop_reasons"]
+    extras = answer["extras"] or [None] * len(lengths)
+    ids = _token_ids(answer["token_ids"])
+    logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
+    counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, extras)}
+    if counts != {metadata.count} or min(lengths) < 0 or sum(lengths) != len(ids):
+        raise WireError(
+            f"{server} answered {metadata} with {sorted(counts)} samples of {lengths} tokens, "
+            f"{len(ids)} in all."
+        )
+    if logprobs is not None and len(logprobs) != len(ids):
+        raise WireError(
+            f"{server} answered {metadata} with {len(ids)} tokens and {len(logprobs)} "
+            "log-probabilities."
+        )
+    _check_types("texts", texts, str)
+    _check_types("finish_reasons", reasons, str, type(None))
+    _check_types("stop_reasons", stop_reasons, str, int, type(None))
+    _check_types("extras", extras, dict, type(None))
+    ends = np.cumsum(lengths).tolist()
+    return [
+        Completion(
+            text=texts[k],
+            token_ids=ids[end - length : end],
+            logprobs=None if logprobs is None else logprobs[end - length : end],
+            finish_reason=reasons[k],
+            stop_reason=stop_reasons[k],
+            seed=metadata.seed_of(k),
+            replica=f"{server} {answer['replica']}",
+            extra=extras[k],
+        )
+        for k, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
+
+
+def _token_ids(text: str) -> list[int]:
+    ids = unpack(text, "<i4")
+    if min(ids, default=0) < 0:
+        raise ValueError(f"token id {min(ids)}")
+    return ids
+
+
+def _check_types(name: str, values: Any, *types: type) -> None:
+    if not isinstance(values, list) or not all(isinstance(value, types) for value in values):
+        raise TypeError(f"{name}: {values!r:.200}")
+
+
+def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:
+    """Numbers as base64 of their little-endian bytes: 4 bytes, 5.4 characters each."""
+    return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
+
+
+def unpack(text: str, dtype: str) -> list[Any]:
+    return list(np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist())

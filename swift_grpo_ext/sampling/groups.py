@@ -1,0 +1,307 @@
+"""Samples -> parts of groups -> requests, and answers back onto their samples. Pure.
+
+Groups are positional (SPEC G1): they come from the order in which the sampler repeats prompts,
+never from comparing prompts. Content is compared only to refuse a shared request to rows that
+differ (G3), and to count prompts that stand twice (G4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from swift_grpo_ext.sampling.rounds import Round
+from swift_grpo_ext.sampling.seeding import SampleId
+
+T = TypeVar("T")
+
+FINGERPRINT_FIELDS = (
+    *("messages", "images", "videos", "audios", "tools", "objects"),
+    "chat_template_kwargs",  # such as `enable_thinking`
+)
+"""What makes a prompt: its words, its media (SPEC G7), and what its template makes of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSlice:
+    """Neighbouring samples of one group whose rows are equal: what one request can ask for."""
+
+    sample_id: SampleId
+    """Of the first sample; the others have the indices that follow."""
+
+    count: int
+    """Number of samples."""
+
+    fingerprint: str
+    """Of the row that all of them repeat."""
+
+    @property
+    def sample_ids(self) -> list[SampleId]:
+        return [replace(self.sample_id, index=self.sample_id.index + i) for i in range(self.count)]
+
+    def continues(self, other: GroupSlice) -> bool:
+        """Whether this part asks for the samples that follow `other`'s, with the same row."""
+        expected = replace(other.sample_id, index=other.sample_id.index + other.count)
+        return self.sample_id == expected and self.fingerprint == other.fingerprint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One request, and the parts of the ranks that it serves, in order."""
+
+    group_slice: GroupSlice
+    sources: tuple[tuple[int, int], ...]
+    """(rank, number of the part among the rank's parts), in the order of the samples."""
+
+
+def sample_ids_at(round_: Round, positions: Iterable[int], group_size: int) -> list[SampleId]:
+    """Places of samples from their positions in the generation batch, over all ranks, from 0."""
+    return [
+        SampleId(
+            phase=round_.phase,
+            step=round_.step,
+            number=round_.number,
+            group=round_.first_group + position // group_size,
+            index=position % group_size,
+        )
+        for position in positions
+    ]
+
+
+def fold(sample_ids: Sequence[SampleId], fingerprints: Sequence[str]) -> list[GroupSlice]:
+    """Samples, in order, into the fewest parts; `len(places) == len(fingerprints)`."""
+    slices: list[GroupSlice] = []
+    for sample_id, fingerprint in zip(sample_ids, fingerprints, strict=True):
+        single = GroupSlice(sample_id=sample_id, count=1, fingerprint=fingerprint)
+        if slices and single.continues(slices[-1]):
+            slices[-1] = replace(slices[-1], count=slices[-1].count + 1)
+        else:
+            slices.append(single)
+    return slices
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What all ranks together ask for."""
+
+    slices_of_ranks: list[list[GroupSlice]]
+    requests: list[Request]
+    unequal: list[SampleId]
+    """First places of groups whose rows differ (SPEC G3): a custom sampler's, or a gym's."""
+
+
+def plan(slices_of_ranks: Sequence[Sequence[GroupSlice]], *, grouped: bool) -> Plan:
+    """All ranks' parts, in the order of ranks, into requests.
+
+    A group that is split over ranks comes together again. Without `grouped`, and where a group's
+    rows differ, each sample is a request of its own.
+    """
+    unequal = _unequal_groups(group_slice for slices in slices_of_ranks for group_slice in slices)
+
+    def is_apart(group_slice: GroupSlice) -> bool:
+        return not grouped or group_of(group_slice.sample_id) in unequal
+
+    plan = Plan(slices_of_ranks=[], requests=[], unequal=unequal)
+    for rank, slices in enumerate(slices_of_ranks):
+        own_slices = [piece for p in slices for piece in (_singles(p) if is_apart(p) else [p])]
+        plan.slices_of_ranks.append(own_slices)
+        for number, group_slice in enumerate(own_slices):
+            last = plan.requests[-1] if plan.requests else None
+            if last and not is_apart(group_slice) and group_slice.continues(last.group_slice):
+                whole = replace(last.group_slice, count=last.group_slice.count + group_slice.count)
+                plan.requests[-1] = Request(
+                    group_slice=whole, sources=(*last.sources, (rank, number))
+                )
+            else:
+                plan.requests.append(Request(group_slice=group_slice, sources=((rank, number),)))
+    return plan
+
+
+def _singles(group_slice: GroupSlice) -> list[GroupSlice]:
+    return [
+        GroupSlice(sample_id=p, count=1, fingerprint=group_slice.fingerprint)
+        for p in group_slice.sample_ids
+    ]
+
+
+def _unequal_groups(slices: Iterable[GroupSlice]) -> list[SampleId]:
+    rows: dict[SampleId, set[str]] = {}
+    for group_slice in slices:
+        rows.setdefault(group_of(group_slice.sample_id), set()).add(group_slice.fingerprint)
+    return [sample_id for sample_id, fingerprints in rows.items() if len(fingerprints) > 1]
+
+
+def group_of(sample_id: SampleId) -> SampleId:
+    """The place of a group's first sample, which names the group."""
+    return replace(sample_id, index=0)
+
+
+def unfold(
+    requests: Sequence[Request],
+    answers: Sequence[Sequence[T]],
+    slices_of_ranks: Sequence[Sequence[GroupSlice]],
+) -> list[list[T]]:
+    """Answers of requests (one item a sample) back to the ranks, in the order of their samples.
+
+    Raises:
+        ValueError: a request was answered with another number of samples than it asked for.
+    """
+    items: dict[tuple[int, int], Sequence[T]] = {}
+    for request, answer in zip(requests, answers, strict=True):
+        if len(answer) != request.group_slice.count:
+            raise ValueError(
+                f"{describe(request.group_slice.sample_id)}: {request.group_slice.count} samples "
+                f"were asked for, and {len(answer)} came back."
+            )
+        taken = 0
+        for rank, number in request.sources:
+            count = slices_of_ranks[rank][number].count
+            items[rank, number] = answer[taken : taken + count]
+            taken += count
+    return [
+        [item for number in range(len(slices)) for item in items[rank, number]]
+        for rank, slices in enumerate(slices_of_ranks)
+    ]
+
+
+def count_duplicates(fingerprints: Iterable[str]) -> int:
+    """How many of the prompts stand earlier among them too."""
+    return sum(count - 1 for count in Counter(fingerprints).values())
+
+
+def request_id(sample_id: SampleId) -> str:
+    """A sample's name, unique in a run: `train-12.0-5-3` for round 12.0, group 5, index 3."""
+    return (
+        f"{sample_id.phase}-{sample_id.step}.{sample_id.number}-{sample_id.group}-{sample_id.index}"
+    )
+
+
+def parse_request_id(request_id: str) -> SampleId:
+    """The place that `request_id` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    match = _REQUEST_ID.fullmatch(request_id)
+    if match is None:
+        raise ValueError(f"{request_id!r} is no name of a sample, such as train-12.0-5-3.")
+    phase, *numbers = match.groups()
+    step, number, group, index = map(int, numbers)
+    return SampleId(phase=phase, step=step, number=number, group=group, index=index)  # type: ignore[arg-type]
+
+
+_REQUEST_ID = re.compile(r"(train|eval)-(\d+)\.(\d+)-(\d+)-(\d+)")
+
+
+def describe(sample_id: SampleId) -> str:
+    """A place in words, as errors and logs name it."""
+    turn = f", turn {sample_id.turn}" if sample_id.turn else ""
+    return (
+        f"{sample_id.phase} round {sample_id.step}.{sample_id.number}, group {sample_id.group}, "
+        f"sample {sample_id.index}{turn}"
+    )
+
+
+def fingerprint(row: Any) -> str:
+    """What a prompt is, as 32 hex digits: equal for equal words and media, else different.
+
+    Args:
+        row: a data set's row, or an object with the fields of `FINGERPRINT_FIELDS`, such as
+            ms-swift's `OnPolicySample` or `InferRequest`. Media count as they are given: a path by
+            its name, bytes and base64 by their content, decoded images by their pixels.
+
+    Raises:
+        ValueError: a field holds what has no form as JSON; names it.
+    """
+    return _digest(_prompt_fields(row))
+
+
+def fingerprints(rows: Iterable[Any]) -> list[str]:
+    """Of each row, in order. A row like the one before, as in a group, is compared, not hashed."""
+    found: list[str] = []
+    before: dict[str, Any] | None = None
+    for row in rows:
+        fields = _prompt_fields(row)
+        found.append(found[-1] if _are_equal(fields, before) else _digest(fields))
+        before = fields
+    return found
+
+
+def _prompt_fields(row: Any) -> dict[str, Any]:
+    values = {name: _read(row, name) for name in FINGERPRINT_FIELDS}
+    return {name: value for name, value in values.items() if not _is_empty(value)}
+
+
+def _read(row: Any, name: str) -> Any:
+    if isinstance(row, Mapping):
+        return row.get(name)
+    if hasattr(row, name):
+        return getattr(row, name)
+    # Columns for which ms-swift's sample has no field.
+    return (getattr(row, "extra", None) or {}).get(name)
+
+
+def _is_empty(value: Any) -> bool:
+    try:
+        return value is None or len(value) == 0
+    except TypeError:  # numbers and images have no length
+        return False
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Whether two values are known to have one fingerprint: equal, and equal numbers of one type,
+    as `True` and `1` are written differently."""
+    if type(value) is not type(other):
+        return False
+    try:
+        if isinstance(value, dict):
+            return value.keys() == other.keys() and all(
+                _are_equal(item, other[key]) for key, item in value.items()
+            )
+        if isinstance(value, (list, tuple)):
+            return len(value) == len(other) and all(map(_are_equal, value, other))
+        if isinstance(value, float):
+            return repr(value) == repr(other)  # 0.0 is not -0.0
+        return bool(value == other)
+    except (ValueError, RuntimeError):  # arrays and tensors have no truth; depth without end
+        return False
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    content = _content(digest.update)
+    try:
+        text = json.dumps(fields, sort_keys=True, default=content, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(
+            f"A prompt's fields {', '.join(fields)} cannot be told from others ({e}): expected "
+            "what JSON holds, bytes, arrays or images, and texts as keys."
+        ) from e
+    digest.update(text.encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _content(update: Callable[[bytes], None]) -> Callable[[Any], str]:
+    """For `json.dumps`: binary values go into the digest, a mark of their size into the text."""
+
+    def encode(value: Any) -> str:
+        if hasattr(value, "detach"):  # a torch tensor
+            value = value.detach().cpu().numpy()
+        if isinstance(value, (bytes, bytearray)):
+            data = bytes(value)
+        elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
+            pixels = value.tobytes()
+            palette = value.getpalette() if hasattr(value, "getpalette") else None
+            form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
+            data = repr((*form, palette)).encode() + pixels
+        else:
+            data = repr(value).encode()
+        update(data)
+        return f"<{type(value).__name__} of {len(data)} bytes>"
+
+    return encode

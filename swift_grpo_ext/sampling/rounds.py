@@ -1,0 +1,120 @@
+"""The names of rounds: the optimizer step at which a round begins, and its number in that step.
+
+Names follow from how many training batches have been taken, so that a resumed run names its rounds
+as the uninterrupted run did, also when it was resumed in the middle of a round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from swift_grpo_ext.sampling.seeding import Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """One rollout of one generation batch (in eval: of the whole evaluation)."""
+
+    phase: Phase
+    step: int
+    number: int
+    first_group: int = 0
+    """Index of the first group that is drawn: a later batch of an evaluation goes on counting, so
+    that seeds do not depend on the size of eval batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundClock:
+    """Turns counts of training batches into names of rounds, and back."""
+
+    batches_per_step: int
+    """`gradient_accumulation_steps`: training batches of an optimizer step."""
+
+    batches_per_round: int
+    """`steps_per_generation * num_iterations`: training batches that one round serves."""
+
+    batches_per_epoch: int
+    """Training batches in an epoch, a multiple of `batches_per_round`. The last step of an epoch
+    makes do with the batches that are left."""
+
+    max_resamples: int = 0
+    """Rounds that dynamic sampling may add to one round (`--max_resample_times`)."""
+
+    def batches_at(self, step: int) -> int:
+        """Training batches that were taken before optimizer step `step`."""
+        epochs, steps = divmod(step, self._steps_per_epoch)
+        return epochs * self.batches_per_epoch + steps * self.batches_per_step
+
+    def epoch_at(self, batch: int) -> int:
+        """The epoch of training batch `batch` (counted over all epochs, from 0)."""
+        return batch // self.batches_per_epoch
+
+    def round_at(self, batch: int) -> Round:
+        """The round that serves training batch `batch` (counted over all epochs, from 0)."""
+        epoch, batch_in_epoch = divmod(batch, self.batches_per_epoch)
+        first = batch_in_epoch - batch_in_epoch % self.batches_per_round
+        step = first // self.batches_per_step
+        earlier_steps = -(-step * self.batches_per_step // self.batches_per_round)
+        number = first // self.batches_per_round - earlier_steps
+        return Round(phase="train", step=epoch * self._steps_per_epoch + step, number=number)
+
+    def resample_round(self, regular: Round, resample: int) -> Round:
+        """The name of the `resample`-th (from 0) round that dynamic sampling adds to `regular`."""
+        number = self._rounds_per_step + regular.number * self.max_resamples + resample
+        return Round(phase="train", step=regular.step, number=number)
+
+    def resample_position(self, regular: Round, resample: int) -> int:
+        """Which generation batch of the order for resampling that round takes: each its own."""
+        per_step = self._rounds_per_step * self.max_resamples
+        return regular.step * per_step + regular.number * self.max_resamples + resample
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        return self.batches_per_epoch // self.batches_per_round
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return -(-self.batches_per_epoch // self.batches_per_step)
+
+    @property
+    def _rounds_per_step(self) -> int:
+        return -(-self.batches_per_step // self.batches_per_round)
+
+
+class RoundNames:
+    """Names the rounds of a run as they begin."""
+
+    def __init__(self, clock: RoundClock) -> None:
+        self.clock = clock
+        self._regular = self.current = Round(phase="train", step=0, number=0)
+        self._resamples = 0
+        self._evaluations: dict[int, int] = {}
+        self._evaluation = Round(phase="eval", step=0, number=0)
+
+    def begin_training(self, batch: int) -> None:
+        """The round that serves training batch `batch` begins."""
+        self._regular = self.current = self.clock.round_at(batch)
+        self._resamples = 0
+
+    def begin_resampling(self) -> int:
+        """Dynamic sampling adds a round; returns which generation batch of its order it takes."""
+        self.current = self.clock.resample_round(self._regular, self._resamples)
+        position = self.clock.resample_position(self._regular, self._resamples)
+        self._resamples += 1
+        return position
+
+    def begin_evaluation(self, step: int) -> None:
+        """The evaluation loop over one data set begins."""
+        number = self._evaluations.get(step, 0)
+        self._evaluations = {step: number + 1}
+        self._evaluation = Round(phase="eval", step=step, number=number)
+
+    def upcoming(self, *, training: bool) -> Round:
+        """The round that is about to be drawn."""
+        return self.current if training else self._evaluation
+
+    def take_eval_batch(self, num_groups: int) -> Round:
+        """The round of an evaluation's next batch."""
+        round_ = self._evaluation
+        self._evaluation = replace(round_, first_group=round_.first_group + num_groups)
+        return round_

@@ -1,0 +1,88 @@
+"""The seed rule: which seed a sample draws with.
+
+A sample's seed depends on `--seed` and on the sample's place in the run, and on nothing else: not
+on ranks, replicas, batch sizes or the order in which requests arrive. Anyone can recompute it from
+a row of the sample log:
+
+    sample_seed(42, SampleId(phase="train", step=3, number=0, group=5, index=2))
+
+The rule, with `numpy.random.SeedSequence` (O'Neill's seed_seq, as numpy documents it) as the mixing
+function, `key = (phase, step, number, turn)` and phase 0 for train, 1 for eval:
+
+    low  = first 32 bits of SeedSequence(run_seed, spawn_key=key)
+    high = first 32 bits of SeedSequence(run_seed, spawn_key=(*key, group)), shifted right by 2
+    seed = high * 2**32 + (low + group * 2**14) mod 2**32 + index
+
+- Child k of a vLLM request for n samples with seed s draws with s + k (vllm/v1/engine/
+  parallel_sampling.py), so samples of a group have consecutive seeds, asked for together or singly.
+- Where only the low 32 bits of a seed count (torch's generator on CPU), noise is still distinct
+  within a round, for up to 2**14 samples a group and 2**18 groups.
+- Over a run, the 62 bits of a group's base keep groups apart: with a million groups of 64, the
+  probability that any two samples share a seed is about 3e-5. Low 32 bits coincide as often as
+  those of independent draws would: two samples of different rounds with probability 2**-32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+Phase = Literal["train", "eval"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+MAX_GROUP_SIZE = 2**14
+"""Samples in a group; vLLM's own limit for `n` (VLLM_MAX_N_SEQUENCES) is the same."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True, slots=True)
+class SampleId:
+    """Where a sample stands in a run."""
+
+    phase: Phase
+    """`train` or `eval`."""
+
+    step: int
+    """Optimizer step at which the sample's round begins (with `--async_generate`: is used)."""
+
+    number: int
+    """Number of the round within its step."""
+
+    group: int
+    """Index of the sample's group in its round."""
+
+    index: int
+    """Index of the sample in its group."""
+
+    turn: int = 0
+    """Turn of a multi-turn conversation, from 0."""
+
+
+def sample_seed(run_seed: int, sample_id: SampleId) -> int:
+    """The seed of one sample, in [0, 2**62 + 2**14).
+
+    Args:
+        run_seed: `--seed`, 0 or more.
+        place: where the sample stands.
+
+    Raises:
+        ValueError: `run_seed` or a part of `sample_id` is negative, or the group is too large.
+    """
+    if run_seed < 0:
+        raise ValueError(f"--seed {run_seed}: expected 0 or more.")
+    if not 0 <= sample_id.index < MAX_GROUP_SIZE:
+        raise ValueError(
+            f"index {sample_id.index} in a group: expected 0 to {MAX_GROUP_SIZE - 1}; use a "
+            "smaller --num_generations."
+        )
+    if min(sample_id.step, sample_id.number, sample_id.group, sample_id.turn) < 0:
+        raise ValueError(f"{sample_id}: expected numbers of 0 or more.")
+    key = (PHASES.index(sample_id.phase), sample_id.step, sample_id.number, sample_id.turn)
+    low = _first_32_bits(run_seed, key)
+    high = _first_32_bits(run_seed, (*key, sample_id.group)) >> 2
+    return (high << 32) + (low + sample_id.group * MAX_GROUP_SIZE) % 2**32 + sample_id.index
+
+
+def _first_32_bits(run_seed: int, key: tuple[int, ...]) -> int:
+    return int(np.random.SeedSequence(run_seed, spawn_key=key).generate_state(1, np.uint32)[0])

@@ -1,0 +1,153 @@
+"""Stops as ms-swift's templates and answers have them: the rule of `stops` for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from swift.infer_engine.protocol import ChatCompletionResponseChoice
+
+from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.stops.rule import StopReason, Stops, Truncation, check_stops, cut, make_stops
+from swift_grpo_ext.upstream.contract import Pin, verify
+
+PINS = (
+    Pin("swift.infer_engine.protocol", "ChatCompletionResponseChoice",
+        ("index", "message", "finish_reason", "logprobs", "token_ids", "routed_experts")),
+    Pin("swift.template", "Template.decode_generate_ids",
+        ("self", "generate_ids", "is_finished", "first_token", "template_inputs")),
+    Pin("swift.template", "Template.skip_stop_tokens", ("self", "generate_ids", "is_finished")),
+    Pin("swift.template", "Template._get_response_prefix", ("self", "inputs")),
+)  # fmt: skip
+verify(PINS)
+
+STOP_REASON = "stop_reason"
+"""Its key in `rollout_infos`, where reward functions find it."""
+
+
+@dataclass
+class StoppedChoice(ChatCompletionResponseChoice):
+    """ms-swift's choice, and what stopped it."""
+
+    stop_reason: StopReason = None
+
+
+class TemplateStops:
+    """Stop settings and cuts for one template; made once an engine.
+
+    Args:
+        template: of ms-swift, with its tokenizer.
+    """
+
+    def __init__(self, template: Any) -> None:
+        self._template = template
+        self._tokenizer = template.tokenizer
+        self.special_ids = special_ids(self._tokenizer)
+        self.end_ids = end_ids(template)
+
+    def stops(self, words: Sequence[str], metadata: RequestMetadata) -> Stops:
+        """The settings of one request.
+
+        Args:
+            words: stop strings, those of the template and the engine behind the user's.
+        """
+        return make_stops(
+            words,
+            metadata.stop_token_ids,
+            special_ids=self.special_ids,
+            end_ids=self.end_ids,
+            include=metadata.include_stop_str_in_output,
+        )
+
+    def cut(self, token_ids: Sequence[int], stops: Stops) -> Truncation:
+        return cut(token_ids, self.decode, stops)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """All of the tokens' text, special tokens too."""
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, spaces_between_special_tokens=False
+        )
+        return str(text)
+
+    def text(self, token_ids: Sequence[int], cut: Truncation, template_inputs: Any) -> Any:
+        """What ms-swift's template makes of a completion, cut. No text for a few templates that
+        generate images, which are left as they are."""
+        spoken = list(token_ids[: cut.num_spoken])
+        if spoken and spoken[-1] in self.end_ids:
+            # The end of a stop string: the template would leave it out.
+            prefix = self._template._get_response_prefix(template_inputs) or ""
+            return prefix + cut.text(token_ids, self.decode)
+        text = self._template.decode_generate_ids(spoken, template_inputs=template_inputs)
+        return text.removesuffix(cut.surplus) if isinstance(text, str) else text
+
+
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    """The tokenizer's special tokens, those of `--new_special_tokens` included, by their text."""
+    found = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    named = (str(token) for token in tokenizer.all_special_tokens)
+    return {**{token: tokenizer.convert_tokens_to_ids(token) for token in named}, **found}
+
+
+def end_ids(template: Any) -> frozenset[int]:
+    """The tokens with which the template ends a turn, which ms-swift leaves out of every text.
+
+    An end that is several tokens is a stop string like another, and shows.
+    """
+    tokenizer, suffix = template.tokenizer, template.template_meta.suffix_stop
+    if isinstance(suffix, str):
+        special = special_ids(tokenizer).get(suffix)
+        suffix = (
+            tokenizer.encode(suffix, add_special_tokens=False) if special is None else [special]
+        )
+    ids = [tokenizer.eos_token_id, *(suffix if suffix and len(suffix) == 1 else ())]
+    return frozenset(i for i in ids if isinstance(i, int))
+
+
+def check_stop_settings(args: Any) -> None:
+    """Refuse what is wrong with any template, before a model is loaded.
+
+    Args:
+        args: of `swift rlhf`, once the model's directory is known.
+
+    Raises:
+        ValueError: see `stops.check_stops`.
+    """
+    size = 0
+    if args.stop_token_ids:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
+        size = len(tokenizer) + len(args.new_special_tokens)  # perhaps some are known already
+    check_stops(args.stop_words or (), args.stop_token_ids, vocabulary_size=size)
+
+
+def check_template_stops(args: Any, template: Any) -> None:
+    """Refuse `--stop_words` and `--stop_token_ids` that cannot be meant with this template.
+
+    Raises:
+        ValueError: see `stops.check_stops`.
+    """
+    check_stops(
+        args.stop_words or (),
+        args.stop_token_ids,
+        vocabulary_size=len(template.tokenizer),
+        response_prefix=template._get_response_prefix() or "",
+    )
+
+
+def stopped(
+    choice: ChatCompletionResponseChoice, text: Any, finish_reason: Any, reason: StopReason
+) -> StoppedChoice:
+    """A choice of ms-swift's with its text cut, and why it ended."""
+    values = {f.name: getattr(choice, f.name) for f in fields(ChatCompletionResponseChoice)}
+    choice.message.content = text
+    return StoppedChoice(**{**values, "finish_reason": finish_reason}, stop_reason=reason)
+
+
+def tell_stop_reason(output: Any) -> Any:
+    """Put what stopped a `RolloutOutput`'s last turn where reward functions find it."""
+    choices = getattr(getattr(output, "response", None), "choices", None) or ()
+    if choices and isinstance(choices[0], StoppedChoice):
+        output.rollout_infos[STOP_REASON] = choices[0].stop_reason
+    return output

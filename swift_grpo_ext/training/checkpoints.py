@@ -1,0 +1,114 @@
+"""Checkpoints: a resumed run goes on from its weights, and one that is not written is named.
+
+Symptom: a resumed run trains on from the base model's weights, with the checkpoint's optimizer and
+step; two warnings about keys are all it says (transformers issue 43701, ms-swift issue 7947).
+Upstream: `transformers/trainer.py` 5.19, `_load_from_checkpoint` and `_load_best_model`. A model
+whose parameters have other names in files than in memory (Qwen2.5-VL: `visual.*` and
+`model.visual.*`) is saved under those of files; these two read files without translating names, and
+not strictly.
+Here: files are read as `from_pretrained` reads them, and every parameter must have come. DeepSpeed
+and FSDP keep the names of memory in files of their own, adapters are PEFT's: upstream reads both.
+Can go when: those two methods translate names (transformers pull request 48822 is open).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from swift.rlhf_trainers import GRPOTrainer
+from swift.utils import get_logger
+from torch import nn
+from transformers.utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+
+from swift_grpo_ext.checks.resume import how_to_go_on
+from swift_grpo_ext.upstream.contract import Pin, verify
+
+PINS = (
+    Pin("swift.rlhf_trainers", "GRPOTrainer._load_from_checkpoint",
+        ("self", "resume_from_checkpoint", "model")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._load_best_model", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._save_checkpoint", ("self", "args", "kwargs")),
+)  # fmt: skip
+verify(PINS)
+
+WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+"""Files of which a checkpoint of a whole model has one."""
+
+logger = get_logger()
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint does not hold this model's weights, or could not be written."""
+
+
+def holds_whole_model(checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of full tuning, as `save_pretrained` writes it."""
+    has_weights = any((checkpoint / name).is_file() for name in WHOLE_MODEL)
+    return has_weights and (checkpoint / CONFIG_NAME).is_file()
+
+
+def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
+    """Give `model` the weights of a checkpoint, in place, whatever names its files spell them with.
+
+    Takes as much memory of the CPU as the checkpoint's weights, until it is done.
+
+    Raises:
+        CheckpointError: a parameter is missing or of another shape.
+    """
+    try:
+        model_class: Any = type(model)
+        saved, report = model_class.from_pretrained(checkpoint, output_loading_info=True)
+        if report["missing_keys"]:
+            raise ValueError(f"it has no {', '.join(sorted(report['missing_keys']))}")
+        model.load_state_dict(saved.state_dict())
+    except (RuntimeError, ValueError, OSError) as e:
+        raise CheckpointError(
+            f"{checkpoint} does not hold the weights of the model that is trained "
+            f"({type(model).__name__}): {e}. Resume from a checkpoint of the same run, with the "
+            "same --model, --tuner_type and --new_special_tokens."
+        ) from e
+
+
+class WholeCheckpoints(GRPOTrainer):
+    """The hooks through which the Trainer writes checkpoints, and reads weights back."""
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._save_checkpoint(*args, **kwargs)
+        except Exception as e:
+            run = Path(self.args.output_dir)
+            raise CheckpointError(
+                f"checkpoint-{self.state.global_step} could not be written to --output_dir {run}, "
+                f"which has {shutil.disk_usage(run).free / 2**30:.1f} GiB free: "
+                f"{type(e).__name__}: {e}. {how_to_go_on(run)}"
+            ) from e
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        if self._reads_itself(checkpoint):
+            load_whole_model(self.model if model is None else model, checkpoint)
+            logger.info(f"The weights of {checkpoint} are loaded.")
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if self._reads_itself(best):
+            load_whole_model(self.model, best)
+            logger.info(f"The weights of {best} are loaded, the best ({self.state.best_metric}).")
+        else:
+            super()._load_best_model()
+
+    def _reads_itself(self, checkpoint: Path) -> bool:
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        return not is_sharded and holds_whole_model(checkpoint)

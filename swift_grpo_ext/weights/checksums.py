@@ -1,0 +1,176 @@
+"""Whether the weights that an engine was given are those of the trainer (SPEC M4).
+
+Each side takes a checksum of every tensor that it sends or loads, under the name that crosses the
+wire: a receipt. Receipts that differ name the tensors that were lost, or changed on the way.
+Tensors that did not travel, since both sides hold the same memory, need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+WeightChecksums = dict[str, str]
+"""For each tensor's name its type, shape and checksum, as text."""
+
+WORDS_OF_BLOCK = 2**16
+BLOCKS_AT_A_TIME = 16  # 8 MiB of temporary memory on an accelerator
+MOST_NAMED = 5
+
+
+class WeightUpdateError(RuntimeError):
+    """An engine does not hold the weights of the trainer."""
+
+
+def weight_checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightChecksums:
+    """What is known of these tensors once they are gone; one synchronization for all of them."""
+    labels = []
+    sums = []
+    for name, tensor in tensors:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        labels.append((name, f"{dtype} {tuple(tensor.shape)}"))
+        sums.append(_checksum(tensor))
+    values = torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else []
+    pairs = zip(labels, values, strict=True)
+    return {
+        plain_name(name): f"{label} {value & (2**64 - 1):016x}" for (name, label), value in pairs
+    }
+
+
+def plain_name(name: str) -> str:
+    """A weight's name without what tells that adapters lie over it: ms-swift adds or drops that on
+    the way to an engine which holds adapters apart (`--vllm_enable_lora`)."""
+    return name.replace(".base_layer.", ".")
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number of 64 bits that no change of a single bit leaves as it is.
+
+    sum over words i of word_i * odd_i, modulo 2^64, over the tensor's bytes as 64-bit words, in
+    blocks: odd_i is (2 b + 1)(2 j + 1) for word j of block b. A flipped bit changes a word by a
+    power of two, and an odd multiple of 2^k, k < 64, is not 0 modulo 2^64. Words that change places
+    within a block, and blocks that do, are seen too: their factors differ.
+    """
+    return int(_checksum(tensor).item()) & (2**64 - 1)
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    flat_B = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat_B.numel() // 8 * 8
+    if flat_B.storage_offset() % 8 or flat_B.numel() != whole:
+        flat_B = torch.cat([flat_B, flat_B.new_zeros(-flat_B.numel() % 8)]).clone()
+    words_W = flat_B.view(torch.int64)
+    factors_N = _odd_numbers(WORDS_OF_BLOCK, words_W.device)
+    in_blocks = words_W.numel() // WORDS_OF_BLOCK * WORDS_OF_BLOCK
+    blocks_BN = words_W[:in_blocks].view(-1, WORDS_OF_BLOCK)
+    rest_R = words_W[in_blocks:]
+    sums = [*_block_sums(blocks_BN, factors_N), (rest_R * factors_N[: rest_R.numel()]).sum()]
+    sums_B = torch.stack(sums)
+    return (sums_B * _odd_numbers(len(sums), sums_B.device)).sum()
+
+
+def _block_sums(blocks_BN: torch.Tensor, factors_N: torch.Tensor) -> Iterable[torch.Tensor]:
+    if blocks_BN.device.type == "cpu":
+        # Without a product in memory: twice as fast; there is no such kernel for CUDA.
+        yield from (torch.dot(block_N, factors_N) for block_N in blocks_BN)
+        return
+    for some_BN in blocks_BN.split(BLOCKS_AT_A_TIME):
+        yield from (some_BN * factors_N).sum(1)
+
+
+@cache
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device, dtype=torch.int64) * 2 + 1
+
+
+def weight_checksums_in_background(
+    tensors: Sequence[tuple[str, torch.Tensor]],
+) -> Callable[[], WeightChecksums]:
+    """Begin a receipt of tensors that stay as they are; the value waits for it.
+
+    On CPU another thread takes it, beside the sending or loading that it verifies. On an
+    accelerator the same stream would have to do both: there it is taken at the end.
+    """
+    if any(tensor.device.type != "cpu" for _, tensor in tensors):
+        return lambda: weight_checksums(tensors)
+    pool = ThreadPoolExecutor(1)
+    pending = pool.submit(weight_checksums, tensors)
+    pool.shutdown(wait=False)
+    return pending.result
+
+
+@contextmanager
+def recorded_loads(model: Any) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The tensors that a vLLM model's `load_weights` is given and has taken, in a list."""
+    load = model.load_weights
+    taken: list[tuple[str, torch.Tensor]] = []
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
+        held = list(weights)
+        result = load(held, *args, **kw)
+        taken.extend(held)
+        return result
+
+    model.load_weights = load_weights
+    try:
+        yield taken
+    finally:
+        del model.load_weights
+
+
+def compare_tensors(
+    sent: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], who: str
+) -> None:
+    """`compare`, where both sides are at hand: only what is not the same memory is read.
+
+    Raises:
+        WeightUpdateError: the engine was given something else; names tensors.
+    """
+    sent, loaded = ({plain_name(n): t for n, t in side.items()} for side in (sent, loaded))
+    shared = {name for name in sent if name in loaded and _is_same(sent[name], loaded[name])}
+    same = dict.fromkeys(shared, "the same memory")
+
+    def known(side: Mapping[str, torch.Tensor]) -> WeightChecksums:
+        return same | weight_checksums((name, t) for name, t in side.items() if name not in shared)
+
+    compare(known(sent), known(loaded), who)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
+        b.data_ptr(), b.shape, b.stride(), b.dtype, b.device
+    )  # fmt: skip
+
+
+def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> None:
+    """Raise `WeightUpdateError`, naming tensors, where an engine received something else.
+
+    Args:
+        sent: the trainer's receipt.
+        received: the engine's.
+        who: names the engine in the error.
+    """
+    lost = [name for name in sent if name not in received]
+    unknown = [name for name in received if name not in sent]
+    changed = [name for name in sent if name in received and sent[name] != received[name]]
+    wrong = [
+        f"{len(names)} {what} ({', '.join(names[:MOST_NAMED])}"
+        + (", ...)" if len(names) > MOST_NAMED else ")")
+        for what, names in (
+            ("did not arrive", lost),
+            ("arrived changed", changed),
+            ("were not sent", unknown),
+        )
+        if names
+    ]
+    if wrong:
+        raise WeightUpdateError(
+            f"{who} does not hold the trainer's weights: of {len(sent)} tensors "
+            f"{'; '.join(wrong)}. Rollouts would come from another policy. Its "
+            "log tells why; start it anew and resume from the last checkpoint."
+        )

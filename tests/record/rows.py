@@ -1,0 +1,51 @@
+"""Rows for tests of the sample log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from swift_grpo_ext.record.log import SampleLog
+from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
+
+ROW = SampleRow(
+    sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
+    seed=1,
+    rank=0,
+    replica="rank 0",
+    weight_version=0,
+    finish_reason="stop",
+    token_ids=[1, 2, 151643],
+    logprobs=[-0.5, -0.25, 0.0],  # 32 bits hold them exactly
+    text="seven",
+    fingerprint="0" * 32,
+    prompt="Which digit?",
+    media=["images/7.png"],
+)
+
+
+def sample_id(
+    step: int = 0,
+    phase: Any = "train",
+    number: int = 0,
+    group: int = 0,
+    index: int = 0,
+    turn: int = 0,
+) -> SampleId:
+    return SampleId(phase=phase, step=step, number=number, group=group, index=index, turn=turn)
+
+
+def write_session(
+    run_dir: Path,
+    rows: Iterable[SampleRow],
+    *,
+    session: int = 0,
+    start_step: int = 0,
+    rank: int = 0,
+) -> Path:
+    """Append all rows at once; returns the file."""
+    with SampleLog(run_dir, session=session, start_step=start_step, rank=rank) as log:
+        log.append(list(rows))
+    return log.path

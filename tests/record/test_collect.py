@@ -1,0 +1,98 @@
+"""What a rollout returned becomes a row of the sample log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RolloutOutput,
+    UsageInfo,
+)
+
+from swift_grpo_ext.record.collect import media_name, sample_row
+from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
+
+PLACE = SampleId(phase="train", step=3, number=0, group=1, index=2)
+
+
+@dataclass
+class Sample:
+    """The fields of ms-swift's `OnPolicySample` that are read."""
+
+    messages: list[dict[str, Any]]
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    audios: list[Any] = field(default_factory=list)
+
+
+def output(ids: list[int], logprobs: Any = None, **fields: Any) -> RolloutOutput:
+    choice = ChatCompletionResponseChoice(
+        index=0,
+        message=ChatMessage(role="assistant", content="七"),
+        finish_reason="stop",
+        logprobs=logprobs,
+        token_ids=ids,
+    )
+    response = ChatCompletionResponse("", [choice], UsageInfo(1, 1, 2))
+    return RolloutOutput(response=response, **fields)
+
+
+def row_of(out: RolloutOutput) -> SampleRow:
+    sample = Sample([{"role": "user", "content": "几?"}], images=[{"path": "a.png", "bytes": None}])
+    return sample_row(PLACE, sample, out, seed=7, fingerprint="f" * 32, rank=1, weight_version=3)
+
+
+def test_a_lean_answer() -> None:
+    infos = {"seed": 7, "replica": "server 0 replica 1", "stop_reason": "</a>"}
+    row = row_of(output([5, 6], rollout_logprobs=[[-0.5, -1.5]], rollout_infos=infos))
+    assert (row.token_ids, row.logprobs) == ([5, 6], [-0.5, -1.5])
+    assert (row.text, row.finish_reason, row.seed, row.rank) == ("七", "stop", 7, 1)
+    assert row.stop_reason == "</a>"
+    assert (row.replica, row.media) == ("server 0 replica 1", ["a.png"])
+    assert row.prompt == '[{"role": "user", "content": "几?"}]'
+
+
+def test_ms_swifts_own_answer() -> None:
+    content = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]
+    row = row_of(output([5, 6], logprobs={"content": content}))
+    assert (row.logprobs, row.replica) == ([-0.5, -1.5], "")
+    assert row_of(output([5, 6])).logprobs is None
+
+
+def test_a_stop_token_is_written_in_digits() -> None:
+    assert row_of(output([5], rollout_infos={"stop_reason": 5})).stop_reason == "5"
+    assert row_of(output([5], rollout_infos={"stop_reason": None})).stop_reason is None
+    assert row_of(output([5])).stop_reason is None
+
+
+def test_all_turns_of_a_conversation_that_a_server_led() -> None:
+    turns = {"response_token_ids": [[5, 6], [7, 8]], "rollout_logprobs": [[-1.0, -2.0], [-3.0, -4]]}
+    row = row_of(output([8], **turns))
+    assert (row.token_ids, row.logprobs) == ([5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0])
+    # Tokens that the environment put in were not sampled, and have no log-probability.
+    turns["rollout_logprobs"] = [[-1.0, -2.0], [-3.0]]
+    assert row_of(output([8], **turns)).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("media", "name"),
+    [
+        ("图 1.png", "图 1.png"),
+        ({"path": "a.png", "bytes": None}, "a.png"),
+        ({"path": None, "bytes": b"png"}, "blake2b:"),
+        (b"png", "blake2b:"),
+        ("A" * 4096, "blake2b:"),
+        (["1.png", "2.png"], "1.png 2.png"),
+    ],
+)
+def test_media_go_by_their_names_never_by_their_content(media: Any, name: str) -> None:
+    assert media_name(media).startswith(name)
+    assert len(media_name(media)) < 64
+    if name == "blake2b:":
+        assert media_name(media) != media_name(b"other")

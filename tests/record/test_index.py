@@ -1,0 +1,169 @@
+"""Sessions of one run: what was drawn again counts once, and groups are found."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.record.index import index_samples
+from swift_grpo_ext.record.reader import read_group, read_samples
+from swift_grpo_ext.sampling.seeding import SampleId
+from tests.record.rows import ROW, sample_id, write_session
+
+Session = tuple[int, list[SampleId]]
+"""Step that it starts at, and the places that it writes."""
+
+
+def write(run_dir: Path, sessions: list[Session]) -> None:
+    """Rows whose seed tells their session."""
+    for session, (start_step, sample_ids) in enumerate(sessions):
+        rows = [replace(ROW, sample_id=p, seed=session) for p in sample_ids]
+        write_session(run_dir, rows, session=session, start_step=start_step)
+
+
+def steps_of_sessions(run_dir: Path, phase: Any) -> list[tuple[int, int]]:
+    """(step, session) of every row that counts, in order."""
+    table = read_samples(run_dir, columns=["step", "seed"], phase=phase)
+    return [(row["step"], row["seed"]) for row in table.to_pylist()]
+
+
+def train(*steps: int) -> list[SampleId]:
+    return [sample_id(step) for step in steps]
+
+
+def evaluate(*steps: int) -> list[SampleId]:
+    return [sample_id(step, "eval") for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("sessions", "expected"),
+    [
+        ([(0, train(0, 1, 2, 3)), (2, train(2, 3))], [(0, 0), (1, 0), (2, 1), (3, 1)]),
+        # What the resumed run has not reached again is gone all the same.
+        ([(0, train(0, 1, 2, 3)), (2, train(2))], [(0, 0), (1, 0), (2, 1)]),
+        # A round that began before the checkpoint, and was resumed midway.
+        ([(0, train(0, 1, 2)), (2, train(1, 2))], [(0, 0), (1, 1), (2, 1)]),
+        # Resumed from an earlier checkpoint than the session before was.
+        ([(0, train(0, 1, 2)), (2, train(2, 3)), (1, train(1))], [(0, 0), (1, 2)]),
+        ([(0, train(0, 1, 2)), (1, train(1)), (2, train(2))], [(0, 0), (1, 1), (2, 2)]),
+        # A run that began anew, and one without rows, which supersedes nothing.
+        ([(0, train(0, 1, 2)), (0, train(0))], [(0, 1)]),
+        ([(0, train(0, 1, 2)), (1, [])], [(0, 0), (1, 0), (2, 0)]),
+    ],
+)
+def test_train_rounds_count_once(
+    tmp_path: Path, sessions: list[Session], expected: list[tuple[int, int]]
+) -> None:
+    write(tmp_path, sessions)
+    assert steps_of_sessions(tmp_path, "train") == expected
+
+
+def test_a_session_without_a_whole_batch_supersedes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, [(0, train(0, 1, 2))])
+    path = write_session(tmp_path, [ROW], session=1, start_step=1)
+    os.truncate(path, path.stat().st_size - 100)
+    assert steps_of_sessions(tmp_path, "train") == [(0, 0), (1, 0), (2, 0)]
+    assert [session.num_rows for session in index_samples(tmp_path).sessions] == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("sessions", "expected"),
+    [
+        # Evaluated at 2, then saved: the resumed run does not evaluate there again.
+        ([(0, evaluate(0, 2, 4)), (2, [*train(2), *evaluate(4)])], [(0, 0), (2, 0), (4, 1)]),
+        ([(0, evaluate(0, 2, 4)), (2, train(2))], [(0, 0), (2, 0)]),
+        # With --eval_on_start it does.
+        ([(0, evaluate(0, 2, 4)), (2, evaluate(2))], [(0, 0), (2, 1)]),
+        # A run that began anew has no evaluation of another's.
+        ([(0, evaluate(0, 2)), (0, train(0))], []),
+    ],
+)
+def test_eval_rounds_count_once(
+    tmp_path: Path, sessions: list[Session], expected: list[tuple[int, int]]
+) -> None:
+    write(tmp_path, sessions)
+    assert steps_of_sessions(tmp_path, "eval") == expected
+
+
+def test_a_round_is_replaced_whole(tmp_path: Path) -> None:
+    """Also where the later session drew fewer turns or groups."""
+    earlier = [
+        sample_id(1, group=g, index=i, turn=t) for g in (0, 1) for i in (0, 1) for t in (0, 1)
+    ]
+    write(tmp_path, [(0, earlier), (2, [sample_id(1, index=0), sample_id(1, index=1)])])
+    table = read_samples(tmp_path, columns=["group", "index", "turn", "seed"])
+    assert [tuple(row.values()) for row in table.to_pylist()] == [(0, 0, 0, 1), (0, 1, 0, 1)]
+
+
+def test_rounds_of_a_step_are_told_apart(tmp_path: Path) -> None:
+    write(tmp_path, [(0, [sample_id(1, number=n) for n in (0, 1)]), (2, [sample_id(1, number=1)])])
+    table = read_samples(tmp_path, columns=["number", "seed"])
+    assert [tuple(row.values()) for row in table.to_pylist()] == [(0, 0), (1, 1)]
+
+
+def test_what_sessions_hold(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        rows = [replace(ROW, sample_id=sample_id(step, index=rank)) for step in range(4)]
+        write_session(tmp_path, rows, session=0, rank=rank)
+    path = write_session(
+        tmp_path, [replace(ROW, sample_id=sample_id(3))], session=1, start_step=3, rank=1
+    )
+    with path.open("ab") as file:
+        file.truncate(path.stat().st_size - 8)  # the mark of the end
+        file.write(b"\xff\xff\xff\xff\x00\x02")
+    first, second = index_samples(tmp_path).sessions
+    assert (first.session, first.start_step, first.num_files) == (0, 0, 2)
+    assert (first.num_rows, first.num_superseded, first.num_unread_bytes) == (8, 2, 0)
+    assert (second.session, second.start_step, second.num_files) == (1, 3, 1)
+    assert (second.num_rows, second.num_superseded, second.num_unread_bytes) == (1, 0, 6)
+
+
+def test_files_of_a_session_that_disagree(tmp_path: Path) -> None:
+    write_session(tmp_path, [ROW], start_step=0, rank=0)
+    write_session(tmp_path, [ROW], start_step=5, rank=1)
+    with pytest.raises(ValueError, match=r"rank-00001.* begins at step 5, and .* at step 0"):
+        read_samples(tmp_path)
+
+
+def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
+    write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(0, 1, 2, 9) + evaluate(1)])
+    table = read_samples(tmp_path, columns=["phase", "step"], steps=range(1, 3))
+    assert [tuple(r.values()) for r in table.to_pylist()] == [
+        ("eval", 1),
+        ("train", 1),
+        ("train", 2),
+    ]
+    table = read_samples(tmp_path, columns=["step"], phase="train", steps=range(5, 100))
+    assert table["step"].to_pylist() == [9]
+
+
+def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
+    rows = [
+        replace(ROW, sample_id=sample_id(4, group=group, index=index, turn=turn), rank=index // 2)
+        for group in (0, 1)
+        for index in range(4)
+        for turn in (0, 1)
+    ]
+    for rank in (1, 0):
+        own = [row for row in rows if row.rank == rank]
+        write_session(tmp_path, own[::-1], rank=rank)
+    assert read_group(tmp_path, phase="train", step=4, number=0, group=1) == rows[8:]
+
+
+@pytest.mark.parametrize(
+    ("wish", "found"),
+    [
+        ({"group": 9}, "it has train steps 3 to 4"),
+        ({"step": 5}, "it has train steps 3 to 4"),
+        ({"phase": "eval"}, "it has no eval rounds"),
+    ],
+)
+def test_a_group_that_is_not_there(tmp_path: Path, wish: dict[str, Any], found: str) -> None:
+    write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(3, 4)])
+    asked = {"phase": "train", "step": 4, "number": 0, "group": 0} | wish
+    with pytest.raises(ValueError, match=rf"holds no group {asked['group']} of .*; {found}"):
+        read_group(tmp_path, **asked)

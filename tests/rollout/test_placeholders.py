@@ -1,0 +1,75 @@
+"""Tokens that stand for media have no probability."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from swift_grpo_ext.rollout.placeholders import logit_bias, mask_placeholders, placeholder_ids
+
+VOCAB = 64
+
+
+@pytest.fixture
+def model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def test_ids_of_a_template() -> None:
+    assert placeholder_ids(SimpleNamespace(placeholder_tokens=[9, 4, None, "<x>", 4, -100])) == [
+        4,
+        9,
+    ]
+    assert logit_bias([4, 9]) == {4: float("-inf"), 9: float("-inf")}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 2.0])
+def test_the_softmax_is_over_the_others(
+    model: Qwen2ForCausalLM, lora: bool, dtype: torch.dtype, temperature: float
+) -> None:
+    model = model.to(dtype)
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if lora else model
+    ids_BT = torch.randint(VOCAB, (2, 5))
+    full = wrapped(ids_BT).logits.detach().float()
+    mask_placeholders(wrapped, [3, 7])
+    logits = wrapped(ids_BT).logits
+    others = [i for i in range(VOCAB) if i not in (3, 7)]
+    assert torch.equal(logits[..., others].float(), full[..., others])
+    probs = (logits / temperature).softmax(-1)
+    assert probs[..., [3, 7]].abs().max() == 0
+    entropy = -(probs * (logits / temperature).log_softmax(-1)).sum(-1)
+    assert entropy.isfinite().all()
+    entropy.sum().backward()
+    gradients = [p.grad for p in wrapped.parameters() if p.grad is not None]
+    assert gradients
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_generate_leaves_them_out(model: Qwen2ForCausalLM) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[3] = 0
+        model.model.norm.weight.fill_(1)
+    favourite = int(model(torch.tensor([[1, 2]])).logits[0, -1].argmax())
+    mask_placeholders(model, [favourite])
+    completion = model.generate(torch.tensor([[1, 2]]), max_new_tokens=8, do_sample=False)
+    assert favourite not in completion[0, 2:]
+
+
+def test_nothing_to_leave_out(model: Qwen2ForCausalLM) -> None:
+    assert mask_placeholders(model, []) is None
+    assert mask_placeholders(torch.nn.Linear(1, 1), [1]) is None

@@ -1,0 +1,172 @@
+"""Rows to the ranks that ask, samples back to their own rank, failures to all: over real processes.
+
+Three processes of one gloo group do everything once, and write down what each of them saw.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from swift_grpo_ext.rollout.rank_group import (
+    MainRankGroup,
+    RankGroup,
+    SingleRank,
+    TensorParallelGroup,
+)
+
+NUM_RANKS = 3
+TENSOR_PARALLEL = [1, 2]
+"""Ranks that run one engine together."""
+
+Seen = dict[str, Any]
+
+
+class Row:
+    """A prompt that counts, in each process, how many of its kind arrived there."""
+
+    arrived = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        Row.arrived += 1
+
+
+def names(rows: list[Row]) -> tuple[list[str], int]:
+    """Of these rows, and how many rows arrived here since the last call."""
+    arrived, Row.arrived = Row.arrived, 0
+    return [row.name for row in rows], arrived
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str] | None:
+    try:
+        call()
+    except Exception as e:
+        return type(e).__name__, str(e)
+    return None
+
+
+def through_main(rank: int) -> Seen:
+    rank_group: RankGroup = MainRankGroup()
+    seen: Seen = {"rank": rank_group.rank, "asks": rank_group.drives_engine}
+    seen["told"] = rank_group.all_gather(f"parts of {rank}")
+    seen["rows"] = names(rank_group.gather(Row(f"row of {rank}")))
+    samples = (
+        [Row(f"samples of {r}") for r in range(NUM_RANKS)] if rank_group.drives_engine else None
+    )
+    seen["share"] = names([rank_group.scatter(samples)])
+    failure = ConnectionError("server 1 is gone") if rank_group.drives_engine else None
+    seen["failed"] = error_of(lambda: rank_group.scatter(failure))
+    seen["after"] = rank_group.scatter([10, 11, 12] if rank_group.drives_engine else None)
+    return seen
+
+
+def tensor_parallel(rank: int, group: Any) -> Seen:
+    rank_group: RankGroup = TensorParallelGroup(group)
+    seen: Seen = {"rank": rank_group.rank, "asks": rank_group.drives_engine}
+    seen["told"] = rank_group.all_gather(f"parts of {rank}")
+    seen["rows"] = names(rank_group.gather(Row(f"row of {rank}")))
+    # All ask the engine the same, and get the same: nothing travels.
+    samples = [Row(f"samples of {r}") for r in TENSOR_PARALLEL]
+    seen["share"] = names([rank_group.scatter(samples)])
+    seen["failed"] = error_of(lambda: rank_group.scatter(ValueError("too long")))
+    return seen
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    group = dist.new_group(TENSOR_PARALLEL)
+    seen = {"main": through_main(rank)}
+    if rank in TENSOR_PARALLEL:
+        seen["tensor parallel"] = tensor_parallel(rank, group)
+    (folder / str(rank)).write_bytes(pickle.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
+    """What each rank saw."""
+    folder = tmp_path_factory.mktemp("exchange")
+    mp.spawn(run_rank, args=(folder,), nprocs=NUM_RANKS)
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(NUM_RANKS)]
+
+
+def of_main(seen: list[dict[str, Seen]], what: str) -> list[Any]:
+    return [of_rank["main"][what] for of_rank in seen]
+
+
+def of_tensor_parallel(seen: list[dict[str, Seen]], what: str) -> list[Any]:
+    return [seen[rank]["tensor parallel"][what] for rank in TENSOR_PARALLEL]
+
+
+def test_only_rank_0_asks_the_servers(seen: list[dict[str, Seen]]) -> None:
+    assert of_main(seen, "rank") == [0, 1, 2]
+    assert of_main(seen, "asks") == [True, False, False]
+
+
+def test_all_ranks_know_all_parts(seen: list[dict[str, Seen]]) -> None:
+    """So that all make the same plan."""
+    assert of_main(seen, "told") == [["parts of 0", "parts of 1", "parts of 2"]] * NUM_RANKS
+
+
+def test_rows_reach_the_asking_rank_only(seen: list[dict[str, Seen]]) -> None:
+    """G2: images do not travel to ranks that have no use for them."""
+    rows = ["row of 0", "row of 1", "row of 2"]
+    assert of_main(seen, "rows") == [(rows, 3), ([], 0), ([], 0)]
+
+
+def test_samples_reach_their_own_rank_only(seen: list[dict[str, Seen]]) -> None:
+    assert of_main(seen, "share") == [([f"samples of {r}"], 1) for r in range(NUM_RANKS)]
+
+
+def test_a_failure_of_the_asking_rank_reaches_every_rank(seen: list[dict[str, Seen]]) -> None:
+    told = ("RolloutError", "The rollout failed on rank 0: ConnectionError: server 1 is gone")
+    assert of_main(seen, "failed") == [("ConnectionError", "server 1 is gone"), told, told]
+
+
+def test_ranks_stay_in_step_after_a_failure(seen: list[dict[str, Seen]]) -> None:
+    assert of_main(seen, "after") == [10, 11, 12]
+
+
+def test_all_ranks_of_a_tensor_parallel_engine_ask(seen: list[dict[str, Seen]]) -> None:
+    """Ranks 1 and 2 of the training are ranks 0 and 1 of the engine."""
+    assert of_tensor_parallel(seen, "rank") == [0, 1]
+    assert of_tensor_parallel(seen, "asks") == [True, True]
+    assert of_tensor_parallel(seen, "told") == [["parts of 1", "parts of 2"]] * 2
+    assert of_tensor_parallel(seen, "rows") == [(["row of 1", "row of 2"], 2)] * 2
+
+
+def test_each_tensor_parallel_rank_takes_its_share(seen: list[dict[str, Seen]]) -> None:
+    assert of_tensor_parallel(seen, "share") == [(["samples of 1"], 0), (["samples of 2"], 0)]
+
+
+def test_a_tensor_parallel_failure_is_everyones_own(seen: list[dict[str, Seen]]) -> None:
+    assert of_tensor_parallel(seen, "failed") == [("ValueError", "too long")] * 2
+
+
+def test_a_process_with_an_engine_of_its_own_exchanges_with_itself() -> None:
+    rank_group: RankGroup = SingleRank()
+    row = Row("row")
+    assert (rank_group.rank, rank_group.drives_engine) == (0, True)
+    assert rank_group.all_gather("parts") == ["parts"]
+    assert rank_group.gather(row) == [row]
+    assert rank_group.scatter(["samples"]) == "samples"
+    with pytest.raises(ValueError, match="too long"):
+        rank_group.scatter(ValueError("too long"))

@@ -1,0 +1,255 @@
+"""The trainer's side of `swift rollout`, against servers that answer over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import requests
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.rank_group import RolloutError
+from swift_grpo_ext.rollout.servers import RolloutServers
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
+from swift_grpo_ext.sampling.seeding import SampleId
+
+TIMEOUT = 60.0  # seconds
+OF_ONE_THAT_HANGS = 3.0
+
+
+def ours_of(replicas: int = 1, instance: str = "first start") -> dict[str, Any]:
+    return {"version": wire.VERSION, "replicas": replicas, "instance": instance}
+
+
+@dataclass
+class Server:
+    """What a server says of itself, and what it was asked."""
+
+    ours: Any = field(default_factory=ours_of)
+    status: int = 200
+    fault: Literal["", "closes", "hangs", "no JSON", "half", "nonsense"] = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/get_engine_type/":
+            return {"engine_type": "LLMEngine", **({wire.KEY: self.ours} if self.ours else {})}
+        if path == "/close_communicator/":
+            return {}
+        self.asked += body["infer_requests"]
+        answers = [self._draw(request) for request in body["infer_requests"]]
+        if self.fault == "nonsense":
+            answers[0]["rollout_infos"][wire.KEY]["lengths"] = 7
+        return answers[:-1] if self.fault == "half" else answers
+
+    def _draw(self, request: dict[str, Any]) -> dict[str, Any]:
+        metadata = wire.read_metadata(request["data_dict"])
+        assert metadata is not None
+        group = metadata.sample_id.group
+        drawn = [
+            Completion(text=f"{group}.{k}", token_ids=[group, k], logprobs=None, finish_reason=None)
+            for k in range(metadata.count)
+        ]
+        return {"rollout_infos": {wire.KEY: wire.pack_answer(drawn, [1, 2], "replica 0")}}
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[Any]:
+    """What is read of ms-swift's client, connected to these servers."""
+    hosts = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(server)) for server in servers]
+    for server, host in zip(servers, hosts, strict=True):
+        server.url = f"http://127.0.0.1:{host.server_port}"
+        Thread(target=host.serve_forever, daemon=True).start()
+    yield SimpleNamespace(
+        num_servers=len(servers),
+        sessions=[requests.Session() for _ in servers],
+        base_urls=[server.url for server in servers],
+        hosts=["127.0.0.1"] * len(servers),
+        group_ports=list(range(len(servers))),
+        pynccl_comms=[f"group {i}" for i in range(len(servers))],
+    )
+    for host in hosts:
+        host.shutdown()
+        host.server_close()
+
+
+def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = json.dumps(server.answer(self.path, json.loads(body or "null"))).encode()
+            if self.path == "/infer/" and server.fault == "closes":
+                self.connection.close()
+                return
+            if self.path == "/infer/" and server.fault == "hangs":
+                time.sleep(2 * OF_ONE_THAT_HANGS)
+            if self.path == "/infer/" and server.fault == "no JSON":
+                answer = b"Bad gateway"
+            failed = self.path == "/infer/" and server.status != 200
+            self.send_response(server.status if failed else 200)
+            self.end_headers()
+            self.wfile.write(b'{"detail": "replica 1 gave no answer"}' if failed else answer)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
+
+
+def ask(servers: RolloutServers, num_groups: int, count: int = 4) -> list[Any]:
+    asked, metadatas = [], []
+    for group in range(num_groups):
+        sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
+        metadatas.append(
+            RequestMetadata(sample_id=sample_id, count=count, run_seed=42, packed=True)
+        )
+        asked.append(RolloutInferRequest(messages=[{"role": "user", "content": "?" * group}]))
+        wire.write_metadata(asked[-1].data_dict, metadatas[-1])
+    return servers.infer(asked, metadatas, RequestConfig(max_tokens=8))
+
+
+def test_samples_come_back_to_their_requests() -> None:
+    small, large = Server(), Server(ours=ours_of(2))
+    with running(small, large) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        answers = ask(servers, 9)
+    assert servers.replicas == [1, 2]
+    assert [[c.text for c in cs] for cs, _ in answers] == [
+        [f"{group}.{k}" for k in range(4)] for group in range(9)
+    ]
+    assert all(prompt_ids == [1, 2] for _, prompt_ids in answers)
+    assert (len(small.asked), len(large.asked)) == (3, 6)
+    for completions, _ in answers:
+        seeds = [c.seed for c in completions]
+        assert seeds == list(range(seeds[0], seeds[0] + 4))
+        assert {c.replica for c in completions} <= {
+            f"server 0 ({small.url}) replica 0",
+            f"server 1 ({large.url}) replica 0",
+        }
+
+
+def test_fewer_requests_than_servers() -> None:
+    with running(Server(), Server(), Server()) as client:
+        assert len(ask(RolloutServers(client, TIMEOUT), 1)) == 1
+        assert ask(RolloutServers(client, TIMEOUT), 0) == []
+
+
+def test_a_server_without_the_plugin_is_refused_with_the_remedy() -> None:
+    with (
+        running(Server(), Server(ours=None)) as client,
+        pytest.raises(WireError, match=r"server 1 .*runs without swift-grpo-ext: start it with"),
+    ):
+        RolloutServers(client, TIMEOUT)
+
+
+def test_a_server_of_another_version_is_refused() -> None:
+    with (
+        running(Server(ours={"version": 99, "replicas": 1})) as client,
+        pytest.raises(WireError, match=r"server 0 .*speaks version 99 .*load the same version"),
+    ):
+        RolloutServers(client, TIMEOUT)
+
+
+FAULTS = {
+    "closes": r"server 0 \(.*\) does not answer \(ConnectionError",
+    "hangs": r"server 0 \(.*\) does not answer \(ReadTimeout",
+    "no JSON": "server 0 .* answered with no JSON",
+    "half": "server 0 .* gave 1 answers to 2 requests",
+    "nonsense": "server 0 .* gave an answer that makes no sense",
+    "500": "server 0 .* answered 500: .*replica 1 gave no answer",
+    "401": r"server 0 .* answered 401: .*machine HOST login swift password KEY.* in ~/\.netrc",
+}
+
+
+def failing_server(fault: Any) -> Server:
+    return Server(status=int(fault)) if fault.isdigit() else Server(fault=fault)
+
+
+def timeout_for(fault: str) -> float:
+    return OF_ONE_THAT_HANGS if fault == "hangs" else TIMEOUT
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_one_server_its_error_names_it_and_the_cause(fault: str) -> None:
+    with running(failing_server(fault)) as client:
+        servers = RolloutServers(client, timeout_for(fault))
+        with pytest.raises(RolloutError, match=FAULTS[fault]):
+            ask(servers, 2)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
+    healthy = Server()
+    with running(failing_server(fault), healthy) as client:
+        servers = RolloutServers(client, timeout_for(fault))
+        answers = ask(servers, 4)
+        assert [[c.text for c in cs] for cs, _ in answers] == [
+            [f"{group}.{k}" for k in range(4)] for group in range(4)
+        ]
+        # Weights, too, go to the other alone from now on; its name stays what it was.
+        is_lost = fault in ("closes", "hangs")
+        assert client.pynccl_comms == ["group 0", "group 1"][is_lost:]
+        assert client.num_servers == len(client.sessions) == 2 - is_lost
+        if is_lost:
+            completions, _ = ask(servers, 1)[0]
+            assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
+
+
+def test_replicas_that_became_fewer_are_connected_anew() -> None:
+    server = Server(ours=ours_of(2))
+    with running(Server(), server) as client:
+        connected: list[Any] = []
+
+        def connect(alone: Any) -> None:
+            connected.append((alone.num_servers, alone.base_urls, alone.hosts, alone.group_ports))
+            alone.pynccl_comms = ["a new group"]
+
+        servers = RolloutServers(client, TIMEOUT, connect)
+        servers.reconnect()
+        assert connected == []
+        server.ours = ours_of(1)
+        servers.reconnect()
+        assert connected == [(1, [server.url], ["127.0.0.1"], [1])]
+        assert client.pynccl_comms == ["group 0", "a new group"]
+        assert client.num_servers == 2
+        server.ours = ours_of(0)
+        servers.reconnect()
+        assert client.base_urls != [server.url]
+        assert len(client.base_urls) == 1
+
+
+def test_a_server_that_was_started_anew_is_connected_anew() -> None:
+    server = Server()
+    with running(server) as client:
+        connected: list[Any] = []
+
+        def connect(alone: Any) -> None:
+            connected.append(alone.base_urls)
+            alone.pynccl_comms = ["a new group"]
+
+        servers = RolloutServers(client, TIMEOUT, connect)
+        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "first start"
+        server.ours = ours_of(instance="second start")
+        servers.reconnect()
+        assert connected == [[server.url]]
+        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second start"
+        servers.reconnect()
+        assert len(connected) == 1
+
+
+def test_with_no_server_left_weights_go_nowhere() -> None:
+    server = Server()
+    with running(server) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        server.ours = ours_of(0)
+        with pytest.raises(RolloutError, match=r"server 0 .*has no replica left"):
+            servers.reconnect()

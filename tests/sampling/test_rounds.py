@@ -1,0 +1,213 @@
+"""Names of rounds: unique in a run, and the same when it is resumed anywhere (SPEC S1, S4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift_grpo_ext.sampling.groups import sample_ids_at
+from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames
+from swift_grpo_ext.sampling.seeding import SampleId
+
+EPOCHS = 3
+
+
+@st.composite
+def clocks(draw: st.DrawFn) -> RoundClock:
+    """`steps_per_generation` below, above, equal to `gradient_accumulation_steps`, or coprime."""
+    per_round = draw(st.integers(1, 8))
+    return RoundClock(
+        batches_per_step=draw(st.integers(1, 8)),
+        batches_per_round=per_round,
+        batches_per_epoch=per_round * draw(st.integers(1, 6)),
+        max_resamples=draw(st.integers(0, 3)),
+    )
+
+
+class Batch(NamedTuple):
+    """A training batch as an uninterrupted run meets it."""
+
+    number: int
+    epoch: int
+    step: int
+    """Optimizer step that it belongs to."""
+
+    round: Round
+    """That serves it."""
+
+
+def run(clock: RoundClock) -> Iterator[Batch]:
+    """What transformers' and TRL's loops do, counted: steps do not reach over the end of an epoch,
+    and a round is drawn whenever `batches_per_round` batches are used up."""
+    step = number = 0
+    round_ = Round(phase="train", step=0, number=0)
+    for epoch in range(EPOCHS):
+        left = clock.batches_per_epoch
+        while left:
+            begun = 0
+            for _ in range(min(clock.batches_per_step, left)):
+                if number % clock.batches_per_round == 0:
+                    round_ = Round(phase="train", step=step, number=begun)
+                    begun += 1
+                yield Batch(number, epoch, step, round_)
+                number += 1
+                left -= 1
+            step += 1
+
+
+def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[Round, int | None]]]:
+    """For each batch from there on: its regular round, then all resample rounds and positions."""
+    names, found = RoundNames(clock), []
+    for batch in range(first_batch, EPOCHS * clock.batches_per_epoch):
+        names.begin_training(batch)
+        rounds: list[tuple[Round, int | None]] = [(names.current, None)]
+        for _ in range(clock.max_resamples):
+            position = names.begin_resampling()
+            rounds.append((names.current, position))
+        found.append(rounds)
+    return found
+
+
+@settings(deadline=None)
+@given(clocks())
+def test_rounds_are_named_by_where_they_begin(clock: RoundClock) -> None:
+    for batch in run(clock):
+        assert clock.round_at(batch.number) == batch.round
+        assert clock.epoch_at(batch.number) == batch.epoch
+
+
+@settings(deadline=None)
+@given(clocks())
+def test_batches_at_counts_what_the_steps_before_took(clock: RoundClock) -> None:
+    first_batches: dict[int, int] = {}
+    for batch in run(clock):
+        first_batches.setdefault(batch.step, batch.number)
+    assert {step: clock.batches_at(step) for step in first_batches} == first_batches
+    assert clock.batches_at(len(first_batches)) == EPOCHS * clock.batches_per_epoch
+
+
+@settings(deadline=None)
+@given(clocks())
+def test_names_are_unique_over_a_run(clock: RoundClock) -> None:
+    """Each regular round once, with all the rounds that dynamic sampling may add to it."""
+    names = [
+        round_
+        for rounds in names_from(clock, 0)[:: clock.batches_per_round]
+        for round_, _ in rounds
+    ]
+    assert len(set(names)) == len(names)
+    assert len(names) == EPOCHS * clock.rounds_per_epoch * (1 + clock.max_resamples)
+
+
+@settings(deadline=None)
+@given(clocks())
+def test_resampled_batches_are_never_taken_twice(clock: RoundClock) -> None:
+    positions = [
+        position
+        for rounds in names_from(clock, 0)[:: clock.batches_per_round]
+        for _, position in rounds
+        if position is not None
+    ]
+    assert len(set(positions)) == len(positions)
+    assert all(position >= 0 for position in positions)
+
+
+@settings(deadline=None)
+@given(clocks(), st.data())
+def test_a_resumed_run_names_its_rounds_as_the_uninterrupted_one(
+    clock: RoundClock, data: st.DataObject
+) -> None:
+    """S4, also from the middle of a round, and with what dynamic sampling adds."""
+    last_step = max(batch.step for batch in run(clock))
+    step = data.draw(st.integers(0, last_step), label="step")
+    first_batch = clock.batches_at(step)
+    assert names_from(clock, first_batch) == names_from(clock, 0)[first_batch:]
+
+
+@pytest.mark.parametrize(
+    ("per_step", "per_round", "per_epoch", "expected"),
+    [
+        # (step, number) of the round that serves each batch, over two epochs
+        pytest.param(1, 1, 2, "0.0 1.0 2.0 3.0", id="one batch a step and a round"),
+        pytest.param(1, 2, 4, "0.0 0.0 2.0 2.0 4.0 4.0 6.0 6.0", id="a round serves two steps"),
+        pytest.param(4, 2, 4, "0.0 0.0 0.1 0.1 1.0 1.0 1.1 1.1", id="two rounds a step"),
+        pytest.param(
+            2, 3, 6, "0.0 0.0 0.0 1.0 1.0 1.0 3.0 3.0 3.0 4.0 4.0 4.0", id="neither divides"
+        ),
+        pytest.param(4, 3, 3, "0.0 0.0 0.0 1.0 1.0 1.0", id="every step is short"),
+        pytest.param(2, 1, 3, "0.0 0.1 1.0 2.0 2.1 3.0", id="the last step is short"),
+    ],
+)
+def test_names_by_example(per_step: int, per_round: int, per_epoch: int, expected: str) -> None:
+    clock = RoundClock(
+        batches_per_step=per_step, batches_per_round=per_round, batches_per_epoch=per_epoch
+    )
+    rounds = [clock.round_at(batch) for batch in range(2 * per_epoch)]
+    assert " ".join(f"{r.step}.{r.number}" for r in rounds) == expected
+    assert {r.phase for r in rounds} == {"train"}
+
+
+def test_resampling_goes_on_counting_behind_the_regular_rounds() -> None:
+    names = RoundNames(
+        RoundClock(batches_per_step=4, batches_per_round=2, batches_per_epoch=8, max_resamples=2)
+    )
+
+    def begin_resampling() -> tuple[Round, int]:
+        position = names.begin_resampling()
+        return names.current, position
+
+    names.begin_training(4)  # step 1 has two rounds: 0 and 1
+    assert names.current == Round(phase="train", step=1, number=0)
+    assert begin_resampling() == (Round(phase="train", step=1, number=2), 4)
+    assert begin_resampling() == (Round(phase="train", step=1, number=3), 5)
+    names.begin_training(6)
+    assert names.current == Round(phase="train", step=1, number=1)
+    assert begin_resampling() == (Round(phase="train", step=1, number=4), 6)
+
+
+def test_evaluations_are_counted_within_their_step() -> None:
+    """Several validation sets at one step do not share their noise; the next step starts anew."""
+    names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
+    rounds = []
+    for step in (0, 5, 5, 5, 9):
+        names.begin_evaluation(step)
+        rounds.append(names.take_eval_batch(2))
+    assert [(r.phase, r.step, r.number, r.first_group) for r in rounds] == [
+        ("eval", 0, 0, 0),
+        ("eval", 5, 0, 0),
+        ("eval", 5, 1, 0),
+        ("eval", 5, 2, 0),
+        ("eval", 9, 0, 0),
+    ]
+
+
+def test_evaluating_leaves_the_training_round_alone() -> None:
+    names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
+    names.begin_training(3)
+    names.begin_evaluation(3)
+    names.take_eval_batch(2)
+    assert names.current == Round(phase="train", step=3, number=0)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_eval_places_do_not_depend_on_the_eval_batch_size(
+    group_size: int, groups_of_batches: list[int]
+) -> None:
+    """S2: whatever the batches, group g of an evaluation is group g."""
+    clock = RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=1)
+
+    def sample_ids(batches: list[int]) -> list[SampleId]:
+        names = RoundNames(clock)
+        names.begin_evaluation(7)
+        found: list[SampleId] = []
+        for num_groups in batches:
+            round_ = names.take_eval_batch(num_groups)
+            found += sample_ids_at(round_, range(num_groups * group_size), group_size)
+        return found
+
+    assert sample_ids(groups_of_batches) == sample_ids([sum(groups_of_batches)])

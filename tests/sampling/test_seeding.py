@@ -1,0 +1,204 @@
+"""The seed rule: its exact values, and what follows from them (SPEC S1 to S7)."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, PHASES, SampleId, sample_seed
+
+PLACE = SampleId(phase="train", step=3, number=0, group=5, index=2)
+
+GOLDEN = [
+    (42, PLACE, 67667112449389149),
+    (42, replace(PLACE, index=0), 67667112449389147),
+    (42, replace(PLACE, phase="eval"), 3610690373446085148),
+    (42, replace(PLACE, number=1), 1936952079872710821),
+    (42, replace(PLACE, turn=1), 902889965612615217),
+    (0, SampleId(phase="train", step=0, number=0, group=0, index=0), 2488565001125410076),
+    (
+        2**31 - 1,
+        SampleId(phase="train", step=10**6, number=7, group=2**18 - 1, index=MAX_GROUP_SIZE - 1),
+        2197497676260700548,
+    ),
+]
+"""Frozen: logged seeds, and resumed runs, rest on them."""
+
+sample_ids = st.builds(
+    SampleId,
+    phase=st.sampled_from(PHASES),
+    step=st.integers(0, 10**6),
+    number=st.integers(0, 100),
+    group=st.integers(0, 2**18 - 1),
+    index=st.integers(0, MAX_GROUP_SIZE - 1),
+    turn=st.integers(0, 50),
+)
+run_seeds = st.integers(0, 2**32 - 1)
+
+
+def group_places(group: int, size: int, **changes: Any) -> list[SampleId]:
+    sample_id = replace(PLACE, group=group, **changes)
+    return [replace(sample_id, index=index) for index in range(size)]
+
+
+@pytest.mark.parametrize(("run_seed", "sample_id", "seed"), GOLDEN)
+def test_frozen_seeds(run_seed: int, sample_id: SampleId, seed: int) -> None:
+    assert sample_seed(run_seed, sample_id) == seed
+
+
+@settings(deadline=None)
+@given(run_seeds, sample_ids)
+def test_the_rule_is_the_documented_one(run_seed: int, sample_id: SampleId) -> None:
+    """Recomputed with numpy alone, as a reader of the docs would."""
+    phase = {"train": 0, "eval": 1}[sample_id.phase]
+    key = (phase, sample_id.step, sample_id.number, sample_id.turn)
+    (low,) = np.random.SeedSequence(run_seed, spawn_key=key).generate_state(1)
+    (high,) = np.random.SeedSequence(run_seed, spawn_key=(*key, sample_id.group)).generate_state(1)
+    base = ((int(high) >> 2) << 32) | ((int(low) + sample_id.group * 2**14) % 2**32)
+    assert sample_seed(run_seed, sample_id) == base + sample_id.index
+
+
+@settings(deadline=None)
+@given(run_seeds, sample_ids)
+def test_seeds_fit_into_63_bits(run_seed: int, sample_id: SampleId) -> None:
+    """torch, numpy and JSON readers take them as signed 64-bit integers."""
+    assert 0 <= sample_seed(run_seed, sample_id) < 2**62 + 2**14 < 2**63
+
+
+@settings(deadline=None)
+@given(run_seeds, sample_ids)
+def test_samples_of_a_group_have_consecutive_seeds(run_seed: int, sample_id: SampleId) -> None:
+    """S6: vLLM gives child k of a request the seed of the request + k."""
+    first = sample_seed(run_seed, replace(sample_id, index=0))
+    assert sample_seed(run_seed, sample_id) == first + sample_id.index
+
+
+def test_no_two_samples_of_a_run_share_a_seed() -> None:
+    """S1: 50 steps of 16 groups of 16, evaluations, a second turn, and resampled rounds."""
+    rounds = [{"step": step} for step in range(50)]
+    rounds += [{"step": step, "number": 1} for step in range(5)]
+    rounds += [{"step": step, "turn": 1} for step in range(5)]
+    rounds += [{"step": step, "phase": "eval"} for step in range(0, 50, 10)]
+    run = [
+        sample_seed(42, sample_id)
+        for round_ in rounds
+        for group in range(16)
+        for sample_id in group_places(group, 16, **round_)
+    ]
+    assert len(set(run)) == len(run) == 65 * 256
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"phase": "eval"},
+        {"step": 4},
+        {"number": 1},
+        {"group": 6},
+        {"turn": 1},
+        # The same numbers at other parts of the place.
+        {"step": 5, "group": 3},
+        {"step": 0, "number": 3},
+        {"step": 0, "turn": 3},
+    ],
+)
+def test_another_group_is_far_away(changes: dict[str, Any]) -> None:
+    """S3: another step, another round of the step, another turn is new noise for all samples."""
+    distance = sample_seed(42, replace(PLACE, **changes)) - sample_seed(42, PLACE)
+    assert abs(distance) >= MAX_GROUP_SIZE
+
+
+def test_another_run_seed_gives_other_seeds() -> None:
+    """S5, also for the run seeds next to it, which people use for repetitions."""
+    run = [sample_id for group in range(8) for sample_id in group_places(group, 8)]
+    of_runs = [
+        [sample_seed(run_seed, sample_id) for sample_id in run] for run_seed in range(40, 50)
+    ]
+    assert len({seed for seeds in of_runs for seed in seeds}) == 10 * len(run)
+    assert of_runs[2] == [sample_seed(42, sample_id) for sample_id in run]
+
+
+@settings(deadline=None)
+@given(st.permutations(group_places(0, 6) + group_places(1, 6)))
+def test_the_order_of_asking_does_not_count(order: list[SampleId]) -> None:
+    """S2."""
+    expected = {p: sample_seed(42, p) for p in group_places(0, 6) + group_places(1, 6)}
+    assert {sample_id: sample_seed(42, sample_id) for sample_id in order} == expected
+
+
+@pytest.mark.parametrize("run_seed", [0, 42])
+def test_low_32_bits_differ_within_a_round(run_seed: int) -> None:
+    """S7, for 256 groups of 64."""
+    run = [sample_id for group in range(256) for sample_id in group_places(group, 64)]
+    assert len({sample_seed(run_seed, sample_id) % 2**32 for sample_id in run}) == 256 * 64
+
+
+def test_low_32_bits_differ_at_the_bounds() -> None:
+    """S7: 2**14 samples a group and 2**18 groups fill the 32 bits, and do not overlap."""
+    bounds = [
+        replace(PLACE, group=group, index=index)
+        for group in (0, 1, 2**17, 2**18 - 2, 2**18 - 1)
+        for index in (0, 1, MAX_GROUP_SIZE - 2, MAX_GROUP_SIZE - 1)
+    ]
+    assert len({sample_seed(42, sample_id) % 2**32 for sample_id in bounds}) == len(bounds)
+
+
+def test_noise_differs_where_only_32_bits_count() -> None:
+    """S7 on torch's CPU generator, which drops the upper half of a seed."""
+
+    def noise(seed: int) -> tuple[float, ...]:
+        return tuple(torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist())
+
+    assert noise(7) == noise(7 + 2**32), "torch has changed: S7 asks for less than it did"
+    run = [sample_id for group in range(16) for sample_id in group_places(group, 16)]
+    assert len({noise(sample_seed(42, sample_id)) for sample_id in run}) == len(run)
+
+
+def test_every_bit_is_set_half_of_the_time() -> None:
+    """Over 4,096 rounds; 0.05 is 6.4 standard deviations."""
+    seeds = [sample_seed(42, replace(PLACE, step=step, index=0)) for step in range(4096)]
+    set_bits = [np.mean([seed >> bit & 1 for seed in seeds]) for bit in range(62)]
+    assert set_bits == pytest.approx([0.5] * 62, abs=0.05)
+
+
+def test_steps_next_to_each_other_differ_in_half_of_the_bits() -> None:
+    seeds = [sample_seed(42, replace(PLACE, step=step, index=0)) for step in range(1024)]
+    flips = [(a ^ b).bit_count() for a, b in itertools.pairwise(seeds)]
+    assert np.mean(flips) == pytest.approx(31, abs=0.8)
+
+
+def test_a_negative_run_seed_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--seed -1: expected 0 or more"):
+        sample_seed(-1, PLACE)
+
+
+@pytest.mark.parametrize("index", [-1, MAX_GROUP_SIZE])
+def test_an_index_out_of_range_is_refused(index: int) -> None:
+    message = rf"index {index} in a group: expected 0 to 16383; use a smaller --num_generations"
+    with pytest.raises(ValueError, match=message):
+        sample_seed(42, replace(PLACE, index=index))
+
+
+@pytest.mark.parametrize("part", ["step", "number", "group", "turn"])
+def test_a_negative_part_of_a_place_is_refused(part: str) -> None:
+    with pytest.raises(ValueError, match=rf"SampleId\(.*{part}=-3.*expected numbers of 0 or more"):
+        sample_seed(42, replace(PLACE, **{part: -3}))
+
+
+def test_the_rules_import_without_torch_and_vllm() -> None:
+    """So that anyone can recompute a seed or read an answer anywhere."""
+    names = ("sampling.seeding", "sampling.groups", "sampling.rounds")
+    names += ("rollout.scheduler", "rollout.wire")
+    code = "import sys\n" + "\n".join(f"import swift_grpo_ext.{name}" for name in names)
+    code += "\nprint(sorted({'torch', 'vllm', 'swift', 'trl', 'transformers'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

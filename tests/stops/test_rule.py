@@ -1,0 +1,215 @@
+"""The cutting rule, against brute force on small alphabets and against exact cases (SPEC T1-T5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from swift_grpo_ext.stops.rule import Match, Stops, Truncation, check_stops, cut, find, make_stops
+
+EOS, SPECIAL = 0, 1
+PIECES: list[bytes] = [
+    b"<|end|>",
+    b"<|tool|>",
+    *(bytes([byte]) for byte in "</a>答😀".encode()),
+    *(text.encode() for text in ("a", "</", "a>", ">\n\n", "aa", "</a", "答案", "/a></", ">a")),
+    b">\xe7",
+    b"\xad\x94a",
+    b"\xf0\x9f",
+]
+"""A vocabulary whose tokens overlap in every way, and split characters."""
+
+STRINGS = ["</a>", "a", ">", "aa", "a></", "答", "答案", "😀", "\n", "a<|tool|>", "<|end|>", ">答a"]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return b"".join(PIECES[i] for i in token_ids).decode("utf-8", errors="replace")
+
+
+def ids_of(*pieces: str | bytes) -> list[int]:
+    return [PIECES.index(p.encode() if isinstance(p, str) else p) for p in pieces]
+
+
+completions = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
+stop_settings = st.builds(
+    Stops,
+    strings=st.lists(st.sampled_from(STRINGS), max_size=3, unique=True).map(tuple),
+    tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=2).map(
+        lambda ids: {i: str(i) if i == SPECIAL else i for i in ids}
+    ),
+    unspoken=st.sampled_from([frozenset(), frozenset({EOS})]),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 4),
+)
+
+
+def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object]:
+    """Tokens kept, text and reason, looking at the text after each token and at every character."""
+    texts = [decode(token_ids[:number]) for number in range(stops.min_tokens + 1)]
+    skipped = max(len(text) for text in texts if not text.endswith("\ufffd"))
+    for num_tokens in range(stops.min_tokens + 1, len(token_ids) + 1):
+        text = decode(token_ids[:num_tokens])
+        for end in range(skipped + 1, len(text) + 1):
+            for string in stops.strings:
+                if text[:end].endswith(string):
+                    return num_tokens, text[: end if stops.include else end - len(string)], string
+        last = token_ids[num_tokens - 1]
+        if last in stops.tokens:
+            if stops.include and last not in stops.unspoken:
+                return num_tokens, text, stops.tokens[last]
+            before = decode(token_ids[: num_tokens - 1])
+            before = before if text.startswith(before) else before.rstrip("\ufffd")
+            return num_tokens, before, stops.tokens[last]
+    return len(token_ids), decode(token_ids), None
+
+
+@settings(deadline=None, max_examples=1000)
+@given(completions, stop_settings)
+@example(ids_of("a", b">\xe7", b"\xad\x94a"), Stops(strings=(">",)))  # complete within a character
+@example(ids_of("a", "<", "/", "a", ">\n\n", "a"), Stops(strings=("</a>", "\n", "a></")))
+@example(ids_of(b"\xf0\x9f", "a"), Stops(tokens={ids_of("a")[0]: 1}, include=False))
+@example(ids_of(b"\xe7", b"\xad\x94a"), Stops(tokens={ids_of(b"\xad\x94a")[0]: 1}, include=False))
+@example(ids_of(b"\xe7", b"\xad", b"\x94"), Stops(strings=("答",), min_tokens=2))
+def test_a_cut_is_what_brute_force_finds(token_ids: list[int], stops: Stops) -> None:
+    found = cut(token_ids, decode, stops)
+    text = found.text(token_ids, decode)
+    assert (found.num_tokens, text, found.reason) == by_brute_force(token_ids, stops)
+    # T2, T3: the kept tokens' text starts with the text.
+    assert decode(token_ids[: found.num_tokens]).startswith(text)
+
+
+@settings(deadline=None, max_examples=300)
+@given(completions, completions, stop_settings)
+def test_what_comes_after_the_end_does_not_matter(
+    token_ids: list[int], later: list[int], stops: Stops
+) -> None:
+    found = cut(token_ids, decode, stops)
+    if found.reason is not None:
+        assert cut([*token_ids, *later], decode, stops) == found
+        assert cut(token_ids[: found.num_tokens], decode, stops) == found
+
+
+@settings(deadline=None, max_examples=300)
+@given(completions, stop_settings)
+def test_no_earlier_token_would_have_done(token_ids: list[int], stops: Stops) -> None:
+    found = cut(token_ids, decode, stops)
+    if found.reason is not None:
+        assert cut(token_ids[: found.num_tokens - 1], decode, stops).reason is None
+
+
+# --- exact cases ---
+
+
+@pytest.mark.parametrize(
+    ("pieces", "strings", "num_tokens", "text", "reason"),
+    [
+        (["a", "</", "a", ">\n\n", "a"], ["</a>"], 4, "a</a>", "</a>"),  # ends inside a token
+        (["aa", ">\n\n"], ["a>"], 2, "aa>", "a>"),  # begins inside one
+        (["<", "/", "a", ">", "a"], ["</a>"], 4, "</a>", "</a>"),  # a token for each character
+        (["aa", "a"], ["aa", "a"], 1, "a", "a"),  # complete first, though both are in one token
+        (["a", "/a></"], ["a></", "</", "></"], 2, "a/a></", "a></"),  # the first of equal ends
+        (["a", "a>", ">a"], ["a<|tool|>"], 3, "aa>>a", None),
+        (["a", "<|tool|>", "a"], ["a<|tool|>"], 2, "a<|tool|>", "a<|tool|>"),
+        (["答案", "a"], ["案"], 1, "答案", "案"),
+        ([b"\xe7", b"\xad", b"\x94", "a"], ["答"], 3, "答", "答"),
+        ([b"\xf0\x9f", b"\x98", b"\x80"], ["😀"], 3, "😀", "😀"),
+        ([b"\xf0\x9f", b"\x98"], ["😀"], 2, "�", None),
+        ([], ["a"], 0, "", None),
+    ],
+)
+def test_stop_strings(
+    pieces: list[str | bytes], strings: list[str], num_tokens: int, text: str, reason: str | None
+) -> None:
+    token_ids = ids_of(*pieces)
+    stops = make_stops(strings, special_ids={"<|end|>": EOS, "<|tool|>": SPECIAL})
+    found = cut(token_ids, decode, stops)
+    assert (found.num_tokens, found.reason) == (num_tokens, reason)
+    assert found.text(token_ids, decode) == text
+    without = make_stops(strings, special_ids={}, include=False)
+    expected = text.removesuffix(reason) if reason else text
+    assert cut(token_ids, decode, without).text(token_ids, decode) == expected
+
+
+def test_special_tokens_stop_by_their_ids_and_are_named_as_given() -> None:
+    ids = {"<|end|>": EOS, "<|tool|>": SPECIAL}
+    a = ids_of("a")[0]
+    stops = make_stops(["<|tool|>", "</a>", "</a>"], [SPECIAL, a], special_ids=ids, end_ids=[EOS])
+    assert stops.strings == ("</a>",)
+    assert stops.tokens == {SPECIAL: "<|tool|>", a: a, EOS: EOS}
+    completion = ids_of("</", "<|tool|>")
+    assert cut(completion, decode, stops) == Truncation(
+        num_tokens=2, num_spoken=2, reason="<|tool|>"
+    )
+    # The template's own end of a turn never shows.
+    ended = ids_of("</", "<|end|>", "<|end|>")
+    assert cut(ended, decode, stops) == Truncation(num_tokens=2, num_spoken=1, reason=EOS)
+    bare = make_stops(["<|tool|>"], special_ids=ids, include=False)
+    assert cut(completion, decode, bare).text(completion, decode) == "</"
+
+
+def test_a_string_counts_before_a_token_that_ends_with_it() -> None:
+    token = ids_of(">\n\n")[0]
+    stops = make_stops([">"], [token], special_ids={})
+    completion = ids_of("a", ">\n\n")
+    found = cut(completion, decode, stops)
+    assert (found.reason, found.text(completion, decode)) == (">", "a>")
+
+
+def test_nothing_is_decoded_to_find_stop_tokens() -> None:
+    def refuse(_: Sequence[int]) -> str:
+        raise AssertionError("decoded")
+
+    stops = make_stops(["<|tool|>"], [5], special_ids={"<|tool|>": SPECIAL}, end_ids=[EOS])
+    assert cut([7, 5, 8], refuse, stops) == Truncation(num_tokens=2, num_spoken=2, reason=5)
+    assert cut([7, EOS], refuse, stops) == Truncation(num_tokens=2, num_spoken=1, reason=EOS)
+    assert cut([7, 8], refuse, stops) == Truncation(num_tokens=2, num_spoken=2)
+
+
+@pytest.mark.parametrize("length", [1, 10, 1000])
+def test_a_completion_that_stopped_in_time_is_decoded_twice(length: int) -> None:
+    lengths = []
+
+    def counting(token_ids: Sequence[int]) -> str:
+        lengths.append(len(token_ids))
+        return decode(token_ids)
+
+    completion = [*ids_of("答案") * (length - 1), *ids_of(">\n\n")]
+    assert cut(completion, counting, Stops(strings=(">",))).num_tokens == length
+    assert lengths == [length, length - 1][: min(length, 2)]
+
+
+def test_find_takes_what_is_complete_first_and_then_the_order() -> None:
+    assert find("xaab", ["aab", "b", "aa"]) == Match("aa", 1, 3)
+    assert find("xaab", ["aab", "ab", "b"]) == Match("aab", 1, 4)
+    assert find("abab", ["ab"], start=2) == Match("ab", 2, 4)
+    assert find("abab", ["ab"], start=1) == Match("ab", 0, 2)
+    assert find("abab", ["c"]) is None
+    assert find("", []) is None
+
+
+# --- settings that cannot be meant ---
+
+
+@pytest.mark.parametrize(
+    ("words", "token_ids", "prefix", "message"),
+    [
+        (["</a>", ""], [], "", r"--stop_words holds an empty string.*leave it out"),
+        (["\ufffd"], [], "", r"--stop_words '�' holds U\+FFFD.*give the characters themselves"),
+        (["think"], [], "<think>\n", r"--stop_words 'think' stands in '<think>\\n'.*Take another"),
+        ([], [7, 100], "", r"--stop_token_ids 7 100: 100 is no token; .* 0 to 99.*Ask it for"),
+        ([], [-1], "", r"--stop_token_ids -1: -1 is no token"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(
+    words: list[str], token_ids: list[int], prefix: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_stops(words, token_ids, vocabulary_size=100, response_prefix=prefix)
+
+
+def test_other_settings_are_taken() -> None:
+    check_stops(["</a>", " ", "\n\n"], [0, 99], vocabulary_size=100, response_prefix="<think>")
+    check_stops([], [], vocabulary_size=1)

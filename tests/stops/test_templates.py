@@ -1,0 +1,259 @@
+"""Stops on the real template: what the text is, and what training makes of a stopped sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RolloutOutput,
+    UsageInfo,
+)
+from swift.model import get_processor
+from swift.rl_core.data import OnPolicySample
+from swift.rlhf_trainers.utils import encode_sample
+from swift.template import StdTemplateInputs, get_template
+
+from swift_grpo_ext.rollout.draw import output_of, outputs_of
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.stops.templates import (
+    StoppedChoice,
+    TemplateStops,
+    check_template_stops,
+    stopped,
+    tell_stop_reason,
+)
+from swift_grpo_ext.upstream.dynamic_eos import only_sampled_tokens
+
+PLACE = SampleId(phase="train", step=0, number=0, group=0, index=0)
+METADATA = RequestMetadata(sample_id=PLACE, count=1, run_seed=None, packed=True)
+SEARCH = [1477, 432, 522, 1836, 1339]  # ` find it</search>` and two line breaks
+SEARCH_TEXT = " find it</search>"
+END_OF_TURN, LINE_BREAK = 151645, 198
+NEW_TOKEN = "<|halt|>"
+
+
+@pytest.fixture(scope="module")
+def template(assets: Path) -> Any:
+    processor = get_processor(
+        str(assets / "tiny_vlm"),
+        model_type="qwen2_5_vl",
+        torch_dtype=torch.float32,
+        new_special_tokens=[NEW_TOKEN],
+    )
+    return get_template(processor, template_type="qwen2_5_vl")
+
+
+@pytest.fixture
+def trained(template: Any) -> Any:
+    """The template as the trainer has it."""
+    mode = template.mode
+    template.set_mode("train")
+    yield template
+    template.set_mode(mode)
+
+
+def sample_of(*outputs: RolloutOutput) -> OnPolicySample:
+    sample = OnPolicySample(messages=[{"role": "user", "content": "Which </search>?"}])
+    for output in outputs:
+        sample.apply_rollout_output(rollout_output=output)
+    return sample
+
+
+def drawn(finish_reason: str, stop_reason: str | int | None) -> RolloutOutput:
+    completion = Completion(
+        text=SEARCH_TEXT,
+        token_ids=SEARCH,
+        logprobs=[-0.5] * len(SEARCH),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+    )
+    return output_of(completion, [1, 2, 3])
+
+
+# --- training (T2, T4) ---
+
+
+@pytest.mark.parametrize(("finish_reason", "reason"), [("stop", "</search>"), ("length", None)])
+def test_training_sees_the_sampled_tokens_and_no_end_of_turn(
+    trained: Any, finish_reason: str, reason: str | None
+) -> None:
+    sample = sample_of(drawn(finish_reason, reason))
+    encoded = encode_sample(sample, trained)
+    assert encoded["input_ids"][-len(SEARCH) :] == SEARCH
+    assert labels_of(encoded) == SEARCH
+    assert sample.is_truncated == (finish_reason == "length")
+    row = sample.to_reward_row()
+    assert row["rollout_infos"]["stop_reason"] == reason
+    assert row["messages"][-1]["content"] == SEARCH_TEXT
+
+
+def test_a_turn_goes_on_from_exactly_the_sampled_tokens(trained: Any) -> None:
+    """In the same message, where the scheduler adds to it."""
+    found, answer = [151657, END_OF_TURN, 198], [5, 6, END_OF_TURN]
+    sample = OnPolicySample(
+        messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "..."}],
+        response_token_ids=[[*SEARCH, *found, *answer]],
+        response_loss_mask=[[1] * len(SEARCH) + [0] * len(found) + [1] * len(answer)],
+    )
+    with only_sampled_tokens(trained, [sample]):
+        encoded = encode_sample(sample, trained)
+    assert encoded["input_ids"][-11:] == [*SEARCH, *found, *answer]
+    assert labels_of(encoded) == [*SEARCH, *answer]
+
+
+@pytest.mark.parametrize("first", [SEARCH, [*SEARCH, END_OF_TURN]])
+def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
+    trained: Any, first: list[int]
+) -> None:
+    """It stands behind the turn in any case, where another speaks next."""
+    answer = [5, 6, END_OF_TURN]
+    messages = [{"role": role, "content": "?"} for role in ("user", "assistant") * 2]
+    sample = OnPolicySample(messages=messages, response_token_ids=[first, answer])
+    with only_sampled_tokens(trained, [sample]):
+        encoded = encode_sample(sample, trained)
+    ids = encoded["input_ids"]
+    start = next(i for i in range(len(ids)) if ids[i : i + len(SEARCH)] == SEARCH)
+    assert ids[start + len(SEARCH) :][:2] == [END_OF_TURN, LINE_BREAK]
+    assert labels_of(encoded) == [*first, *answer]
+
+
+def test_ms_swift_trains_on_ends_of_turns_that_were_not_sampled(trained: Any) -> None:
+    """What `only_sampled_tokens` is for. Where answers are text, its labels are right, and kept."""
+    messages = [{"role": role, "content": "?"} for role in ("user", "assistant") * 2]
+    sample = OnPolicySample(messages=messages, response_token_ids=[SEARCH, [5, END_OF_TURN]])
+    assert labels_of(encode_sample(sample, trained))[5:7] == [END_OF_TURN, LINE_BREAK]
+    as_text = OnPolicySample(messages=messages)
+    theirs = encode_sample(as_text, trained)
+    with only_sampled_tokens(trained, [sample, as_text]):
+        assert encode_sample(as_text, trained) == theirs
+    assert encode_sample(as_text, trained) == theirs
+
+
+def labels_of(encoded: dict[str, Any]) -> list[int]:
+    return [label for label in encoded["labels"] if label != -100]
+
+
+# --- texts (T3) ---
+
+
+def text_of(template: Any, token_ids: list[int], words: list[str], **fields: Any) -> tuple:
+    stops = TemplateStops(template)
+    inputs = fields.pop("inputs", None)
+    settings = stops.stops(words, replace(METADATA, **fields))
+    cut = stops.cut(token_ids, settings)
+    return stops.text(token_ids, cut, inputs), cut.reason
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_the_end_of_the_turn_never_shows(template: Any, include: bool) -> None:
+    words = [*template.template_meta.stop_words]
+    ended = [*SEARCH, END_OF_TURN]
+    text, reason = text_of(template, ended, words, include_stop_str_in_output=include)
+    assert (text, reason) == (f"{SEARCH_TEXT}\n\n", "<|im_end|>")
+
+
+def test_a_stop_string_that_ends_with_the_end_of_the_turn_shows(template: Any) -> None:
+    ended = [*SEARCH[:4], END_OF_TURN]
+    words = ["search<|im_end|>", *template.template_meta.stop_words]
+    text, reason = text_of(template, ended, words)
+    assert (text, reason) == (" find it</search<|im_end|>", "search<|im_end|>")
+
+
+def test_the_templates_prefix_stands_before_the_text_and_is_not_searched(template: Any) -> None:
+    inputs = StdTemplateInputs(messages=[], chat_template_kwargs={"response_prefix": "</search>\n"})
+    text, reason = text_of(template, SEARCH, ["</search>"], inputs=inputs)
+    assert (text, reason) == (f"</search>\n{SEARCH_TEXT}", "</search>")
+
+
+def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
+    stops = TemplateStops(template)
+    ids = stops.special_ids
+    assert (ids["<|im_end|>"], ids["<|box_start|>"], ids[NEW_TOKEN]) == (151645, 151648, 151665)
+    assert "</tool_call>" not in ids  # added, yet text
+    assert stops.end_ids == {END_OF_TURN}
+    settings = stops.stops([NEW_TOKEN, "</tool_call>"], METADATA)
+    assert settings.strings == ("</tool_call>",)
+    assert settings.tokens == {151665: NEW_TOKEN, END_OF_TURN: END_OF_TURN}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "ids"),
+    [
+        ("<|box_end|>", {END_OF_TURN, 151649}),
+        ([151649], {END_OF_TURN, 151649}),
+        ("</tool_call>", {END_OF_TURN, 151658}),
+        ("\n### Human", {END_OF_TURN}),  # its last token is a word like another
+        ([151649, 198], {END_OF_TURN}),
+        (None, {END_OF_TURN}),
+    ],
+)
+def test_the_end_of_a_turn_is_one_token(
+    template: Any, monkeypatch: pytest.MonkeyPatch, suffix: Any, ids: set[int]
+) -> None:
+    monkeypatch.setattr(template.template_meta, "suffix_stop", suffix)
+    assert TemplateStops(template).end_ids == ids
+
+
+# --- settings (T5) ---
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"stop_words": ["</a>", ""]}, "--stop_words holds an empty string"),
+        ({"stop_token_ids": [151666]}, r"--stop_token_ids 151666: .* the ids 0 to 151665"),
+    ],
+)
+def test_settings_are_checked_against_the_template(
+    template: Any, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_template_stops(
+            SimpleNamespace(**{"stop_words": [], "stop_token_ids": [], **args}), template
+        )
+
+
+def test_a_stop_string_in_the_response_prefix_is_refused(
+    template: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = SimpleNamespace(stop_words=["</think>"], stop_token_ids=[151665])
+    check_template_stops(args, template)
+    monkeypatch.setattr(template, "response_prefix", "<think>\n\n</think>\n\n")
+    with pytest.raises(ValueError, match=r"--stop_words '</think>' stands in '<think>"):
+        check_template_stops(args, template)
+
+
+# --- answers ---
+
+
+def response_of(*choices: ChatCompletionResponseChoice) -> ChatCompletionResponse:
+    return ChatCompletionResponse("", list(choices), UsageInfo(1, 1, 2))
+
+
+def choice(index: int) -> ChatCompletionResponseChoice:
+    message = ChatMessage(role="assistant", content="all of it")
+    return ChatCompletionResponseChoice(index, message, "length", token_ids=[index])
+
+
+def test_each_sample_of_a_request_says_what_stopped_it() -> None:
+    choices = [stopped(choice(0), "a", "stop", "</a>"), stopped(choice(1), "b", "stop", 7)]
+    outputs = outputs_of(RolloutOutput(response=response_of(*choices)), METADATA, "rank 0")
+    assert [o.rollout_infos["stop_reason"] for o in outputs] == ["</a>", 7]
+    assert [o.response.choices[0].message.content for o in outputs] == ["a", "b"]
+    assert [o.response.choices[0].finish_reason for o in outputs] == ["stop", "stop"]
+    assert all(isinstance(o.response.choices[0], StoppedChoice) for o in outputs)
+
+
+def test_an_answer_of_ms_swifts_own_is_left_alone() -> None:
+    output = tell_stop_reason(RolloutOutput(response=response_of(choice(0))))
+    assert output.rollout_infos == {}
+    assert tell_stop_reason(ValueError("failed")).args == ("failed",)
