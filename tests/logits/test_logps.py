@@ -13,7 +13,7 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
 from torch import Tensor
 
-from swift_grpo_ext import logps
+from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import LogpsMixin
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import build
