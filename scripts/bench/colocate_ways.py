@@ -25,7 +25,7 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from swift_grpo_ext.rollout.draw import outputs_of
+from swift_grpo_ext.rollout.draw import to_rollout_outputs
 from swift_grpo_ext.rollout.engine import RolloutEngine
 
 Prompt = tuple[list[int], bytes | None]
@@ -89,7 +89,7 @@ class ColocateWays:
         def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
             outputs = self._engine.infer(requests, copy(self._config), use_tqdm=False)
             pairs = zip(outputs, metadatas, strict=True)
-            return [outputs_of(output, metadata, "rank 0") for output, metadata in pairs]
+            return [to_rollout_outputs(output, metadata, "rank 0") for output, metadata in pairs]
 
         return draw_ours(samples, run_seed, ask)
 

@@ -55,7 +55,7 @@ def draw_again(
         prompts: rows of ms-swift's, by their fingerprints.
         rows: the samples, as they were logged.
     """
-    from swift_grpo_ext.rollout.draw import RankBatch, draw, outputs_of
+    from swift_grpo_ext.rollout.draw import RankBatch, draw, to_rollout_outputs
     from swift_grpo_ext.rollout.engine import RolloutEngine
     from swift_grpo_ext.rollout.rank_group import SingleRank
 
@@ -67,7 +67,7 @@ def draw_again(
         def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
             answers = engine.infer(requests, config, use_tqdm=False)
             pairs = zip(answers, metadatas, strict=True)
-            return [outputs_of(answer, metadata, "replay") for answer, metadata in pairs]
+            return [to_rollout_outputs(answer, metadata, "replay") for answer, metadata in pairs]
 
         rank_batch = RankBatch(
             sample_ids=[row.sample_id for row in rows],

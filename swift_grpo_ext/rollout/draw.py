@@ -1,4 +1,4 @@
-"""One rollout: samples folded into groups, asked for once, and unfolded onto their rows."""
+"""One rollout: fold samples into groups, generate each group once, unfold the outputs onto rows."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import StoppedChoice, tell_stop_reason
 
 Generate = Callable[[list[RolloutInferRequest], list[RequestMetadata]], list[list[RolloutOutput]]]
-"""Asks an engine: one list of single-sample outputs for each request."""
+"""Calls an engine: requests and their metadata to one list of single-sample outputs each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
-    """What this rank wants drawn."""
+    """The samples that this rank needs, and how to request them."""
 
     sample_ids: Sequence[SampleId]
     fingerprints: Sequence[str]
     """Of the samples' rows."""
 
     request: Callable[[int], RolloutInferRequest]
-    """Makes the request for the sample with that number on this rank; called once a request."""
+    """Makes the request of the sample with that number on this rank; one call for each request."""
 
     run_seed: int | None
     grouped: bool
@@ -56,8 +56,8 @@ def draw(
     """The outputs of this rank's samples, in their order, and the groups whose rows differ.
 
     Raises:
-        RolloutError: another rank failed to ask.
-        ValueError: an engine answered with another number of samples than asked for.
+        RolloutError: another rank failed to generate.
+        ValueError: an engine returned another number of samples than the plan has.
     """
     slices = fold(rank_batch.sample_ids, rank_batch.fingerprints)
     plan = make_plan(rank_group.all_gather(slices), grouped=rank_batch.grouped)
@@ -72,8 +72,8 @@ def draw(
 
 
 def _rows(rank_batch: RankBatch, plan: Plan, rank: int) -> dict[int, RolloutInferRequest] | str:
-    """This rank's rows, by the number of their part; or why there are none: the other ranks wait
-    for them, and for an answer."""
+    """This rank's rows, by the number of their slice. A failure comes back as text instead: the
+    other ranks wait for the rows."""
     first_samples = _first_samples(plan.slices_of_ranks[rank])
     own = (request.sources[0] for request in plan.requests if request.sources[0][0] == rank)
     try:
@@ -106,18 +106,18 @@ def _generate(
 
 
 def _first_samples(slices: Sequence[GroupSlice]) -> list[int]:
-    """For each part of this rank, the number of its first sample."""
+    """For each group slice of this rank, the number of its first sample."""
     return list(accumulate((group_slice.count for group_slice in slices), initial=0))[:-1]
 
 
-def outputs_of(
+def to_rollout_outputs(
     output: RolloutOutput, metadata: RequestMetadata, replica: str
 ) -> list[RolloutOutput]:
-    """A colocated engine's answer to one request, as one output for each of its samples."""
+    """A colocated engine's output for one request, as one output for each of its samples."""
     response = output.response
     if isinstance(response, PackedResponse):
         ids = response.prompt_token_ids or []
-        return [output_of(replace(c, replica=replica), ids) for c in response.completions]
+        return [to_rollout_output(replace(c, replica=replica), ids) for c in response.completions]
     return [
         tell_stop_reason(
             RolloutOutput(
@@ -129,8 +129,8 @@ def outputs_of(
     ]
 
 
-def output_of(completion: Completion, prompt_token_ids: list[int]) -> RolloutOutput:
-    """A sample in the form that ms-swift's trainer reads."""
+def to_rollout_output(completion: Completion, prompt_token_ids: list[int]) -> RolloutOutput:
+    """One sample in the form that ms-swift's trainer reads."""
     num_prompt, num_tokens = len(prompt_token_ids), len(completion.token_ids)
     choice = StoppedChoice(
         index=0,
@@ -153,5 +153,5 @@ def output_of(completion: Completion, prompt_token_ids: list[int]) -> RolloutOut
 
 
 def _infos(seed: int | None, replica: str) -> dict[str, Any]:
-    """What reward functions see of a sample's origin, beside ms-swift's own `rollout_infos`."""
+    """A sample's origin, which reward functions see in `rollout_infos`."""
     return {"seed": seed, "replica": replica}

@@ -1,7 +1,7 @@
-"""The rollout engine: ms-swift's vLLM engine for GRPO that reads envelopes and answers lean.
+"""The rollout engine: ms-swift's vLLM engine for GRPO, with request metadata and packed answers.
 
-Takes the place of `GRPOVllmEngine` in the trainer (colocate) and in `swift rollout` (server), sync
-and async. A request without an envelope (an evaluation, another client) is served as ms-swift does.
+It replaces `GRPOVllmEngine` in the trainer (colocate) and in `swift rollout` (server), sync and
+async. A request without our metadata (an evaluation, another client) gets ms-swift's behaviour.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ UPSTREAM_EXTENSION = f"{ROLLOUT_MODULE}.WeightSyncWorkerExtension"
 VERIFIED_EXTENSION = "swift_grpo_ext.weights.receiver.VerifiedWeightSyncWorkerExtension"
 CPU_EXTENSION = "swift_grpo_ext.upstream.cpu_worker.CPUWeightSyncWorkerExtension"
 
-METADATA = f"{wire.KEY}.envelope"
+METADATA = f"{wire.KEY}.metadata"
 SAMPLES_AHEAD = f"{wire.KEY}.samples_ahead"
 STOPS = f"{wire.KEY}.stops"
-"""Keys under which an encoded request carries, inside the engine, its envelope, how many more
-samples than requests were asked for before it, and what ends its completions."""
+"""Keys of an encoded request inside the engine: its metadata; the surplus of samples over requests
+ahead of it in the batch; what ends its completions."""
 
 
 @dataclass
@@ -109,21 +109,21 @@ class RolloutEngine(GRPOVllmEngine):
     # --- requests ---
 
     def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
-        """ms-swift's outputs; of a server that failed to make lean ones, the reason."""
+        """ms-swift's outputs, packed on a server; a server's failure comes back as its reason."""
         try:
-            return self._answers(super().infer(infer_requests, *args, **kwargs))
+            return self._packed_outputs(super().infer(infer_requests, *args, **kwargs))
         except Exception as e:
             return self._failure(infer_requests, e)
 
     async def async_infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         """As `infer`."""
         try:
-            return self._answers(await super().async_infer(infer_requests, *args, **kwargs))
+            return self._packed_outputs(await super().async_infer(infer_requests, *args, **kwargs))
         except Exception as e:
             return self._failure(infer_requests, e)
 
     def _failure(self, infer_requests: Any, error: Exception) -> dict[str, str]:
-        """What a replica answers in the place of outputs; ms-swift's would answer nothing."""
+        """A replica's answer instead of outputs; ms-swift's replica would answer None."""
         metadatas = (wire.read_metadata(wire.data_dict_of(request)) for request in infer_requests)
         if not self._serves or not all(metadata and metadata.packed for metadata in metadatas):
             raise error
@@ -138,7 +138,7 @@ class RolloutEngine(GRPOVllmEngine):
         adapter_request: Any = None,
         pre_infer_hook: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> Any:
-        metadata = take_turn(infer_request)
+        metadata = advance_turn(infer_request)
 
         def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
             kwargs["inputs"][METADATA] = metadata
@@ -177,7 +177,7 @@ class RolloutEngine(GRPOVllmEngine):
             if metadata.seed is not None:
                 generation_config.seed = metadata.seed
             elif generation_config.seed is not None:
-                # ms-swift has added the number of the request, and means that of the sample.
+                # ms-swift adds the number of the request; the seed needs the number of the sample.
                 generation_config.seed += inputs.get(SAMPLES_AHEAD, 0)
             if metadata.packed:
                 # No text of each log-probability's token, which nobody reads.
@@ -196,10 +196,10 @@ class RolloutEngine(GRPOVllmEngine):
         return TemplateStops(self.template)
 
     def _set_stops(self, generation_config: SamplingParams, metadata: RequestMetadata) -> Stops:
-        """Tell vLLM where completions end; it makes text only to find stop strings in it.
+        """Tell vLLM where completions end. vLLM detokenizes only to find stop strings.
 
-        ms-swift has put the user's stop words and the template's there, those that are one token by
-        their ids too.
+        ms-swift has set the user's stop words and the template's; it gives one-token words as ids
+        too.
         """
         stops = self._template_stops.stops(generation_config.stop or (), metadata)
         ids = [*(generation_config.stop_token_ids or ()), *stops.tokens]
@@ -242,7 +242,7 @@ class RolloutEngine(GRPOVllmEngine):
         )
 
     def _cut(self, output: Any, stops: Stops) -> Truncation:
-        """Where one of vLLM's completions ends; all behind it is taken off the completion."""
+        """Where one of vLLM's completions ends; this removes all tokens behind that."""
         token_ids = list(output.token_ids)
         cut = self._template_stops.cut(token_ids, stops)
         if cut.reason is None and output.finish_reason == "stop" and token_ids:
@@ -266,7 +266,7 @@ class RolloutEngine(GRPOVllmEngine):
         cuts: Sequence[Truncation],
         template_inputs: Any,
     ) -> ChatCompletionResponse:
-        """ms-swift's answer with our text, which its schedulers read, and what stopped it."""
+        """ms-swift's response with our text, which schedulers read, and the stop reason."""
         choices = []
         for choice, output, cut in zip(response.choices, outputs, cuts, strict=True):
             text = self._template_stops.text(output.token_ids, cut, template_inputs)
@@ -291,15 +291,15 @@ class RolloutEngine(GRPOVllmEngine):
         )
 
     async def _batch_infer_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedulers of a server send what they return through here."""
+        """Schedulers of a server return their outputs through here."""
         outputs = await super()._batch_infer_stream(*args, **kwargs)
         for output in outputs:
             for one in output if isinstance(output, list) else [output]:
                 tell_stop_reason(one)
         return outputs
 
-    def _answers(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
-        """What a server sends: lean responses packed."""
+    def _packed_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
+        """The outputs; on a server, packed responses become plain arrays for the wire."""
         for output in outputs:
             tell_stop_reason(output)
         if not self._serves:
@@ -317,7 +317,7 @@ class RolloutEngine(GRPOVllmEngine):
     def reload_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> list[tuple[str, torch.Tensor]]:
-        """Replace weights of a colocated engine, by their checkpoint names; returns those taken.
+        """Replace a colocated engine's weights, by their checkpoint names; returns what it loaded.
 
         vLLM's CPU layers keep packed weights only, which `model.load_weights` cannot fill (vLLM
         0.32, `dispatch_cpu_unquantized_gemm`); this rebuilds them, all but a tied head's, which
@@ -329,10 +329,10 @@ class RolloutEngine(GRPOVllmEngine):
         return held
 
 
-def take_turn(request: Any) -> RequestMetadata | None:
-    """The envelope of a request that is about to be served.
+def advance_turn(request: Any) -> RequestMetadata | None:
+    """The metadata of a request that the engine is about to serve.
 
-    The request then asks for its next turn: a multi-turn scheduler sends it, or a copy, again.
+    The request itself moves on to its next turn: a multi-turn scheduler sends it, or a copy, again.
     """
     data_dict = wire.data_dict_of(request)
     metadata = wire.read_metadata(data_dict)

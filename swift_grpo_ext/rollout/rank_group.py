@@ -1,7 +1,7 @@
-"""How the ranks that share an engine put their rows together, and get their samples back.
+"""Collectives of the ranks that share an engine: rows to the engine, samples back to their ranks.
 
-Rows, with their images, travel to the ranks that ask an engine and to no others, one for each
-request; samples travel back to their own rank only.
+A request's row, with its images, travels only to the ranks that drive an engine. A sample travels
+only to its own rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class RolloutError(RuntimeError):
-    """The rollout failed on the rank that asks the engines; every rank raises it."""
+    """The rollout failed on the rank that drives the engines; every rank raises it."""
 
 
 class RankGroup(Protocol):
@@ -22,21 +22,21 @@ class RankGroup(Protocol):
     """Of this process, among them, from 0."""
 
     drives_engine: bool
-    """Whether this process asks the engine."""
+    """Whether this process calls the engine."""
 
     def all_gather(self, value: Any) -> list[Any]:
         """Each rank's value, in the order of ranks, on every rank."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's value, on ranks that ask; on others, nothing."""
+        """Each rank's value on ranks that drive an engine; [] on others."""
         ...
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
-        """This rank's share of what the asking rank holds for each rank.
+        """This rank's share of the values that the driving rank holds, one for each rank.
 
         Raises:
-            RolloutError: the asking rank handed out an exception.
+            RolloutError: the driving rank scattered an exception.
         """
         ...
 
@@ -60,7 +60,7 @@ class SingleRank:
 
 
 class TensorParallelGroup(SingleRank):
-    """Ranks that run one engine together: all of them ask it the same."""
+    """Ranks that run one engine together: all of them make the same call."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -81,7 +81,7 @@ class TensorParallelGroup(SingleRank):
 
 
 class MainRankGroup:
-    """All training ranks, of which the first asks the servers."""
+    """All training ranks; rank 0 calls the servers."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()

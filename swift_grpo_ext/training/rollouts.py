@@ -232,18 +232,18 @@ class RolloutRounds(GRPOTrainer):
         return SingleRank()
 
     def _generate(self, requests: list[Any], metadatas: list[RequestMetadata]) -> list[list[Any]]:
-        from swift_grpo_ext.rollout.draw import output_of, outputs_of
+        from swift_grpo_ext.rollout.draw import to_rollout_output, to_rollout_outputs
 
         config = self._get_request_config()
         if self.vllm_mode == "server":
             with profiling_context(self, "generate"), self._disable_sp_context():
                 answers = self._servers.infer(requests, metadatas, config)
-            return [[output_of(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
+            return [[to_rollout_output(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
         outputs = self._engine_infer(requests, config)
         rank = self.accelerator.process_index
         replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"
         pairs = zip(outputs, metadatas, strict=True)
-        return [outputs_of(output, metadata, replica) for output, metadata in pairs]
+        return [to_rollout_outputs(output, metadata, replica) for output, metadata in pairs]
 
     def _warn_of_uneven_groups(self, unequal: list[SampleId]) -> None:
         # An environment gives each sample of a group a question of its own: nothing to warn about.

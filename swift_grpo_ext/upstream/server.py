@@ -110,7 +110,7 @@ def install() -> None:
 
     async def weight_checksums_route(self: Any) -> list[dict[str, str]]:
         """Of each worker of each replica."""
-        command = _command("call", "take_weight_receipt", ())
+        command = _command("call", "take_weight_checksums", ())
         timeout = self.args.rollout_timeout
         try:
             of_replicas = [replicas.call(c, command, timeout) for c in self.connections]

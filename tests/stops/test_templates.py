@@ -21,7 +21,7 @@ from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.utils import encode_sample
 from swift.template import StdTemplateInputs, get_template
 
-from swift_grpo_ext.rollout.draw import output_of, outputs_of
+from swift_grpo_ext.rollout.draw import to_rollout_output, to_rollout_outputs
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import (
@@ -76,7 +76,7 @@ def drawn(finish_reason: str, stop_reason: str | int | None) -> RolloutOutput:
         finish_reason=finish_reason,
         stop_reason=stop_reason,
     )
-    return output_of(completion, [1, 2, 3])
+    return to_rollout_output(completion, [1, 2, 3])
 
 
 # --- training (T2, T4) ---
@@ -246,7 +246,7 @@ def choice(index: int) -> ChatCompletionResponseChoice:
 
 def test_each_sample_of_a_request_says_what_stopped_it() -> None:
     choices = [stopped(choice(0), "a", "stop", "</a>"), stopped(choice(1), "b", "stop", 7)]
-    outputs = outputs_of(RolloutOutput(response=response_of(*choices)), METADATA, "rank 0")
+    outputs = to_rollout_outputs(RolloutOutput(response=response_of(*choices)), METADATA, "rank 0")
     assert [o.rollout_infos["stop_reason"] for o in outputs] == ["</a>", 7]
     assert [o.response.choices[0].message.content for o in outputs] == ["a", "b"]
     assert [o.response.choices[0].finish_reason for o in outputs] == ["stop", "stop"]
