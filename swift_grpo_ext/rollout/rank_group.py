@@ -21,6 +21,9 @@ class RankGroup(Protocol):
     rank: int
     """Of this process, among them, from 0."""
 
+    size: int
+    """How many they are."""
+
     drives_engine: bool
     """Whether this process calls the engine."""
 
@@ -45,6 +48,7 @@ class SingleRank:
     """A process with an engine of its own."""
 
     rank = 0
+    size = 1
     drives_engine = True
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -65,9 +69,10 @@ class TensorParallelGroup(SingleRank):
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def all_gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(self._group)
+        values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -86,15 +91,15 @@ class MainRankGroup:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.drives_engine = self.rank == 0
-        self._world_size = dist.get_world_size()
+        self.size = dist.get_world_size()
 
     def all_gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self._world_size
+        values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] | None = [None] * self._world_size if self.drives_engine else None
+        values: list[Any] | None = [None] * self.size if self.drives_engine else None
         dist.gather_object(value, values, dst=0)
         return values or []
 
@@ -102,7 +107,7 @@ class MainRankGroup:
         failure = f"{type(values).__name__}: {values}" if isinstance(values, Exception) else None
         shares = None
         if self.drives_engine:
-            shares = [(failure, None if failure else values[r]) for r in range(self._world_size)]  # type: ignore[index]
+            shares = [(failure, None if failure else values[r]) for r in range(self.size)]  # type: ignore[index]
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0)
         failed, share = received[0]
@@ -111,3 +116,8 @@ class MainRankGroup:
         if failed:
             raise RolloutError(f"The rollout failed on rank 0: {failed}")
         return share
+
+
+def training_ranks() -> RankGroup:
+    """All training ranks."""
+    return MainRankGroup() if dist.is_initialized() else SingleRank()

@@ -45,9 +45,16 @@ class RoundClock:
         epochs, steps = divmod(step, self._steps_per_epoch)
         return epochs * self.batches_per_epoch + steps * self.batches_per_step
 
-    def epoch_at(self, batch: int) -> int:
-        """The epoch of training batch `batch` (counted over all epochs, from 0)."""
-        return batch // self.batches_per_epoch
+    def epoch_of_step(self, step: int) -> int:
+        """The epoch of optimizer step `step`, from 0."""
+        return step // self._steps_per_epoch
+
+    def generation_batch_before(self, batch: int) -> tuple[int, int]:
+        """Epoch and number of the generation batch before the one of training batch `batch`; before
+        the first, the last of epoch 0."""
+        rounds_per_epoch = self.batches_per_epoch // self.batches_per_round
+        epoch, number = divmod(batch // self.batches_per_round - 1, rounds_per_epoch)
+        return max(epoch, 0), number
 
     def round_at(self, batch: int) -> Round:
         """The round that serves training batch `batch` (counted over all epochs, from 0)."""
@@ -69,10 +76,6 @@ class RoundClock:
         return regular.step * per_step + regular.number * self.max_resamples + resample
 
     @property
-    def rounds_per_epoch(self) -> int:
-        return self.batches_per_epoch // self.batches_per_round
-
-    @property
     def _steps_per_epoch(self) -> int:
         return -(-self.batches_per_epoch // self.batches_per_step)
 
@@ -91,8 +94,9 @@ class RoundNames:
         self._evaluations: dict[int, int] = {}
         self._evaluation = Round(phase="eval", step=0, number=0)
 
-    def begin_training(self, batch: int) -> None:
-        """The round that serves training batch `batch` begins."""
+    def begin_training(self, batch: int, *, ahead: bool = False) -> None:
+        """The round that serves training batch `batch` begins, or `ahead` of it the next one."""
+        batch += self.clock.batches_per_round if ahead else 0
         self._regular = self.current = self.clock.round_at(batch)
         self._resamples = 0
 

@@ -1,4 +1,4 @@
-"""The training batch: media encoded once, and what the rollout saw held against it."""
+"""The training batch: what the rollout saw and drew held against what training sees."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from swift.rlhf_trainers import GRPOTrainer
 from swift.utils import get_logger
 
+from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.groups import describe, parse_request_id
-from swift_grpo_ext.stops.templates import tell_stop_reason
 from swift_grpo_ext.training.agreement import (
     DisagreementError,
     Gap,
@@ -20,20 +18,6 @@ from swift_grpo_ext.training.agreement import (
     check_prompt,
     gap_limit,
 )
-from swift_grpo_ext.training.shared_media import shared_media
-from swift_grpo_ext.upstream.contract import Pin, verify
-from swift_grpo_ext.upstream.dynamic_eos import only_sampled_tokens
-
-PINS = (
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_batch_inputs", ("self", "samples")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._postprocess_rollout_outputs",
-        ("self", "samples", "outputs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.split_by_mini_batches", ("self", "samples")),
-    Pin("swift.rl_core.data", "GRPOBatch.completion_mask"),
-    Pin("swift.rl_core.data", "GRPOBatch.old_per_token_logps"),
-    Pin("swift.rl_core.data", "GRPOBatch.rollout_per_token_logps"),
-)  # fmt: skip
-verify(PINS)
 
 logger = get_logger()
 
@@ -41,75 +25,75 @@ DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropou
 """Attributes from which transformers' layers call functional dropout."""
 
 
-class RolloutBatch(GRPOTrainer):
-    """The hooks through which ms-swift's trainer makes its training batch."""
+def check_counts_of(samples: Sequence[Any]) -> None:
+    """SPEC M6: raise `DisagreementError` for samples without one log-probability for each token."""
+    for sample in samples:
+        check_counts(_name(sample), _trained_ids(sample), _logprobs(sample))
 
-    _has_warned_of_gap = False
 
-    def _postprocess_rollout_outputs(self, samples: list[Any], outputs: list[Any]) -> list[Any]:
-        for output in outputs:
-            tell_stop_reason(output)
-        results = super()._postprocess_rollout_outputs(samples, outputs)
-        for sample, output in zip(results, outputs, strict=True):
-            sample.rollout_prompt_ids = output.response.prompt_token_ids
-        return results
+def check_training_batch(
+    samples: Sequence[Any], batch: Any, args: Any, max_length: int | None
+) -> None:
+    """Raise `DisagreementError` where training sees other prompts (SPEC M3) or tokens (SPEC M6).
 
-    def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
-        for sample in samples:
-            check_counts(_name(sample), _trained_ids(sample), _logprobs(sample))
-        with shared_media(self.template), only_sampled_tokens(self.template, samples):
-            batches = super()._prepare_batch_inputs(samples)
-        if self.template.sequence_parallel_size == 1:
-            for chunk, batch in zip(self.split_by_mini_batches(samples), batches, strict=True):
-                self._check_prompts(chunk)
-                _check_alignment(chunk, batch["grpo_batch"])
-        self._log_gap([batch["grpo_batch"] for batch in batches])
-        return batches
-
-    def _check_prompts(self, samples: Sequence[Any]) -> None:
-        """SPEC M3. A conversation of several turns has its prompt checked by its own scheduler."""
-        args = self.args
-        for sample in samples:
-            rollout = getattr(sample, "rollout_prompt_ids", None)
-            if not rollout or _num_turns(sample) > 1:
-                continue
+    Args:
+        samples: ms-swift's, encoded for training.
+        batch: the `GRPOBatch` that was made of them.
+        args: of the training, for the remedy.
+        max_length: of the template in rollouts.
+    """
+    for sample in samples:
+        prompt_ids = getattr(sample, "rollout_prompt_ids", None)
+        # A conversation of several turns has its prompt checked by its own scheduler.
+        if prompt_ids and _num_turns(sample) == 1:
             remedy = (
                 f"Training encodes prompts whole, rollouts with --max_length {args.max_length} and "
                 f"--truncation_strategy {args.truncation_strategy}: raise the first, or delete "
                 "such prompts with the second."
-                if self.template.max_length and len(rollout) >= self.template.max_length
+                if max_length and len(prompt_ids) >= max_length
                 else "Give `swift rollout` the settings of the training: --template, --system, "
                 "--max_length, MAX_PIXELS and the like."
             )
-            check_prompt(_name(sample), rollout, _flat(sample.encoded["input_ids"]), remedy)
+            check_prompt(_name(sample), prompt_ids, _flat(sample.encoded["input_ids"]), remedy)
+    _check_alignment(samples, batch)
 
-    def _log_gap(self, batches: Sequence[Any]) -> None:
-        """SPEC M5: of log-probabilities at rollout and in training, over all ranks."""
-        gaps = gather_object([sum(map(_gap, batches), Gap())])
-        gap = sum(gaps, Gap())
-        if not gap.count:
-            return
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["rollout_gap/mean"].append(gap.mean)
-        self._metrics[mode]["rollout_gap/max"].append(gap.largest)
-        limit = gap_limit(torch.finfo(self.model.dtype).bits)
-        if gap.mean <= limit or self._has_warned_of_gap or self._gap_is_expected:
-            return
-        self._has_warned_of_gap = True
-        logger.warning(
-            f"Step {self.state.global_step}: log-probabilities of the rollout and of training lie "
-            f"{gap.mean:.3g} nats apart in the mean ({gap.largest:.3g} at most, {gap.count} "
-            f"tokens), above the {limit:g} that rounding explains: rollouts and training do not "
-            "see the same weights or prompts, or use numbers of other precision (quantization, "
-            "--vllm_engine_kwargs). (Said once.)"
-        )
 
-    @property
-    def _gap_is_expected(self) -> bool:
-        """Rollouts from a part of the vocabulary, or with the weights of a step before."""
-        args = self.args
+class RolloutGap:
+    """The gap between log-probabilities at rollout and in training (SPEC M5), over all ranks.
+
+    Args:
+        args: of the training.
+    """
+
+    def __init__(self, args: Any, ranks: RankGroup) -> None:
         cut = (args.top_p or 1) < 1 or (args.top_k or 0) > 0 or (args.repetition_penalty or 1) != 1
-        return bool(cut or args.async_generate)
+        # Rollouts from a part of the vocabulary, or with the weights of a step before.
+        self._is_expected = bool(cut or args.async_generate)
+        self._ranks = ranks
+        self._has_warned = False
+
+    def measure(self, batches: Sequence[Any], dtype: torch.dtype, step: int) -> dict[str, float]:
+        """Metrics by name; none where there were no log-probabilities of rollouts.
+
+        Args:
+            batches: this rank's `GRPOBatch`es of a round.
+            dtype: of the model that is trained.
+            step: the optimizer step, for the warning.
+        """
+        gap = sum(self._ranks.all_gather(sum(map(_gap, batches), Gap())), Gap())
+        if not gap.count:
+            return {}
+        limit = gap_limit(torch.finfo(dtype).bits)
+        if gap.mean > limit and not self._has_warned and not self._is_expected:
+            self._has_warned = True
+            logger.warning(
+                f"Step {step}: log-probabilities of the rollout and of training lie "
+                f"{gap.mean:.3g} nats apart in the mean ({gap.largest:.3g} at most, {gap.count} "
+                f"tokens), above the {limit:g} that rounding explains: rollouts and training do "
+                "not see the same weights or prompts, or use numbers of other precision "
+                "(quantization, --vllm_engine_kwargs). (Said once.)"
+            )
+        return {"rollout_gap/mean": gap.mean, "rollout_gap/max": gap.largest}
 
 
 def switch_off_dropout(model: torch.nn.Module) -> int:

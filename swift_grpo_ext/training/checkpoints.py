@@ -14,11 +14,11 @@ Can go when: those two methods translate names (transformers pull request 48822 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swift.rlhf_trainers import GRPOTrainer
-from swift.utils import get_logger
 from torch import nn
 from transformers.utils import (
     CONFIG_NAME,
@@ -29,20 +29,9 @@ from transformers.utils import (
 )
 
 from swift_grpo_ext.checks.resume import how_to_go_on
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("swift.rlhf_trainers", "GRPOTrainer._load_from_checkpoint",
-        ("self", "resume_from_checkpoint", "model")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._load_best_model", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._save_checkpoint", ("self", "args", "kwargs")),
-)  # fmt: skip
-verify(PINS)
 
 WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """Files of which a checkpoint of a whole model has one."""
-
-logger = get_logger()
 
 
 class CheckpointError(RuntimeError):
@@ -77,38 +66,15 @@ def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
         ) from e
 
 
-class WholeCheckpoints(GRPOTrainer):
-    """The hooks through which the Trainer writes checkpoints, and reads weights back."""
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super()._save_checkpoint(*args, **kwargs)
-        except Exception as e:
-            run = Path(self.args.output_dir)
-            raise CheckpointError(
-                f"checkpoint-{self.state.global_step} could not be written to --output_dir {run}, "
-                f"which has {shutil.disk_usage(run).free / 2**30:.1f} GiB free: "
-                f"{type(e).__name__}: {e}. {how_to_go_on(run)}"
-            ) from e
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        checkpoint = Path(resume_from_checkpoint)
-        if self._reads_itself(checkpoint):
-            load_whole_model(self.model if model is None else model, checkpoint)
-            logger.info(f"The weights of {checkpoint} are loaded.")
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        if self._reads_itself(best):
-            load_whole_model(self.model, best)
-            logger.info(f"The weights of {best} are loaded, the best ({self.state.best_metric}).")
-        else:
-            super()._load_best_model()
-
-    def _reads_itself(self, checkpoint: Path) -> bool:
-        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        return not is_sharded and holds_whole_model(checkpoint)
+@contextmanager
+def explained_save(run_dir: str, step: int) -> Iterator[None]:
+    """Raise `CheckpointError` where the checkpoint of a step cannot be written."""
+    try:
+        yield
+    except Exception as e:
+        run = Path(run_dir)
+        raise CheckpointError(
+            f"checkpoint-{step} could not be written to --output_dir {run}, "
+            f"which has {shutil.disk_usage(run).free / 2**30:.1f} GiB free: "
+            f"{type(e).__name__}: {e}. {how_to_go_on(run)}"
+        ) from e

@@ -1,32 +1,91 @@
-"""The trainer: ms-swift's GRPO trainer with our rollouts, and weight updates that work on CPU."""
+"""The trainer: ms-swift's hooks that we override, in the order of a round.
+
+Each hook takes what it needs from ms-swift, and hands it to a collaborator, where the rule stands.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from swift.rlhf_trainers import GRPOConfig, GRPOTrainer
+from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
+from torch import nn
 
 from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.logits.logps import LogpsMixin
+from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout.placeholders import mask_placeholders, placeholder_ids
+from swift_grpo_ext.rollout.rank_group import (
+    RankGroup,
+    SingleRank,
+    TensorParallelGroup,
+    training_ranks,
+)
+from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.sampling.groups import fingerprints, sample_ids_at
 from swift_grpo_ext.sampling.rounds import RoundNames
-from swift_grpo_ext.stops.templates import check_template_stops
-from swift_grpo_ext.training.batch import RolloutBatch, switch_off_dropout
-from swift_grpo_ext.training.checkpoints import WholeCheckpoints
-from swift_grpo_ext.training.prompts import RolloutPrompts
-from swift_grpo_ext.training.rollouts import RolloutRounds
+from swift_grpo_ext.sampling.sampler import EpochSampler
+from swift_grpo_ext.stops.templates import check_template_stops, tell_stop_reason
+from swift_grpo_ext.training.batch import (
+    RolloutGap,
+    check_counts_of,
+    check_training_batch,
+    switch_off_dropout,
+)
+from swift_grpo_ext.training.checkpoints import (
+    explained_save,
+    holds_whole_model,
+    load_whole_model,
+)
+from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
+from swift_grpo_ext.training.rollouts import (
+    DuplicateCheck,
+    RolloutSettings,
+    SampleRecorder,
+    UnevenGroupsWarning,
+    begin_turn,
+    name_samples,
+)
+from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import Pin, verify
-from swift_grpo_ext.weights.updates import RolloutWeights
+from swift_grpo_ext.upstream.dynamic_eos import only_sampled_tokens
+from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
 PINS = (
     Pin("swift.rlhf_trainers", "GRPOConfig"),
     Pin("swift.rlhf_trainers", "GRPOTrainer",
         ("model", "ref_model", "reward_model", "reward_funcs", "_args", "kwargs")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_inputs", ("self", "inputs")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._get_train_sampler", ("self", "train_dataset")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_resample_data_iterator", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer.evaluation_loop", ("self", "dataloader")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prefetch", ("self", "dataloader")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer.resample_encode_failed_inputs", ("self", "inputs")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._add_prompt_id_to_inputs", ("self", "samples")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer.samples2requests", ("self", "samples")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._get_request_config", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._engine_infer",
+        ("self", "infer_requests", "request_config", "use_tqdm")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._rollout",
+        ("self", "samples", "request_config", "is_global_inputs")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_batch_inputs", ("self", "samples")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._postprocess_rollout_outputs",
+        ("self", "samples", "outputs")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer.split_by_mini_batches", ("self", "samples")),
     Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm", ("self",)),
     Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm_engine", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._move_model_to_vllm", ("self", "skip_async_check")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._load_state_dict_to_vllm", ("self", "state_dict")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._load_from_checkpoint",
+        ("self", "resume_from_checkpoint", "model")),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._load_best_model", ("self",)),
+    Pin("swift.rlhf_trainers", "GRPOTrainer._save_checkpoint", ("self", "args", "kwargs")),
 )  # fmt: skip
 verify(PINS)
 
@@ -41,16 +100,11 @@ class RolloutGRPOConfig(ExtFlags, GRPOConfig):
     """ms-swift's own flag; servers must have been given the same tokens."""
 
 
-class RolloutGRPOTrainer(
-    LogpsMixin,
-    RolloutPrompts,
-    RolloutRounds,
-    RolloutBatch,
-    RolloutWeights,
-    WholeCheckpoints,
-    GRPOTrainer,
-):
+class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
     """GRPO with the rollouts of `swift_grpo_ext`."""
+
+    sample_listeners: list[Callable[[list[SampleRow]], None]]
+    """Called with this rank's samples as they are drawn, perhaps from another thread."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         client = kwargs.get("vllm_client")
@@ -58,28 +112,46 @@ class RolloutGRPOTrainer(
             from swift_grpo_ext.upstream.weight_sync import connect_client
 
             connect_client(client)
-        check_template_stops(kwargs["args"], kwargs["template"])
-        self.sample_listeners = []  # callbacks are made in the next line
+        config, template = kwargs["args"], kwargs["template"]
+        check_template_stops(config, template)
+        self._ranks = training_ranks()
+        self._settings = RolloutSettings.of(config)
+        self._recorder = SampleRecorder(config.output_dir, self._ranks, self._settings.run_seed)
+        self.sample_listeners = self._recorder.listeners  # callbacks are made in the next line
         super().__init__(*args, **kwargs)
-        self._round_names = RoundNames(self._round_clock())
+        self._rounds = RoundNames(
+            round_clock(config, len(self.train_dataset), template.sequence_parallel_size)
+        )
+        self._duplicates = DuplicateCheck(config.duplicate_prompts, self._ranks)
+        self._uneven_groups = UnevenGroupsWarning()
+        self._rollout_gap = RolloutGap(config, self._ranks)
         for model in filter(None, (self.model, self.ref_model)):
-            mask_placeholders(model, placeholder_ids(self.template))
+            mask_placeholders(model, placeholder_ids(template))
         if dropouts := switch_off_dropout(self.model):
             logger.warning(
                 f"Dropout is switched off in {dropouts} places of the model (--lora_dropout is "
                 "ignored): with it, importance ratios would differ from 1 at equal weights."
             )
-        if not self.args.use_vllm and self.args.rollout_seed_mode == "sample":
+        if not config.use_vllm and config.rollout_seed_mode == "sample":
             logger.warning(
                 "--rollout_seed_mode sample and --rollout_group_requests have no effect with "
                 "--use_vllm false: transformers draws all samples of a rank with one generator, "
                 "which --seed sets at the start."
             )
 
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        return int(self.num_generations if self.model.training else self.num_generations_eval)
+
     # --- engines ---
 
     def _prepare_vllm(self) -> None:
         super()._prepare_vllm()
+        servers = None
         if not self.args.use_vllm:
             from swift_grpo_ext.stops.transformers_engine import RolloutTransformersEngine
 
@@ -87,9 +159,223 @@ class RolloutGRPOTrainer(
             self.engine = RolloutTransformersEngine(
                 self.model, template=upstream.template, max_batch_size=0
             )
+        elif self._settings.draws and self.vllm_mode == "server" and self._ranks.rank == 0:
+            servers = connect_servers(self.vllm_client, self.args)
+        self._servers = servers
+        self._weights = WeightUpdates(self._ranks, servers)
 
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext.rollout import engine
 
         engine.install()
         return super()._prepare_vllm_engine()
+
+    # --- a round begins: its name, its prompts ---
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+        upstream = super()._get_train_sampler(train_dataset)
+        return EpochSampler(upstream, lambda: self._rounds.clock.epoch_of_step(self._global_step))
+
+    @property
+    def _global_step(self) -> int:
+        return int(self.state.global_step)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if self.model.training:
+            # A resumed run counts on, so that rounds begin where they would have.
+            self._step: int = self._step or self._rounds.clock.batches_at(self._global_step)
+            self._rounds.begin_training(self._step, ahead=self.args.async_generate)
+        return super()._prepare_inputs(inputs)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        self._rounds.begin_evaluation(self._global_step)
+        self._eval_rows = dataloader.dataset
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def _prefetch(self, dataloader: Any) -> None:
+        """With `--async_generate`: draw what the first training (or eval) batch will be made of."""
+        if self.control.should_evaluate:
+            super()._prefetch(dataloader)
+            return
+        clock = self._rounds.clock
+        batch = clock.batches_at(self._global_step)
+        self._rounds.begin_training(batch)
+        rows = self._rows(self._get_train_sampler(), *clock.generation_batch_before(batch))
+        with _training_mode(self.model):
+            super()._prefetch([rows])
+
+    def _prepare_resample_data_iterator(self) -> None:
+        super()._prepare_resample_data_iterator()
+        if self.dynamic_sample:
+            self.dynamic_resample_iterator = self._resampled_rows()
+
+    def _resampled_rows(self) -> Iterator[list[Any]]:
+        """For each round that dynamic sampling adds: this rank's rows."""
+        upstream = GRPOTrainer._get_train_sampler(self)
+        upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
+        sampler = EpochSampler(upstream, int)
+        while True:
+            position = self._rounds.begin_resampling()
+            yield self._rows(sampler, *divmod(position, sampler.num_batches))
+
+    def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
+        indices = rank_rows(sampler.batch(epoch, batch), self._ranks)
+        return [self.train_dataset[i] for i in indices]
+
+    def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """With `--truncation_strategy delete`: whole groups leave, and whole groups come."""
+        rows, num_replaced = replace_failing_prompts(
+            inputs,
+            others=self.train_dataset if self.model.training else self._eval_rows,
+            round_=self._rounds.upcoming(training=self.model.training),
+            group_size=self._group_size,
+            seed=self.args.seed,
+            template=self.template,
+            ranks=self._ranks,
+        )
+        self._metrics[self._mode]["prompts/replaced"].append(float(num_replaced))
+        return rows
+
+    # --- the rollout: samples are named, drawn, and written down ---
+
+    def _add_prompt_id_to_inputs(self, samples: list[Any]) -> list[Any]:
+        """Name each sample by its position; groups are never merged by their words."""
+        sizes = self._ranks.all_gather(len(samples))
+        round_ = (
+            self._rounds.current
+            if self.model.training
+            else self._rounds.take_eval_batch(sum(sizes) // self._group_size)
+        )
+        start = sum(sizes[: self._ranks.rank])
+        positions = range(start, start + len(samples))
+        sample_ids = sample_ids_at(round_, positions, self._group_size)
+        name_samples(samples, sample_ids)
+        self._recorder.open(start_step=self._global_step)
+        self._duplicates.check(samples, sample_ids)
+        return samples
+
+    def samples2requests(self, samples: list[Any]) -> list[Any]:
+        return self._settings.with_metadata(samples, super().samples2requests(samples))
+
+    def _rollout(
+        self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
+    ) -> list[Any]:
+        sample_ids = [begin_turn(sample, self.args.multi_turn_scheduler) for sample in samples]
+        prompts = fingerprints(samples)
+        if not self._settings.draws or self.enable_server_multi_turn:
+            outputs = super()._rollout(samples, request_config, is_global_inputs)
+        elif is_global_inputs and self._ranks.rank > 0:
+            return []  # rank 0 draws for all
+        else:
+            from swift_grpo_ext.rollout.draw import draw
+
+            rank_batch = self._settings.rank_batch(
+                sample_ids,
+                prompts,
+                request=lambda number: self.samples2requests([samples[number]])[0],
+                packed=not self.multi_turn_scheduler,
+            )
+            outputs, unequal = draw(rank_batch, self._sharing(is_global_inputs), self._generate)
+            if not self.multi_turn_scheduler:  # environments ask each sample its own question
+                self._uneven_groups.warn(unequal)
+        self._recorder.record(
+            sample_ids,
+            samples,
+            prompts,
+            outputs,
+            num_ranks=self._ranks.size if is_global_inputs else 1,
+            weight_version=self._last_loaded_step if self.args.use_vllm else self._global_step,
+        )
+        return outputs
+
+    def _sharing(self, is_global_inputs: bool) -> RankGroup:
+        """The ranks that share an engine with this one."""
+        if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
+            return TensorParallelGroup(self.tp_group)
+        shares = self.vllm_mode == "server" and not is_global_inputs
+        return self._ranks if shares else SingleRank()
+
+    def _generate(
+        self, requests: list[Any], metadatas: Sequence[RequestMetadata]
+    ) -> list[list[Any]]:
+        from swift_grpo_ext.rollout.draw import to_rollout_output, to_rollout_outputs
+
+        config = self._get_request_config()
+        if self._servers is not None:
+            with profiling_context(self, "generate"), self._disable_sp_context():
+                answers = self._servers.infer(requests, metadatas, config)
+            return [[to_rollout_output(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
+        outputs = self._engine_infer(requests, config)
+        rank = self._ranks.rank
+        replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"
+        pairs = zip(outputs, metadatas, strict=True)
+        return [to_rollout_outputs(output, metadata, replica) for output, metadata in pairs]
+
+    # --- the training batch ---
+
+    def _postprocess_rollout_outputs(self, samples: list[Any], outputs: list[Any]) -> list[Any]:
+        for output in outputs:
+            tell_stop_reason(output)
+        results = super()._postprocess_rollout_outputs(samples, outputs)
+        for sample, output in zip(results, outputs, strict=True):
+            sample.rollout_prompt_ids = output.response.prompt_token_ids
+        return results
+
+    def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
+        check_counts_of(samples)
+        with shared_media(self.template), only_sampled_tokens(self.template, samples):
+            batches = super()._prepare_batch_inputs(samples)
+        grpo_batches = [batch["grpo_batch"] for batch in batches]
+        if self.template.sequence_parallel_size == 1:
+            for chunk, batch in zip(self.split_by_mini_batches(samples), grpo_batches, strict=True):
+                check_training_batch(chunk, batch, self.args, self.template.max_length)
+        gap = self._rollout_gap.measure(grpo_batches, self.model.dtype, self._global_step)
+        for name, value in gap.items():
+            self._metrics[self._mode][name].append(value)
+        return batches
+
+    # --- weights and checkpoints ---
+
+    def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
+        move = super()._move_model_to_vllm
+        self._weights.update(lambda: move(*args, **kwargs))
+
+    def _load_state_dict_to_vllm(self, state_dict: dict[str, Any]) -> None:
+        load = super()._load_state_dict_to_vllm
+        if self.vllm_mode == "colocate":
+            self._weights.load_colocated(state_dict, self.engine, load)
+        else:
+            self._weights.send(state_dict, load)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with explained_save(self.args.output_dir, self._global_step):
+            return super()._save_checkpoint(*args, **kwargs)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if self._reads_itself(resume_from_checkpoint):
+            load_whole_model(self.model if model is None else model, Path(resume_from_checkpoint))
+            logger.info(f"The weights of {resume_from_checkpoint} are loaded.")
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self._reads_itself(best):
+            load_whole_model(self.model, Path(best))
+            logger.info(f"The weights of {best} are loaded, the best ({self.state.best_metric}).")
+        else:
+            super()._load_best_model()
+
+    def _reads_itself(self, checkpoint: str) -> bool:
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        return not is_sharded and holds_whole_model(Path(checkpoint))
+
+
+@contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.train()
+    yield
+    model.train(was_training)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
-from swift.rlhf_trainers import GRPOTrainer
 from swift.utils import get_current_device
 
+from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.servers import RolloutServers
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.weights.checksums import (
     WeightChecksums,
     WeightUpdateError,
@@ -21,70 +20,75 @@ from swift_grpo_ext.weights.checksums import (
     weight_checksums_in_background,
 )
 
-PINS = (
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._move_model_to_vllm", ("self", "skip_async_check")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._load_state_dict_to_vllm", ("self", "state_dict")),
-    Pin("swift.rlhf_trainers.vllm_client", "VLLMClient.init_communicator", ("self", "device")),
-)  # fmt: skip
-verify(PINS)
+StateDict = dict[str, torch.Tensor]
+Load = Callable[[StateDict], None]
+"""ms-swift's own way of giving tensors to its engine, or engines."""
 
 
-class RolloutWeights(GRPOTrainer):
-    """The hooks through which ms-swift's trainer gives engines its weights."""
+class WeightUpdates:
+    """Verifies the updates of one training (SPEC M4).
 
-    _servers: Any = None
-    _sent: WeightChecksums
+    Args:
+        ranks: all training ranks.
+        servers: on the rank that sends to them; None on others, and with colocated engines.
+    """
 
-    def _prepare_vllm(self) -> None:
-        super()._prepare_vllm()
-        if self._is_ours and self.vllm_mode == "server" and self.accelerator.is_main_process:
-            timeout = self.args.rollout_timeout
-            tokens = self.args.new_special_tokens
-            self._servers = RolloutServers(self.vllm_client, timeout, _connect, tokens)
+    def __init__(self, ranks: RankGroup, servers: RolloutServers | None) -> None:
+        self._ranks = ranks
+        self._servers = servers
+        self._sent: WeightChecksums = {}
 
-    def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, move: Callable[[], None]) -> None:
+        """One update, on every rank.
+
+        Args:
+            move: ms-swift's update, which calls `load_colocated` or `send` for what it gathers.
+
+        Raises:
+            WeightUpdateError: on every rank, where it failed on one.
+        """
         failure: Exception | None = None
         self._sent = {}
         try:
             if self._servers is not None:
                 self._servers.reconnect()
-            super()._move_model_to_vllm(*args, **kwargs)
-            self._verify_served_weights()
+            move()
+            if self._servers is not None and self._sent:
+                # Adapters that stay apart (`--vllm_enable_lora`) have no names to compare.
+                for name, loaded in self._servers.loaded_checksums():
+                    compare(self._sent, loaded, name)
         except Exception as e:
             failure = e  # not raised yet: the other ranks would wait
-        told = gather_object([failure and f"{type(failure).__name__}: {failure}"])
+        failures = self._ranks.all_gather(failure and f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        for rank, text in enumerate(told):
+        for rank, text in enumerate(failures):
             if text:
                 raise WeightUpdateError(f"The weight update failed on rank {rank}: {text}")
 
-    def _load_state_dict_to_vllm(self, state_dict: dict[str, torch.Tensor]) -> None:
-        if self.vllm_mode == "colocate":
-            who = f"The colocated engine of rank {self.accelerator.process_index}"
-            compare_tensors(state_dict, self._load_colocated(state_dict), who)
-        elif self.accelerator.is_main_process:
-            sent = weight_checksums_in_background(list(state_dict.items()))
-            super()._load_state_dict_to_vllm(state_dict)
-            self._sent.update(sent())
-        else:
-            super()._load_state_dict_to_vllm(state_dict)
-
-    def _load_colocated(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the engine has taken."""
+    def load_colocated(self, state_dict: StateDict, engine: Any, load: Load) -> None:
+        """Give tensors to this process's engine, and compare what it has taken."""
         if has_accelerator():
-            with recorded_loads(self.engine.inner_model) as taken:
-                super()._load_state_dict_to_vllm(state_dict)
+            with recorded_loads(engine.inner_model) as taken:
+                load(state_dict)
         else:
-            taken = self.engine.reload_weights(state_dict.items())
-        return dict(taken)
+            taken = engine.reload_weights(state_dict.items())
+        name = f"The colocated engine of rank {self._ranks.rank}"
+        compare_tensors(state_dict, dict(taken), name)
 
-    def _verify_served_weights(self) -> None:
-        """SPEC M4. Adapters that stay apart (`--vllm_enable_lora`) have no names to compare."""
-        if self._servers is not None and self._sent:
-            for name, loaded in self._servers.loaded_checksums():
-                compare(self._sent, loaded, name)
+    def send(self, state_dict: StateDict, load: Load) -> None:
+        """Send tensors to the servers, and take their checksums beside it."""
+        if self._ranks.rank > 0:
+            load(state_dict)  # takes part in what rank 0 sends
+            return
+        sent = weight_checksums_in_background(list(state_dict.items()))
+        load(state_dict)
+        self._sent.update(sent())
+
+
+def connect_servers(client: Any, args: Any) -> RolloutServers:
+    """The servers of ms-swift's connected `VLLMClient`, each with the plugin."""
+    return RolloutServers(client, args.rollout_timeout, _connect, args.new_special_tokens)
 
 
 def _connect(client: Any) -> None:

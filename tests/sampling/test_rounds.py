@@ -77,7 +77,7 @@ def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[Round, in
 def test_rounds_are_named_by_where_they_begin(clock: RoundClock) -> None:
     for batch in run(clock):
         assert clock.round_at(batch.number) == batch.round
-        assert clock.epoch_at(batch.number) == batch.epoch
+        assert clock.epoch_of_step(batch.step) == batch.epoch
 
 
 @settings(deadline=None)
@@ -100,7 +100,9 @@ def test_names_are_unique_over_a_run(clock: RoundClock) -> None:
         for round_, _ in rounds
     ]
     assert len(set(names)) == len(names)
-    assert len(names) == EPOCHS * clock.rounds_per_epoch * (1 + clock.max_resamples)
+    assert len(names) == EPOCHS * (clock.batches_per_epoch // clock.batches_per_round) * (
+        1 + clock.max_resamples
+    )
 
 
 @settings(deadline=None)
