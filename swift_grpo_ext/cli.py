@@ -220,7 +220,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def add_replay(commands: Any) -> None:
-    from swift_grpo_ext.replay.arguments import add_arguments
+    from swift_grpo_ext.replay.command import add_arguments
 
     add_arguments(commands.add_parser("replay", help="draw a logged group again, token by token"))
 

@@ -173,7 +173,7 @@ def unreadable(image: Any) -> str | None:
             `{"bytes": ..., "path": ...}`.
     """
     try:
-        content = _content(image)
+        content = media_content(image)
         if content is None:
             return None
         if isinstance(content, Path) and content.exists() and not content.is_file():
@@ -186,8 +186,8 @@ def unreadable(image: Any) -> str | None:
         return f"is not an image that can be read ({type(e).__name__}: {e})"
 
 
-def _content(image: Any) -> Path | io.BytesIO | None:
-    """Something that PIL opens; None for what this check leaves to ms-swift (URLs, PIL images)."""
+def media_content(image: Any) -> Path | io.BytesIO | None:
+    """A medium's local file or its content; None for what only ms-swift reads (URLs, PIL images)."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):

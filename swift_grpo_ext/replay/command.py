@@ -1,67 +1,86 @@
-"""The command: which group, drawn again, shown as a table or as JSON."""
+"""The command: its arguments, and its result as a table or as JSON.
+
+Light to import: what draws is imported when the command runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swift_grpo_ext.record.reader import read_group
-from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.replay.compare import Comparison, Difference, Token, Tokens, compare
-from swift_grpo_ext.replay.prompts import (
-    began,
-    check_media,
-    lack_of_prompt,
-    prompt_from_log,
-    prompt_from_rows,
-)
-from swift_grpo_ext.replay.run import (
-    ReplayError,
-    Run,
-    check_settings,
-    first_turns,
-    later_turns_note,
-    read_run,
-    weights_of,
-)
-from swift_grpo_ext.sampling.groups import describe, request_id
-
-Decode = Callable[[int], str]
+from swift_grpo_ext.replay.compare import Comparison, Token, compare
+from swift_grpo_ext.sampling.seeding import PHASES
 
 DIFFERENT = (
-    "Tokens differ. Where the log-probabilities before the difference agree (to about 1e-5 in "
-    "float32, 1e-2 in bfloat16), weights and prompt are the same, and rounding has decided between "
-    "two tokens that tied but for their noise: kernels of GPUs whose result depends on the batch "
-    "do that. Where they do not agree, the sample saw other weights, another prompt or other "
-    "settings. Neither log nor args.json holds environment variables (MAX_PIXELS and the like: set "
-    "them as they were), the data set's column `chat_template_kwargs`, or what only a server was "
-    "told (give it with --set)."
+    "Tokens differ. Look at the log-probabilities before the difference. If they agree (to about "
+    "1e-5 in float32, 1e-2 in bfloat16), weights and prompt are the same, and rounding has decided "
+    "between two tokens that tied but for their noise: kernels of GPUs whose result depends on the "
+    "batch do that. If not, the sample saw other weights, another prompt or other settings. "
+    "Neither log nor args.json holds environment variables (set MAX_PIXELS and the like as they "
+    "were), the data set's column `chat_template_kwargs`, or what only a server was told (give it "
+    "with --set)."
 )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments, and what runs it."""
+    add = parser.add_argument
+    add("run_dir", help="the run's output folder: args.json, samples, checkpoints")
+    add("--round", required=True, type=round_name, help="step and number, as 12.0; 12 means 12.0")
+    add("--group", required=True, type=int, help="number in its round, from 0")
+    add("--phase", choices=PHASES, default="train")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    add(
+        "--set",
+        metavar="NAME=VALUE",
+        type=setting,
+        action="append",
+        default=[],
+        help="a setting of args.json that is another here, such as model=DIR or "
+        "vllm_max_model_len=512 (what a server was told); the value is JSON, or text",
+    )
+    parser.set_defaults(run=run)
+
+
+def round_name(text: str) -> tuple[int, int]:
+    """Step and number of a round."""
+    match = re.fullmatch(r"(\d+)(?:\.(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a step and a number, such as 12.0")
+    return int(match[1]), int(match[2] or 0)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """A name, and a value that is JSON or text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """A group that was drawn again."""
+    """A group that was drawn again: what `--json` prints."""
 
     run_dir: str
     weights: str
     weight_version: int
+    equal: bool
+    """Whether all tokens of all samples are equal."""
+
     samples: list[Comparison]
     notes: list[str]
     """What may explain a difference, or was left out."""
-
-    decode: Decode
-    """The text of one token."""
-
-    @property
-    def is_equal(self) -> bool:
-        return all(sample.is_equal for sample in self.samples)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,57 +93,59 @@ def run(options: argparse.Namespace) -> int:
         print(f"swift-grpo-ext replay: {e}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps(as_json(replay), ensure_ascii=False, indent=2))
+        print(json.dumps(asdict(replay), ensure_ascii=False, indent=2))
     else:
         show(replay)
-    return 0 if replay.is_equal else 1
+    return 0 if replay.equal else 1
 
 
 def _replay(options: argparse.Namespace) -> Replay:
-    step, number = options.round
+    from swift_grpo_ext.record.reader import read_group
+    from swift_grpo_ext.replay import prompts
+    from swift_grpo_ext.replay.run import ReplayError, first_turns, read_run, weights_of
+
     run = read_run(options.run_dir, dict(options.set))
-    check_settings(run.settings)
+    step, number = options.round
     logged = read_group(
         options.run_dir, phase=options.phase, step=step, number=number, group=options.group
     )
     rows = first_turns(logged, run.settings)
-    version = rows[0].weight_version
-    weights = weights_of(run, version)
-    prompts = {row.fingerprint: row for row in rows}
-    found = {name: _prompt(run, row, options.phase) for name, row in prompts.items()}
-    notes = [note for prompt in found.values() for note in check_media(prompt, began(run))]
+    weights = weights_of(run, rows[0].weight_version)
+    found: dict[str, dict[str, Any]] = {}
+    for row in {row.fingerprint: row for row in rows}.values():
+        prompt = prompts.prompt_from_log(row)
+        if prompt is None:
+            from swift_grpo_ext.replay.draw import data_rows  # ms-swift
+
+            prompt = prompts.prompt_from_rows(row, data_rows(run.settings, options.phase))
+        if prompt is None:
+            raise ReplayError(prompts.lack_of_prompt(row, run.settings))
+        found[row.fingerprint] = prompt
+    start = prompts.start_time(run)
+    notes = [note for prompt in found.values() for note in prompts.check_media(prompt, start)]
 
     from swift_grpo_ext.replay.draw import draw_again  # vLLM
 
     drawn, tokenizer = draw_again(run, weights, found, rows)
-    comparisons = [_compare(row, tokens) for row, tokens in zip(rows, drawn, strict=True)]
-    if not all(comparison.is_equal for comparison in comparisons):
+    samples = [
+        compare(row, token_ids, logprobs, lambda token_id: str(tokenizer.decode([token_id])))
+        for row, (token_ids, logprobs) in zip(rows, drawn, strict=True)
+    ]
+    equal = all(sample.equal for sample in samples)
+    if not equal:
         notes.append(DIFFERENT)
+    if len(logged) > len(rows):
+        notes.append(
+            f"{len(logged) - len(rows)} later turns of these conversations are not drawn again: "
+            "their prompts hold answers of the scheduler or its tools, which the log lacks."
+        )
     return Replay(
         run_dir=str(options.run_dir),
-        weights=str(weights),
-        weight_version=version,
-        samples=comparisons,
-        notes=[*notes, *filter(None, [later_turns_note(logged)])],
-        decode=lambda token_id: str(tokenizer.decode([token_id])),
-    )
-
-
-def _prompt(run: Run, row: SampleRow, phase: str) -> Mapping[str, Any]:
-    prompt = prompt_from_log(row)
-    if prompt is None:
-        from swift_grpo_ext.replay.draw import data_rows  # ms-swift
-
-        prompt = prompt_from_rows(row, data_rows(run.settings, phase))
-    if prompt is None:
-        raise ReplayError(lack_of_prompt(row, run.settings))
-    return prompt
-
-
-def _compare(row: SampleRow, drawn: Tokens) -> Comparison:
-    assert row.seed is not None
-    return compare(
-        row.sample_id, row.seed, Tokens(token_ids=row.token_ids, logprobs=row.logprobs), drawn
+        weights=" + ".join((weights.model, *weights.adapters)),
+        weight_version=rows[0].weight_version,
+        equal=equal,
+        samples=samples,
+        notes=notes,
     )
 
 
@@ -142,92 +163,33 @@ def _output_on_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-def as_json(replay: Replay) -> dict[str, Any]:
-    """What `--json` prints."""
-    return {
-        "run_dir": replay.run_dir,
-        "weights": replay.weights,
-        "weight_version": replay.weight_version,
-        "equal": replay.is_equal,
-        "samples": [_sample_json(sample, replay.decode) for sample in replay.samples],
-        "notes": replay.notes,
-    }
-
-
-def _sample_json(sample: Comparison, decode: Decode) -> dict[str, Any]:
-    difference = sample.difference
-    return {
-        "name": request_id(sample.sample_id),
-        "seed": sample.seed,
-        "equal": sample.is_equal,
-        "num_logged": sample.num_logged,
-        "num_drawn": sample.num_drawn,
-        "logprob_gap": sample.logprob_gap,
-        "difference": None
-        if difference is None
-        else {
-            "position": difference.position,
-            "logged": _token_json(difference.logged, decode),
-            "drawn": _token_json(difference.drawn, decode),
-            "probability_gap": difference.probability_gap,
-        },
-    }
-
-
-def _token_json(token: Token | None, decode: Decode) -> dict[str, Any] | None:
-    return None if token is None else {**asdict(token), "text": decode(token.token_id)}
-
-
 def show(replay: Replay) -> None:
-    """Print a table: for each sample, equal or where it differs."""
-    from rich.console import Console
-    from rich.table import Table
-
-    first = replay.samples[0].sample_id
-    table = Table(
-        title=f"{describe(first).rpartition(',')[0]}, drawn again with {replay.weights}",
-        caption="gap before: the largest difference of log-probabilities, in nats, before tokens "
-        "differ; gap of p: of the two tokens' probabilities",
-    )
-    for column in ("sample", "tokens", "gap before", "differ at", "logged", "drawn", "gap of p"):
-        table.add_column(column, justify="left" if column in ("logged", "drawn") else "right")
+    """Print a line for each sample: equal, or where it differs."""
+    print(f"Drawn again with {replay.weights}:")
     for sample in replay.samples:
-        table.add_row(*_cells(sample, replay.decode))
-    console = Console(highlight=False, markup=False)
-    console.print(table)
-    num_equal = sum(sample.is_equal for sample in replay.samples)
-    console.print(f"{num_equal} of {len(replay.samples)} samples have equal tokens.")
+        print(f"  {sample.name}: {_result(sample)}")
+    num_equal = sum(sample.equal for sample in replay.samples)
+    print(f"{num_equal} of {len(replay.samples)} samples have equal tokens.")
     for note in replay.notes:
-        console.print(f"Note: {note}")
+        print(f"Note: {note}")
 
 
-def _cells(sample: Comparison, decode: Decode) -> Sequence[str]:
-    gap = "" if sample.logprob_gap is None else f"{sample.logprob_gap:.1e}"
-    lengths = str(sample.num_logged)
-    if sample.num_drawn != sample.num_logged:
-        lengths += f" / {sample.num_drawn}"
+def _result(sample: Comparison) -> str:
+    gap, found = sample.logprob_gap, sample.difference
+    within = "" if gap is None else f" (log-probabilities within {gap:.1e} nats)"
+    if found is None:
+        return f"{sample.num_logged} tokens, equal{within}"
+    gap = found.probability_gap
+    apart = "" if gap is None else f"; their probabilities lie {gap:.3g} apart"
     return (
-        str(sample.sample_id.index),
-        lengths,
-        gap,
-        *_difference_cells(sample.difference, decode),
+        f"{sample.num_logged} tokens, {sample.num_drawn} drawn; equal before position "
+        f"{found.position}{within}, where the log has {_shown(found.logged)} and the replay "
+        f"{_shown(found.drawn)}{apart}"
     )
 
 
-def _difference_cells(difference: Difference | None, decode: Decode) -> Sequence[str]:
-    if difference is None:
-        return ("nowhere", "", "", "")
-    gap = difference.probability_gap
-    return (
-        str(difference.position),
-        _token_cell(difference.logged, decode),
-        _token_cell(difference.drawn, decode),
-        "" if gap is None else f"{gap:.3g}",
-    )
-
-
-def _token_cell(token: Token | None, decode: Decode) -> str:
+def _shown(token: Token | None) -> str:
     if token is None:
-        return "(ended)"
+        return "ended"
     logprob = "" if token.logprob is None else f" {token.logprob:.3f}"
-    return f"{decode(token.token_id)!r} ({token.token_id}){logprob}"
+    return f"{token.text!r} ({token.token_id}){logprob}"

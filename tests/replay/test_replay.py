@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from swift_grpo_ext.record.collect import media_name
-from swift_grpo_ext.replay.arguments import add_arguments, round_name, setting
-from swift_grpo_ext.replay.command import Replay, as_json, show
-from swift_grpo_ext.replay.compare import Token, Tokens, compare, first_difference
+from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.replay.command import Replay, add_arguments, round_name, run, setting, show
+from swift_grpo_ext.replay.compare import Comparison, Token, compare, first_difference
 from swift_grpo_ext.replay.prompts import (
     check_media,
     lack_of_prompt,
@@ -31,9 +31,7 @@ from swift_grpo_ext.replay.run import (
     ReplayError,
     Run,
     Weights,
-    check_settings,
     first_turns,
-    later_turns_note,
     read_run,
     weights_of,
 )
@@ -70,37 +68,61 @@ def test_the_first_difference(logged: list[int], drawn: list[int]) -> None:
         assert logged[position : position + 1] != drawn[position : position + 1]
 
 
+def completion(ids: list[int], logprobs: list[float] | None = None, **fields: Any) -> SampleRow:
+    return replace(ROW, token_ids=ids, logprobs=logprobs, **fields)
+
+
+def compared(row: SampleRow, ids: list[int], logprobs: list[float] | None = None) -> Comparison:
+    return compare(row, ids, logprobs, lambda token_id: f"<{token_id}>")
+
+
 def test_a_difference_has_both_tokens_and_the_gap_of_their_probabilities() -> None:
-    logged = Tokens(token_ids=[1, 2, 3], logprobs=[-0.5, -1.0, -9.0])
-    drawn = Tokens(token_ids=[1, 5, 3, 4], logprobs=[-0.75, -1.5, -0.1, -0.1])
-    found = compare(ROW.sample_id, 7, logged, drawn)
-    assert not found.is_equal
+    row = completion([1, 2, 3], [-0.5, -1.0, -9.0], sample_id=sample_id(2, group=3, index=1))
+    found = compared(row, [1, 5, 3, 4], [-0.75, -1.5, -0.1, -0.1])
+    assert (found.name, found.seed, found.equal) == ("train-2.0-3-1", 1, False)
     assert (found.num_logged, found.num_drawn) == (3, 4)
     assert found.logprob_gap == 0.25  # of the common beginning only
     assert found.difference is not None
     assert found.difference.position == 1
-    assert found.difference.logged == Token(token_id=2, logprob=-1.0)
-    assert found.difference.drawn == Token(token_id=5, logprob=-1.5)
+    assert found.difference.logged == Token(token_id=2, logprob=-1.0, text="<2>")
+    assert found.difference.drawn == Token(token_id=5, logprob=-1.5, text="<5>")
     gap = math.exp(-1.0) - math.exp(-1.5)
     assert found.difference.probability_gap == pytest.approx(gap)
 
 
+def test_the_gap_of_probabilities_has_no_sign() -> None:
+    for logged, drawn in ((-0.5, -1.5), (-1.5, -0.5)):
+        found = compared(completion([1], [logged]), [2], [drawn])
+        assert found.difference is not None
+        expected = math.exp(-0.5) - math.exp(-1.5)
+        assert found.difference.probability_gap == pytest.approx(expected)
+
+
 def test_equal_tokens() -> None:
-    found = compare(
-        ROW.sample_id,
-        7,
-        Tokens(token_ids=[1, 2], logprobs=[-0.5, -math.inf]),
-        Tokens(token_ids=[1, 2], logprobs=[-0.5, -math.inf]),
-    )
-    assert (found.is_equal, found.difference, found.logprob_gap) == (True, None, 0.0)
+    found = compared(completion([1, 2], [-0.5, -math.inf]), [1, 2], [-0.5, -math.inf])
+    assert (found.equal, found.difference, found.logprob_gap) == (True, None, 0.0)
+    found = compared(completion([1, 2], [-0.5, -1.0]), [1, 2], [-0.25, -3.0])
+    assert (found.equal, found.logprob_gap) == (True, 2.0)
+
+
+def test_log_probabilities_that_one_side_lacks() -> None:
+    found = compared(completion([1, 2], [-0.5, -1.0]), [1, 3])
+    assert found.logprob_gap is None
+    assert found.difference is not None
+    assert found.difference.logged == Token(token_id=2, logprob=-1.0, text="<2>")
+    assert found.difference.drawn == Token(token_id=3, logprob=None, text="<3>")
+    assert found.difference.probability_gap is None
+    assert compared(completion([1, 2]), [1, 2], [-0.5, -1.0]).logprob_gap is None
+    assert compared(completion([1], [-0.5]), [2], [-0.5]).logprob_gap is None  # nothing precedes
 
 
 @pytest.mark.parametrize(("logged", "drawn"), [([1, 2], [1]), ([1], [1, 2]), ([], [2])])
 def test_one_ends_earlier(logged: list[int], drawn: list[int]) -> None:
-    found = compare(ROW.sample_id, 7, Tokens(token_ids=logged), Tokens(token_ids=drawn))
+    found = compared(completion(logged), drawn)
     assert found.difference is not None
     assert found.difference.position == min(len(logged), len(drawn))
     assert (found.difference.logged is None) == (len(logged) < len(drawn))
+    assert (found.difference.drawn is None) == (len(drawn) < len(logged))
     assert found.difference.probability_gap is None
     assert found.logprob_gap is None
 
@@ -108,49 +130,67 @@ def test_one_ends_earlier(logged: list[int], drawn: list[int]) -> None:
 # --- the result ---
 
 
-def a_replay(notes: tuple[str, ...] = ()) -> Replay:
+def a_replay(*, equal: bool = False) -> Replay:
     samples = [
-        compare(sample_id(group=3), 7, Tokens(token_ids=[1, 2]), Tokens(token_ids=[1, 2])),
-        compare(
-            sample_id(group=3, index=1),
-            8,
-            Tokens(token_ids=[1, 2], logprobs=[-0.5, -1.0]),
-            Tokens(token_ids=[1, 4], logprobs=[-0.5, -1.5]),
+        compared(completion([1, 2], sample_id=sample_id(group=3)), [1, 2]),
+        compared(
+            completion([1, 2], [-0.5, -1.0], sample_id=sample_id(group=3, index=1)),
+            [1, 4],
+            [-0.5, -1.5],
         ),
+        compared(completion([1, 2], sample_id=sample_id(group=3, index=2)), [1]),
     ]
     return Replay(
         run_dir="run",
         weights="run/checkpoint-2",
         weight_version=2,
-        samples=samples,
-        notes=list(notes),
-        decode=lambda token_id: f"<{token_id}>",
+        equal=equal,
+        samples=samples[:1] if equal else samples,
+        notes=["a note"],
     )
 
 
-def test_json() -> None:
-    result = json.loads(json.dumps(as_json(a_replay(("a note",)))))
+def run_with(replay: Replay, monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> int:
+    monkeypatch.setattr("swift_grpo_ext.replay.command._replay", lambda options: replay)
+    return run(argparse.Namespace(json=as_json))
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_with(a_replay(), monkeypatch, as_json=True) == 1
+    result = json.loads(capsys.readouterr().out)
     assert (result["equal"], result["weights"], result["notes"]) == (
         False,
         "run/checkpoint-2",
         ["a note"],
     )
-    equal, different = result["samples"]
-    assert (equal["name"], equal["equal"], equal["difference"]) == ("train-0.0-3-0", True, None)
+    same, different, _ = result["samples"]
+    assert (same["name"], same["equal"], same["difference"]) == ("train-0.0-3-0", True, None)
     assert different["difference"]["position"] == 1
     assert different["difference"]["logged"] == {"token_id": 2, "logprob": -1.0, "text": "<2>"}
     assert different["difference"]["drawn"] == {"token_id": 4, "logprob": -1.5, "text": "<4>"}
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    show(a_replay(("a note",)))
-    output = capsys.readouterr().out
-    assert "train round 0.0, group 3, drawn again with run/checkpoint-2" in output
-    assert "'<2>' (2) -1.000" in output
-    assert "'<4>' (4) -1.500" in output
-    assert "1 of 2 samples have equal tokens." in output
-    assert "Note: a note" in output
+def test_the_exit_status_says_whether_all_are_equal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_with(a_replay(equal=True), monkeypatch, as_json=False) == 0
+    assert "1 of 1 samples have equal tokens." in capsys.readouterr().out
+    assert run_with(a_replay(), monkeypatch, as_json=False) == 1
+
+
+def test_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    show(a_replay())
+    assert capsys.readouterr().out.splitlines() == [
+        "Drawn again with run/checkpoint-2:",
+        "  train-0.0-3-0: 2 tokens, equal",
+        "  train-0.0-3-1: 2 tokens, 2 drawn; equal before position 1 (log-probabilities within "
+        "0.0e+00 nats), where the log has '<2>' (2) -1.000 and the replay '<4>' (4) -1.500; their "
+        "probabilities lie 0.145 apart",
+        "  train-0.0-3-2: 2 tokens, 1 drawn; equal before position 1, where the log has '<2>' (2) "
+        "and the replay ended",
+        "1 of 3 samples have equal tokens.",
+        "Note: a note",
+    ]
 
 
 @pytest.mark.parametrize(("text", "name"), [("12.0", (12, 0)), ("12", (12, 0)), ("3.7", (3, 7))])
@@ -205,10 +245,10 @@ def test_settings_of_a_run(tmp_path: Path) -> None:
         ({"quant_method": "bnb"}, "--quant_method bnb"),
     ],
 )
-def test_runs_that_cannot_be_replayed(changes: dict[str, Any], named: str) -> None:
-    check_settings(SETTINGS)
-    with pytest.raises(ReplayError, match=named):
-        check_settings({**SETTINGS, **changes})
+def test_runs_that_cannot_be_replayed(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    (tmp_path / "args.json").write_text(json.dumps({**SETTINGS, **changes}))
+    with pytest.raises(ReplayError, match=f"{named}: the run cannot be replayed"):
+        read_run(tmp_path, {})
 
 
 def test_weights(tmp_path: Path) -> None:
@@ -239,23 +279,18 @@ def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
     assert weights_of(anew, 0) == Weights(model=checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("changes", "version", "remedy"),
-    [
-        ({}, 2, "--save_total_limit 3: set a greater one"),
-        ({}, 3, "--save_steps 2 does not keep step 3: set 1"),
-        ({"save_steps": 0.1}, 3, "--save_steps 0.1 does not keep step 3"),
-        ({"save_total_limit": None}, 2, "leave it where it is"),
-        ({"save_strategy": "no"}, 2, "--save_strategy no: set --save_strategy steps"),
-    ],
-)
-def test_missing_weights_are_named(
-    changes: dict[str, Any], version: int, remedy: str, tmp_path: Path
-) -> None:
-    run = make_run(tmp_path, 4, 10, **changes)
-    named = rf"checkpoint-{version} is not there \(.* has checkpoint-4, checkpoint-10\).*{remedy}"
+@pytest.mark.parametrize("changes", [{}, {"save_strategy": "no"}, {"save_total_limit": None}])
+def test_missing_weights_are_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path, 10, 4, **changes)
+    saving = " ".join(
+        f"--{name} {run.settings[name]}"
+        for name in ("save_strategy", "save_steps", "save_total_limit")
+    )
+    named = rf"checkpoint-6 is not there \(.* has checkpoint-4, checkpoint-10\).*{saving}.* of 6"
     with pytest.raises(ReplayError, match=named):
-        weights_of(run, version)
+        weights_of(run, 6)
+    with pytest.raises(ReplayError, match="has no checkpoint"):
+        weights_of(make_run(tmp_path / "checkpoint-4"), 6)
 
 
 def test_a_checkpoint_in_shards_is_named(tmp_path: Path) -> None:
@@ -271,10 +306,6 @@ def test_a_checkpoint_in_shards_is_named(tmp_path: Path) -> None:
 def test_first_turns() -> None:
     later = replace(SEEDED, sample_id=sample_id(turn=1), seed=1)
     assert first_turns([SEEDED, later], SETTINGS) == [SEEDED]
-    note = later_turns_note([SEEDED, later])
-    assert note is not None
-    assert note.startswith("1 later turns")
-    assert later_turns_note([SEEDED]) is None
 
 
 @pytest.mark.parametrize(
@@ -285,7 +316,7 @@ def test_first_turns() -> None:
         (
             {},
             {"multi_turn_scheduler": "math_tip", "vllm_mode": "server"},
-            "--multi_turn_scheduler math_tip with --vllm_mode server: the server held",
+            "--multi_turn_scheduler math_tip with --vllm_mode server: the server led",
         ),
     ],
 )

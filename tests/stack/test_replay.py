@@ -57,7 +57,8 @@ def run(assets: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def replay(run: Path, log: Path, *argv: str) -> tuple[Finished, str]:
     """The command's end, and what it wrote to standard output."""
     out = log.with_suffix(".out")
-    command = [sys.executable, "-m", "swift_grpo_ext.replay", str(run), *argv]
+    main = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", main, "replay", str(run), *argv]
     shell = ["bash", "-c", 'out=$1; shift; exec "$@" > "$out"', "replay", str(out), *command]
     with started(shell, log) as running:
         finished = running.wait(300)
@@ -129,7 +130,7 @@ def test_a_missing_checkpoint_and_a_missing_image_are_named(
     finished, output = replay(bare, tmp_path / "log", "--round", "2", "--group", "0")
     assert (finished.returncode, output) == (1, "")
     assert "checkpoint-2 is not there" in finished.output
-    assert "--save_total_limit 1: set a greater one" in finished.output
+    assert "--save_total_limit 1: in the next one set --save_strategy steps" in finished.output
 
     rows = group_of_round(run, 0, as_content=True)
     other = assets / "digits/heldout.jsonl"  # another data set
