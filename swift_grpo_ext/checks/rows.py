@@ -187,7 +187,7 @@ def unreadable(image: Any) -> str | None:
 
 
 def media_content(image: Any) -> Path | io.BytesIO | None:
-    """A medium's local file or its content; None for what only ms-swift reads (URLs, PIL images)."""
+    """A local file or the content; None for what ms-swift alone reads (URLs, PIL images)."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
