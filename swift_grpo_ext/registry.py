@@ -5,15 +5,9 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.contract import verify
 
-PINS = (
-    Pin("swift.trainers", "TrainerFactory.TRAINER_MAPPING"),
-    Pin("swift.trainers", "TrainerFactory.TRAINING_ARGS_MAPPING"),
-    Pin("swift.trainers", "TrainerFactory.get_cls", ("args", "mapping")),
-    Pin("swift.callbacks", "callbacks_map"),
-    Pin("swift.callbacks", "TrainerCallback", ("args", "trainer")),
-)
 TRAINER = "swift_grpo_ext.training.RolloutGRPOTrainer"
 TRAINING_ARGUMENTS = "swift_grpo_ext.training.RolloutGRPOConfig"
 
@@ -21,7 +15,7 @@ TRAINING_ARGUMENTS = "swift_grpo_ext.training.RolloutGRPOConfig"
 @cache
 def register() -> None:
     """See `swift_grpo_ext.register`."""
-    verify(PINS)
+    verify(pins.COMMAND_LINE)
 
     # Not before ms-swift is known to fit: these modules build on its classes.
     from swift.callbacks import callbacks_map

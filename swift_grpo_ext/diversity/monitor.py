@@ -20,18 +20,6 @@ from swift_grpo_ext.diversity.drawn import DrawnSample, drawn_sample
 from swift_grpo_ext.diversity.record import RecordFile, RoundRecord
 from swift_grpo_ext.diversity.watch import RoundWatch, WatchSettings
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("swift.callbacks", "TrainerCallback", ("args", "trainer")),
-    Pin("swift.callbacks", "TrainerCallback.on_train_begin", ("self", "args", "state", "control")),
-    Pin("swift.callbacks", "TrainerCallback.on_step_end", ("self", "args", "state", "control")),
-    Pin("swift.callbacks", "TrainerCallback.on_prediction_step",
-        ("self", "args", "state", "control")),
-    Pin("swift.callbacks", "TrainerCallback.on_train_end", ("self", "args", "state", "control")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_metrics", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.log", ("self", "logs", "start_time")),
-)  # fmt: skip
 
 logger = get_logger()
 
@@ -195,6 +183,3 @@ class DiversityMonitor(TrainerCallback):
         values = [told]
         dist.broadcast_object_list(values, src=0)
         return values[0]
-
-
-verify(PINS)

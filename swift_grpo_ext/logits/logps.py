@@ -21,25 +21,12 @@ from swift.utils import get_logger
 from torch import Tensor, nn
 
 from swift_grpo_ext.logits import KEYWORDS, LogitsShim, Logps, base_model
-from swift_grpo_ext.upstream.contract import Pin, verify
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOTrainer as Upstream
 else:
     Upstream = object
 
-PINS = (
-    Pin("swift.rlhf_trainers", "GRPOTrainer._get_per_token_logps_and_entropies_single",
-        ("self", "model", "model_inputs", "grpo_batch", "compute_entropy")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._get_logps_via_local_forward",
-        ("self", "model", "model_inputs", "logits_to_keep", "input_ids", "compute_entropy")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.compute_liger_loss",
-        ("self", "unwrapped_model", "model_inputs", "grpo_batch")),
-    Pin("swift.rl_core.data", "GRPOBatch.completion_mask"),
-    Pin("swift.rl_core.data", "GRPOBatch.seq_lengths"),
-    Pin("swift.rl_core.data", "GRPOBatch.logits_to_keep"),
-)  # fmt: skip
-verify(PINS)
 
 logger = get_logger()
 

@@ -28,23 +28,10 @@ from swift_grpo_ext.replay.run import ReplayError, Run, Weights
 from swift_grpo_ext.rollout.draw import RankBatch, draw, to_rollout_outputs
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
-
-PINS = (
-    Pin("swift.arguments", "BaseArguments.get_template", ("self", "processor", "kwargs")),
-    Pin("swift.arguments", "BaseArguments.get_model_processor", ("self",)),
-    Pin("swift.arguments", "BaseArguments.load_dataset", ("self",)),
-    Pin("swift.pipelines.export.merge_lora", "merge_lora",
-        ("args", "device_map", "replace_if_exists")),
-    Pin("swift.rl_core.data", "OnPolicySample.from_row", ("cls", "row")),
-    Pin("swift.rl_core.data", "OnPolicySample.to_infer_request", ("self", "include_extra")),
-    # `make_engine` calls them on what they read of a trainer.
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_rollout_params", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm_engine", ("self",)),
-)  # fmt: skip
-verify(PINS)
 
 
 def draw_again(
@@ -127,6 +114,8 @@ def make_engine(
     GRPOTrainer._prepare_rollout_params(trainer)
     if not has_accelerator():
         trainer.vllm_tensor_parallel_size = 1
+
+    verify((*pins.TRAINER, *pins.ENGINE))
 
     def engine_of_one_process(*args: Any, **kwargs: Any) -> RolloutEngine:
         return RolloutEngine(*args, **{**kwargs, "distributed_executor_backend": None})

@@ -31,43 +31,13 @@ from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Stops, Truncation
 from swift_grpo_ext.stops.templates import TemplateStops, stopped, tell_stop_reason
-from swift_grpo_ext.upstream import server, shared_memory, split_prefill
+from swift_grpo_ext.upstream import pins, server, shared_memory, split_prefill
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import Pin, verify
+from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.exif import drop_orientation
 from swift_grpo_ext.upstream.replicas import FAILURE
 from swift_grpo_ext.upstream.tool_calls import tool_calls
 from swift_grpo_ext.upstream.video import add_video_metadata
-
-PINS = (
-    Pin("swift.infer_engine", "GRPOVllmEngine", ("model_id_or_path",)),
-    Pin("swift.infer_engine", "GRPOVllmEngine.infer",
-        ("self", "infer_requests", "request_config", "metrics", "use_tqdm", "adapter_request")),
-    Pin("swift.infer_engine", "GRPOVllmEngine.async_infer",
-        ("self", "infer_requests", "request_config", "metrics", "use_tqdm", "kwargs")),
-    Pin("swift.infer_engine", "GRPOVllmEngine.infer_async",
-        ("self", "infer_request", "request_config", "adapter_request", "pre_infer_hook")),
-    Pin("swift.infer_engine", "GRPOVllmEngine._create_chat_completion_response",
-        ("self", "result", "inputs", "request_config", "request_id")),
-    Pin("swift.infer_engine", "GRPOVllmEngine._batch_infer_stream",
-        ("self", "tasks", "stream", "use_tqdm", "metrics")),
-    Pin("swift.infer_engine.vllm_engine", "VllmEngine._add_request",
-        ("self", "inputs", "generation_config", "request_id", "adapter_request")),
-    Pin("swift.infer_engine.infer_engine", "InferEngine._batch_encode",
-        ("self", "infer_requests", "strict")),
-    Pin("swift.infer_engine.vllm_engine", "VllmEngine.inner_model_executor"),
-    Pin("vllm", "SamplingParams.n"),
-    Pin("vllm", "SamplingParams.flat_logprobs"),
-    Pin("vllm", "SamplingParams.stop"),
-    Pin("vllm", "SamplingParams.stop_token_ids"),
-    Pin("vllm", "SamplingParams.include_stop_str_in_output"),
-    Pin("vllm", "SamplingParams.detokenize"),
-    Pin("vllm", "SamplingParams.skip_special_tokens"),
-    Pin("vllm", "SamplingParams.spaces_between_special_tokens"),
-    Pin("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights",
-        ("self", "weights_iterator", "weights_path", "is_checkpoint_format")),
-)  # fmt: skip
-verify(PINS)
 
 logger = get_logger()
 
@@ -364,8 +334,14 @@ def _pack(response: PackedResponse, replica: str) -> RolloutOutput:
 
 
 def install() -> None:
-    """Put `RolloutEngine` where the trainer and `swift rollout` look for their engine."""
+    """Put `RolloutEngine` where the trainer and `swift rollout` look for their engine.
+
+    Raises:
+        UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
+    """
+    verify((*pins.ENGINE, *(() if has_accelerator() else pins.CPU)))
     swift.infer_engine.GRPOVllmEngine = RolloutEngine
     if ROLLOUT_MODULE in sys.modules:
+        verify(pins.SERVER)
         sys.modules[ROLLOUT_MODULE].GRPOVllmEngine = RolloutEngine  # type: ignore[attr-defined]
         server.install()

@@ -10,17 +10,6 @@ from swift.infer_engine.protocol import ChatCompletionResponseChoice
 
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.stops.rule import StopReason, Stops, Truncation, check_stops, cut, make_stops
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("swift.infer_engine.protocol", "ChatCompletionResponseChoice",
-        ("index", "message", "finish_reason", "logprobs", "token_ids", "routed_experts")),
-    Pin("swift.template", "Template.decode_generate_ids",
-        ("self", "generate_ids", "is_finished", "first_token", "template_inputs")),
-    Pin("swift.template", "Template.skip_stop_tokens", ("self", "generate_ids", "is_finished")),
-    Pin("swift.template", "Template._get_response_prefix", ("self", "inputs")),
-)  # fmt: skip
-verify(PINS)
 
 STOP_REASON = "stop_reason"
 """Its key in `rollout_infos`, where reward functions find it."""

@@ -38,29 +38,7 @@ from swift_grpo_ext.stops.templates import (
     stopped,
     tell_stop_reason,
 )
-from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.tool_calls import tool_calls
-
-PINS = (
-    Pin("swift.infer_engine", "TransformersEngine._infer",
-        ("self", "infer_requests", "request_config", "adapter_request", "pre_infer_hook")),
-    Pin("swift.infer_engine", "TransformersEngine._infer_full",
-        ("self", "inputs", "generation_config", "adapter_request", "request_config",
-         "template_inputs")),
-    Pin("swift.infer_engine", "TransformersEngine.infer",
-        ("self", "infer_requests", "request_config", "metrics", "use_tqdm", "adapter_request")),
-    Pin("swift.infer_engine", "TransformersEngine._get_adapter_names", ("self", "adapter_request")),
-    Pin("swift.infer_engine", "TransformersEngine.preprocess_logits",
-        ("batched_logits", "batched_generate_ids", "top_logprobs")),
-    Pin("swift.infer_engine.infer_engine", "InferEngine._get_logprobs",
-        ("self", "logprobs_list", "token_ids", "top_logprobs")),
-    Pin("swift.template", "Template.prepare_generate_kwargs", ("self", "generate_kwargs", "model")),
-    Pin("swift.template", "Template.generate", ("self", "model")),
-    Pin("swift.template", "Template.get_generate_ids",
-        ("self", "generate_ids", "num_prompt_tokens")),
-    Pin("swift.template.utils", "StopWordsCriteria", ("tokenizer", "stop_words")),
-)  # fmt: skip
-verify(PINS)
 
 WINDOW_MARGIN = 8
 """Tokens of the window beyond those that can hold a stop string, each at least one byte: decoders

@@ -1,5 +1,10 @@
 """ms-swift's GRPO trainer, extended: `prompts` before a round, `rollouts` in it, `batch` after."""
 
-from swift_grpo_ext.training.trainer import RolloutGRPOConfig, RolloutGRPOTrainer
+from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.contract import verify
+
+verify(pins.TRAINER)  # before classes build on it
+
+from swift_grpo_ext.training.trainer import RolloutGRPOConfig, RolloutGRPOTrainer  # noqa: E402
 
 __all__ = ["RolloutGRPOConfig", "RolloutGRPOTrainer"]

@@ -53,41 +53,8 @@ from swift_grpo_ext.training.rollouts import (
 )
 from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.dynamic_eos import only_sampled_tokens
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
-
-PINS = (
-    Pin("swift.rlhf_trainers", "GRPOConfig"),
-    Pin("swift.rlhf_trainers", "GRPOTrainer",
-        ("model", "ref_model", "reward_model", "reward_funcs", "_args", "kwargs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_inputs", ("self", "inputs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._get_train_sampler", ("self", "train_dataset")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_resample_data_iterator", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.evaluation_loop", ("self", "dataloader")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prefetch", ("self", "dataloader")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.resample_encode_failed_inputs", ("self", "inputs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._add_prompt_id_to_inputs", ("self", "samples")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.samples2requests", ("self", "samples")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._get_request_config", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._engine_infer",
-        ("self", "infer_requests", "request_config", "use_tqdm")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._rollout",
-        ("self", "samples", "request_config", "is_global_inputs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_batch_inputs", ("self", "samples")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._postprocess_rollout_outputs",
-        ("self", "samples", "outputs")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer.split_by_mini_batches", ("self", "samples")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._prepare_vllm_engine", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._move_model_to_vllm", ("self", "skip_async_check")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._load_state_dict_to_vllm", ("self", "state_dict")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._load_from_checkpoint",
-        ("self", "resume_from_checkpoint", "model")),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._load_best_model", ("self",)),
-    Pin("swift.rlhf_trainers", "GRPOTrainer._save_checkpoint", ("self", "args", "kwargs")),
-)  # fmt: skip
-verify(PINS)
 
 logger = get_logger()
 
@@ -275,7 +242,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
                 request=lambda number: self.samples2requests([samples[number]])[0],
                 packed=not self.multi_turn_scheduler,
             )
-            outputs, unequal = draw(rank_batch, self._sharing(is_global_inputs), self._generate)
+            outputs, unequal = draw(rank_batch, self._sharing(is_global_inputs), self._call_engine)
             if not self.multi_turn_scheduler:  # environments ask each sample its own question
                 self._uneven_groups.warn(unequal)
         self._recorder.record(
@@ -295,7 +262,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
         shares = self.vllm_mode == "server" and not is_global_inputs
         return self._ranks if shares else SingleRank()
 
-    def _generate(
+    def _call_engine(
         self, requests: list[Any], metadatas: Sequence[RequestMetadata]
     ) -> list[list[Any]]:
         from swift_grpo_ext.rollout.draw import to_rollout_output, to_rollout_outputs

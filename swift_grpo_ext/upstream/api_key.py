@@ -24,14 +24,6 @@ from urllib.parse import urlsplit
 from fastapi import HTTPException, Request
 from swift.utils import get_logger
 
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("swift.arguments", "RolloutArguments.api_key"),
-    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy._require_api_key", ("self",),
-        since="4.6"),
-)  # fmt: skip
-
 logger = get_logger()
 
 VARIABLE = "VLLM_API_KEY"
@@ -152,7 +144,6 @@ def require_api_key(server: Any) -> Callable[[Request], Awaitable[None]]:
 @cache
 def install() -> None:
     """Let `swift rollout` ask for the key so. Call before a server is made."""
-    verify(PINS)
     from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
     def _require_api_key(self: Any) -> Callable[[Request], Awaitable[None]]:

@@ -1,7 +1,6 @@
-"""The upstream names and signatures that we extend, and the check that they are what we know.
+"""The check that upstream's names and signatures are those that we extend (`pins.py` lists them).
 
-Every module that extends upstream lists its pins and calls `verify` when it is imported, so that an
-unknown ms-swift or vLLM is refused by name before it can fail deep in a run. The tests verify all.
+An unknown ms-swift or vLLM is refused by name, before it can fail deep in a run.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ def resolve(pin: Pin) -> Any:
     """The object that a pin names; raises `AttributeError` or `ImportError` where it is missing."""
     value: Any = importlib.import_module(pin.module)
     for part in pin.name.split("."):
-        declared = getattr(value, "__dataclass_fields__", {})
         get = inspect.getattr_static if inspect.isclass(value) else getattr
-        value = declared[part] if part in declared else get(value, part)
+        value = get(value, part)
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 

@@ -21,22 +21,9 @@ import torch
 from swift.rlhf_trainers.utils import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from swift_grpo_ext.upstream import shared_memory, split_prefill
-from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.weight_sync import GlooCommunicator
 from swift_grpo_ext.weights.checksums import weight_checksums_in_background
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
-
-PINS = (
-    Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.process_weights_after_loading",
-        ("self",)),
-    Pin("swift.rlhf_trainers.utils", "FlattenedTensorBucket", ("named_tensors", "flattened_tensor",
-        "metadata")),
-    Pin("swift.rlhf_trainers.utils", "finish_vllm_weight_reload",
-        ("vllm_model", "model_config", "target_device")),
-    Pin("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights",
-        ("self", "weights_iterator", "weights_path", "is_checkpoint_format")),
-)  # fmt: skip
-verify(PINS)
 
 split_prefill.install()
 shared_memory.install()

@@ -17,15 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("swift.template", "Template._add_dynamic_eos",
-        ("input_ids", "labels", "loss_scale", "suffix_tokens_id")),
-    Pin("swift.rl_core.data", "OnPolicySample.response_token_ids"),
-)  # fmt: skip
-verify(PINS)
-
 
 @contextmanager
 def only_sampled_tokens(template: Any, samples: Sequence[Any]) -> Iterator[None]:

@@ -33,19 +33,7 @@ from swift_grpo_ext.rollout.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream import api_key
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
-
-PINS = (
-    Pin("swift.arguments", "BaseArguments._init_model_kwargs", ("self",)),
-    Pin("swift.arguments", "BaseArguments.external_plugins"),
-    Pin("swift.arguments", "BaseArguments.load_dataset", ("self",)),
-    Pin("swift.arguments", "BaseArguments.ignore_args_error"),
-    Pin("swift.arguments", "RLHFArguments._check_grpo", ("self",)),
-    Pin("swift.arguments", "RolloutArguments._check_device_count", ("self",)),
-    Pin("swift.pipelines.base", "SwiftPipeline._parse_args", ("self", "args")),
-)
-
 
 # ids of the arguments whose left-over command line was checked, and holds nothing but our flags. No
 # attribute of theirs: ms-swift writes all of them to args.json.
@@ -105,7 +93,6 @@ EXTENDED: dict[type, type] = {
 
 def install() -> None:
     """Hang the flags in, for command lines parsed before now and after."""
-    verify(PINS)
     original = BaseArguments._init_model_kwargs
 
     @functools.wraps(original)

@@ -22,24 +22,6 @@ from typing import Any
 
 from PIL import Image
 
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("swift.template.base", "Template._load_image", ("image", "load_images")),
-    Pin("swift.template.base", "Template.replace_video2image",
-        ("self", "load_video_func", "inputs", "replace_tag")),
-    Pin("transformers.image_processing_utils", "BaseImageProcessor.preprocess",
-        ("self", "images")),
-    Pin("transformers.video_processing_utils", "BaseVideoProcessor.preprocess",
-        ("self", "videos")),
-    Pin("qwen_vl_utils", "fetch_video", ("ele",)),
-    Pin("PIL.Image", "Image._new", ("self", "im")),
-    Pin("PIL.Image", "Image._ensure_mutable", ("self",)),
-    Pin("PIL.Image", "Image.convert", ("self", "mode")),
-    Pin("PIL.Image", "Image.resize", ("self", "size", "resample", "box", "reducing_gap")),
-)  # fmt: skip
-verify(PINS)
-
 VIDEO_MODULES = ("qwen_vl_utils", "qwen_omni_utils", "keye_vl_utils")
 """Their `fetch_video` is imported by templates at each call; a module not yet in use has none."""
 

@@ -19,10 +19,6 @@ from typing import Any
 
 import swift.utils
 
-from swift_grpo_ext.upstream.contract import Pin
-
-PINS = (Pin("swift.utils", "SafeMediaPath.check", ("cls", "path"), since="4.6"),)
-
 VARIABLE = "SWIFT_MEDIA_ALLOWED_DIRS"
 LONGEST_PATH = 4096
 """Linux's PATH_MAX. A longer string is base64."""

@@ -24,20 +24,7 @@ from swift.infer_engine.protocol import RequestConfig
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.scheduler import estimate_cost
 from swift_grpo_ext.upstream import api_key, replicas
-from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.upstream.media_paths import check_media
-
-PINS = (
-    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.infer",
-        ("self", "infer_requests", "request_config", "use_tqdm")),
-    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.get_engine_type", ("self",)),
-    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.get_world_size", ("self",)),
-    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy.init_communicator",
-        ("self", "request")),
-    Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy._register_rl_rollout_app", ("self",)),
-    Pin("swift.pipelines.infer.rollout", "InitCommunicatorRequest"),
-)  # fmt: skip
-
 
 CHECKSUMS_PATH = "/swift_grpo_ext/weight_receipts/"
 
@@ -51,7 +38,6 @@ INSTANCE = uuid.uuid4().hex
 @cache
 def install() -> None:
     """Let `swift rollout` dispatch as SPEC G5 says. Call before a server is made."""
-    verify(PINS)
     api_key.install()
     from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
 

@@ -16,14 +16,6 @@ from typing import Any
 
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("vllm.distributed.device_communicators.cpu_communicator",
-        "_CPUSHMDistributed.make_group_name", ("communicator",)),
-)  # fmt: skip
-verify(PINS)
-
 
 @cache
 def install() -> None:

@@ -18,17 +18,6 @@ from typing import Any
 import numpy as np
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._sample",
-        ("self", "logits", "spec_decode_metadata")),
-    Pin("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._bookkeeping_sync",
-        ("self", "scheduler_output", "sampler_output", "logits", "hidden_states",
-         "num_scheduled_tokens")),
-)  # fmt: skip
-verify(PINS)
-
 
 @cache
 def install() -> None:

@@ -11,14 +11,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("swift.infer_engine.infer_engine", "InferEngine._get_toolcall",
-        ("self", "response", "template_inputs"), also=(("self", "response"),)),
-)  # fmt: skip
-verify(PINS)
-
 
 def tool_calls(engine: Any, text: str, template_inputs: Any) -> Any:
     """As ms-swift's `engine` itself finds them; None where there are none."""

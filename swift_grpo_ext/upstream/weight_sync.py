@@ -19,15 +19,6 @@ from swift.rlhf_trainers import vllm_client as upstream_client
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from swift_grpo_ext.upstream.contract import Pin, verify
-
-PINS = (
-    Pin("swift.rlhf_trainers.vllm_client", "_broadcast_tensors_for_vllm_weight_sync",
-        ("communicator", "tensors")),
-    Pin("vllm.distributed.utils", "StatelessProcessGroup", ("rank", "world_size", "store")),
-)  # fmt: skip
-verify(PINS)
-
 BROADCAST_TIMEOUT = datetime.timedelta(minutes=30)
 
 

@@ -17,20 +17,7 @@ from typing import Any
 
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
-from swift_grpo_ext.upstream.contract import Pin, verify
 from swift_grpo_ext.weights.checksums import WeightChecksums, recorded_loads, weight_checksums
-
-PINS = (
-    Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.init_communicator",
-        ("self", "host", "port", "world_size")),
-    Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.close_communicator",
-        ("self",)),
-    Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.update_named_param",
-        ("self", "name", "dtype", "shape")),
-    Pin("swift.pipelines.infer.rollout", "WeightSyncWorkerExtension.update_flattened_params",
-        ("self", "metadatas")),
-)  # fmt: skip
-verify(PINS)
 
 REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
 
