@@ -1,0 +1,261 @@
+"""One rollout over ranks: what is requested, with which metadata, and whose sample comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RolloutInferRequest,
+    RolloutOutput,
+    UsageInfo,
+    serialize_ndarray,
+)
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.draw import (
+    RankBatch,
+    draw,
+    to_rollout_output,
+    to_rollout_outputs,
+)
+from swift_grpo_ext.rollout.engine import PackedResponse
+from swift_grpo_ext.rollout.rank_group import RolloutError, SingleRank
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from tests.ranks import Gather, run_ranks
+
+RUN_SEED = 42
+
+
+def sample_id(group: int, index: int) -> SampleId:
+    return SampleId(phase="train", step=3, number=1, group=group, index=index)
+
+
+def batch_of(samples: Sequence[tuple[int, int]], prompts: str = "", **fields: Any) -> RankBatch:
+    """The samples (group, index) of a rank; `prompts` has one letter for each sample's row."""
+    rows = prompts or "".join("abcdefgh"[group] for group, _ in samples)
+
+    def request(number: int) -> RolloutInferRequest:
+        return RolloutInferRequest(messages=[{"role": "user", "content": rows[number]}])
+
+    values = {"run_seed": RUN_SEED, "grouped": True, "packed": True} | fields
+    ids = [sample_id(*sample) for sample in samples]
+    return RankBatch(sample_ids=ids, fingerprints=list(rows), request=request, **values)
+
+
+class RecordingEngine:
+    """Answers each request with the prompt's letter and the sample's seed; keeps the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, SampleId, int]] = []
+        self.metadatas: list[RequestMetadata] = []
+
+    def __call__(
+        self, requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
+    ) -> list[list[Any]]:
+        for request, metadata in zip(requests, metadatas, strict=True):
+            assert wire.read_metadata(request.data_dict) == metadata
+            content = request.messages[0]["content"]
+            self.requests.append((content, metadata.sample_id, metadata.count))
+        self.metadatas += metadatas
+        return [
+            [
+                f"{request.messages[0]['content']}{metadata.seed_of(k)}"
+                for k in range(metadata.count)
+            ]
+            for request, metadata in zip(requests, metadatas, strict=True)
+        ]
+
+
+class ThreadGroup:
+    """Ranks as threads, of which rank 0 drives the engine."""
+
+    def __init__(self, rank: int, gather: Gather) -> None:
+        self.rank, self.drives_engine, self._gather = rank, rank == 0, gather
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._gather(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        gathered = self._gather(value)
+        return gathered if self.drives_engine else []
+
+    def scatter(self, values: Any) -> Any:
+        values = self._gather(values)[0]
+        if isinstance(values, Exception):
+            raise values if self.drives_engine else RolloutError(str(values))
+        return values[self.rank]
+
+
+def expected(*samples: tuple[int, int]) -> list[str]:
+    return [f"{'abcdefgh'[g]}{sample_seed(RUN_SEED, sample_id(g, i))}" for g, i in samples]
+
+
+def test_a_group_is_one_request_and_its_samples_come_back_in_order() -> None:
+    engine, samples = RecordingEngine(), [(g, i) for g in (0, 1) for i in range(3)]
+    outputs, unequal = draw(batch_of(samples), SingleRank(), engine)
+    assert engine.requests == [("a", sample_id(0, 0), 3), ("b", sample_id(1, 0), 3)]
+    assert outputs == expected(*samples)
+    assert unequal == []
+
+
+def test_without_group_requests_each_sample_keeps_its_seed() -> None:
+    """`--rollout_group_requests false` with `--rollout_seed_mode sample` (SPEC S6)."""
+    engine, samples = RecordingEngine(), [(g, i) for g in (0, 1) for i in range(3)]
+    outputs, _ = draw(batch_of(samples, grouped=False), SingleRank(), engine)
+    assert engine.requests == [("abc"[g], sample_id(g, i), 1) for g, i in samples]
+    assert outputs == expected(*samples)
+
+
+def test_the_metadata_holds_the_settings_of_the_run() -> None:
+    engine = RecordingEngine()
+    settings = {"packed": False, "stop_token_ids": (7,), "include_stop_str_in_output": False}
+    draw(batch_of([(0, 0), (0, 1)], run_seed=None, **settings), SingleRank(), engine)
+    draw(batch_of([(0, 0)]), SingleRank(), engine)
+    assert engine.metadatas == [
+        RequestMetadata(sample_id=sample_id(0, 0), count=2, run_seed=None, **settings),  # type: ignore[arg-type]
+        RequestMetadata(sample_id=sample_id(0, 0), count=1, run_seed=RUN_SEED, packed=True),
+    ]
+
+
+def test_rows_that_differ_in_a_group_are_requested_singly() -> None:
+    engine = RecordingEngine()
+    outputs, unequal = draw(
+        batch_of([(0, 0), (0, 1), (1, 0), (1, 1)], "axbb"), SingleRank(), engine
+    )
+    assert [(words, count) for words, _, count in engine.requests] == [("a", 1), ("x", 1), ("b", 2)]
+    assert [output[0] for output in outputs] == ["a", "x", "b", "b"]
+    assert unequal == [sample_id(0, 0)]
+
+
+def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
+    """Each rank gets its own samples; one row for each request is made, on its first rank."""
+    engine = RecordingEngine()
+    made: list[tuple[int, int]] = []
+    samples_of_ranks = [[(0, 0), (0, 1)], [(0, 2), (1, 0)], [(1, 1), (1, 2)]]
+
+    def work(rank: int, gather: Gather) -> list[Any]:
+        batch = batch_of(samples_of_ranks[rank])
+        make = batch.request
+
+        def request(number: int) -> RolloutInferRequest:
+            made.append((rank, number))
+            return make(number)
+
+        object.__setattr__(batch, "request", request)
+        return draw(batch, ThreadGroup(rank, gather), engine)[0]
+
+    outputs = run_ranks(3, work)
+    assert engine.requests == [("a", sample_id(0, 0), 3), ("b", sample_id(1, 0), 3)]
+    assert sorted(made) == [(0, 0), (1, 1)]
+    assert outputs == [expected(*samples) for samples in samples_of_ranks]
+
+
+def test_a_rank_that_cannot_make_its_row_ends_the_round_on_every_rank() -> None:
+    engine = RecordingEngine()
+
+    def work(rank: int, gather: Gather) -> str:
+        batch = batch_of([(rank, 0)])
+        if rank == 1:
+
+            def fails(number: int) -> RolloutInferRequest:
+                raise OSError("no such image")
+
+            object.__setattr__(batch, "request", fails)
+        with pytest.raises(RolloutError) as failed:
+            draw(batch, ThreadGroup(rank, gather), engine)
+        return str(failed.value)
+
+    messages = run_ranks(2, work)
+    assert engine.requests == []
+    assert set(messages) == {"Requests could not be made. rank 1: OSError: no such image"}
+
+
+def test_an_engine_that_fails_ends_the_round_on_every_rank() -> None:
+    def fails(*_: Any) -> Any:
+        raise ConnectionError("server 1 is gone")
+
+    def work(rank: int, gather: Gather) -> str:
+        expected_type = ConnectionError if rank == 0 else RolloutError
+        with pytest.raises(expected_type) as failed:
+            draw(batch_of([(rank, 0)]), ThreadGroup(rank, gather), fails)
+        return str(failed.value)
+
+    assert run_ranks(2, work) == ["server 1 is gone"] * 2
+
+
+def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"group 0, sample 0: 2 samples .* 1 came back"):
+        draw(batch_of([(0, 0), (0, 1)]), SingleRank(), lambda r, m: [["one"]])
+
+
+# --- outputs in ms-swift's form ---
+
+METADATA = RequestMetadata(sample_id=sample_id(0, 0), count=2, run_seed=RUN_SEED, packed=True)
+
+
+def completion(**fields: Any) -> Completion:
+    values = {
+        **{"text": "two", "token_ids": [5, 6, 7], "logprobs": [-0.5, -1.0, -0.25]},
+        **{"finish_reason": "stop", "stop_reason": "o", "seed": 9, "replica": "replica 1"},
+    }
+    return Completion(**(values | fields))
+
+
+def test_a_completion_becomes_what_the_trainer_reads() -> None:
+    output = to_rollout_output(completion(), [1, 2])
+    [choice] = output.response.choices
+    assert (choice.index, choice.message.role, choice.message.content) == (0, "assistant", "two")
+    assert (choice.finish_reason, choice.token_ids) == ("stop", [5, 6, 7])
+    assert choice.logprobs is None
+    assert choice.routed_experts is None
+    assert output.rollout_logprobs == [[-0.5, -1.0, -0.25]]
+    assert output.rollout_infos == {"seed": 9, "replica": "replica 1", "stop_reason": "o"}
+    assert output.response.prompt_token_ids == [1, 2]
+    assert output.response.usage == UsageInfo(2, 3, 5)
+
+
+def test_a_completion_without_logprobs_and_with_experts() -> None:
+    experts = np.arange(6).reshape(3, 2)
+    extra = {"routed_experts": serialize_ndarray(experts)}
+    output = to_rollout_output(completion(logprobs=None, extra=extra), [1])
+    assert output.rollout_logprobs == []
+    assert np.array_equal(output.response.choices[0].routed_experts, experts)
+
+
+def test_a_packed_response_names_its_replica() -> None:
+    completions = [completion(replica=""), completion(text="three", seed=10, replica="")]
+    response = PackedResponse("m", [], UsageInfo(2, 6, 8), completions=completions)
+    response.prompt_token_ids = [1, 2]
+    outputs = to_rollout_outputs(RolloutOutput(response=response), METADATA, "rank 4")
+    assert [o.response.choices[0].message.content for o in outputs] == ["two", "three"]
+    assert [o.rollout_infos["replica"] for o in outputs] == ["rank 4"] * 2
+    assert [o.rollout_infos["seed"] for o in outputs] == [9, 10]
+    assert [o.response.prompt_token_ids for o in outputs] == [[1, 2]] * 2
+    response.prompt_token_ids = None
+    assert to_rollout_outputs(RolloutOutput(response=response), METADATA, "")[
+        0
+    ].response.usage == UsageInfo(0, 3, 3)
+
+
+def test_an_upstream_response_is_split_by_choices() -> None:
+    choices = [
+        ChatCompletionResponseChoice(k, ChatMessage("assistant", f"text {k}"), "length", None)
+        for k in (1, 0)
+    ]
+    response = ChatCompletionResponse("m", choices, UsageInfo(1, 2, 3))
+    outputs = to_rollout_outputs(RolloutOutput(response=response), METADATA, "rank 0")
+    seed = METADATA.seed
+    assert seed is not None
+    assert [o.response.choices[0].message.content for o in outputs] == ["text 1", "text 0"]
+    assert [o.response.choices[0].index for o in outputs] == [0, 0]
+    assert [o.rollout_infos for o in outputs] == [
+        {"seed": seed + 1, "replica": "rank 0"},
+        {"seed": seed, "replica": "rank 0"},
+    ]

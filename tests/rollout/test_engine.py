@@ -1,0 +1,461 @@
+"""The rollout engine over ms-swift's own code and a vLLM that records what it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, serialize_ndarray
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.sampling_params import RequestOutputKind
+
+from swift_grpo_ext.rollout import engine as engine_module
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.engine import PackedResponse, RolloutEngine, advance_turn
+from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.upstream.replicas import FAILURE
+
+RUN_SEED, EOS, IMAGE = 42, 1, 2
+ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
+
+
+class Tokenizer:
+    """One token for each character; two special tokens."""
+
+    eos_token_id = EOS
+    special = {EOS: "<eos>", IMAGE: "<image>"}  # noqa: RUF012
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+    all_special_tokens = tuple(special.values())
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return next(i for i, text in self.special.items() if text == token)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return (
+            [self.convert_tokens_to_ids(text)]
+            if text in self.special.values()
+            else [*map(ord, text)]
+        )
+
+    def decode(self, ids: int | Iterable[int], **settings: bool) -> str:
+        ids = [ids] if isinstance(ids, int) else ids
+        return "".join(self.special.get(i, chr(i)) for i in ids)
+
+
+class Template:
+    """What ms-swift's engine and ours ask of a template."""
+
+    placeholder_tokens = (IMAGE,)
+    template_meta = SimpleNamespace(stop_words=["<eos>"], suffix_stop="<eos>")
+
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer()
+
+    def set_mode(self, mode: str) -> None:
+        self.mode = mode
+
+    def encode(self, request: Any, return_template_inputs: bool) -> dict[str, Any]:
+        messages = request["messages"] if isinstance(request, dict) else request.messages
+        if messages[0]["content"] == "corrupt":
+            raise ValueError("cannot identify image file")
+        ids = self.tokenizer.encode(messages[0]["content"])
+        images = [SimpleNamespace(size=(1, 1))]
+        return {"input_ids": ids, "template_inputs": SimpleNamespace(images=images)}
+
+    def decode_generate_ids(self, ids: list[int], template_inputs: Any, **_: Any) -> str:
+        return self.tokenizer.decode(i for i in ids if i != EOS)
+
+    def _get_response_prefix(self, template_inputs: Any = None) -> str:
+        return ""
+
+
+class RecordingVllm:
+    """Keeps the parameters of each request, and answers with the words of `says`, in order."""
+
+    def __init__(self, says: list[str], finish_reason: str = "stop") -> None:
+        self.params: list[SamplingParams] = []
+        self.experts: Any = None
+        self._says, self._finish_reason = iter(says), finish_reason
+        self._waiting: list[Any] = []
+
+    def add_request(self, request_id: str, inputs: Any, params: SamplingParams) -> None:
+        self.params.append(params)
+        outputs = [self._output(k, next(self._says), params) for k in range(params.n)]
+        self._waiting.append(
+            SimpleNamespace(
+                request_id=request_id,
+                finished=True,
+                prompt_token_ids=tuple(inputs["prompt_token_ids"]),
+                outputs=outputs,
+            )
+        )
+
+    def _output(self, index: int, text: str, params: SamplingParams) -> Any:
+        ids = [EOS if c == "." else ord(c) for c in text]
+        flat: Any = FlatLogprobs() if params.flat_logprobs else []
+        for position, token in enumerate(ids):
+            flat.append({token: Logprob(-float(position), 1, "")})
+        return SimpleNamespace(
+            index=index,
+            token_ids=tuple(ids),
+            logprobs=None if params.logprobs is None else flat,
+            finish_reason=self._finish_reason,
+            routed_experts=self.experts,
+        )
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[Any]:
+        waiting, self._waiting = self._waiting, []
+        return list(reversed(waiting))
+
+    async def generate(
+        self, inputs: Any, params: SamplingParams, request_id: str
+    ) -> AsyncIterator[Any]:
+        self.add_request(request_id, inputs, params)
+        yield self._waiting.pop()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a rollout engine over a recording vLLM."""
+
+    def init(self: Any, vllm: Any, *, engine_kwargs: dict[str, Any], use_async: bool) -> None:
+        self.engine, self.engine_kwargs, self.template = vllm, engine_kwargs, Template()
+        self.processor = self.template.tokenizer
+        self.use_async_engine, self.enable_lora, self.strict = use_async, False, True
+        self.default_adapter_request, self.task_type, self._request_count = None, "causal_lm", 0
+        self.max_model_len, self.max_tokens_offset, self.model_name = 512, 0, "m"
+        self.generation_config = SamplingParams()
+        self.engine_args = SimpleNamespace(tensor_parallel_size=1)
+
+    monkeypatch.setattr(GRPOVllmEngine, "__init__", init)
+    monkeypatch.setattr(GRPOVllmEngine, "inner_model_executor", property(lambda e: e.executor))
+
+    def make_engine(vllm: Any, *, serves: bool = False, use_async: bool = False) -> Any:
+        kwargs = {"worker_extension_cls": engine_module.UPSTREAM_EXTENSION} if serves else {}
+        return RolloutEngine(vllm, engine_kwargs=kwargs, use_async=use_async)
+
+    return make_engine
+
+
+def metadata_of(group: int = 0, **fields: Any) -> RequestMetadata:
+    values = {"count": 1, "run_seed": RUN_SEED, "packed": True} | fields
+    sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
+    return RequestMetadata(sample_id=sample_id, **values)
+
+
+def request(metadata: RequestMetadata | None, content: str = "Hi") -> RolloutInferRequest:
+    made = RolloutInferRequest(messages=[{"role": "user", "content": content}])
+    if metadata is not None:
+        wire.write_metadata(made.data_dict, metadata)
+    return made
+
+
+def config(**fields: Any) -> RequestConfig:
+    return RequestConfig(**({"max_tokens": 16, "logprobs": True} | fields))
+
+
+# --- requests ---
+
+
+def test_a_group_is_one_request_with_its_seed(make: Any) -> None:
+    vllm = RecordingVllm(["a.", "b.", "c."])
+    [output] = make(vllm).infer([request(metadata_of(7, count=3))], config(), use_tqdm=False)
+    [params] = vllm.params
+    seed = sample_seed(RUN_SEED, metadata_of(7).sample_id)
+    assert (params.n, params.seed, params.max_tokens) == (3, seed, 16)
+    assert params.output_kind == RequestOutputKind.FINAL_ONLY
+    assert params.logit_bias == {IMAGE: float("-inf")}
+    assert (params.logprobs, params.flat_logprobs) == (0, True)
+    response = output.response
+    assert isinstance(response, PackedResponse)
+    assert [c.text for c in response.completions] == ["a", "b", "c"]
+    assert [c.seed for c in response.completions] == [seed, seed + 1, seed + 2]
+    assert [c.token_ids for c in response.completions] == [[ord(c), EOS] for c in "abc"]
+    assert response.completions[0].logprobs == [0.0, -1.0]
+    assert {c.finish_reason for c in response.completions} == {"stop"}
+    assert {c.stop_reason for c in response.completions} == {"<eos>"}
+    assert response.prompt_token_ids == [ord("H"), ord("i")]
+    usage = response.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (2, 6, 8)
+    assert (response.model, response.id, response.choices) == ("m", "0", [])
+
+
+def test_answers_keep_the_order_of_requests(make: Any) -> None:
+    asked = [request(metadata_of(g, count=2), "?" * g) for g in (1, 2)]
+    outputs = make(RecordingVllm([*"abcd"])).infer(asked, config(), use_tqdm=False)
+    texts = [[c.text for c in o.response.completions] for o in outputs]
+    assert texts == [["a", "b"], ["c", "d"]]
+    assert [len(o.response.prompt_token_ids) for o in outputs] == [1, 2]
+
+
+def test_engine_seeds_count_samples_and_not_requests(make: Any) -> None:
+    """`--rollout_seed_mode engine`: grouped requests draw the seeds of single ones."""
+    vllm = RecordingVllm([*"abcdefg"])
+    asked = [request(metadata_of(g, count=n, run_seed=None)) for g, n in ((0, 2), (1, 3), (2, 1))]
+    make(vllm).infer([*asked, request(None)], config(seed=100), use_tqdm=False)
+    assert [params.seed for params in vllm.params] == [100, 102, 105, 103]
+    unseeded = RecordingVllm(["a"])
+    make(unseeded).infer([request(metadata_of(run_seed=None))], config(), use_tqdm=False)
+    assert unseeded.params[0].seed is None
+
+
+def test_a_request_that_cannot_be_encoded_moves_no_seed(make: Any) -> None:
+    engine = make(RecordingVllm([]))
+    asked = [request(metadata_of(0, count=4), "corrupt"), request(metadata_of(1, count=2))]
+    batch, errors = engine._batch_encode([*asked, request(None)], strict=False)
+    assert [(i, str(e)) for i, e in errors] == [(0, "cannot identify image file")]
+    assert [inputs[engine_module.METADATA] for inputs in batch] == [metadata_of(1, count=2), None]
+    assert [inputs[engine_module.SAMPLES_AHEAD] for inputs in batch] == [0, 1]
+
+
+def test_a_request_without_metadata_is_ms_swifts(make: Any) -> None:
+    vllm = RecordingVllm(["a."])
+    [output] = make(vllm).infer([request(None)], config(seed=5), use_tqdm=False)
+    [params] = vllm.params
+    assert (params.n, params.seed, params.stop) == (1, 5, ["<eos>"])
+    assert params.detokenize
+    assert params.logit_bias == {IMAGE: float("-inf")}
+    assert not isinstance(output.response, PackedResponse)
+    assert output.response.choices[0].message.content == "a"
+
+
+def test_the_bias_of_a_request_stays(make: Any) -> None:
+    vllm = RecordingVllm(["a"])
+    engine = make(vllm)
+    params = SamplingParams()
+    params.logit_bias = {5: 1.0}
+    engine._add_request({"input_ids": [1]}, params, "0")
+    assert params.logit_bias == {5: 1.0, IMAGE: float("-inf")}
+
+
+def test_top_logprobs_are_not_flat(make: Any) -> None:
+    vllm = RecordingVllm(["ab", "c"])
+    settings = config(top_logprobs=2)
+    [output] = make(vllm).infer([request(metadata_of())], settings, use_tqdm=False)
+    assert (vllm.params[0].logprobs, vllm.params[0].flat_logprobs) == (2, False)
+    assert output.response.completions[0].logprobs == [0.0, -1.0]
+    [without] = make(vllm).infer([request(metadata_of())], config(logprobs=False), use_tqdm=False)
+    assert without.response.completions[0].logprobs is None
+
+
+# --- stops ---
+
+
+def test_single_token_stops_need_no_text(make: Any) -> None:
+    vllm = RecordingVllm(["a."])
+    make(vllm).infer([request(metadata_of(stop_token_ids=(65, EOS)))], config(), use_tqdm=False)
+    [params] = vllm.params
+    assert sorted(params.stop_token_ids) == [EOS, 65]
+    assert params.stop == []
+    assert not params.detokenize
+
+
+def test_stop_strings_are_searched_in_all_text(make: Any) -> None:
+    vllm = RecordingVllm(["a</s>\n"], "length")
+    metadata = metadata_of(include_stop_str_in_output=False)
+    [output] = make(vllm).infer([request(metadata)], config(stop=["</s>"]), use_tqdm=False)
+    [params] = vllm.params
+    assert params.stop == ["</s>"]
+    assert params.detokenize
+    assert not params.include_stop_str_in_output
+    assert not params.skip_special_tokens
+    assert not params.spaces_between_special_tokens
+    [completion] = output.response.completions
+    assert (completion.text, completion.stop_reason) == ("a", "</s>")
+    assert (completion.finish_reason, completion.token_ids) == ("stop", [*map(ord, "a</s>")])
+    assert completion.logprobs == [-0.0, -1.0, -2.0, -3.0, -4.0]
+
+
+def test_what_follows_a_stop_is_taken_off_everything(make: Any) -> None:
+    vllm = RecordingVllm(["aX" + "yz"], "length")
+    vllm.experts = np.arange(8).reshape(4, 2)
+    metadata = metadata_of(stop_token_ids=(ord("X"),))
+    [output] = make(vllm).infer([request(metadata)], config(), use_tqdm=False)
+    [completion] = output.response.completions
+    assert (completion.text, completion.stop_reason) == ("aX", ord("X"))
+    assert completion.token_ids == [*map(ord, "aX")]
+    assert completion.logprobs == [0.0, -1.0]
+    assert completion.extra is not None
+    assert completion.extra["routed_experts"].tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_completion_that_nothing_stopped_stays_whole(make: Any) -> None:
+    vllm = RecordingVllm(["abc", ""], "length")
+    asked = request(metadata_of(count=2))
+    [output] = make(vllm).infer([asked], config(), use_tqdm=False)
+    whole, empty = output.response.completions
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == ("abc", "length", None)
+    assert whole.token_ids == [*map(ord, "abc")]
+    assert (empty.text, empty.token_ids, empty.logprobs) == ("", [], [])
+
+
+def test_an_end_of_the_models_own_is_named(make: Any) -> None:
+    """`generation_config.json` may list ends that neither the template nor the user knows."""
+    vllm = RecordingVllm(["ab", "ab", ""])
+    [output] = make(vllm).infer([request(metadata_of())], config(), use_tqdm=False)
+    [completion] = output.response.completions
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", ord("b"))
+    [longer] = make(RecordingVllm(["ab"], "length")).infer(
+        [request(metadata_of())], config(), use_tqdm=False
+    )
+    assert longer.response.completions[0].stop_reason is None
+    [empty] = make(RecordingVllm([""])).infer([request(metadata_of())], config(), use_tqdm=False)
+    assert empty.response.completions[0].stop_reason is None
+
+
+def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
+    vllm = RecordingVllm(["a</s>\n"], "length")
+    engine = make(vllm)
+    looked_at: list[str] = []
+
+    def tool_call(response: str, template_inputs: Any) -> None:
+        looked_at.append(response)
+
+    engine._get_toolcall = tool_call
+    metadata = metadata_of(packed=False, include_stop_str_in_output=False)
+    settings = config(stop=["</s>"], return_details=True)
+    [output] = engine.infer([request(metadata)], settings, use_tqdm=False)
+    [choice] = output.response.choices
+    assert (choice.message.content, choice.stop_reason) == ("a", "</s>")
+    assert (choice.finish_reason, choice.token_ids) == ("stop", [*map(ord, "a</s>")])
+    assert len(choice.logprobs["content"]) == 5
+    assert not vllm.params[0].flat_logprobs
+    assert looked_at == ["a</s>", "a"]  # tools are searched again in the text that counts
+    assert output.rollout_infos["stop_reason"] == "</s>"
+
+
+# --- turns ---
+
+
+def test_each_turn_has_a_seed_of_its_own() -> None:
+    asked = request(metadata_of())
+    turns = [advance_turn(asked) for _ in range(3)]
+    assert [metadata and metadata.sample_id.turn for metadata in turns] == [0, 1, 2]
+    seeds = [metadata and metadata.seed for metadata in turns]
+    expected = [
+        SampleId(phase="train", step=0, number=0, group=0, index=0, turn=turn) for turn in range(3)
+    ]
+    assert seeds == [sample_seed(RUN_SEED, sample_id) for sample_id in expected]
+    assert len(set(seeds)) == 3
+    assert advance_turn(request(None)) is None
+    assert advance_turn({"messages": []}) is None
+
+
+def test_the_async_engine_draws_turn_after_turn(make: Any) -> None:
+    vllm = RecordingVllm([*"abc"])
+    engine = make(vllm, use_async=True)
+    asked = request(metadata_of(packed=False))
+
+    async def turns() -> list[str]:
+        outputs = [await engine.async_infer([asked], config(), use_tqdm=False) for _ in range(3)]
+        return [output.response.choices[0].message.content for [output] in outputs]
+
+    assert asyncio.run(turns()) == ["a", "b", "c"]
+    third = metadata_of().next_turn().next_turn()
+    assert vllm.params[2].seed == third.seed
+    assert len({params.seed for params in vllm.params}) == 3
+
+
+def test_hooks_of_the_async_engine_see_the_metadata(make: Any) -> None:
+    engine = make(RecordingVllm(["a"]), use_async=True)
+    seen: list[Any] = []
+
+    def hook(kwargs: dict[str, Any]) -> dict[str, Any]:
+        seen.append(kwargs["inputs"][engine_module.METADATA])
+        return {**kwargs, "request_id": "mine"}
+
+    response = asyncio.run(
+        engine.infer_async(request(metadata_of()), config(), pre_infer_hook=hook)
+    )
+    assert seen == [metadata_of()]
+    assert response.id == "mine"
+
+
+# --- servers ---
+
+
+def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFT_ROLLOUT_DP_RANK", "3")
+    vllm = RecordingVllm(["ab.", "c."])
+    vllm.experts = np.zeros((3, 1))
+    asked = request(metadata_of(count=2))
+    [output] = make(vllm, serves=True).infer([asked], config(), use_tqdm=False)
+    answer = output.rollout_infos[wire.KEY]
+    assert answer["replica"] == "replica 3"
+    completions, prompt = wire.unpack_answer(answer, metadata_of(count=2), "server 0")
+    assert [c.text for c in completions] == ["ab", "c"]
+    assert prompt == [ord("H"), ord("i")]
+    assert completions[0].extra == {"routed_experts": serialize_ndarray(np.zeros((3, 1)))}
+    assert (output.response.choices, output.response.id) == ([], "0")
+    assert type(output.response) is not PackedResponse
+    monkeypatch.delenv("SWIFT_ROLLOUT_DP_RANK")
+    [first] = make(RecordingVllm(["a"]), serves=True).infer(
+        [request(metadata_of())], config(), use_tqdm=False
+    )
+    assert first.rollout_infos[wire.KEY]["replica"] == "replica 0"
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
+    def infer(asked: list[Any], *, serves: bool) -> Any:
+        engine = make(RecordingVllm(["a"]), serves=serves, use_async=use_async)
+        if use_async:
+            return asyncio.run(engine.async_infer(asked, config(), use_tqdm=False))
+        return engine.infer(asked, config(), use_tqdm=False)
+
+    corrupt = request(metadata_of(), "corrupt")
+    answer = infer([corrupt], serves=True)
+    assert answer[FAILURE] == "ValueError: cannot identify image file"
+    others = (request(metadata_of(packed=False), "corrupt"), request(None, "corrupt"))
+    for asked, serves in [(corrupt, False), *((other, True) for other in others)]:
+        with pytest.raises(ValueError, match="cannot identify"):
+            infer([asked], serves=serves)
+
+
+def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[str] = []
+    for module in ("split_prefill", "shared_memory"):
+        monkeypatch.setattr(
+            getattr(engine_module, module), "install", lambda name=module: installed.append(name)
+        )
+    for accelerator, extension, adapted in (
+        (True, engine_module.VERIFIED_EXTENSION, []),
+        (False, engine_module.CPU_EXTENSION, ["split_prefill", "shared_memory"]),
+    ):
+        monkeypatch.setattr(engine_module, "has_accelerator", lambda on=accelerator: on)
+        served = make(RecordingVllm([]), serves=True)
+        assert served.engine_kwargs == {"worker_extension_cls": extension}
+        assert installed == adapted
+    assert make(RecordingVllm([])).engine_kwargs == {}
+    own = RolloutEngine(
+        RecordingVllm([]), engine_kwargs={"worker_extension_cls": "mine"}, use_async=False
+    )
+    assert own.engine_kwargs == {"worker_extension_cls": "mine"}  # type: ignore[attr-defined]
+
+
+# --- weights ---
+
+
+def test_a_colocated_engine_reloads_what_it_is_given(make: Any) -> None:
+    loaded: list[Any] = []
+
+    def reload_weights(weights_iterator: Any) -> None:
+        loaded.extend(weights_iterator)
+
+    runner = SimpleNamespace(reload_weights=reload_weights)
+    engine = make(RecordingVllm([]))
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    engine.executor = SimpleNamespace(driver_worker=worker)
+    weights = [("a", torch.zeros(1)), ("b", torch.ones(1))]
+    assert engine.reload_weights(iter(weights)) == weights == loaded
