@@ -27,9 +27,9 @@ from simulated import Array, Sampling, entropy_per_token, make_round, probabilit
 from tqdm import tqdm
 
 from swift_grpo_ext.diversity.collision import CollisionTest, collision_test
-from swift_grpo_ext.diversity.drawn import DrawnSample, drawn_sample, to_groups
 from swift_grpo_ext.diversity.memory import PromptMemory
 from swift_grpo_ext.diversity.metrics import round_metrics
+from swift_grpo_ext.diversity.sample import Sample, group_samples, sample_from_row
 from swift_grpo_ext.record.row import SampleRow
 
 LEVELS = (0.5, 0.1, 1e-2, 1e-3, 1e-6)
@@ -196,7 +196,7 @@ COST_CASES = (
 
 def random_rows(
     rng: np.random.Generator, num_samples: int, length: int, group_size: int, step: int
-) -> list[DrawnSample]:
+) -> list[Sample]:
     """Samples whose token ids are spread as words are (Zipf), through the sample log's rows."""
     noise = np.zeros((num_samples, 1))
     made = make_round(np.eye(128), noise, group_size, step)
@@ -211,7 +211,7 @@ def random_rows(
     ]
 
 
-def as_row(sample: DrawnSample) -> SampleRow:
+def as_row(sample: Sample) -> SampleRow:
     assert sample.logprobs is not None
     return SampleRow(
         sample_id=sample.origin.sample_id,
@@ -238,9 +238,9 @@ def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> 
     memory = PromptMemory()
     memory.remember(random_rows(rng, num_samples, length, group_size, 0))
     rows = [as_row(sample) for sample in samples]
-    groups = to_groups(samples)
+    groups = group_samples(samples)
     parts: dict[str, Callable[[], Any]] = {
-        "rows to arrays": lambda: to_groups(map(drawn_sample, rows)),
+        "rows to arrays": lambda: group_samples(map(sample_from_row, rows)),
         "metrics": lambda: round_metrics(groups),
         "collision test": lambda: collision_test(samples, memory),
     }

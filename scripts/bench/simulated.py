@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swift_grpo_ext.diversity.drawn import DrawnSample, Origin
+from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.sampling.seeding import SampleId
 
 VOCABULARY = 128
@@ -88,12 +88,12 @@ def draw(p: Array, noise: Array, prompts: Array) -> tuple[list[Array], list[Arra
     return [ids[i, : ends[i]] for i in rows], [logprobs[i, : ends[i]] for i in rows]
 
 
-def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[DrawnSample]:
+def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sample]:
     """A round of groups; group g has prompt g, in every round."""
     groups = np.arange(len(noise)) // group_size
     ids, logprobs = draw(p, noise, 1 + groups % (VOCABULARY - 1))
     return [
-        DrawnSample(
+        Sample(
             origin=Origin(
                 sample_id=SampleId(
                     phase="train",

@@ -1,10 +1,9 @@
 """The diversity monitor: a collapsed policy, or broken randomness?
 
-Rounds in, alarms out, all pure: `drawn` is one completion as the statistics take it, `metrics` and
-`ngrams` measure how samples differ, `collision`, `prefixes` and `memory` test whether they were
-drawn with noise of their own, `verdict` puts both together, `watch` makes records and alarms of
-it, `record` keeps them in a file. `monitor` is ms-swift's callback. `report` is `swift-grpo-ext
-report`, with `series` and `charts` for its curves and `aligned` for its groups.
+Rounds in, alarms out. `sample` is one completion as the statistics take it. `metrics` measures how
+samples differ; `collision` and `memory` test whether each was drawn with its own noise; `analyzer`
+makes records of rounds, `alarms` their words, and `record` keeps them in a file. `monitor` is
+ms-swift's callback. `report` is `swift-grpo-ext report`, with `charts` and `worst_groups`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DiversityMonitor":  # not before it is asked for: it needs ms-swift
+    if name == "DiversityMonitor":  # imported late: it needs ms-swift
         from swift_grpo_ext.diversity.monitor import DiversityMonitor
 
         return DiversityMonitor

@@ -1,116 +1,205 @@
-"""The curves of a report as inline SVG, which takes its colours from the page, and as a PNG."""
+"""The curves of a report: their points from a run's files, drawn with matplotlib.
+
+All curves have optimizer steps done as their axis: a round that begins at step s stands at s + 1,
+where ms-swift logs it too; an evaluation stands at its own step.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import io
+import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from swift_grpo_ext.diversity.series import Panel, Point
+from swift_grpo_ext.diversity.record import RoundRecord, read_json_lines
 
-WIDTH, HEIGHT = 560, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 24
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-"""Okabe and Ito's, which colour-blind people tell apart; the page has lighter ones for the dark."""
+MAX_POINTS = 500
+"""Of a curve; more are averaged, neighbours together."""
 
-ALARM_COLOURS = {"broken": "#c62828", "collapse": "#b26a00"}
-NUM_TICKS = 4
+COLOURS = ("#0072b2", "#c44e00", "#00805d", "#a8558a", "#8f6400")
+"""Okabe and Ito's, darker, which colour-blind people tell apart."""
+
+STYLE = {
+    "axes.edgecolor": "#dfe3e6",
+    "axes.labelcolor": "#5c6570",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 8,
+    "grid.color": "#dfe3e6",
+    "grid.linewidth": 0.6,
+    "svg.fonttype": "none",
+    "text.color": "#1d2126",
+    "xtick.color": "#5c6570",
+    "ytick.color": "#5c6570",
+}
+ALARM_COLOURS = {"broken": "#c62828", "collapse": "#9a5b00"}
+CSS_COLOURS = {
+    **{colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)},
+    **{colour: f"var(--{kind})" for kind, colour in ALARM_COLOURS.items()},
+    "#dfe3e6": "var(--line)",
+    "#5c6570": "var(--soft)",
+    "#1d2126": "var(--ink)",
+}
+"""In the page, a chart takes its colours from the theme."""
+
+WIDTH, HEIGHT = 403.2, 144.0
+LEFT, RIGHT, BOTTOM, TOP = 0.09, 0.98, 0.13, 0.96
+"""Of a chart in the page: its size in points, and where its axes lie as shares of it."""
+
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
-    """An alarm on the axis of time."""
+class Curve:
+    """One line of a panel."""
 
-    time: float
-    kind: str
-    """`broken` or `collapse`."""
-
-    text: str
+    name: str
+    points: list[Point]
 
 
-@dataclass(frozen=True)
-class Axes:
-    """From values to places in a panel."""
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Curves that share a vertical axis."""
+
+    key: str
+    """Key of the panel's title in `words.json`."""
+
+    curves: list[Curve]
+    low: float | None = None
+    """Ends of the vertical axis; None: the data decides."""
+
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmSpan:
+    """Steps with an alarm, shaded in all panels."""
 
     first: float
     last: float
-    low: float
-    high: float
-
-    def x(self, time: float) -> float:
-        return LEFT + (time - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+    kind: str
+    """`broken` or `collapse`."""
 
 
-def axes_of(panel: Panel, span: tuple[float, float]) -> Axes:
-    values = [y for curve in panel.curves for _, y in curve.points]
-    low = min(values) if panel.low is None else panel.low
-    high = max(values) if panel.high is None else panel.high
-    if high - low < 1e-9:
-        low, high = (low, low + 1) if panel.low is not None else (low - 0.5, low + 0.5)
-    first, last = span
-    return Axes(first, max(last, first + 1), low, high)
+PANELS: tuple[tuple[str, tuple[str, ...], float | None, float | None], ...] = (
+    ("copies", ("unique_ratio", "groups_with_duplicates", "common_mode"), 0.0, 1.0),
+    ("likeness", ("edit_similarity", "self_bleu"), 0.0, 1.0),
+    ("ngrams", ("distinct_1", "distinct_2", "distinct_3"), 0.0, 1.0),
+    ("effective", ("vendi", "distinct_answers"), 1.0, None),
+    ("surprisal", ("surprisal",), 0.0, None),
+    ("length_spread", ("length_spread",), 0.0, None),
+)
 
 
-def span_of(panels: Sequence[Panel], marks: Sequence[Mark]) -> tuple[float, float]:
-    """First and last time of all panels, which share the axis."""
-    times = [x for p in panels for c in p.curves for x, _ in c.points] + [m.time for m in marks]
-    return (min(times), max(times)) if times else (0.0, 1.0)
+def make_panels(log: Sequence[dict[str, Any]], records: Sequence[RoundRecord]) -> list[Panel]:
+    """Reward and accuracy first, then diversity, then the collision test; empty ones left out."""
+    training = [r for r in records if r.phase == "train"]
+    panels = [Panel(key="reward", curves=_reward_curves(log))]
+    for key, names, low, high in PANELS:
+        curves = [_curve(n, ((r.steps_done, r.metrics.get(n)) for r in training)) for n in names]
+        panels.append(Panel(key=key, curves=[c for c in curves if c.points], low=low, high=high))
+    tested = _curve("-log10 p", ((r.steps_done, -r.log10_p) for r in training if r.num_pairs))
+    panels.append(Panel(key="collision", curves=[tested] if tested.points else [], low=0.0))
+    return [panel for panel in panels if panel.curves]
 
 
-def svg(panel: Panel, marks: Sequence[Mark], span: tuple[float, float], title: str) -> str:
-    """One panel. Classes, not colours: `c0` to `c4` for curves, the kind of each mark."""
-    axes = axes_of(panel, span)
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" '
-        f'data-panel="{panel.key}" data-first="{axes.first:g}" data-last="{axes.last:g}">'
-    ]
-    for value in ticks(axes.low, axes.high):
-        y = axes.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" '
-                     f'y2="{y:.1f}"/><text class="tick" text-anchor="end" x="{LEFT - 6}" '
-                     f'y="{y + 4:.1f}">{value:g}</text>')  # fmt: skip
-    for time in ticks(axes.first, axes.last, whole=True):
-        parts.append(f'<text class="tick" text-anchor="middle" x="{axes.x(time):.1f}" '
-                     f'y="{HEIGHT - 6}">{time:g}</text>')  # fmt: skip
-    for mark in marks:
-        x = f"{axes.x(mark.time):.1f}"
-        parts.append(
-            f'<line class="mark {mark.kind}" x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
-            f"<title>{escape(mark.text)}</title></line>"
+def _reward_curves(log: Sequence[dict[str, Any]]) -> list[Curve]:
+    """`reward`, and the mean of each reward function; accuracies are among them."""
+    names = dict.fromkeys(n for row in log for n in row if re.fullmatch(r"reward(s/.*/mean)?", n))
+    curves = [_curve(n, ((row["step"], row.get(n)) for row in log)) for n in names]
+    return [c for c in curves if c.points]
+
+
+def _curve(name: str, points: Iterable[tuple[float, float | None]]) -> Curve:
+    known = [(float(x), float(y)) for x, y in points if y is not None and np.isfinite(y)]
+    name = name.removeprefix("rewards/").removesuffix("/mean")
+    return Curve(name=name, points=thin(sorted(known)))
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most `MAX_POINTS` points, each the mean of neighbours."""
+    if len(points) <= MAX_POINTS:
+        return list(points)
+    parts = np.array_split(np.array(points), MAX_POINTS)
+    return [(float(x), float(y)) for x, y in (part.mean(axis=0) for part in parts)]
+
+
+def read_log(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The training lines of ms-swift's `logging.jsonl`, with their `step`; of a step that a resumed
+    run took again, the last. [] where there is no file."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_json_lines(Path(run_dir) / "logging.jsonl"):
+        done = str(row.get("global_step/max_steps", "")).partition("/")[0]
+        if done.isdigit() and "loss" in row:
+            rows = {step: kept for step, kept in rows.items() if step < int(done)}
+            rows[int(done)] = {**row, "step": int(done)}
+    return list(rows.values())
+
+
+# --- drawing ---
+
+
+def step_limits(panels: Sequence[Panel], spans: Sequence[AlarmSpan]) -> tuple[float, float]:
+    """Ends of the horizontal axis, which all panels share."""
+    steps = [x for panel in panels for curve in panel.curves for x, _ in curve.points]
+    steps += [step for span in spans for step in (span.first, span.last)]
+    return (min(steps) - 0.5, max(steps) + 0.5) if steps else (0.0, 1.0)
+
+
+def draw(axes: Axes, panel: Panel, spans: Sequence[AlarmSpan], limits: tuple[float, float]) -> None:
+    """Draw one panel."""
+    for number, span in enumerate(spans):
+        axes.axvspan(
+            *(span.first - 0.5, span.last + 0.5),
+            color=ALARM_COLOURS[span.kind],
+            alpha=0.15,
+            linewidth=0,
+            gid=f"{panel.key}-{span.kind}-{number}",
         )
-    for number, curve in enumerate(panel.curves):
-        parts.append(_line(curve.points, axes, number % len(COLOURS)))
-    return "".join([*parts, '<line class="cursor" y1="10" y2="166" hidden="hidden"/></svg>'])
+    for colour, curve in zip(_repeat(COLOURS, len(panel.curves)), panel.curves, strict=True):
+        style = "o" if len(curve.points) == 1 else "-"
+        axes.plot(*zip(*curve.points, strict=True), style, label=curve.name, color=colour, lw=1.3)
+    axes.set_xlim(*limits)
+    margin = 0.03 if panel.high is not None else 0.0
+    axes.set_ylim(
+        bottom=None if panel.low is None else panel.low - margin,
+        top=None if panel.high is None else panel.high + margin,
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.grid(axis="y")
+    axes.tick_params(length=0, labelbottom=True)
 
 
-def _line(points: Sequence[Point], axes: Axes, colour: int) -> str:
-    sample_ids = [f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in points]
-    if len(sample_ids) == 1:
-        x, y = sample_ids[0].split(",")
-        return f'<circle class="dot c{colour}" cx="{x}" cy="{y}" r="3"/>'
-    return f'<polyline class="curve c{colour}" points="{" ".join(sample_ids)}"/>'
+def _repeat(items: Sequence[str], number: int) -> list[str]:
+    return [items[i % len(items)] for i in range(number)]
 
 
-def ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Round numbers from `low` to `high`, about `NUM_TICKS`; `whole` ones only."""
-    rough = (high - low) / NUM_TICKS
-    size = 10 ** math.floor(math.log10(rough))
-    step = next(size * k for k in (1, 2, 5, 10) if size * k >= rough * 0.999)
-    step = max(step, 1) if whole else step
-    first = math.ceil(low / step - 1e-9)
-    return [round(number * step, 10) for number in range(first, int(high / step + 1e-9) + 1)]
+def to_svg(panel: Panel, spans: Sequence[AlarmSpan], limits: tuple[float, float]) -> str:
+    """One panel as an `<svg>` element for the page; `#title-KEY` names it."""
+    with rc_context({**STYLE, "svg.hashsalt": panel.key}):
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+        draw(figure.add_axes((LEFT, BOTTOM, RIGHT - LEFT, TOP - BOTTOM)), panel, spans, limits)
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    svg = re.sub("|".join(CSS_COLOURS), lambda colour: CSS_COLOURS[colour[0]], buffer.getvalue())
+    head = f'<svg role="img" aria-labelledby="title-{panel.key}" data-panel="{panel.key}"'
+    cursor = f'<line class="cursor" y1="0" y2="{HEIGHT}" hidden="hidden"/></svg>'
+    return head + svg.partition("<svg")[2].rpartition("</svg>")[0] + cursor
 
 
 def write_png(
-    panels: Sequence[Panel], marks: Sequence[Mark], titles: Sequence[str], path: Path
+    panels: Sequence[Panel], spans: Sequence[AlarmSpan], titles: Sequence[str], path: Path
 ) -> None:
     """All panels in one picture, for people in a terminal.
 
@@ -118,23 +207,14 @@ def write_png(
         OSError: the file cannot be written.
     """
     rows = max(-(-len(panels) // 2), 1)
-    figure = Figure(figsize=(11, 2.3 * rows + 0.3), layout="constrained")
-    grid = figure.subplots(rows, 2, sharex=True, squeeze=False).flatten()
-    span = span_of(panels, marks)
-    for axis, panel, title in zip(grid, panels, titles, strict=False):
-        axes = axes_of(panel, span)
-        for mark in marks:
-            axis.axvline(mark.time, color=ALARM_COLOURS[mark.kind], alpha=0.35, linewidth=1)
-        for number, curve in enumerate(panel.curves):
-            style = "o" if len(curve.points) == 1 else "-"
-            colour = COLOURS[number % len(COLOURS)]
-            axis.plot(*zip(*curve.points, strict=True), style, label=curve.name, color=colour)
-        margin = (axes.high - axes.low) * 0.04
-        axis.set_ylim(axes.low - margin, axes.high + margin)
-        axis.set_title(title, fontsize=9, loc="left")
-        axis.legend(fontsize=7, frameon=False)
-        axis.grid(alpha=0.25)
-        axis.tick_params(labelsize=8, labelbottom=True)
-    for axis in grid[len(panels) :]:
-        axis.set_axis_off()
-    figure.savefig(path, dpi=110)
+    limits = step_limits(panels, spans)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11, 2.3 * rows + 0.3), layout="constrained")
+        grid = figure.subplots(rows, 2, squeeze=False).flatten()
+        for axes, panel, title in zip(grid, panels, titles, strict=False):
+            draw(axes, panel, spans, limits)
+            axes.set_title(title, fontsize=9, loc="left")
+            axes.legend(fontsize=7, frameon=False)
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        figure.savefig(path, dpi=110)

@@ -1,63 +1,63 @@
-"""The collision test: were samples drawn with noise that they share? Pure.
+"""The collision test: were samples drawn with shared noise? Pure.
 
 **Null hypothesis.** Every sample of a round is drawn, token by token, from the distribution q(token
-| prompt, tokens before) under which its log-probabilities are given, with noise that is independent
-of the noise of every other sample, of this round and of earlier ones. Nothing is assumed about q.
+| prompt, earlier tokens) under which its log-probabilities are given. Its noise is independent of
+the noise of every other sample, of this round and of earlier ones. Nothing is assumed about q.
 
-**The bound.** Hold a sample Y against a completion y that is given. Let b bits be the surprisal,
--log2 q, of their longest common prefix. Then P(b >= c) <= 2^-c: along y, prefixes become less
-probable, so there is one shortest prefix of y with q(prefix) <= 2^-c; b >= c only if Y begins with
-it; and that has probability q(prefix). It holds
+**The bound.** Compare a sample Y with a given completion y. Let b be the surprisal, -log2 q in
+bits, of their longest common prefix. Then P(b >= c) <= 2^-c. Along y, prefixes become less
+probable, so one shortest prefix of y has q(prefix) <= 2^-c. b >= c only if Y begins with that
+prefix, and this has probability q(prefix). The bound holds
 
 - under any temperature, top-k, top-p, min-p, penalty, grammar or mask, since q is what is left
-  after them. Such a token as a grammar forces has probability 1 and adds 0 bits;
-- for completions of any length: the end-of-sequence token is a token, and one that was cut off, by
-  a limit or by a stop string, only has a prefix that is shorter;
+  after them. A token that a grammar forces has probability 1 and adds 0 bits;
+- for completions of any length: the end-of-sequence token is a token, and a completion that a limit
+  or a stop string cut off only has a shorter prefix;
 - for y from another policy (an earlier round, other weights), since y is given and only Y is drawn
-  anew. Of an earlier round's completions no log-probabilities are needed;
+  anew. The log-probabilities of an earlier round's completions are not needed;
 - for k samples and y: independent draws multiply, P <= 2^-(k c). So n samples that all share a
-  prefix of b bits have probability <= 2^-((n - 1) b), any of them taken as given; their number of
+  prefix of b bits have probability <= 2^-((n - 1) b), any of them taken as given. Their number of
   *coincidences* is e = n - 1, or e = n against a completion of an earlier round.
 
-**Many pairs.** `log2_p` of a round is corrected by a weighted Bonferroni bound over all that the
-round is searched for, so that a round of independent samples alarms with a probability below the
-alarm level: *per round* (per batch, in evaluation). Over R rounds expect at most R times the level:
-0.01 false alarms in 10,000 rounds at 1e-6. The shares of the level:
+**Many pairs.** A weighted Bonferroni bound over everything that is searched corrects the `log2_p`
+of a round. A round of independent samples so alarms with a probability below the alarm level, *per
+round* (per batch in evaluation). Over R rounds expect at most R times the level: 0.01 false alarms
+in 10,000 rounds at 1e-6. The shares of the level:
 
 - half: *one improbable set*. All sets of n samples of one prompt, for each n, and all sets of n
   samples with one completion of an earlier round. Sets with e coincidences get the share 1/2 of it
-  (e = 1: pairs) or 1 / (2 e (e - 1)), which add up to 1; with remembered completions the two
-  families get half each. For pairs alone, p = 4 x (number of pairs) x 2^-b: 34 bits in a round of
-  128 groups of 8 are an alarm at 1e-6.
+  (e = 1: pairs) or 1 / (2 e (e - 1)); the shares add up to 1. With remembered completions each of
+  the two families gets half. For pairs alone, p = 4 x (number of pairs) x 2^-b: 34 bits in a round
+  of 128 groups of 8 are an alarm at 1e-6.
 - half: *many sets, none improbable alone*, as when a whole round is frozen and each sample has 10
-  bits. Take the samples in the order of their places, and hold each against the D different
-  completions of its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is
-  a p-value whatever came before, by the bound and the union over D. -2 x (sum of ln p_i) is then
-  stochastically below chi-squared with 2 degrees of freedom for each sample (Fisher 1932;
-  dependence on what came before does no harm, since each p_i is a p-value given it).
+  bits. Take the samples in the order of their ids. Compare each with the D different completions
+  of its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is a p-value
+  whatever came before, by the bound and the union over D. -2 x (sum of ln p_i) is then
+  stochastically below chi-squared with 2 degrees of freedom for each sample (Fisher 1932).
+  Dependence on what came before does no harm, since each p_i is a p-value given it.
 
 **Which log-probabilities.** They must be those of q. ms-swift 4.6 starts vLLM with
 `logprobs_mode="processed_logprobs"`, colocated (rlhf_trainers/rollout_mixin.py) and as a server
-(pipelines/infer/rollout.py): vLLM then takes the log-softmax after temperature, top-k and top-p
-(v1/sample/ops/topk_topp_sampler.py), the grammar's mask and penalties being in the logits before.
-Those of a vLLM before 0.10.2 are raw: a token that top-k makes certain would seem to carry bits.
-Where samples share a prefix but disagree about its surprisal (kernels that depend on the batch;
-replicas with other weights), the least counts.
+(pipelines/infer/rollout.py). vLLM then takes the log-softmax after temperature, top-k and top-p
+(v1/sample/ops/topk_topp_sampler.py); the logits already contain the grammar's mask and penalties.
+vLLM before 0.10.2 gives raw ones: a token that top-k makes certain would seem to carry bits.
+Samples that share a prefix can disagree about its surprisal (kernels that depend on the batch;
+replicas with other weights). The least surprisal counts.
 
 **What it cannot see.**
-- Greedy decoding: equal completions are then right, and vLLM's log-probabilities those of
+- Greedy decoding: equal completions are then right, and vLLM's log-probabilities are those of
   temperature 1. The caller says so (`monitor` reads the temperature), and nothing is tested.
 - Completions without log-probabilities (`--use_vllm false`). They are counted, not tested. A token
   whose log-probability is missing or NaN adds 0 bits.
 - Grammars of engines that mask after the log-probabilities are taken (vLLM 0.32 masks before).
 - Shared noise of completions that are nearly certain: 8 samples of 3 bits look alike anyway. The
-  table of `scripts/bench/results/diversity.md` says from how many bits on it sees what.
-- That a prefix is shared on purpose, by a scheduler that branches one completion into several: it
-  is called shared noise, which to the group it is.
+  table of `scripts/bench/results/diversity.md` says how many bits are needed.
+- A prefix that is shared on purpose, by a scheduler that branches one completion into several. The
+  test calls it shared noise, and for the group it is.
 - Noise shared between different prompts, or shared only after the completions have parted.
 - Seeds that differ and give correlated noise, short of equal tokens.
 
-Completions are compared to `MAX_PREFIX_TOKENS` tokens; longer ones can only hide bits.
+Completions are compared up to `MAX_PREFIX_TOKENS` tokens; longer ones can only hide bits.
 """
 
 from __future__ import annotations
@@ -66,28 +66,28 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from scipy.special import chdtrc, gammaln, logsumexp
 
-from swift_grpo_ext.diversity.drawn import DrawnSample, Floats, Origin, surprisals
-from swift_grpo_ext.diversity.memory import PromptMemory, Remembered
-from swift_grpo_ext.diversity.prefixes import SharedPrefix, shared_prefixes
+from swift_grpo_ext.diversity.memory import EarlierSample, PromptMemory
+from swift_grpo_ext.diversity.sample import Floats, Ints, Origin, Sample, surprisal_bits
 
 MAX_PREFIX_TOKENS = 4096
-MAX_SHARINGS = 16
+MAX_COLLISIONS = 16
 """Kept of a round, the most improbable."""
 
 Kind = Literal["shared", "frozen"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing:
-    """Samples of one prompt that share a prefix, and how improbable that is."""
+class Collision:
+    """Samples of one prompt that share a prefix, and the p-value of that."""
 
     kind: Kind
-    """`shared`: samples of the round with each other; `frozen`: with an earlier round's."""
+    """`shared`: samples of the round share it; `frozen`: an earlier round had it too."""
 
     samples: tuple[Origin, ...]
     """Of this round."""
@@ -96,13 +96,13 @@ class Sharing:
     """Of earlier rounds; empty unless `frozen`."""
 
     num_tokens: int
-    """Of the common prefix."""
+    """Length of the common prefix."""
 
     bits: float
-    """Its surprisal."""
+    """Surprisal of the common prefix."""
 
     log2_p: float
-    """Corrected for all that the round was searched for; above 0 where it proves nothing alone."""
+    """Corrected for everything that was searched; above 0 if it alone proves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,16 +110,16 @@ class CollisionTest:
     """What the test found in one round."""
 
     log2_p: float = 0.0
-    """Of the round: of its most improbable sharing, or of all together; at most 0."""
+    """Of the round: the least of its most improbable collision's and of all together; at most 0."""
 
-    sharings: list[Sharing] = field(default_factory=list)
-    """The most improbable first, none within another."""
+    collisions: list[Collision] = field(default_factory=list)
+    """The most improbable first; none lies within another."""
 
     num_pairs: int = 0
-    """Of samples of one prompt in the round."""
+    """Pairs of samples of one prompt in the round."""
 
     num_earlier_pairs: int = 0
-    """Of a sample and an earlier round's."""
+    """Pairs of a sample and one of an earlier round."""
 
     num_untested: int = 0
     """Samples without log-probabilities."""
@@ -132,50 +132,47 @@ class CollisionTest:
         return self.num_pairs + self.num_earlier_pairs > 0
 
 
-def collision_test(
-    samples: Sequence[DrawnSample], memory: PromptMemory | None = None
-) -> CollisionTest:
-    """Test the samples of one round, all groups and ranks, against each other and the memory.
+def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None) -> CollisionTest:
+    """Compare the samples of one round, of all groups and ranks, with each other and the memory.
 
     Args:
-        samples: of one round; those of equal prompts are held against each other, in one group or
-            in several.
-        memory: of earlier rounds; this round is not remembered here.
+        samples: of one round. Samples of equal prompts are compared, in one group or in several.
+        memory: of earlier rounds. It does not change.
     """
-    by_prompt: dict[str, list[DrawnSample]] = {}
+    by_prompt: dict[str, list[Sample]] = {}
     for sample in sorted(samples, key=lambda s: s.origin.sample_id):
         if sample.logprobs is not None:
             by_prompt.setdefault(sample.fingerprint, []).append(sample)
     prompts = [
-        _Prompt(of_prompt, memory.earlier(fingerprint) if memory else [])
+        _PromptSamples(of_prompt, memory.earlier(fingerprint) if memory else [])
         for fingerprint, of_prompt in by_prompt.items()
     ]
-    search = _Search([(len(p.samples), len(p.earlier)) for p in prompts])
-    found = [sharing for prompt in prompts for sharing in prompt.sharings(search)]
-    found.sort(key=lambda sharing: sharing.log2_p)
-    together = log2_fisher([log2_p for prompt in prompts for log2_p in prompt.log2_ps()]) + 1
-    telling = [sharing for sharing in found if sharing.log2_p < 0]
+    correction = _Correction([(len(p.samples), len(p.earlier)) for p in prompts])
+    found = [collision for prompt in prompts for collision in prompt.collisions(correction)]
+    found.sort(key=lambda collision: collision.log2_p)
+    fisher_log2_p = log2_fisher([p for prompt in prompts for p in prompt.sample_log2_ps()]) + 1
+    significant = [collision for collision in found if collision.log2_p < 0]
     return CollisionTest(
-        log2_p=min([0.0, together, *(sharing.log2_p for sharing in found[:1])]),
-        sharings=_outermost(telling or (found if together < 0 else [])),
-        num_pairs=search.num_sets(1, "shared"),
-        num_earlier_pairs=search.num_sets(1, "frozen"),
+        log2_p=min([0.0, fisher_log2_p, *(collision.log2_p for collision in found[:1])]),
+        collisions=_without_nested(significant or (found if fisher_log2_p < 0 else [])),
+        num_pairs=correction.num_sets(1, "shared"),
+        num_earlier_pairs=correction.num_sets(1, "frozen"),
         num_untested=sum(sample.logprobs is None for sample in samples),
-        max_bits=max((s.bits for s in found if len(s.samples) > 1), default=0.0),
+        max_bits=max((c.bits for c in found if len(c.samples) > 1), default=0.0),
     )
 
 
-class _Search:
-    """Everything that a round is searched for, and what each find is worth."""
+class _Correction:
+    """The weighted Bonferroni correction for all sets of samples that a round is searched for."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Sizes: of each prompt, how many samples, and how many that are remembered."""
+        """Sizes: the number of samples and of remembered samples, for each prompt."""
         self._sizes = Counter(sizes)
         self._num_families = 2 if any(earlier for _, earlier in sizes) else 1
         self.log2_sets = cache(self._log2_sets)
 
     def log2_p(self, coincidences: int, bits: float, kind: Kind) -> float:
-        """Corrected; may be above 0."""
+        """Corrected p-value of one set; may be above 0."""
         e = coincidences
         log2_share = -2.0 - np.log2(max(e * (e - 1), 1) * self._num_families)
         return float(self.log2_sets(e, kind) - e * bits - log2_share)
@@ -198,32 +195,51 @@ def _log_binomial(n: int, k: int) -> float:
     return float(gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1))
 
 
-class _Prompt:
-    """The samples of a round that have one prompt, and what is remembered of it."""
+class _PromptSamples:
+    """The samples of a round that have one prompt, and the remembered ones."""
 
-    def __init__(self, samples: Sequence[DrawnSample], earlier: Sequence[Remembered]) -> None:
+    def __init__(self, samples: Sequence[Sample], earlier: Sequence[EarlierSample]) -> None:
         self.samples = samples
         self.earlier = earlier
-        self._tokens = [sample.token_ids[:MAX_PREFIX_TOKENS] for sample in samples]
-        self._tokens += [kept.token_ids[:MAX_PREFIX_TOKENS] for kept in earlier]
+        self._tokens = [sample.token_ids[:MAX_PREFIX_TOKENS] for sample in (*samples, *earlier)]
         self._prefixes = list(shared_prefixes(self._tokens))
         longest = max((prefix.length for prefix in self._prefixes), default=0)
-        self._bits = np.stack([_bits_to(sample, longest) for sample in samples])
+        self._bits = np.stack([_cumulative_bits(sample, longest) for sample in samples])
 
-    def sharings(self, search: _Search) -> Iterator[Sharing]:
-        """Of each prefix that samples of the round share, what is most improbable about it."""
+    def collisions(self, correction: _Correction) -> Iterator[Collision]:
+        """For each shared prefix, the most improbable claim about it."""
         for prefix in self._prefixes:
-            if sharing := self._sharing(prefix, self._bits, search):
-                yield sharing
+            if collision := self._collision(prefix, correction):
+                yield collision
 
-    def log2_ps(self) -> list[float]:
-        """Of each sample that has some before it, how improbable its longest prefix is that one of
-        them has, whatever they are."""
+    def _collision(self, prefix: SharedPrefix, correction: _Correction) -> Collision | None:
+        is_new = prefix.members < len(self.samples)
+        new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
+        if not len(new):
+            return None
+        least = float(self._bits[new, prefix.length].min())
+        claims: list[tuple[float, Kind]] = []
+        if len(new) > 1:
+            claims += [(correction.log2_p(e, least, "shared"), "shared") for e in {1, len(new) - 1}]
+        if len(old):
+            claims += [(correction.log2_p(e, least, "frozen"), "frozen") for e in {1, len(new)}]
+        log2_p, kind = min(claims)
+        return Collision(
+            kind=kind,
+            samples=tuple(self.samples[i].origin for i in new),
+            earlier=tuple(self.earlier[i].origin for i in old) if kind == "frozen" else (),
+            num_tokens=prefix.length,
+            bits=least,
+            log2_p=log2_p,
+        )
+
+    def sample_log2_ps(self) -> list[float]:
+        """For each sample with predecessors, log2 of its p-value p_i (see the module)."""
         shared = np.zeros(len(self.samples), np.int64)
-        for prefix in self._prefixes:  # inner ones, which are longer, first
+        for prefix in self._prefixes:  # longer ones, which are inner, come first
             new = np.sort(prefix.members[prefix.members < len(self.samples)])
             if len(new) == len(prefix.members):
-                new = new[1:]  # the first of them has none before it
+                new = new[1:]  # the first of them has no predecessor
             shared[new] = np.maximum(shared[new], prefix.length)
         before = {ids.tobytes() for ids in self._tokens[len(self.samples) :]}
         found = []
@@ -234,48 +250,27 @@ class _Prompt:
             before.add(self._tokens[number].tobytes())
         return found
 
-    def _sharing(self, prefix: SharedPrefix, bits: Floats, search: _Search) -> Sharing | None:
-        is_new = prefix.members < len(self.samples)
-        new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
-        if not len(new):
-            return None
-        least = float(bits[new, prefix.length].min())
-        claims: list[tuple[float, Kind]] = []
-        if len(new) > 1:
-            claims += [(search.log2_p(e, least, "shared"), "shared") for e in {1, len(new) - 1}]
-        if len(old):
-            claims += [(search.log2_p(e, least, "frozen"), "frozen") for e in {1, len(new)}]
-        log2_p, kind = min(claims)
-        return Sharing(
-            kind=kind,
-            samples=tuple(self.samples[i].origin for i in new),
-            earlier=tuple(self.earlier[i].origin for i in old) if kind == "frozen" else (),
-            num_tokens=prefix.length,
-            bits=least,
-            log2_p=log2_p,
-        )
 
-
-def _bits_to(sample: DrawnSample, longest: int) -> Floats:
-    """Surprisal of each prefix, [longest + 1]; beyond the end, of the whole."""
-    bits = np.cumsum(surprisals(sample)[:longest])
+def _cumulative_bits(sample: Sample, longest: int) -> Floats:
+    """Surprisal of each prefix, [longest + 1]; beyond the end, that of the whole."""
+    bits = np.cumsum(surprisal_bits(sample)[:longest])
     return np.concatenate([[0.0], bits, np.full(longest - len(bits), bits[-1] if len(bits) else 0)])
 
 
-def _outermost(found: Sequence[Sharing]) -> list[Sharing]:
-    """The first `MAX_SHARINGS` whose samples are not all among those of one before."""
-    kept: list[Sharing] = []
-    for sharing in found[: 8 * MAX_SHARINGS]:
-        members = {*sharing.samples, *sharing.earlier}
-        if len(kept) == MAX_SHARINGS:
+def _without_nested(found: Sequence[Collision]) -> list[Collision]:
+    """The first `MAX_COLLISIONS` whose samples do not all belong to a collision before."""
+    kept: list[Collision] = []
+    for collision in found[: 8 * MAX_COLLISIONS]:
+        members = {*collision.samples, *collision.earlier}
+        if len(kept) == MAX_COLLISIONS:
             break
         if not any(members <= {*other.samples, *other.earlier} for other in kept):
-            kept.append(sharing)
+            kept.append(collision)
     return kept
 
 
 def log2_fisher(log2_ps: Sequence[float]) -> float:
-    """Of p-values, each one whatever those before it are, the p-value together (Fisher 1932)."""
+    """Combine p-values, each valid whatever those before it are (Fisher 1932)."""
     freedom = 2.0 * len(log2_ps)
     statistic = -2.0 * float(np.log(2)) * sum(log2_ps)
     if statistic <= freedom:
@@ -286,11 +281,51 @@ def log2_fisher(log2_ps: Sequence[float]) -> float:
     return float(np.log2(exact) if exact > 1e-250 else chernoff / np.log(2))
 
 
-def format_p(log2_p: float) -> str:
-    """2^log2_p as people write it, `3e-08`, also where a float cannot hold it."""
-    log10 = log2_p * np.log10(2)
-    exponent = int(np.floor(log10))
-    mantissa = round(10 ** (log10 - exponent))
+def format_p(log10_p: float) -> str:
+    """Write 10^log10_p as `3e-08`, also where a float cannot hold it."""
+    exponent = int(np.floor(log10_p))
+    mantissa = round(10 ** (log10_p - exponent))
     if mantissa == 10:
         mantissa, exponent = 1, exponent + 1
-    return f"{mantissa}e{exponent:+03d}" if exponent < -2 else f"{2.0**log2_p:.2g}"
+    return f"{mantissa}e{exponent:+03d}" if exponent < -2 else f"{10.0**log10_p:.2g}"
+
+
+# --- sequences that share prefixes: the inner nodes of their trie ---
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """All sequences, two or more, that begin with one prefix; no longer one is common to all."""
+
+    members: Ints
+    """Indices of the sequences."""
+
+    length: int
+    """Of the prefix, in tokens, 1 or more."""
+
+
+def shared_prefixes(sequences: Sequence[Ints]) -> Iterator[SharedPrefix]:
+    """Each longest prefix that two or more sequences share, inner (longer) ones first.
+
+    There are fewer of them than sequences. Sorting brings sequences that share a prefix next to
+    each other, so that only neighbours are compared.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
+    lengths = [common_length(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    members = np.array(order, np.int64)
+    is_open: list[tuple[int, int]] = []  # a prefix's length, and the first member that has it
+    for number, length in enumerate([*lengths, 0]):
+        first = number
+        while is_open and is_open[-1][0] > length:
+            closed, first = is_open.pop()
+            yield SharedPrefix(members[first : number + 1], closed)
+        if length > (is_open[-1][0] if is_open else 0):
+            is_open.append((length, first))
+
+
+def common_length(a: Ints, b: Ints) -> int:
+    """Tokens of the longest common prefix."""
+    end = min(len(a), len(b))
+    differs = a[:end] != b[:end]
+    first = int(differs.argmax()) if end else 0
+    return first if end and differs[first] else end

@@ -1,29 +1,18 @@
-"""`RUN_DIR/diversity.jsonl`: what the monitor found in each round, and what is read of it. Pure.
+"""`RUN_DIR/diversity.jsonl`: what the monitor found in each round. Pure.
 
 One JSON object a line: `{"start_step": s}` where a session begins (a start of the trainer, resumed
-from the checkpoint of step s), and a round's findings. An evaluation writes one line a batch.
+from the checkpoint of step s), and the findings of a round. An evaluation writes one line a batch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from swift_grpo_ext.diversity.collision import Sharing
-from swift_grpo_ext.diversity.drawn import Group, Origin
-from swift_grpo_ext.diversity.metrics import num_distinct
-from swift_grpo_ext.diversity.verdict import Verdict
-
 FILE_NAME = "diversity.jsonl"
-MAX_WORST_GROUPS = 4
-MAX_NAMED_SAMPLES = 8
-"""Of one shared prefix."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +25,7 @@ class RoundRecord:
     num_samples: int
     num_groups: int
     verdict: str
-    """`healthy`, `collapse`, `broken` or `unknown`."""
+    """`healthy`, `collapse`, `broken` or `unknown` (see `analyzer`)."""
 
     log10_p: float
     """Of the collision test, corrected; 0 where nothing was tested."""
@@ -46,15 +35,20 @@ class RoundRecord:
     num_earlier_pairs: int
     num_untested: int
     metrics: dict[str, float]
-    sharings: list[dict[str, Any]] = field(default_factory=list)
+    collisions: list[dict[str, Any]] = field(default_factory=list)
+    """The fields of `collision.Collision`, and `num_samples` before the origins were shortened."""
+
     worst_groups: list[int] = field(default_factory=list)
-    """Numbers of groups, those with shared prefixes first, then those with most copies."""
+    """Numbers of groups: first those with collisions, then those with most copies."""
+
+    remedy: str = ""
+    """Key of the remedy in `templates/words.json`; empty without alarm."""
 
     alarm: str | None = None
-    """What the alarm said; None for none."""
+    """The alarm's text; None for none."""
 
     seconds: float = 0.0
-    """That the findings took."""
+    """Cost of the analysis."""
 
     time: float = 0.0
     """Unix time."""
@@ -63,8 +57,14 @@ class RoundRecord:
     def round_name(self) -> str:
         return f"{self.phase} round {self.step}.{self.number}"
 
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that are done when ms-swift logs the round: a round that begins at step s
+        serves the step after it; an evaluation stands at its own."""
+        return self.step + (self.phase == "train")
+
     def scalars(self) -> dict[str, float]:
-        """What goes to `logging.jsonl` and the reporters, by name."""
+        """Values for `logging.jsonl` and the reporters, by name."""
         return {
             **{f"diversity/{name}": value for name, value in self.metrics.items()},
             "diversity/log10_p": self.log10_p,
@@ -72,57 +72,6 @@ class RoundRecord:
             "diversity/broken": float(self.verdict == "broken"),
             "diversity/collapse": float(self.verdict == "collapse"),
         }
-
-
-def make_record(
-    groups: Sequence[Group], verdict: Verdict, metrics: Mapping[str, float]
-) -> RoundRecord:
-    """From what was found in a round that has samples."""
-    sample_id, test = groups[0][0].origin.sample_id, verdict.test
-    return RoundRecord(
-        phase=sample_id.phase,
-        step=sample_id.step,
-        number=sample_id.number,
-        num_samples=sum(map(len, groups)),
-        num_groups=len(groups),
-        verdict=verdict.kind,
-        log10_p=test.log2_p * float(np.log10(2)),
-        shared_bits=test.max_bits,
-        num_pairs=test.num_pairs,
-        num_earlier_pairs=test.num_earlier_pairs,
-        num_untested=test.num_untested,
-        metrics=dict(metrics),
-        sharings=[_plain(sharing) for sharing in test.sharings],
-        worst_groups=_worst_groups(groups, test.sharings),
-    )
-
-
-def _plain(sharing: Sharing) -> dict[str, Any]:
-    return {
-        "kind": sharing.kind,
-        "num_tokens": sharing.num_tokens,
-        "bits": sharing.bits,
-        "log10_p": sharing.log2_p * float(np.log10(2)),
-        "num_samples": len(sharing.samples),
-        "samples": [_plain_origin(o) for o in sharing.samples[:MAX_NAMED_SAMPLES]],
-        "earlier": [_plain_origin(o) for o in sharing.earlier[:MAX_NAMED_SAMPLES]],
-    }
-
-
-def _plain_origin(origin: Origin) -> dict[str, Any]:
-    named = {"seed": origin.seed, "rank": origin.rank, "replica": origin.replica}
-    return {**asdict(origin.sample_id), **named}
-
-
-def _worst_groups(groups: Sequence[Group], sharings: Sequence[Sharing]) -> list[int]:
-    worst = [origin.sample_id.group for sharing in sharings for origin in sharing.samples[:2]]
-    copies = {g[0].origin.sample_id.group: num_distinct(g) / len(g) for g in groups if len(g) > 1}
-    worst += [number for number in sorted(copies, key=copies.__getitem__) if copies[number] < 1]
-    return list(dict.fromkeys(worst))[:MAX_WORST_GROUPS]
-
-
-def record_path(run_dir: str | os.PathLike[str]) -> Path:
-    return Path(run_dir) / FILE_NAME
 
 
 class RecordFile:
@@ -134,7 +83,7 @@ class RecordFile:
         Raises:
             OSError: the file cannot be written.
         """
-        self._path = record_path(run_dir)
+        self._path = Path(run_dir) / FILE_NAME
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._write({"start_step": start_step})
 
@@ -146,35 +95,31 @@ class RecordFile:
             f.write(json.dumps(values, ensure_ascii=False) + "\n")
 
 
-def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:
-    """The rounds of a run in their order, each once: what a resumed session drew again replaces
-    what the session before had found. [] where there is no file.
-
-    A line that a crash cut off is left out.
-    """
-    path = record_path(run_dir)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    records: list[RoundRecord] = []
-    for line in lines:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file, without lines that a crash cut off; [] where there is no file."""
+    objects = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
-            values = json.loads(line)
+            objects.append(json.loads(line))
         except json.JSONDecodeError:
             continue
+    return objects
+
+
+def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:
+    """The rounds of a run in their order, each once. The rounds of a resumed session replace those
+    that the session before drew from there on. [] where there is no file."""
+    records: list[RoundRecord] = []
+    for values in read_json_lines(Path(run_dir) / FILE_NAME):
         if "start_step" in values:
             records = [r for r in records if not _is_superseded(r, values["start_step"])]
         else:
             records.append(RoundRecord(**values))
-    return sorted(records, key=lambda r: (time_of(r), r.phase == "eval", r.number))
-
-
-def time_of(record: RoundRecord) -> int:
-    """Optimizer steps that are done when ms-swift logs the round: one that begins at step s serves
-    the step after it; an evaluation stands at its own."""
-    return record.step + (record.phase == "train")
+    return sorted(records, key=lambda r: (r.steps_done, r.phase == "eval", r.number))
 
 
 def _is_superseded(record: RoundRecord, start_step: int) -> bool:
-    """As `samples.index` has it: an evaluation at the step of the checkpoint came before it."""
+    """As `record.index` has it: an evaluation at the step of the checkpoint came before it."""
     if record.phase == "eval" and start_step > 0:
         return record.step > start_step
     return record.step >= start_step

@@ -6,24 +6,24 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_grpo_ext.diversity.drawn import DrawnSample
+from swift_grpo_ext.diversity.analyzer import AnalyzerSettings, RoundAnalyzer
 from swift_grpo_ext.diversity.record import RecordFile, RoundRecord, read_records
-from swift_grpo_ext.diversity.watch import RoundWatch, WatchSettings
+from swift_grpo_ext.diversity.sample import Sample
 from tests.diversity.samples import group_of, row_of
 from tests.record.rows import write_session
 
-SETTINGS = WatchSettings(alarm_p=1e-6, patience=2, is_greedy=False, seed_mode="engine")
+SETTINGS = AnalyzerSettings(alarm_p=1e-6, patience=2, is_greedy=False, seed_mode="engine")
 HOSTILE = "<script>alert('数字')</script>"
 
 
 def make_run(
-    folder: Path, rounds: Sequence[list[DrawnSample]], media: Sequence[str] = ()
+    folder: Path, rounds: Sequence[list[Sample]], media: Sequence[str] = ()
 ) -> list[RoundRecord]:
     """Records, a sample log, ms-swift's log."""
-    watch, file = RoundWatch(SETTINGS), RecordFile(folder, start_step=0)
+    analyzer, file = RoundAnalyzer(SETTINGS), RecordFile(folder, start_step=0)
     lines, rows = [], []
     for samples in rounds:
-        for record in watch.watch(samples):
+        for record in analyzer.analyze(samples):
             file.append(record)
             step = f"{record.step + 1}/{len(rounds)}"
             lines.append({"loss": 0.0, "reward": 0.5, "rewards/DigitAccuracy/mean": 0.25,
@@ -37,7 +37,7 @@ def make_run(
     return read_records(folder)
 
 
-def frozen_rounds() -> list[list[DrawnSample]]:
+def frozen_rounds() -> list[list[Sample]]:
     """Round 2 draws what round 0 drew."""
     ids = [[i * 100 + k for k in range(40)] for i in range(4)]
     own = [[5000 + i * 100 + k for k in range(40)] for i in range(4)]

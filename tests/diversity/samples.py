@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from swift_grpo_ext.diversity.drawn import DrawnSample, Origin
+from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -27,13 +27,13 @@ def sample(
     seed: int | None = None,
     rank: int = 0,
     replica: str = "rank 0",
-) -> DrawnSample:
+) -> Sample:
     """A completion; `bits`: of each token, or of all alike."""
     logprobs = None if bits is None else np.full(len(token_ids), 0.0, np.float32)
     if logprobs is not None:
         logprobs[:] = -LN2 * np.asarray(bits, float)
     sample_id = SampleId(phase=phase, step=step, number=0, group=group, index=index)
-    return DrawnSample(
+    return Sample(
         origin=Origin(sample_id=sample_id, seed=seed, rank=rank, replica=replica),
         fingerprint=fingerprint,
         token_ids=np.asarray(token_ids, np.int32),
@@ -42,11 +42,11 @@ def sample(
     )
 
 
-def group_of(*completions: Sequence[int], group: int = 0, **kwargs: Any) -> list[DrawnSample]:
+def group_of(*completions: Sequence[int], group: int = 0, **kwargs: Any) -> list[Sample]:
     return [sample(ids, group=group, index=i, **kwargs) for i, ids in enumerate(completions)]
 
 
-def row_of(drawn: DrawnSample) -> SampleRow:
+def row_of(drawn: Sample) -> SampleRow:
     """As the trainer's sample log would hold it."""
     return SampleRow(
         sample_id=drawn.origin.sample_id,

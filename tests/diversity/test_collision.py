@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from math import comb, log2
+from math import comb, log2, log10
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import combine_pvalues
 
-from swift_grpo_ext.diversity.collision import collision_test, format_p, log2_fisher
-from swift_grpo_ext.diversity.drawn import DrawnSample
+from swift_grpo_ext.diversity.analyzer import judge
+from swift_grpo_ext.diversity.collision import (
+    collision_test,
+    common_length,
+    format_p,
+    log2_fisher,
+    shared_prefixes,
+)
 from swift_grpo_ext.diversity.memory import (
     BYTES_BESIDE_TOKENS,
     MAX_KEPT_TOKENS,
     MAX_PER_PROMPT,
     PromptMemory,
 )
-from swift_grpo_ext.diversity.prefixes import common_length, shared_prefixes
-from swift_grpo_ext.diversity.verdict import judge
+from swift_grpo_ext.diversity.metrics import round_metrics
+from swift_grpo_ext.diversity.sample import Sample
 from tests.diversity.samples import group_of, sample
 
 sequences = st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=8)
@@ -116,24 +122,24 @@ def test_copies_of_a_whole_group_count_together() -> None:
     test = collision_test(group_of(*[[1, 2, 3]] * 8, bits=2.0))
     e = 7
     assert test.log2_p == pytest.approx(log2(comb(8, 8)) + 2 + log2(e * (e - 1)) - e * 6, abs=1e-3)
-    assert len(test.sharings[0].samples) == 8
+    assert len(test.collisions[0].samples) == 8
 
 
 def test_partial_collisions_are_found() -> None:
     """A prefix in common, and then apart."""
     prefix = list(range(100, 140))
     test = collision_test(group_of([1, 2], [*prefix, 3], [4], [*prefix, 5, 6]))
-    (sharing,) = test.sharings
-    assert [o.sample_id.index for o in sharing.samples] == [1, 3]
-    assert (sharing.kind, sharing.num_tokens) == ("shared", 40)
-    assert sharing.log2_p == test.log2_p < log2(1e-6)
+    (collision,) = test.collisions
+    assert [o.sample_id.index for o in collision.samples] == [1, 3]
+    assert (collision.kind, collision.num_tokens) == ("shared", 40)
+    assert collision.log2_p == test.log2_p < log2(1e-6)
 
 
 def test_equal_prompts_of_two_groups_are_one() -> None:
     """A prompt that stands twice in a batch: its groups must not share noise either."""
     ids = list(range(50))
     test = collision_test([sample(ids, group=0), sample(ids, group=7)])
-    assert {o.sample_id.group for o in test.sharings[0].samples} == {0, 7}
+    assert {o.sample_id.group for o in test.collisions[0].samples} == {0, 7}
     other = collision_test([sample(ids, group=0), sample(ids, group=7, fingerprint="other")])
     assert (other.log2_p, other.num_pairs) == (0.0, 0)
 
@@ -154,7 +160,7 @@ def test_unusable_values_add_nothing(unusable: float) -> None:
 def test_missing_logprobs_are_not_tested_but_counted() -> None:
     test = collision_test(group_of(*[[1] * 99] * 4, bits=None))
     assert (test.log2_p, test.num_untested, test.is_tested) == (0.0, 4, False)
-    assert test.sharings == []
+    assert test.collisions == []
 
 
 def test_empty_and_single_completions() -> None:
@@ -171,9 +177,9 @@ def test_kernels_that_disagree_count_for_the_least() -> None:
 def test_long_copies_stay_in_bounds() -> None:
     """32k tokens, and a p-value that no float holds."""
     test = collision_test(group_of(*[list(range(32_768))] * 8))
-    assert test.sharings[0].num_tokens == 4096
+    assert test.collisions[0].num_tokens == 4096
     assert test.log2_p == pytest.approx(-7 * 4096, rel=1e-2)
-    assert format_p(test.log2_p)[1:4] == "e-8"
+    assert format_p(test.log2_p * log10(2))[1:4] == "e-8"
 
 
 @settings(deadline=None)
@@ -189,13 +195,13 @@ def test_order_does_not_matter(order: list[int], lists: list[list[int]]) -> None
                     (9.7e-11, "1e-10")]
 )  # fmt: skip
 def test_p_values_as_people_write_them(p: float, text: str) -> None:
-    assert format_p(log2(p)) == text.replace("1e-02", "0.0099")
+    assert format_p(log10(p)) == text.replace("1e-02", "0.0099")
 
 
 # --- frozen noise ---
 
 
-def rounds_of(*rounds: Sequence[Sequence[int]], **kwargs: Any) -> list[list[DrawnSample]]:
+def rounds_of(*rounds: Sequence[Sequence[int]], **kwargs: Any) -> list[list[Sample]]:
     return [group_of(*ids, step=step, **kwargs) for step, ids in enumerate(rounds)]
 
 
@@ -207,9 +213,9 @@ def test_frozen_noise_is_seen_in_the_second_round() -> None:
     memory.remember(first)
     test = collision_test(second, memory)
     assert test.log2_p < log2(16 * 8) - 40
-    for sharing in test.sharings:
-        (now,), (then,) = sharing.samples, sharing.earlier
-        assert sharing.kind == "frozen"
+    for collision in test.collisions:
+        (now,), (then,) = collision.samples, collision.earlier
+        assert collision.kind == "frozen"
         assert (now.sample_id.step, then.sample_id.step) == (1, 0)
         assert now.sample_id.index == then.sample_id.index
 
@@ -261,25 +267,25 @@ def test_verdicts() -> None:
         "unknown": group_of(*short, bits=None),
     }
     for kind, group in cases.items():
-        assert judge([group], collision_test(group), 1e-6).kind == kind
+        assert judge(collision_test(group), round_metrics([group]), 1e-6) == kind
     one_answer = [group_of([7], [7], [7], [g], group=g, fingerprint=f"{g}") for g in range(10)]
     right_answers = [group_of([g], [g], [g], [7], group=g, fingerprint=f"{g}") for g in range(10)]
     for kind, groups in {"collapse": one_answer, "healthy": right_answers}.items():
         test = collision_test([s for group in groups for s in group])
-        assert judge(groups, test, 1e-6).kind == kind
+        assert judge(test, round_metrics(groups), 1e-6) == kind
     single = [sample([1])]
-    assert judge([single], collision_test(single), 1e-6).kind == "healthy"
+    assert judge(collision_test(single), round_metrics([single]), 1e-6) == "healthy"
 
 
 def test_places_of_offenders_are_named() -> None:
     ids = list(range(60))
     pair = [sample(ids, index=i, rank=i, replica=f"server {i} replica 0", seed=5) for i in (0, 1)]
-    (sharing,) = collision_test(pair).sharings
-    assert [(o.rank, o.replica, o.seed) for o in sharing.samples] == [
+    (collision,) = collision_test(pair).collisions
+    assert [(o.rank, o.replica, o.seed) for o in collision.samples] == [
         (0, "server 0 replica 0", 5),
         (1, "server 1 replica 0", 5),
     ]
-    assert replace(sharing, log2_p=0.0).samples == sharing.samples
+    assert replace(collision, log2_p=0.0).samples == collision.samples
 
 
 # --- many sets, none improbable alone ---
@@ -312,8 +318,8 @@ def test_frozen_rounds_of_short_completions_count_together() -> None:
     memory.remember(rounds[0])
     test = collision_test(rounds[1], memory)
     assert test.log2_p < log2(1e-6)
-    assert all(sharing.log2_p > test.log2_p for sharing in test.sharings)
-    assert {s.kind for s in test.sharings} == {"frozen"}
+    assert all(collision.log2_p > test.log2_p for collision in test.collisions)
+    assert {s.kind for s in test.collisions} == {"frozen"}
 
 
 def test_many_groups_with_common_duplicates_are_no_alarm() -> None:

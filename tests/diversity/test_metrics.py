@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_grpo_ext.diversity import metrics
-from swift_grpo_ext.diversity.drawn import DrawnSample, drawn_sample, to_groups
-from swift_grpo_ext.diversity.metrics import answer_of, round_metrics
+from swift_grpo_ext.diversity.metrics import extract_answer, round_metrics
+from swift_grpo_ext.diversity.sample import Sample, group_samples, sample_from_row
 from tests.diversity.samples import group_of, row_of, sample
 
 Ids = list[int]
@@ -24,7 +24,7 @@ completions = st.lists(st.integers(0, 4), max_size=12)
 rounds = st.lists(st.lists(completions, min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def groups_of(round_: Sequence[Sequence[Ids]]) -> list[list[DrawnSample]]:
+def groups_of(round_: Sequence[Sequence[Ids]]) -> list[list[Sample]]:
     return [group_of(*group, group=number) for number, group in enumerate(round_)]
 
 
@@ -122,19 +122,23 @@ def test_metrics_do_not_depend_on_the_order_of_groups_and_samples(round_: list[l
     assert round_metrics(groups_of(backwards)) == pytest.approx(round_metrics(groups_of(round_)))
 
 
+def common_mode(groups: list[list[Sample]]) -> float:
+    return round_metrics(groups)["common_mode"]
+
+
 def test_common_mode() -> None:
     """Most prompts get one completion; prompts that stand twice count once."""
 
-    def round_of(*modes: int) -> list[list[DrawnSample]]:
+    def round_of(*modes: int) -> list[list[Sample]]:
         return [
             group_of([m], [m], [9 + g], group=g, fingerprint=f"{g}") for g, m in enumerate(modes)
         ]
 
-    assert metrics.common_mode(round_of(1, 1, 1, 2)) == 0.75
-    assert metrics.common_mode(round_of(1, 1, 1)) == 0.0
-    assert metrics.common_mode(round_of(1, 2, 3, 4) + round_of(1, 1, 1, 1)) == 0.25
+    assert common_mode(round_of(1, 1, 1, 2)) == 0.75
+    assert common_mode(round_of(1, 1, 1)) == 0.0
+    assert common_mode(round_of(1, 2, 3, 4) + round_of(1, 1, 1, 1)) == 0.25
     single = [group_of([1], [2], group=g, fingerprint=f"{g}") for g in range(4)]
-    assert metrics.common_mode(single) == 0.0
+    assert common_mode(single) == 0.0
 
 
 def test_extremes() -> None:
@@ -156,8 +160,8 @@ def test_long_completions_are_compared_by_their_beginnings() -> None:
 
 
 def test_pairs_are_chosen_evenly() -> None:
-    assert metrics.evenly(range(10), 3) == [0, 3, 6]
-    assert list(metrics.evenly(range(3), 4)) == [0, 1, 2]
+    assert metrics.evenly_spaced(range(10), 3) == [0, 3, 6]
+    assert list(metrics.evenly_spaced(range(3), 4)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -174,13 +178,14 @@ def test_pairs_are_chosen_evenly() -> None:
     ],
 )
 def test_answers(text: str, answer: str) -> None:
-    assert answer_of(text) == answer
+    assert extract_answer(text) == answer
 
 
-def test_distinct_answers_may_be_asked_for_otherwise() -> None:
-    group = [sample([i], index=i, text=text) for i, text in enumerate(["a 1", "b 1", "c 2"])]
-    assert round_metrics([group])["distinct_answers"] == 3
-    assert round_metrics([group], answer=lambda text: text[-1])["distinct_answers"] == 2
+def test_distinct_answers_are_counted_by_group() -> None:
+    texts = ["so <answer>1</answer>", "<answer> 1 </answer>", "2"]
+    group = [sample([i], index=i, text=text) for i, text in enumerate(texts)]
+    assert round_metrics([group])["distinct_answers"] == 2
+    assert round_metrics([group, group[:1]])["distinct_answers"] == 1.5
 
 
 # --- bad input ---
@@ -224,12 +229,12 @@ def test_huge_ids_and_surrogates() -> None:
 def test_rows_without_usable_logprobs(logprobs: list[float] | None) -> None:
     row = row_of(sample([1, 2]))
     object.__setattr__(row, "logprobs", logprobs)
-    assert drawn_sample(row).logprobs is None
+    assert sample_from_row(row).logprobs is None
 
 
 def test_rows_become_groups_by_place_and_once() -> None:
     rows = [row_of(sample([1], group=g, index=i)) for g in (1, 0) for i in (2, 0, 1)]
-    groups = to_groups(map(drawn_sample, [*rows, *rows]))
+    groups = group_samples(map(sample_from_row, [*rows, *rows]))
     sample_ids = [[(s.origin.sample_id.group, s.origin.sample_id.index) for s in g] for g in groups]
     assert sample_ids == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]
 
@@ -237,7 +242,7 @@ def test_rows_become_groups_by_place_and_once() -> None:
 def test_the_core_needs_neither_torch_nor_ms_swift() -> None:
     code = (
         "import sys, swift_grpo_ext.diversity.metrics, swift_grpo_ext.diversity.collision, "
-        "swift_grpo_ext.diversity.verdict, swift_grpo_ext.diversity; "
+        "swift_grpo_ext.diversity.analyzer, swift_grpo_ext.diversity; "
         "print({'torch', 'swift', 'vllm', 'transformers'} & set(sys.modules))"
     )
     output = subprocess.run(

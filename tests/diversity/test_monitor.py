@@ -15,8 +15,8 @@ import torch.multiprocessing as mp
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity import DiversityMonitor
-from swift_grpo_ext.diversity.drawn import DrawnSample
 from swift_grpo_ext.diversity.record import read_records
+from swift_grpo_ext.diversity.sample import Sample
 from tests.diversity.samples import group_of, row_of, sample
 
 LONG = list(range(60))
@@ -47,11 +47,11 @@ class Run:
         self.control = TrainerControl()
         self.monitor.on_train_begin(self.args, self.state, self.control)
 
-    def draw(self, samples: list[DrawnSample]) -> None:
+    def draw(self, samples: list[Sample]) -> None:
         for listener in self.trainer.sample_listeners:
             listener([row_of(s) for s in samples])
 
-    def step(self, samples: list[DrawnSample]) -> None:
+    def step(self, samples: list[Sample]) -> None:
         self.draw(samples)
         self.monitor.on_step_end(self.args, self.state, self.control)
 
@@ -151,8 +151,8 @@ def test_replicas_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     """ms-swift's own rollouts do not name them."""
     run = Run(tmp_path, vllm_tensor_parallel_size=2)
     run.step([sample(LONG, index=i, rank=i, replica="") for i in range(3)])
-    (sharing,) = read_records(tmp_path)[0].sharings
-    assert sorted(s["replica"] for s in sharing["samples"]) == ["rank 0", "rank 0", "rank 2"]
+    (collision,) = read_records(tmp_path)[0].collisions
+    assert sorted(s["replica"] for s in collision["samples"]) == ["rank 0", "rank 0", "rank 2"]
 
 
 def test_other_trainers_are_refused() -> None:

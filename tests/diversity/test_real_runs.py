@@ -56,7 +56,7 @@ def test_frozen_noise_stops_the_run_in_its_second_round(
     assert "broken randomness in train round 1.0" in finished.output
     assert "(frozen noise)" in finished.output
     assert (tmp_path / "run/checkpoint-2/model.safetensors").is_file()
-    assert {s["replica"] for found in records[1].sharings for s in found["samples"]} == {"rank 0"}
+    assert {s["replica"] for found in records[1].collisions for s in found["samples"]} == {"rank 0"}
 
 
 def test_sound_noise_is_no_alarm_and_reaches_the_log(

@@ -20,53 +20,54 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Which sample of a run, and who drew it."""
+    """Names a sample of a run, and the engine that drew it."""
 
     sample_id: SampleId
     seed: int | None
     """None where the engine chose."""
 
     rank: int
-    """Training rank that it belongs to."""
+    """Training rank that owns the sample."""
 
     replica: str
-    """Which engine drew it; empty where ms-swift does not say."""
+    """The engine's name; empty where ms-swift gives none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DrawnSample:
+class Sample:
     """One completion."""
 
     origin: Origin
     fingerprint: str
-    """Of the prompt, media included: equal prompts have equal ones."""
+    """Identifies the prompt, media included."""
 
     token_ids: Ints
     """[tokens], int32."""
 
     logprobs: Floats | None
-    """[tokens], nats, under the distribution that the tokens were sampled from; NaN where unknown,
-    None where all are."""
+    """[tokens], nats, under the distribution that the tokens were sampled from. NaN where unknown;
+    None if all are unknown."""
 
     text: str
 
 
-Group = Sequence[DrawnSample]
+Group = Sequence[Sample]
 """The samples of one prompt's occurrence in a round."""
 
 
-def drawn_sample(row: SampleRow) -> DrawnSample:
-    """From a row of the sample log; log-probabilities that do not match the tokens are unknown."""
-    return DrawnSample(
+def sample_from_row(row: SampleRow) -> Sample:
+    """Convert a row of the sample log. Log-probabilities that do not match the tokens are
+    unknown."""
+    return Sample(
         origin=Origin(sample_id=row.sample_id, seed=row.seed, rank=row.rank, replica=row.replica),
         fingerprint=row.fingerprint,
         token_ids=np.asarray(row.token_ids, np.int32),
-        logprobs=_logprobs(row.logprobs, len(row.token_ids)),
+        logprobs=_to_logprobs(row.logprobs, len(row.token_ids)),
         text=row.text,
     )
 
 
-def _logprobs(values: Sequence[float | None] | None, num_tokens: int) -> Floats | None:
+def _to_logprobs(values: Sequence[float | None] | None, num_tokens: int) -> Floats | None:
     if num_tokens == 0:
         return np.zeros(0, np.float32)
     if values is None or len(values) != num_tokens:
@@ -75,12 +76,12 @@ def _logprobs(values: Sequence[float | None] | None, num_tokens: int) -> Floats 
     return None if np.isnan(array).all() else array
 
 
-def to_groups(samples: Iterable[DrawnSample]) -> list[list[DrawnSample]]:
-    """Samples of any rounds into their groups, by place; each turn is a group of its own.
+def group_samples(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Sort the samples of any rounds into groups, by sample id. Each turn is a group of its own.
 
-    A place that comes twice counts once: ranks that share a sequence hold the same samples.
+    An id that comes twice counts once: ranks that share a sequence hold the same samples.
     """
-    groups: dict[tuple[Any, ...], dict[int, DrawnSample]] = {}
+    groups: dict[tuple[Any, ...], dict[int, Sample]] = {}
     for sample in sorted(samples, key=lambda s: s.origin.sample_id):
         sample_id = sample.origin.sample_id
         key = (sample_id.phase, sample_id.step, sample_id.number, sample_id.group, sample_id.turn)
@@ -88,10 +89,10 @@ def to_groups(samples: Iterable[DrawnSample]) -> list[list[DrawnSample]]:
     return [list(group.values()) for group in groups.values()]
 
 
-def surprisals(sample: DrawnSample) -> Floats:
-    """Surprisal of each token, [tokens] float64, bits, at least 0.
+def surprisal_bits(sample: Sample) -> Floats:
+    """Surprisal of each token, -log2 q, [tokens] float64, at least 0.
 
-    What cannot be known adds nothing, so that sums are never too large: missing values, NaN, minus
+    Unknown values add nothing, so that sums are never too large: missing values, NaN, minus
     infinity (no token of probability 0 is sampled: the value is of another distribution), and
     roundings above 0.
     """
