@@ -77,7 +77,7 @@ def test_page_says_what_happened(page: str) -> None:
 
 def charts_in(text: str) -> list[ElementTree.Element]:
     """The charts, which must be well-formed."""
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
 
 def test_charts_share_one_axis_of_steps(page: str) -> None:
