@@ -28,7 +28,7 @@ MAX_POINTS = 500
 COLOURS = ("#0072b2", "#c44e00", "#00805d", "#a8558a", "#8f6400")
 """Okabe and Ito's, darker, which colour-blind people tell apart."""
 
-STYLE = {
+STYLE: Any = {
     "axes.edgecolor": "#dfe3e6",
     "axes.labelcolor": "#5c6570",
     "axes.spines.right": False,

@@ -201,7 +201,8 @@ class _PromptSamples:
     def __init__(self, samples: Sequence[Sample], earlier: Sequence[EarlierSample]) -> None:
         self.samples = samples
         self.earlier = earlier
-        self._tokens = [sample.token_ids[:MAX_PREFIX_TOKENS] for sample in (*samples, *earlier)]
+        tokens = [*(s.token_ids for s in samples), *(kept.token_ids for kept in earlier)]
+        self._tokens = [token_ids[:MAX_PREFIX_TOKENS] for token_ids in tokens]
         self._prefixes = list(shared_prefixes(self._tokens))
         longest = max((prefix.length for prefix in self._prefixes), default=0)
         self._bits = np.stack([_cumulative_bits(sample, longest) for sample in samples])
