@@ -12,17 +12,39 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # everything here is made on this mac
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
+# why_pip_failed LOG: the cause, and the remedy, from pip's own words.
+why_pip_failed() {
+  local log=$1
+  if grep -qiE 'no space left|disk quota exceeded' "$log"; then
+    echo "the disk is full. Make room (4.3 GB, and pip's cache: \`$PYTHON -m pip cache purge\`) and run this again."
+  elif grep -qE 'No matching distribution|Could not find a version' "$log"; then
+    if grep -qE '(No matching distribution|satisfies the requirement).* torch==' "$log"; then
+      echo "$(grep -oE 'torch==[^ ]*' "$log" | head -n 1), PyTorch's CPU build, is not in the package index that pip uses here.
+Name PyTorch's own index of CPU wheels to pip: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
+    else
+      echo "a package is not in the package index that pip uses here (above). Set PIP_INDEX_URL to one that has it."
+    fi
+  elif grep -qiE 'connection (error|refused|reset)|ConnectionError|timed out|name resolution|not known|ProxyError|SSLError|Network is unreachable' "$log"; then
+    echo "the package index could not be reached. Look at the network, PIP_INDEX_URL and proxy variables, and run this again."
+  elif grep -qiE 'permission denied' "$log"; then
+    echo "a file could not be written (above). Name an environment of your own: VENV=... bash scripts/setup.sh"
+  else
+    echo "pip failed (above)."
+  fi
+}
+
 # pip_install LOG TOTAL ARGUMENTS...: `pip install`, with its output in LOG; says every few seconds
-# how many of TOTAL packages have come, and shows the end of LOG on failure.
+# how many of TOTAL packages have come, and on failure why.
 pip_install() {
-  local log=$1 total=$2 pid status=0 start=$SECONDS doing
+  local log=$1 total=$2 pid status=0 start=$SECONDS next=20 doing
   shift 2
   "$PYTHON" -m pip install "$@" >"$log" 2>&1 &
   pid=$!
   trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
   while kill -0 "$pid" 2>/dev/null; do
-    sleep 2
-    if (((SECONDS - start) % 20 < 2)); then
+    sleep 0.2
+    if ((SECONDS - start >= next)); then
+      next=$((next + 20))
       doing="$(grep -cE '^(Collecting|Processing|Requirement)' "$log" || true) of $total packages"
       if grep -q '^Installing collected' "$log"; then doing="installing $total packages"; fi
       printf '   %3ss: %s\n' $((SECONDS - start)) "$doing"
@@ -31,8 +53,9 @@ pip_install() {
   wait "$pid" || status=$?
   trap - INT TERM
   if ((status)); then
-    tail -n 25 "$log" >&2
-    fail "pip install failed (exit $status); the whole log is $log"
+    tail -n 5 "$log" >&2
+    fail "$(why_pip_failed "$log")
+The whole log is $log"
   fi
 }
 

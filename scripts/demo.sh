@@ -30,3 +30,5 @@ if [ "$steps" = 200 ] && [ $# = 0 ]; then # what the published results are about
   step "Against the published seeds (a gain below 15 points is an error, the band is not)"
   "$PYTHON" examples/digits/experiment.py check --gain-only "$run"
 fi
+
+printf '\nNext, in this folder:\n\n  source %s/bin/activate\n  swift-grpo-ext report %s\n' "$VENV" "$run"
