@@ -14,8 +14,8 @@ three files, with every digit in the same proportion:
 (1,369 image tokens apiece), drawn from the digits of the training part.
 
 Image paths are absolute, because ms-swift resolves relative ones against the working directory
-(or ROOT_IMAGE_DIR); after moving the folder, run this script again. The same seed and the same
---output give the same bytes.
+(or ROOT_IMAGE_DIR). In a folder that was moved or copied, this script mends the paths in place. The
+same seed and the same --output give the same bytes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tiny_vlm.output_folder import claim, finish
+from tiny_vlm.output_folder import claim, finish, read_manifest
 from tqdm import tqdm
 
 HELDOUT_SIZE = 256
@@ -133,6 +133,23 @@ def make_digits(output: Path, seed: int) -> dict[str, int]:
     return {name: len(indices) for name, indices in parts.items()}
 
 
+def mend_paths(output: Path) -> bool:
+    """Point the rows of a complete folder at its own images, if it was made somewhere else."""
+    manifest = read_manifest(output)
+    if manifest is None or not manifest["complete"]:
+        return False
+    was, now = manifest["settings"].get("image_folder"), str(output.resolve() / "images")
+    if was in (None, now):
+        return False
+    for path in sorted(output.glob("*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            row["images"] = [str(Path(now) / Path(image).name) for image in row["images"]]
+        write_rows(path, rows)
+    finish(output, {**manifest["settings"], "image_folder": now})
+    return True
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
@@ -145,6 +162,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     settings = {"seed": args.seed, "image_folder": str(args.output.resolve() / "images")}
     try:
+        if mend_paths(args.output):
+            print(f"{args.output} was moved: its rows name the images where they are now")
         if not claim(args.output, settings, force=args.force):
             print(f"{args.output} is complete already; nothing to do")
             return

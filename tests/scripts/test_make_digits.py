@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -135,3 +136,13 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is a file, expected a folder"):
         make_digits.main(["--output", str(path)])
     assert path.read_text() == "mine"
+
+
+def test_a_moved_folder_is_mended_in_place(built: Path, tmp_path: Path) -> None:
+    """And is then what a build in that place would have made."""
+    moved = tmp_path / "moved"
+    shutil.copytree(built, moved)
+    make_digits.main(["--output", str(moved)])
+    for path in filter(Path.is_file, built.iterdir()):
+        expected = path.read_text(encoding="utf-8").replace(str(built), str(moved))
+        assert (moved / path.name).read_text(encoding="utf-8") == expected
