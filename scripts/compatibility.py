@@ -1,4 +1,4 @@
-"""Tests this project against releases of ms-swift and prints the README's table of them.
+"""Tests this project against releases of ms-swift and prints the documentation's table of them.
 
     python scripts/compatibility.py --write
 
@@ -25,7 +25,7 @@ from compat.table import put_into, table
 from compat.trial import make_assets, try_out
 
 RELEASES = ("4.4", "4.5", "4.6")
-READMES = (ROOT / "README.md", ROOT / "README_CN.md")
+PAGES = (ROOT / "docs/compatibility.md", ROOT / "docs/compatibility_CN.md")
 
 
 def main() -> int:
@@ -41,9 +41,9 @@ def main() -> int:
     made = table(trials)
     print(f"\n{made}")
     if options.write:
-        for readme in READMES:
-            text = put_into(readme.read_text(encoding="utf-8"), made)
-            readme.write_text(text, encoding="utf-8")
+        for page in PAGES:
+            text = put_into(page.read_text(encoding="utf-8"), made)
+            page.write_text(text, encoding="utf-8")
     return int(any(not trial.works for trial in trials if trial.refusal is None))
 
 
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="also train three steps in three ways (default: yes)",
     )
-    parser.add_argument("--write", action="store_true", help="put the table into both READMEs")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/")
     return parser
 
 

@@ -1,6 +1,6 @@
 """Every flag of ours, once: meaning, default and range.
 
-`--help`, the README's table and the checks are all made from these dataclasses.
+`--help`, the documentation's table and the checks are all made from these dataclasses.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ExtFlags(RolloutFlags, StopFlags, LogitsFlags, DiversityFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class FlagInfo:
-    """One flag, as the help text and the README's table show it."""
+    """One flag, as the help text and the documentation's table show it."""
 
     name: str
     group: str

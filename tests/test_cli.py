@@ -1,4 +1,4 @@
-"""`swift-grpo-ext flags`, the README's table that it makes, and `swift-grpo-ext samples`."""
+"""`swift-grpo-ext flags`, the documentation's table that it makes, and `swift-grpo-ext samples`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.version import __version__
 from tests.record.rows import ROW, sample_id, write_session
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/flags.md"
 
 
 def test_flags_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,8 +26,8 @@ def test_flags_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{name} " in output
 
 
-def test_the_readme_holds_the_table_of_this_version() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_page_holds_the_table_of_this_version() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     assert flag_table() in text, "paste the output of `swift-grpo-ext flags --markdown`"
 
 

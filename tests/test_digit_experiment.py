@@ -286,24 +286,24 @@ def test_moving_average() -> None:
     assert smooth([1.0, 2.0, 3.0, 4.0], window=2).tolist() == [1.0, 1.5, 2.5, 3.5]
 
 
-def test_the_readmes_hold_what_the_report_prints() -> None:
+def test_the_pages_hold_what_the_report_prints() -> None:
     records = read_results()
     tables = (RESULTS.parent / "tables.md").read_text(encoding="utf-8")
     assert tables == all_tables(records, experiment.COMMAND)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "docs/demo.md").read_text(encoding="utf-8")
     page = (ROOT / "examples/digits/README.md").read_text(encoding="utf-8")
     assert seed_table(records) in readme
     for text in (seed_table, band_table, group_size_table, vllm_table, machines):
         assert text(records) in page, text.__name__
 
 
-def test_the_readme_shows_what_the_demo_prints_of_its_default_seed() -> None:
+def test_the_page_shows_what_the_demo_prints_of_its_default_seed() -> None:
     (run,) = of_variant(read_results(), BASE.name, [42])
     rows = {"rows": 256}
     output = io.StringIO()
     Console(file=output, width=80).print(table({**run.before, **rows}, {**run.after, **rows}))
     printed = [line.rstrip() for line in output.getvalue().splitlines()]
-    assert "\n".join(printed) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(printed) in (ROOT / "docs/demo.md").read_text(encoding="utf-8")
 
 
 def test_every_published_seed_gains_what_is_promised() -> None:

@@ -165,8 +165,8 @@ def rows_of_flags(page: str) -> list[list[str]]:
 
 def test_the_chinese_table_has_the_same_flags_values_and_defaults() -> None:
     """The English one is the output of `swift-grpo-ext flags --markdown` (`test_cli`)."""
-    ours = [row[:3] for row in rows_of_flags("README.md")]
-    assert [row[:3] for row in rows_of_flags("README_CN.md")] == ours
+    ours = [row[:3] for row in rows_of_flags("docs/flags.md")]
+    assert [row[:3] for row in rows_of_flags("docs/flags_CN.md")] == ours
     assert len(ours) == len(flag_names())
 
 

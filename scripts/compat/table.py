@@ -1,4 +1,4 @@
-"""The table in the README, between its two marks."""
+"""The table in docs/compatibility.md, between its two marks."""
 
 from __future__ import annotations
 
