@@ -52,10 +52,14 @@ def main() -> None:
     parser.add_argument("--memory-rounds", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cost-only", action="store_true", help="print the costs alone; a minute")
     parser.add_argument("--output", type=Path, help="FILE.json; FILE.md is written beside it")
     options = parser.parse_args()
     result: dict[str, Any] = {"command": command(), "environment": environment()}
     result["cost"] = [measure_cost(*case) for case in COST_CASES]
+    if options.cost_only:
+        print(cost_table(result["cost"]))
+        return
     result["memory"] = measure_memory(options.memory_rounds)
     with ProcessPoolExecutor(options.processes) as pool:
         num_policies = -(-options.rounds // ROUNDS_OF_POLICY)
@@ -185,6 +189,8 @@ def faulty_tests(
 # --- cost ---
 
 COST_CASES = (
+    (10_240, 1000, 8, False),
+    (10_240, 1000, 64, False),
     (1024, 2048, 8, False),
     (1024, 2048, 8, True),
     (1024, 2048, 64, False),
@@ -308,17 +314,21 @@ def as_markdown(result: dict[str, Any]) -> str:
             ),
         ),
         "## Cost\n\nSeconds on one core, medians of five.",
-        table(
-            ["samples", "tokens", "G", *result["cost"][0]["seconds"], "all"],
-            (
-                [r["samples"], r["tokens"], f"{r['group_size']}{', copies' * r['copies']}",
-                 *(f"{v:.3f}" for v in r["seconds"].values()), f"{r['total']:.3f}"]
-                for r in result["cost"]
-            ),
-        ),
+        cost_table(result["cost"]),
         memory_words(result["memory"]),
     ]  # fmt: skip
     return "\n\n".join(parts)
+
+
+def cost_table(costs: Sequence[dict[str, Any]]) -> str:
+    return table(
+        ["samples", "tokens", "G", *costs[0]["seconds"], "all"],
+        (
+            [r["samples"], r["tokens"], f"{r['group_size']}{', copies' * r['copies']}",
+             *(f"{v:.3f}" for v in r["seconds"].values()), f"{r['total']:.3f}"]
+            for r in costs
+        ),
+    )  # fmt: skip
 
 
 def memory_words(memory: dict[str, Any]) -> str:

@@ -166,16 +166,19 @@ def draw(axes: Axes, panel: Panel, spans: Sequence[AlarmSpan], limits: tuple[flo
             gid=f"{panel.key}-{span.kind}-{number}",
         )
     for colour, curve in zip(_repeat(COLOURS, len(panel.curves)), panel.curves, strict=True):
-        style = "o" if len(curve.points) == 1 else "-"
-        axes.plot(*zip(*curve.points, strict=True), style, label=curve.name, color=colour, lw=1.3)
+        axes.plot(
+            *zip(*curve.points, strict=True),
+            "o" if len(curve.points) == 1 else "-",
+            **{"label": curve.name, "color": colour, "linewidth": 1.3, "clip_on": False},
+        )
     axes.set_xlim(*limits)
     margin = 0.03 if panel.high is not None else 0.0
     axes.set_ylim(
         bottom=None if panel.low is None else panel.low - margin,
         top=None if panel.high is None else panel.high + margin,
     )
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.grid(axis="y")
     axes.tick_params(length=0, labelbottom=True)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift_grpo_ext.diversity.analyzer import AnalyzerSettings, RoundAnalyzer
+from swift_grpo_ext.diversity.analyzer import AnalyzerSettings, RoundAnalyzer, judge
+from swift_grpo_ext.diversity.collision import CollisionTest, collision_test
+from swift_grpo_ext.diversity.metrics import round_metrics
 from swift_grpo_ext.diversity.record import FILE_NAME, RecordFile, RoundRecord, read_records
-from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.diversity.sample import Sample, group_samples
 from tests.diversity.samples import group_of, sample
 
 LONG = list(range(60))
@@ -116,6 +120,118 @@ def test_greedy_copies_are_no_alarm() -> None:
 def test_rounds_that_come_together_are_told_apart() -> None:
     records = analyzer_of().analyze([*own(1), *own(0)])
     assert [(r.step, r.num_samples) for r in records] == [(0, 4), (1, 4)]
+
+
+# --- verdicts ---
+
+
+def test_verdicts() -> None:
+    short = [[1, 2], [1, 2], [1, 2], [1, 2]]
+    cases = {
+        "broken": group_of(*[list(range(60))] * 4),
+        "collapse": group_of(*short, bits=0.1),
+        "healthy": group_of([1, 2], [1, 2], [1, 3], [4], bits=0.5),
+        "unknown": group_of(*short, bits=None),
+    }
+    for kind, group in cases.items():
+        assert judge(collision_test(group), round_metrics([group]), 1e-6) == kind
+    one_answer = [group_of([7], [7], [7], [g], group=g, fingerprint=f"{g}") for g in range(10)]
+    right_answers = [group_of([g], [g], [g], [7], group=g, fingerprint=f"{g}") for g in range(10)]
+    for kind, groups in {"collapse": one_answer, "healthy": right_answers}.items():
+        test = collision_test([s for group in groups for s in group])
+        assert judge(test, round_metrics(groups), 1e-6) == kind
+    single = [sample([1])]
+    assert judge(collision_test(single), round_metrics([single]), 1e-6) == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("log2_p", "verdict"),
+    [
+        (math.log2(1e-6) - 1e-9, "broken"),
+        (math.log2(1e-6), "healthy"),  # not below
+        (math.log2(2e-6), "healthy"),
+        (math.log(1e-6) - 0.1, "healthy"),  # p is 6e-5: nats are no bits
+        (-6.0, "healthy"),
+    ],
+)
+def test_alarm_p_is_a_probability_per_round(log2_p: float, verdict: str) -> None:
+    metrics = {"copied_ratio": 0.0, "common_mode": 0.0}
+    assert judge(CollisionTest(log2_p=log2_p), metrics, 1e-6) == verdict
+
+
+@pytest.mark.parametrize(
+    ("copied", "common_mode", "verdict"),
+    [
+        (0.98, 0.0, "collapse"),
+        (0.979, 0.0, "healthy"),
+        (0.979, 0.89, "healthy"),
+        (0.5, 0.9, "collapse"),
+        (0.49, 1.0, "healthy"),
+        (0.5, 0.89, "healthy"),
+    ],
+)
+def test_thresholds_of_a_collapse(copied: float, common_mode: float, verdict: str) -> None:
+    metrics = {"copied_ratio": copied, "common_mode": common_mode}
+    assert judge(CollisionTest(num_pairs=1), metrics, 1e-6) == verdict
+    assert judge(CollisionTest(num_earlier_pairs=1), metrics, 1e-6) == verdict
+    untested = "unknown" if verdict == "collapse" else verdict
+    assert judge(CollisionTest(), metrics, 1e-6) == untested
+
+
+def test_the_flag_decides_where_an_alarm_begins() -> None:
+    """One pair of 20 bits: p = 2^-20, twice for the two halves of the level: 1.91e-6."""
+    pair = group_of(*[LONG[:20]] * 2)
+    for alarm_p, verdict in ((1.90e-6, "healthy"), (1.92e-6, "broken")):
+        (record,) = analyzer_of(alarm_p=alarm_p).analyze(pair)
+        assert record.log10_p == pytest.approx(math.log10(2 * 2**-20), abs=1e-5)
+        assert record.verdict == ("collapse" if verdict == "healthy" else verdict)
+
+
+def test_a_record_holds_what_was_found() -> None:
+    samples = [
+        *(sample(LONG, index=i, step=3, group=4, seed=i, rank=i, replica="r") for i in range(10)),
+        *(sample([i], index=i, step=3, group=7, fingerprint="b") for i in (0, 1)),
+        *(sample([5], index=i, step=3, group=8, fingerprint="c", bits=None) for i in (0, 1)),
+        sample([1], step=3, group=9, fingerprint="d"),
+    ]
+    (record,) = analyzer_of().analyze(samples)
+    assert (record.phase, record.step, record.number) == ("train", 3, 0)
+    assert (record.num_samples, record.num_groups) == (15, 4)
+    assert (record.num_pairs, record.num_earlier_pairs, record.num_untested) == (46, 0, 2)
+    assert record.shared_bits == pytest.approx(60, rel=1e-5)
+    assert record.metrics == round_metrics(group_samples(samples))
+    assert record.worst_groups == [4, 8]
+    (collision,) = record.collisions
+    assert [len(collision[name]) for name in ("samples", "earlier")] == [8, 0]
+    assert collision["samples"][1] == {
+        **{"phase": "train", "step": 3, "number": 0, "group": 4, "index": 1, "turn": 0},
+        **{"seed": 1, "rank": 1, "replica": "r"},
+    }
+    assert (collision["kind"], collision["num_tokens"], collision["num_samples"]) == (
+        *("shared", 60),
+        10,
+    )
+    assert collision["bits"] == pytest.approx(60, rel=1e-5)
+    assert collision["log10_p"] == record.log10_p < -100
+    assert 0 < record.seconds < 10
+    assert abs(record.time - time.time()) < 60
+    assert record.remedy == "remedy_ignored_seeds"
+
+
+def test_the_groups_with_most_copies_are_the_worst() -> None:
+    ids = ([[1], [1], [2]], [[1], [1], [1]], [[1], [2], [3]], [[1]])
+    groups = [group_of(*g, group=i, fingerprint=f"{i}", bits=0.1) for i, g in enumerate(ids)]
+    more = [group_of([1], [1], group=i, fingerprint=f"{i}", bits=0.1) for i in (4, 5, 6)]
+    (record,) = analyzer_of().analyze([s for group in groups for s in group])
+    assert record.worst_groups == [1, 0]
+    (record,) = analyzer_of().analyze([s for group in groups + more for s in group])
+    assert record.worst_groups == [1, 4, 5, 6]
+
+
+def test_greedy_rounds_are_not_remembered_either() -> None:
+    analyzer = analyzer_of(is_greedy=True)
+    found = [analyzer.analyze(group_of(LONG, step=step))[0] for step in range(3)]
+    assert [(r.verdict, r.num_earlier_pairs) for r in found] == [("healthy", 0)] * 3
 
 
 # --- the file ---

@@ -15,6 +15,7 @@ from PIL import Image
 
 from swift_grpo_ext.diversity.report import write_report
 from tests.diversity.runs import frozen_rounds, make_run
+from tests.diversity.samples import group_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
@@ -41,6 +42,7 @@ const at = {clientX: box.left + box.width * 0.97, clientY: box.top + 20};
 svg.dispatchEvent(new PointerEvent("pointermove", at));
 seen.cursor.push(getComputedStyle(cursor).display);
 seen.value = svg.parentElement.querySelector("output").innerText;
+seen.first_chart = document.querySelector("svg").getBoundingClientRect().top;
 seen.wide = document.documentElement.scrollWidth - innerWidth;
 const theme = document.documentElement.dataset.theme;
 document.getElementById("theme").click();
@@ -89,6 +91,14 @@ def test_page_works(page: Path) -> None:
     assert float(seen["value"]) == pytest.approx(-numbers[0], rel=1e-3)
     assert seen["wide"] <= 0
     assert sorted(seen["themes"]) == ["dark", "light"]
+
+
+def test_phones_see_a_chart_on_the_first_screen(tmp_path: Path) -> None:
+    """A sound run on 500 x 900 CSS pixels, the least width of a window; nothing is cut off."""
+    make_run(tmp_path, [group_of([1], [2], [3], step=step) for step in range(3)])
+    seen = drive(write_report(tmp_path)[0], "--lang=en-US", "--window-size=500,900")
+    assert seen["first_chart"] < 600
+    assert seen["wide"] <= 0
 
 
 def test_light_and_dark(page: Path, tmp_path: Path) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from math import comb, log2, log10
+from math import comb, log, log2, log10
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import chdtrc
 from scipy.stats import combine_pvalues
 
-from swift_grpo_ext.diversity.analyzer import judge
 from swift_grpo_ext.diversity.collision import (
+    _Correction,
     collision_test,
     common_length,
     format_p,
@@ -23,12 +24,8 @@ from swift_grpo_ext.diversity.collision import (
     shared_prefixes,
 )
 from swift_grpo_ext.diversity.memory import (
-    BYTES_BESIDE_TOKENS,
-    MAX_KEPT_TOKENS,
-    MAX_PER_PROMPT,
     PromptMemory,
 )
-from swift_grpo_ext.diversity.metrics import round_metrics
 from swift_grpo_ext.diversity.sample import Sample
 from tests.diversity.samples import group_of, sample
 
@@ -226,57 +223,6 @@ def test_another_prompt_is_not_frozen() -> None:
     assert collision_test(group_of([1] * 99, fingerprint="other"), memory).log2_p == 0.0
 
 
-def test_memory_is_bounded_over_many_rounds() -> None:
-    memory = PromptMemory(max_bytes=100_000)
-    sizes = []
-    for step in range(200):
-        ids = [[step] * 2000 for _ in range(4)]
-        memory.remember(group_of(*ids, step=step, fingerprint=f"p{step}", bits=0.01))
-        sizes.append(memory.num_bytes)
-    assert max(sizes) <= 100_000
-    assert sizes[-1] >= 100_000 - 4 * (4 * MAX_KEPT_TOKENS + BYTES_BESIDE_TOKENS)
-    assert memory.earlier("p0") == []
-    kept = memory.earlier("p199")
-    assert [len(k.token_ids) for k in kept] == [MAX_KEPT_TOKENS] * 4
-
-
-def test_a_prompt_keeps_its_latest_samples() -> None:
-    memory = PromptMemory()
-    for step in range(MAX_PER_PROMPT):
-        memory.remember(group_of([step], [step], step=step))
-    steps = [kept.origin.sample_id.step for kept in memory.earlier("prompt")]
-    assert len(steps) == MAX_PER_PROMPT
-    assert (steps[0], steps[-1]) == (MAX_PER_PROMPT // 2, MAX_PER_PROMPT - 1)
-
-
-def test_improbable_beginnings_are_enough() -> None:
-    memory = PromptMemory()
-    memory.remember(group_of(list(range(500)), bits=8.0))
-    assert len(memory.earlier("prompt")[0].token_ids) == 12
-
-
-# --- verdicts ---
-
-
-def test_verdicts() -> None:
-    short = [[1, 2], [1, 2], [1, 2], [1, 2]]
-    cases = {
-        "broken": group_of(*[list(range(60))] * 4),
-        "collapse": group_of(*short, bits=0.1),
-        "healthy": group_of([1, 2], [1, 2], [1, 3], [4], bits=0.5),
-        "unknown": group_of(*short, bits=None),
-    }
-    for kind, group in cases.items():
-        assert judge(collision_test(group), round_metrics([group]), 1e-6) == kind
-    one_answer = [group_of([7], [7], [7], [g], group=g, fingerprint=f"{g}") for g in range(10)]
-    right_answers = [group_of([g], [g], [g], [7], group=g, fingerprint=f"{g}") for g in range(10)]
-    for kind, groups in {"collapse": one_answer, "healthy": right_answers}.items():
-        test = collision_test([s for group in groups for s in group])
-        assert judge(test, round_metrics(groups), 1e-6) == kind
-    single = [sample([1])]
-    assert judge(collision_test(single), round_metrics([single]), 1e-6) == "healthy"
-
-
 def test_places_of_offenders_are_named() -> None:
     ids = list(range(60))
     pair = [sample(ids, index=i, rank=i, replica=f"server {i} replica 0", seed=5) for i in (0, 1)]
@@ -332,3 +278,119 @@ def test_many_groups_with_common_duplicates_are_no_alarm() -> None:
             for i in range(8)
         ]
         assert collision_test(samples).log2_p == 0.0
+
+
+def test_p_values_of_samples_are_exact() -> None:
+    """Predecessors: none; 10 shared bits with 1 different one; 5 with 1; none shared with 2."""
+    samples = group_of([1, 2], [1, 2], [1, 3], [4], bits=5.0)
+    expected = log2_fisher([-10.0, -5.0, 0.0]) + 1
+    assert collision_test(samples).log2_p == pytest.approx(expected, abs=1e-4)
+    assert expected < log2(6) + 2 - 10  # the least probable pair alone says less
+
+
+def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
+    """[1, 2, 9] stands twice in the memory: 2 different ones for the first sample, 3 for the
+    second, which repeats the first."""
+    memory = PromptMemory()
+    memory.remember(group_of([1, 2, 9], [1, 2, 9], [7]))
+    samples = group_of([1, 2, 3], [1, 2, 3], step=1, bits=[6.0, 6.0, 1.0])
+    test = collision_test(samples, memory)
+    # The pair has 13 bits; of it and the memory, the first set of 2 x 6 samples has 12.
+    together = log2_fisher([1 - 12.0, log2(3) - 13.0]) + 1
+    pair = log2(1) + 3 - 13
+    frozen = [log2(2 * 3) + 3 - 12, log2(1 * 3) + 3 + log2(2) - 2 * 12]
+    assert test.log2_p == pytest.approx(min(together, pair, *frozen), abs=1e-3)
+    assert sorted(c.log2_p for c in test.collisions) == pytest.approx([frozen[1]], abs=1e-3)
+    assert (test.num_pairs, test.num_earlier_pairs) == (1, 6)
+    assert test.max_bits == pytest.approx(13, rel=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["none", "frozen"])
+def test_rounds_held_against_a_memory_alarm_as_rarely_as_promised(fault: str) -> None:
+    """Sound rounds of 8 groups of 4, with 2 rounds of each prompt remembered: p < alpha in a share
+    of alpha of them at most. With frozen noise of 3 bits a sample, most are below 0.5."""
+    rng = np.random.default_rng(1)
+    policy = Markov([3.0, 1.0, 2.0, 0.5, 2.0, 1.0, 0.2, 1.0, 3.0])
+    completions = policy.completions()
+    mass = np.array([np.prod(q) for _, q in completions])
+    found = []
+    for _ in range(60):
+        memory = PromptMemory()
+        noise = rng.choice(len(completions), 32, p=mass / mass.sum())
+        for step in range(3):
+            if step and fault == "none":
+                noise = rng.choice(len(completions), 32, p=mass / mass.sum())
+            drawn = [completions[i] for i in noise]
+            samples = [
+                sample(ids, bits=[-log2(x) for x in q], step=step, group=i // 4, index=i % 4,
+                       fingerprint=f"{i // 4}")
+                for i, (ids, q) in enumerate(drawn)
+            ]  # fmt: skip
+            log2_p = collision_test(samples, memory).log2_p
+            memory.remember(samples)
+        found.append(log2_p)
+    for alpha in (0.5, 0.1, 0.02):
+        share = np.mean(np.array(found) < log2(alpha))
+        allowed = alpha + 3 * np.sqrt(alpha * (1 - alpha) / len(found))
+        if fault == "none":
+            assert share <= allowed
+    assert (np.mean(np.array(found) < -1) > 0.5) == (fault == "frozen")
+
+
+def test_shares_of_the_level_add_up_to_at_most_one() -> None:
+    """Of all sets that a round is searched for: the level is spent once, half of it on sets."""
+    for sizes in ([(8, 0)] * 3, [(8, 5), (2, 0), (4, 64)]):
+        correction = _Correction(sizes)
+        spent = 0.0
+        for e in range(1, 200):
+            for kind in ("shared", "frozen"):
+                num_sets = correction.num_sets(e, kind)
+                if num_sets:
+                    per_set = 2 ** -(correction.log2_p(e, 0.0, kind))
+                    spent += num_sets * per_set
+        assert 0.4 < spent <= 0.5
+
+
+def test_the_number_of_sets_is_exact() -> None:
+    correction = _Correction([(8, 5), (3, 0), (3, 0)])
+    assert correction.num_sets(1, "shared") == comb(8, 2) + 2 * comb(3, 2)
+    assert correction.num_sets(2, "shared") == comb(8, 3) + 2 * comb(3, 3)
+    assert correction.num_sets(3, "shared") == comb(8, 4)
+    assert correction.num_sets(8, "shared") == 0
+    assert correction.num_sets(1, "frozen") == 8 * 5
+    assert correction.num_sets(8, "frozen") == 5
+
+
+def test_collisions_within_another_are_left_out() -> None:
+    """Three copies, of which two go on alike: one set. Another prompt's pair is another."""
+    ids = list(range(60))
+    samples = group_of([*ids, 1, 2], [*ids, 1, 2], ids, bits=1.0)
+    samples += group_of(ids, ids, group=1, fingerprint="other")
+    test = collision_test(samples)
+    found = [(len(c.samples), c.num_tokens) for c in test.collisions]
+    assert found == [(3, 60), (2, 60)]
+
+
+def test_at_most_16_collisions_are_kept() -> None:
+    ids = list(range(60))
+    groups = [group_of(ids, ids, group=g, fingerprint=f"{g}") for g in range(20)]
+    assert len(collision_test([s for group in groups for s in group]).collisions) == 16
+
+
+def test_what_proves_nothing_is_not_kept() -> None:
+    """Beside an improbable pair, a pair of 2 bits is no collision to be named."""
+    samples = group_of([1] * 60, [1] * 60)
+    samples += group_of([2, 3, 5], [2, 3, 6], group=1, fingerprint="other")
+    (collision,) = collision_test(samples).collisions
+    assert collision.samples[0].sample_id.group == 0
+    assert collision_test(samples[2:]).collisions == []
+
+
+def test_fisher_far_out_is_chernoffs_bound() -> None:
+    """2 n degrees of freedom, statistic s: (s / 2n)^n e^(n - s/2), above the tail itself."""
+    log2_ps = [-600.0, -500.0]
+    s, n = 2 * log(2) * 1100, 2
+    assert log2_fisher(log2_ps) == pytest.approx((n * log(s / (2 * n)) + n - s / 2) / log(2))
+    near = [-400.0, -420.0]
+    exact = log2(chdtrc(4, 2 * log(2) * 820))
+    assert log2_fisher(near) == pytest.approx(exact)

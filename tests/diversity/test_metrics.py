@@ -159,9 +159,63 @@ def test_long_completions_are_compared_by_their_beginnings() -> None:
     assert found["length_spread"] == 0.5
 
 
+def test_64_bits_hold_any_four_tokens_of_a_group() -> None:
+    """128 samples of 512 tokens, all different: as many n-grams of each length as there are."""
+    tokens = [np.arange(512 * i, 512 * (i + 1), dtype=np.int32) for i in range(128)]
+    counts = list(metrics.ngram_counts(tokens))
+    assert [c.shape for c in counts] == [(128, 128 * (512 - n)) for n in range(4)]
+    assert all((c.data == 1).all() for c in counts)
+
+
 def test_pairs_are_chosen_evenly() -> None:
     assert metrics.evenly_spaced(range(10), 3) == [0, 3, 6]
     assert list(metrics.evenly_spaced(range(3), 4)) == [0, 1, 2]
+
+
+def numbered_groups(num_groups: int, size: int) -> list[list[Sample]]:
+    return [group_of(*[[g, i] for i in range(size)], group=g) for g in range(num_groups)]
+
+
+def test_a_large_round_is_read_by_whole_groups_evenly_spaced() -> None:
+    compared = metrics.compared_tokens(numbered_groups(300, 8))
+    assert [tokens[0][0] for tokens in compared] == [n * 300 // 128 for n in range(128)]
+    assert {len(tokens) for tokens in compared} == {8}
+
+
+def test_of_a_large_group_the_first_samples_are_read() -> None:
+    compared = metrics.compared_tokens(numbered_groups(16, 130))
+    assert len(compared) == 8  # of 128 samples each
+    assert [ids[1] for ids in compared[0]] == list(range(128))
+    assert [len(ids) for ids in metrics.compared_tokens([group_of(range(600), [1])])[0]] == [512, 1]
+
+
+def test_rounds_to_1024_samples_are_read_whole() -> None:
+    assert len(metrics.compared_tokens(numbered_groups(128, 8))) == 128
+    assert len(metrics.compared_tokens(numbered_groups(129, 8))) == 128
+    assert len(metrics.compared_tokens(numbered_groups(2, 128) * 5)) == 8
+
+
+def test_pairs_of_all_groups_share_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 pairs a group: the first, and the one in the middle, (0, 1) and (1, 2) of 6."""
+    monkeypatch.setattr(metrics, "MAX_PAIRS", 4)
+    groups = groups_of([[[1], [1], [2], [3]], [[4], [4], [4], [5]]])
+    assert round_metrics(groups)["edit_similarity"] == pytest.approx((0.5 + 1.0) / 2)
+
+
+def test_the_error_of_a_large_round_is_as_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of a policy whose entropy wanders; three standard errors at most."""
+    rng = np.random.default_rng(0)
+    groups = [group_of(*rng.integers(0, 2 + g % 37, (4, 12)).tolist(), group=g) for g in range(600)]
+    estimated = round_metrics(groups)
+    by_group = [round_metrics([group]) for group in groups]
+    monkeypatch.setattr(metrics, "MAX_COMPARED_SAMPLES", 10**6)
+    monkeypatch.setattr(metrics, "MAX_PAIRS", 10**6)
+    exact = round_metrics(groups)
+    for name in ("distinct_1", "distinct_2", "edit_similarity", "self_bleu", "vendi"):
+        spread = float(np.std([found[name] for found in by_group]))
+        error = spread * np.sqrt((1 - 256 / 600) / 256)
+        assert 0 < abs(estimated[name] - exact[name]) < 3 * error
+    assert estimated["unique_ratio"] == exact["unique_ratio"]
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,111 @@ def test_replicas_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     assert sorted(s["replica"] for s in collision["samples"]) == ["rank 0", "rank 0", "rank 2"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "replicas"),
+    [
+        ({"vllm_mode": "server"}, ["", "", ""]),
+        ({"use_vllm": False, "vllm_tensor_parallel_size": 2}, ["rank 0", "rank 1", "rank 2"]),
+        ({"use_vllm": False, "vllm_mode": "server"}, ["rank 0", "rank 1", "rank 2"]),
+    ],
+)
+def test_engines_that_no_rank_stands_for(
+    flags: dict[str, Any], replicas: list[str], tmp_path: Path
+) -> None:
+    run = Run(tmp_path, **flags)
+    run.step([sample(LONG, index=i, rank=i, replica="") for i in range(3)])
+    (collision,) = read_records(tmp_path)[0].collisions
+    assert [s["replica"] for s in collision["samples"]] == replicas
+    assert [s["rank"] for s in collision["samples"]] == [0, 1, 2]
+
+
+def test_a_name_that_the_engine_gave_is_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step([sample(LONG, index=i, rank=i, replica="server 1 replica 0") for i in range(2)])
+    (collision,) = read_records(tmp_path)[0].collisions
+    assert {s["replica"] for s in collision["samples"]} == {"server 1 replica 0"}
+
+
+def test_a_resumed_session_replaces_from_its_step_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for step in range(3):
+        run.step(group_of([step], [9], step=step))
+    run.state.global_step = 2
+    run.monitor.on_train_begin(run.args, run.state, run.control)
+    assert [r.step for r in read_records(tmp_path)] == [0, 1]
+
+
+def test_only_rank_0_writes(tmp_path: Path, said: list[str]) -> None:
+    run = Run(tmp_path, rank=1, temperature=0.0)
+    run.step(group_of([1], [2]))
+    assert list(tmp_path.iterdir()) == []
+    assert said == []
+    assert run.logged["diversity/unique_ratio"] == [1.0]
+
+
+def test_samples_of_the_last_step_are_analyzed_too(tmp_path: Path, said: list[str]) -> None:
+    run = Run(tmp_path, diversity_action="log")
+    run.draw(group_of(LONG, LONG))
+    run.draw(group_of(*[[1, 2]] * 4, bits=0.01, step=1))
+    run.draw(group_of(*[[1, 3]] * 4, bits=0.01, step=2))
+    run.monitor.on_train_end(run.args, run.state, run.control)
+    assert [r.verdict for r in read_records(tmp_path)] == ["broken", "collapse", "collapse"]
+    assert said == [
+        "diversity: 1 rounds of this session with broken randomness, 1 with a collapsed policy: "
+        f"`swift-grpo-ext report {tmp_path}` shows them."
+    ]
+
+
+def test_a_run_without_alarms_ends_in_silence(tmp_path: Path, said: list[str]) -> None:
+    run = Run(tmp_path)
+    run.step(group_of([1], [2]))
+    run.monitor.on_train_end(run.args, run.state, run.control)
+    assert said == []
+
+
+def test_an_alarm_that_changes_is_said_again(tmp_path: Path, said: list[str]) -> None:
+    run = Run(tmp_path, diversity_patience=1)
+    collapsed = [group_of(*[[1, 2]] * 4, step=step, bits=0.01) for step in (0, 1)]
+    for samples in (*collapsed, group_of(LONG, LONG, step=2)):
+        run.step(samples)
+    assert [words.split(" in train")[0] for words in said] == [
+        *("diversity: collapsed policy", "diversity: broken randomness")
+    ]
+    assert all(words.endswith(" (Said once; see diversity.jsonl.)") for words in said)
+
+
+def test_a_stop_is_not_undone_by_a_sound_round_of_the_same_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, diversity_action="stop")
+    run.draw(group_of(LONG, LONG))
+    run.step(group_of([1], [2], step=1))
+    assert (run.control.should_save, run.control.should_training_stop) == (True, True)
+
+
+def test_temperatures_that_vllm_takes_for_zero(tmp_path: Path) -> None:
+    for number, (temperature, verdict) in enumerate([(0.9e-5, "unknown"), (1e-5, "broken")]):
+        run = Run(tmp_path / str(number), temperature=temperature)
+        run.step(group_of(LONG, LONG))
+        assert read_records(tmp_path / str(number))[0].verdict == verdict
+
+
+def test_flags_reach_the_analysis(tmp_path: Path) -> None:
+    """A pair of 20 bits, whose p is 1.91e-6; and whose remedy the seed mode decides."""
+    for number, (alarm_p, mode) in enumerate([(1.90e-6, "engine"), (1.92e-6, "sample")]):
+        flags = {"diversity_alarm_p": alarm_p, "rollout_seed_mode": mode}
+        run = Run(tmp_path / str(number), **flags)
+        run.step([sample(LONG[:20], index=i, seed=i) for i in (0, 1)])
+    first, second = (read_records(tmp_path / str(number))[0] for number in (0, 1))
+    assert (first.verdict, first.remedy) == ("collapse", "")
+    assert (second.verdict, second.remedy) == ("broken", "remedy_ignored_seeds")
+
+
+def test_a_failure_of_one_rank_is_its_own_error(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.monitor._file._path = tmp_path
+    with pytest.raises(IsADirectoryError):
+        run.step(group_of([1], [2]))
+
+
 def test_other_trainers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--rlhf_type grpo.*Leave it out"):
         DiversityMonitor(SimpleNamespace(), SimpleNamespace())

@@ -49,6 +49,49 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
+class Reader(HTMLParser):
+    """What someone reads who chose a language: text, and the tags that are open around it."""
+
+    VOID = ("meta", "img", "br", "line", "path", "use")
+
+    def __init__(self, page: str, language: str) -> None:
+        super().__init__()
+        self.language = language
+        self.open: list[tuple[str, dict[str, str | None]]] = []
+        self.parts: list[str] = []
+        self.cards_before_charts = 0
+        self.images: list[str | None] = []
+        self.folded: list[str] = []
+        self.has_charts = False
+        self.feed(page)
+        self.text = " ".join("".join(self.parts).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.has_charts |= tag == "svg"
+        self.cards_before_charts += not self.has_charts and "card" in (values.get("class") or "")
+        if tag == "img":
+            self.images.append(values.get("alt"))
+        if tag not in self.VOID:
+            self.open.append((tag, values))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in [name for name, _ in self.open]:
+            while self.open.pop()[0] != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        tags = [tag for tag, _ in self.open]
+        languages = [
+            values["lang"] for tag, values in self.open if tag == "span" if "lang" in values
+        ]
+        if {"style", "script", "title"} & set(tags) or set(languages) - {self.language}:
+            return
+        self.parts.append(data)
+        if "details" in tags and "summary" not in tags:
+            self.folded.append(data)
+
+
 def test_page_is_whole_offline_and_safe(tmp_path: Path, picture: Path) -> None:
     run = tmp_path / "run"
     make_run(run, frozen_rounds(), media=[str(picture), "https://example.com/8.png"])
@@ -182,3 +225,72 @@ def test_bad_images_are_named(tmp_path: Path, picture: Path) -> None:
     images, names = thumbnails([str(picture), str(bad), "gone.png", "x" * 5000, "a\0b"])
     assert len(images) == 1
     assert names == [str(bad), "gone.png", "x" * 5000, "a\0b"]
+
+
+# --- what readers stumbled over ---
+
+
+@pytest.fixture(scope="module")
+def collapsed_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of a run that collapses for 19 rounds, with 2 rounds' patience, and then breaks."""
+    folder = tmp_path_factory.mktemp("run")
+    rounds = [group_of(*[[1, s]] * 4, step=s, bits=0.01) for s in range(19)]
+    rounds += [group_of(*[list(range(60))] * 2, step=19)]
+    make_run(folder, rounds)
+    return write_report(folder)[0].read_text(encoding="utf-8")
+
+
+def test_an_alarm_counts_its_rounds_once(collapsed_page: str) -> None:
+    text = Reader(collapsed_page, "en").text
+    assert "collapsed policy train round 0.0 to 18.0 (19 rounds):" in text
+    assert "in a row" not in text
+
+
+def test_an_alarm_names_its_kind_once(collapsed_page: str) -> None:
+    text = Reader(collapsed_page, "en").text
+    assert "broken randomness train round 19.0: samples share noise" in text
+    assert "broken randomness broken randomness" not in text
+
+
+def test_the_remedy_comes_before_the_list_of_samples(page: str) -> None:
+    reader = Reader(page, "en")
+    alarm = reader.text.partition("samples share noise")[2]
+    assert alarm.index("Remedy: set --rollout_seed_mode sample") < 40
+    assert "are those of train round 0.0" in " ".join(reader.folded)
+    assert "Remedy" not in " ".join(reader.folded)
+
+
+def test_alarms_and_legends_are_chinese_on_the_chinese_page(collapsed_page: str) -> None:
+    text = Reader(collapsed_page, "zh").text
+    for words in ("样本共用了随机噪声", "本可不同的样本中有", "办法：", "唯一比例", "组内相似度"):
+        assert words in text
+    for words in ("samples", "Remedy", "unique ratio", "rounds", "repeat"):
+        assert words not in text
+    english = Reader(collapsed_page, "en").text
+    assert not re.search(r"[一-鿿]", english.replace("中文", ""))
+
+
+def test_alarms_are_shaded_once_a_streak(collapsed_page: str) -> None:
+    ids = [e.get("id") or "" for svg in charts_in(collapsed_page)[:1] for e in svg.iter()]
+    assert [i for i in ids if i.startswith("reward-")] == ["reward-collapse-0", "reward-broken-1"]
+
+
+def test_a_healthy_page_folds_its_groups(tmp_path: Path) -> None:
+    make_run(tmp_path, [group_of([1], [1], [1], [2], text="seven")])
+    reader = Reader(write_report(tmp_path)[0].read_text(encoding="utf-8"), "en")
+    assert "seven" in reader.folded
+    assert reader.text.count("seven") == reader.folded.count("seven")
+
+
+def test_charts_begin_high_on_the_page(page: str) -> None:
+    """Before them: the verdict and the alarms."""
+    assert Reader(page, "en").cards_before_charts == 3  # with the first chart's own
+
+
+def test_the_page_has_a_main_part_and_named_images(tmp_path: Path, picture: Path) -> None:
+    make_run(tmp_path, frozen_rounds(), media=[str(picture)])
+    page = write_report(tmp_path)[0].read_text(encoding="utf-8")
+    assert page.count("<main>") == page.count("</main>") == 1
+    images = Reader(page, "en").images
+    assert images
+    assert set(images) == {"Image of the prompt: seven.png"}
