@@ -21,7 +21,7 @@ def register() -> None:
     from swift.callbacks import callbacks_map
     from swift.trainers import TrainerFactory
 
-    from swift_grpo_ext.diversity import DiversityMonitor
+    from swift_grpo_ext.diversity.monitor import DiversityMonitor
     from swift_grpo_ext.upstream import flags
 
     flags.install()

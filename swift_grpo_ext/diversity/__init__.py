@@ -5,18 +5,3 @@ samples differ; `collision` and `memory` test whether each was drawn with its ow
 makes records of rounds, `alarms` their words, and `record` keeps them in a file. `monitor` is
 ms-swift's callback. `report` is `swift-grpo-ext report`, with `charts` and `worst_groups`.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from swift_grpo_ext.diversity.monitor import DiversityMonitor as DiversityMonitor
-
-
-def __getattr__(name: str) -> Any:
-    if name == "DiversityMonitor":  # imported late: it needs ms-swift
-        from swift_grpo_ext.diversity.monitor import DiversityMonitor
-
-        return DiversityMonitor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.diversity.collision import format_p
-from swift_grpo_ext.diversity.record import RoundRecord
+from swift_grpo_ext.diversity.record import RoundRecord, round_name
 
 ENGLISH, CHINESE = LANGUAGES = (0, 1)
 LOW_32_BITS = 2**32
@@ -68,20 +68,19 @@ def describe_collision(collision: dict[str, Any], language: int) -> str:
         bits=collision["bits"],
         seeds=_describe_seeds(collision["samples"], language),
         earlier=_name(earlier, len(earlier), language),
-        round="".join(f"{o['phase']} round {o['step']}.{o['number']}" for o in earlier),
+        round="".join(round_name(o["sample_id"]) for o in earlier),
     )
 
 
 def _name(origins: Sequence[dict[str, Any]], num_origins: int, language: int) -> str:
     """Groups, samples, ranks and replicas."""
-    words = read_words()
-    named = [
-        words["origin"][language].format(
-            **{**origin, "turn": f" turn {origin['turn']}" if origin["turn"] else ""},
-            engine=f", replica {origin['replica']!r}" if origin["replica"] else "",
-        )
-        for origin in origins[:MAX_NAMED_ORIGINS]
-    ]
+    words, named = read_words(), []
+    for origin in origins[:MAX_NAMED_ORIGINS]:
+        sample_id, replica = origin["sample_id"], origin["replica"]
+        turn = f" turn {sample_id['turn']}" if sample_id["turn"] else ""
+        engine = f", replica {replica!r}" if replica else ""
+        values = {**sample_id, "turn": turn, "rank": origin["rank"], "engine": engine}
+        named.append(words["origin"][language].format(**values))
     num_more = num_origins - len(named)
     more = words["more_origins"][language].format(number=num_more) if num_more else ""
     return ", ".join(named) + more

@@ -14,10 +14,11 @@ The verdict on a round:
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -26,7 +27,7 @@ from swift_grpo_ext.diversity.collision import Collision, CollisionTest, collisi
 from swift_grpo_ext.diversity.memory import PromptMemory
 from swift_grpo_ext.diversity.metrics import round_metrics
 from swift_grpo_ext.diversity.record import RoundRecord
-from swift_grpo_ext.diversity.sample import Group, Origin, Sample, group_samples
+from swift_grpo_ext.diversity.sample import Group, Sample, group_samples
 
 COMMON_MODE = 0.9
 """`common_mode` from which on a round looks collapsed, if half of the samples are copies too."""
@@ -125,36 +126,23 @@ def make_record(
         num_samples=sum(map(len, groups)),
         num_groups=len(groups),
         verdict=verdict,
-        log10_p=_log10(test.log2_p),
+        log10_p=test.log2_p * math.log10(2),
         shared_bits=test.max_bits,
         num_pairs=test.num_pairs,
         num_earlier_pairs=test.num_earlier_pairs,
         num_untested=test.num_untested,
         metrics=dict(metrics),
-        collisions=[_to_json(collision) for collision in test.collisions],
+        collisions=[_shorten(collision) for collision in test.collisions],
         worst_groups=_worst_groups(groups, test.collisions),
     )
 
 
-def _log10(log2: float) -> float:
-    return log2 * math.log10(2)
-
-
-def _to_json(collision: Collision) -> dict[str, Any]:
-    return {
-        "kind": collision.kind,
-        "num_tokens": collision.num_tokens,
-        "bits": collision.bits,
-        "log10_p": _log10(collision.log2_p),
-        "num_samples": len(collision.samples),
-        "samples": [_origin_to_json(o) for o in collision.samples[:MAX_ORIGINS]],
-        "earlier": [_origin_to_json(o) for o in collision.earlier[-MAX_ORIGINS:]],
-    }
-
-
-def _origin_to_json(origin: Origin) -> dict[str, Any]:
-    named = {"seed": origin.seed, "rank": origin.rank, "replica": origin.replica}
-    return {**asdict(origin.sample_id), **named}
+def _shorten(collision: Collision) -> dict[str, Any]:
+    samples, earlier = collision.samples[:MAX_ORIGINS], collision.earlier[-MAX_ORIGINS:]
+    shortened = replace(collision, samples=samples, earlier=earlier)
+    # Through JSON, so that a record is what the file gives back (lists, not tuples).
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(shortened)))
+    return {**plain, "num_samples": len(collision.samples)}
 
 
 def _worst_groups(groups: Sequence[Group], collisions: Sequence[Collision]) -> list[int]:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def draw(axes: Axes, panel: Panel, spans: Sequence[AlarmSpan], limits: tuple[flo
             linewidth=0,
             gid=f"{panel.key}-{span.kind}-{number}",
         )
-    for colour, curve in zip(_repeat(COLOURS, len(panel.curves)), panel.curves, strict=True):
+    for colour, curve in zip(cycle(COLOURS), panel.curves, strict=False):
         axes.plot(
             *zip(*curve.points, strict=True),
             "o" if len(curve.points) == 1 else "-",
@@ -181,10 +182,6 @@ def draw(axes: Axes, panel: Panel, spans: Sequence[AlarmSpan], limits: tuple[flo
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.grid(axis="y")
     axes.tick_params(length=0, labelbottom=True)
-
-
-def _repeat(items: Sequence[str], number: int) -> list[str]:
-    return [items[i % len(items)] for i in range(number)]
 
 
 def to_svg(panel: Panel, spans: Sequence[AlarmSpan], limits: tuple[float, float]) -> str:

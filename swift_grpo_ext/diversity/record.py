@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class RoundRecord:
     num_untested: int
     metrics: dict[str, float]
     collisions: list[dict[str, Any]] = field(default_factory=list)
-    """The fields of `collision.Collision`, and `num_samples` before the origins were shortened."""
+    """The fields of `collision.Collision`, the origins shortened, and `num_samples` before that."""
 
     worst_groups: list[int] = field(default_factory=list)
     """Numbers of groups: first those with collisions, then those with most copies."""
@@ -55,7 +56,7 @@ class RoundRecord:
 
     @property
     def round_name(self) -> str:
-        return f"{self.phase} round {self.step}.{self.number}"
+        return round_name(vars(self))
 
     @property
     def steps_done(self) -> int:
@@ -72,6 +73,11 @@ class RoundRecord:
             "diversity/broken": float(self.verdict == "broken"),
             "diversity/collapse": float(self.verdict == "collapse"),
         }
+
+
+def round_name(sample_id: Mapping[str, Any]) -> str:
+    """`train round 3.0`: the phase, the step, and the number of the round within it."""
+    return f"{sample_id['phase']} round {sample_id['step']}.{sample_id['number']}"
 
 
 class RecordFile:

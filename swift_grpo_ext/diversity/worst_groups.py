@@ -7,23 +7,19 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from swift_grpo_ext.diversity.record import RoundRecord
+from swift_grpo_ext.diversity.record import RoundRecord, round_name
 from swift_grpo_ext.record.reader import read_group
 from swift_grpo_ext.record.row import SampleRow
 
 MAX_GROUPS = 10
 MAX_GROUPS_OF_ROUND = 2
-MAX_COMPLETIONS = 16
-"""Different ones, of a group."""
-
 MAX_CHARACTERS = 2000
-LONG_TEXT = 160
 THUMBNAIL = 128
 """Pixels, of the longer side."""
 
@@ -35,18 +31,14 @@ VERDICTS = ("broken", "collapse", "unknown", "healthy")
 class ShownCompletion:
     """One completion, with all samples that gave it."""
 
-    samples: list[str]
-    """In words: index, rank, replica, seed."""
-
+    rows: list[SampleRow]
     shared: str
     """Its beginning, as far as another completion of the group begins so too."""
 
     rest: str
-    num_hidden: int
-    """Characters that are left out at the end."""
+    """What follows, up to `MAX_CHARACTERS` in all."""
 
-    num_tokens: int
-    earlier: str = ""
+    earlier: str
     """The earlier round that it comes from; empty for this one."""
 
 
@@ -54,9 +46,8 @@ class ShownCompletion:
 class WorstGroup:
     """One group."""
 
-    round_name: str
+    record: RoundRecord
     number: int
-    verdict: str
     prompt: str
     images: list[tuple[str, str]]
     """Name and data URI of each."""
@@ -66,13 +57,6 @@ class WorstGroup:
 
     completions: list[ShownCompletion]
     num_samples: int
-    num_hidden: int
-    """Different completions that are left out."""
-
-    @property
-    def is_long(self) -> bool:
-        """Long completions stand beside each other, not below."""
-        return any(len(c.shared) + len(c.rest) > LONG_TEXT for c in self.completions)
 
 
 def worst_groups(
@@ -97,42 +81,38 @@ def _badness(record: RoundRecord) -> tuple[Any, ...]:
 
 
 def _worst_group(run_dir: str | os.PathLike[str], record: RoundRecord, number: int) -> WorstGroup:
-    round_id = {"phase": record.phase, "step": record.step, "number": record.number}
-    rows = _read(run_dir, {**round_id, "group": number})
-    origins = [
-        origin
+    rows = _read(run_dir, {**vars(record), "group": number})
+    earlier = [
+        row
         for collision in record.collisions
-        if any(sample["group"] == number for sample in collision["samples"])
+        if any(origin["sample_id"]["group"] == number for origin in collision["samples"])
         for origin in collision["earlier"][-1:]
+        for row in _read_earlier(run_dir, origin["sample_id"])
     ]
-    earlier = [row for origin in origins for row in _read_earlier(run_dir, origin)]
-    completions = _merge_equal(rows, earlier)
     images, media = thumbnails(rows[0].media)
     return WorstGroup(
-        round_name=record.round_name,
+        record=record,
         number=number,
-        verdict=record.verdict,
         prompt=_prompt_text(rows[0].prompt),
         images=images,
         media=media,
-        completions=completions[:MAX_COMPLETIONS],
+        completions=_merge_equal(rows, earlier),
         num_samples=len(rows),
-        num_hidden=max(len(completions) - MAX_COMPLETIONS, 0),
     )
 
 
-def _read(run_dir: str | os.PathLike[str], group_id: dict[str, Any]) -> list[SampleRow]:
+def _read(run_dir: str | os.PathLike[str], sample_id: dict[str, Any]) -> list[SampleRow]:
     names = ("phase", "step", "number", "group")
-    return read_group(run_dir, **{name: group_id[name] for name in names})
+    return read_group(run_dir, **{name: sample_id[name] for name in names})
 
 
-def _read_earlier(run_dir: str | os.PathLike[str], origin: dict[str, Any]) -> list[SampleRow]:
+def _read_earlier(run_dir: str | os.PathLike[str], sample_id: dict[str, Any]) -> list[SampleRow]:
     """The row of an earlier round's sample; nothing if it is gone."""
     try:
-        rows = _read(run_dir, origin)
+        rows = _read(run_dir, sample_id)
     except ValueError:
         return []
-    return [row for row in rows if row.sample_id.index == origin["index"]][:1]
+    return [row for row in rows if row.sample_id.index == sample_id["index"]][:1]
 
 
 def _merge_equal(own: Sequence[SampleRow], earlier: Sequence[SampleRow]) -> list[ShownCompletion]:
@@ -141,35 +121,19 @@ def _merge_equal(own: Sequence[SampleRow], earlier: Sequence[SampleRow]) -> list
     for row in own:
         equal.setdefault((tuple(row.token_ids), ""), []).append(row)
     for row in earlier:
-        sample_id = row.sample_id
-        name = f"{sample_id.phase} round {sample_id.step}.{sample_id.number}"
+        name = round_name(asdict(row.sample_id))
         equal.setdefault((tuple(row.token_ids), name), []).append(row)
-    keys = sorted(equal)
-    texts = [equal[key][0].text for key in keys]
+    in_order = sorted(equal.items())
+    texts = [rows[0].text for _, rows in in_order]
     shown = []
-    for number, ((token_ids, name), text) in enumerate(zip(keys, texts, strict=True)):
-        rows = equal[token_ids, name]
+    for number, ((_, name), rows) in enumerate(in_order):
+        text = texts[number]
         others = [text] if len(rows) > 1 else texts[:number] + texts[number + 1 :]
         common = (os.path.commonprefix([text, o]) for o in others)  # noqa: RUF071 (characters)
-        length = max(map(len, common), default=0)
-        end = min(length, MAX_CHARACTERS)
-        shown.append(
-            ShownCompletion(
-                samples=[_describe(row) for row in rows],
-                shared=text[:end],
-                rest=text[end:MAX_CHARACTERS],
-                num_hidden=max(len(text) - MAX_CHARACTERS, 0),
-                num_tokens=len(token_ids),
-                earlier=name,
-            )
-        )
+        shared = max(common, key=len, default="")[:MAX_CHARACTERS]
+        rest = text[len(shared) : MAX_CHARACTERS]
+        shown.append(ShownCompletion(rows=rows, shared=shared, rest=rest, earlier=name))
     return shown
-
-
-def _describe(row: SampleRow) -> str:
-    replica = f", {row.replica}" if row.replica not in ("", f"rank {row.rank}") else ""
-    seed = "" if row.seed is None else f", seed {row.seed}"
-    return f"{row.sample_id.index}: rank {row.rank}{replica}{seed}"
 
 
 def _prompt_text(prompt: str) -> str:

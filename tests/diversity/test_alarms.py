@@ -27,14 +27,16 @@ def record_of(verdict: str = "broken", step: int = 2, **values: Any) -> RoundRec
     )  # fmt: skip
 
 
-def origin(index: int, seed: int | None = None, **values: Any) -> dict[str, Any]:
-    return {"phase": "train", "step": 1, "number": 0, "group": 3, "index": index, "turn": 0,
-            "seed": seed, "rank": 0, "replica": "", **values}  # fmt: skip
+def origin(
+    index: int, seed: int | None = None, rank: int = 0, replica: str = "", **values: Any
+) -> dict[str, Any]:
+    sample_id = {"phase": "train", "step": 1, "number": 0, "group": 3, "index": index, "turn": 0}
+    return {"sample_id": {**sample_id, **values}, "seed": seed, "rank": rank, "replica": replica}
 
 
 def collision(*seeds: int | None, kind: str = "shared", **values: Any) -> dict[str, Any]:
     samples = [origin(index, seed) for index, seed in enumerate(seeds)]
-    return {"kind": kind, "num_tokens": 40, "bits": 39.6, "log10_p": -9.0,
+    return {"kind": kind, "num_tokens": 40, "bits": 39.6, "log2_p": -30.0,
             "num_samples": len(samples), "samples": samples, "earlier": [], **values}  # fmt: skip
 
 

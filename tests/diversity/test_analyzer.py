@@ -204,7 +204,7 @@ def test_a_record_holds_what_was_found() -> None:
     (collision,) = record.collisions
     assert [len(collision[name]) for name in ("samples", "earlier")] == [8, 0]
     assert collision["samples"][1] == {
-        **{"phase": "train", "step": 3, "number": 0, "group": 4, "index": 1, "turn": 0},
+        "sample_id": {"phase": "train", "step": 3, "number": 0, "group": 4, "index": 1, "turn": 0},
         **{"seed": 1, "rank": 1, "replica": "r"},
     }
     assert (collision["kind"], collision["num_tokens"], collision["num_samples"]) == (
@@ -212,7 +212,8 @@ def test_a_record_holds_what_was_found() -> None:
         10,
     )
     assert collision["bits"] == pytest.approx(60, rel=1e-5)
-    assert collision["log10_p"] == record.log10_p < -100
+    assert collision["log2_p"] * math.log10(2) == pytest.approx(record.log10_p)
+    assert record.log10_p < -100
     assert 0 < record.seconds < 10
     assert abs(record.time - time.time()) < 60
     assert record.remedy == "remedy_ignored_seeds"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import TrainerControl, TrainerState
 
-from swift_grpo_ext.diversity import DiversityMonitor
+from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.diversity.sample import Sample
 from tests.diversity.samples import group_of, row_of, sample

@@ -154,7 +154,7 @@ def test_equal_completions_stand_once(tmp_path: Path) -> None:
     records = make_run(tmp_path, [group_of([1], [1], [1], [2], text="seven")])
     (group,), problem = worst_groups(tmp_path, records)
     assert problem == ""
-    assert [len(c.samples) for c in group.completions] == [3, 1]
+    assert [len(c.rows) for c in group.completions] == [3, 1]
     assert group.completions[0].shared == "seven"
     assert group.prompt == "user: <image>Which digit?"
 
