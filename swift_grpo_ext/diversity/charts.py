@@ -167,11 +167,9 @@ def draw(axes: Axes, panel: Panel, spans: Sequence[AlarmSpan], limits: tuple[flo
             gid=f"{panel.key}-{span.kind}-{number}",
         )
     for colour, curve in zip(cycle(COLOURS), panel.curves, strict=False):
-        axes.plot(
-            *zip(*curve.points, strict=True),
-            "o" if len(curve.points) == 1 else "-",
-            **{"label": curve.name, "color": colour, "linewidth": 1.3, "clip_on": False},
-        )
+        x, y = zip(*curve.points, strict=True)
+        style = "o" if len(x) == 1 else "-"
+        axes.plot(x, y, style, label=curve.name, color=colour, linewidth=1.3, clip_on=False)
     axes.set_xlim(*limits)
     margin = 0.03 if panel.high is not None else 0.0
     axes.set_ylim(
