@@ -34,6 +34,7 @@ def chunked_logps(
     targets_N: Tensor,
     *,
     chunk_size: int,
+    num_chunks: int = 0,
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> Logps:
@@ -48,6 +49,8 @@ def chunked_logps(
         hidden_NH: the states that predict the tokens.
         targets_N: the tokens' ids.
         chunk_size: positions at a time, 1 or more.
+        num_chunks: empty chunks are added up to this number, for heads that all ranks must call
+            equally often, in forward and backward.
         temperature: by which logits are divided.
         with_entropy: whether entropies are wanted too.
     """
@@ -63,10 +66,11 @@ def chunked_logps(
             overwrite=True,
         )
 
+    # An empty tensor splits into one empty part.
+    parts = list(zip(hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True))
+    parts += [(hidden_NH[:0], targets_N[:0])] * (num_chunks - len(parts))
     chunks = []
-    for hidden_CH, targets_C in zip(
-        hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True
-    ):
+    for hidden_CH, targets_C in parts:
         if torch.is_grad_enabled():
             chunks.append(checkpoint(of_chunk, hidden_CH, targets_C, use_reentrant=False))
         else:

@@ -36,6 +36,11 @@ class HeadCalls:
         return self.result == (logits.data_ptr(), logits._version)
 
     @property
+    def is_past_head(self) -> bool:
+        """Whether the head has made logits of what it was given."""
+        return self.result is not None
+
+    @property
     def problem(self) -> str | None:
         """Why positions could not be chosen there; None where they were."""
         if len(self.shapes) != 1:

@@ -52,7 +52,7 @@ class WantedLogps:
         """Whether ms-swift's own arithmetic on the last positions computes next to no others."""
         num_wanted = int(self.mask_BK.sum())
         is_full = self.mask_BK.numel() <= (1 + SLACK) * num_wanted
-        return is_full and self.shim.way in KEYWORDS
+        return self.shim.ranks(self.model).all(is_full and self.shim.way in KEYWORDS)
 
     def __call__(self, **inputs: Any) -> Any:
         # One position more than tokens, as ms-swift asks for: it drops the last one.

@@ -30,6 +30,7 @@ from swift_grpo_ext.logits.head import (
     last_positions,
     output_embedding,
 )
+from swift_grpo_ext.logits.sharding import ShardRanks, shard_ranks
 from swift_grpo_ext.logits.tail import Tail, find_tail, unchanged
 
 KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
@@ -44,7 +45,8 @@ class LogitsShim:
     """Asks one model for the logits of some positions.
 
     `model` arguments of the methods are the model itself or any wrapping of it (PEFT, DDP), so that
-    the wrapper's own hooks run.
+    the wrapper's own hooks run. Ranks that share its weights (`sharding.py`) call the methods
+    together; each then goes the same way, and calls the head equally often.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class LogitsShim:
             warn: is told, once, that logits are sliced, or that chunks are impossible.
         """
         base = base_model(model)
-        self._name = type(base).__name__
+        self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames a model's class
         self._config = getattr(base, "config", None)
         self._strict = strict
         self._warn = warn
@@ -72,11 +74,18 @@ class LogitsShim:
         self._tail: Tail | None = None
         self._can_chunk = True
         self._has_warned_of_slicing = False
+        self._ranks = ShardRanks()
 
     @property
     def way(self) -> str:
         """How the last positions are asked for next: a keyword, `head` or `slice`."""
         return self._keyword or ("head" if self._head is not None else "slice")
+
+    def ranks(self, model: nn.Module) -> ShardRanks:
+        """The ranks that call this shim's methods together."""
+        if not self._ranks.groups:
+            self._ranks = shard_ranks(model)
+        return self._ranks
 
     def last(self, model: nn.Module, inputs: Mapping[str, Any], num_positions: int) -> Any:
         """The output of `model(**inputs)`, with the logits of the last positions of each row.
@@ -91,7 +100,7 @@ class LogitsShim:
         inputs = _without_keywords(inputs)
         if self._keyword:
             output = model(**inputs, **{self._keyword: num_positions})
-            if output.logits.shape[1] == num_positions:
+            if self.ranks(model).all(output.logits.shape[1] == num_positions):
                 return output
             self._keyword = None  # swallowed on the way: all logits came
             return self._sliced(output, num_positions)
@@ -153,7 +162,9 @@ class LogitsShim:
         if chunk_size and self._can_chunk:
             logps = self._harvested(
                 model, inputs, mask_BT, targets_N,
-                chunk_size=chunk_size, temperature=temperature, with_entropy=with_entropy,
+                chunk_size=chunk_size,
+                num_chunks=self.ranks(model).most(-(-len(targets_N) // chunk_size)),
+                temperature=temperature, with_entropy=with_entropy,
             )  # fmt: skip
             if logps is not None:
                 return logps
@@ -181,10 +192,11 @@ class LogitsShim:
             return None, False
         with given_only(self._head, choose) as calls:
             output = self._forward(model, inputs, calls)
-        if output is not None and not calls.problem and output.logits.shape[1] == num_positions:
+        works = output is not None and not calls.problem and output.logits.shape[1] == num_positions
+        if self.ranks(model).all(works):
             self._head_works = True
             return output, calls.is_result(output.logits)
-        self._drop_head(calls, output)
+        self._drop_head(calls, output, works)
         return None, False
 
     def _harvested(
@@ -202,12 +214,14 @@ class LogitsShim:
         harvest = Harvest(self._head, self._tail or unchanged, mask_BT, targets_N, options)
         with given_only(self._head, harvest) as calls:
             output = self._forward(model, inputs, calls)
-        if output is None or harvest.logps is None or calls.problem:
-            self._drop_head(calls, output)
+        works = output is not None and not calls.problem
+        if not self.ranks(model).all(works):
+            self._drop_head(calls, output, works)
             self._give_up_chunks(self._reason)
             return None
         if self._tail is None:
-            self._tail = find_tail(self._config, calls.probe_V, output.logits.detach())
+            highest = self.ranks(model).highest
+            self._tail = find_tail(self._config, calls.probe_V, output.logits.detach(), highest)
             if self._tail is None:
                 self._give_up_chunks("what it does to logits after its head is not known")
                 return None
@@ -220,16 +234,20 @@ class LogitsShim:
         """The model's output; None where its first forward fails on the positions it was left."""
         try:
             return model(**inputs)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.distributed.DistError):
             raise
         except (RuntimeError, ValueError, IndexError) as e:
-            if self._head_works or calls.problem:
+            # What fails before the head, or in it, does not fail for want of positions: the other
+            # ranks wait there, or a collective broke (a plain RuntimeError with gloo).
+            if self._head_works or calls.problem or not calls.is_past_head:
                 raise
             self._reason = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
             return None
 
-    def _drop_head(self, calls: HeadCalls, output: Any) -> None:
-        if output is not None:
+    def _drop_head(self, calls: HeadCalls, output: Any, works: bool) -> None:
+        if works:
+            self._reason = "its forward fails on fewer positions on another rank"
+        elif output is not None:
             unknown = f"its logits came as {tuple(output.logits.shape)}"
             self._reason = calls.problem or unknown
         self._head = None

@@ -15,21 +15,26 @@ from torch import Tensor
 Tail = Callable[[Tensor], Tensor]
 
 
-def find_tail(config: Any, raw: Tensor, final: Tensor) -> Tail | None:
+def find_tail(
+    config: Any,
+    raw: Tensor,
+    final: Tensor,
+    highest: Callable[[Tensor], Tensor] = lambda errors: errors,
+) -> Tail | None:
     """The tail that turns the head's logits `raw` into the model's `final`; None if none is known.
 
     Args:
         config: the model's configuration (its text model's counts, where it has one).
         raw: logits as the head made them, of any shape.
         final: the same logits as the model returned them.
+        highest: makes errors those of the rank where they are highest: all ranks find one tail.
     """
-    if raw.numel() != final.numel():
-        return None
     precision = max(torch.finfo(raw.dtype).eps, torch.finfo(final.dtype).eps)
     raw, final = raw.flatten().float(), final.flatten().float()
-    errors = [(_error(tail(raw), final), tail) for tail in known_tails(config)]
-    error, tail = min(errors, key=lambda e: e[0])
-    return tail if error <= 4 * precision else None
+    tails = list(known_tails(config))
+    errors = highest(torch.tensor([_error(tail(raw), final) for tail in tails]))
+    best = int(errors.argmin())
+    return tails[best] if errors[best] <= 4 * precision else None
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
@@ -38,6 +43,8 @@ def _error(found: Tensor, expected: Tensor) -> float:
     Tokens that are ruled out by a number that is as low as can be, or minus infinity, do not count
     for more than others.
     """
+    if found.shape != expected.shape:
+        return float("inf")
     size = expected.abs()
     relative = (found - expected).abs() / torch.maximum(size, size.median())
     return float(relative.masked_fill(found == expected, 0).max())

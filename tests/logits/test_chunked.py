@@ -147,6 +147,22 @@ def test_logits_of_a_chunk_are_dropped() -> None:
     assert not [t for t in kept if t.shape[-1:] == (VOCABULARY,) and t.ndim == 2]
 
 
+@pytest.mark.parametrize(("num_chunks", "calls"), [(0, [2, 2, 1]), (3, [2, 2, 1]),
+                                                   (5, [2, 2, 1, 0, 0])])  # fmt: skip
+def test_empty_chunks_are_added(num_chunks: int, calls: list[int]) -> None:
+    """The head is called for each, in the backward too, and nothing changes."""
+    head, hidden, targets = problem(5)
+    options = {"chunk_size": 2, "with_entropy": True}
+    expected = backward(chunked_logps(head, hidden, targets, **options), head, hidden)
+    found: list[int] = []
+    head.register_forward_hook(lambda _, args, __: found.append(len(args[0])))
+    logps = chunked_logps(head, hidden, targets, num_chunks=num_chunks, **options)
+    assert found == calls
+    for a, b in zip(backward(logps, head, hidden), expected, strict=True):
+        assert torch.equal(a, b)
+    assert found == [*calls, *reversed(calls)]
+
+
 def test_chunk_size_of_nothing() -> None:
     head, hidden, targets = problem(2)
     with pytest.raises(ValueError, match=r"chunk_size 0: expected 1 or more"):
@@ -177,6 +193,16 @@ def test_a_tail_is_found(config: Config, final: Tensor, dtype: torch.dtype) -> N
     tail = find_tail(config, RAW.to(dtype), final.to(dtype))
     assert tail is not None
     torch.testing.assert_close(tail(RAW), final)
+
+
+def test_ranks_find_one_tail() -> None:
+    """Here both tails would do; on another rank, capping alone does."""
+    small = RAW / 1e5
+    elsewhere = torch.tensor([0.0, 1.0])
+    tail = find_tail(CAP, small, small, lambda errors: torch.maximum(errors, elsewhere))
+    assert tail is not None
+    torch.testing.assert_close(tail(RAW), 30 * (RAW / 30).tanh())
+    assert find_tail(CAP, small, small, lambda errors: errors + 1) is None
 
 
 @pytest.mark.parametrize("final", [RAW + 1, 2 * RAW, RAW.tanh(), RAW[:-1]])

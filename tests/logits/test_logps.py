@@ -13,8 +13,9 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
 from torch import Tensor
 
-from swift_grpo_ext.logits import logps
+from swift_grpo_ext.logits import LogitsShim, logps
 from swift_grpo_ext.logits.logps import LogpsMixin
+from swift_grpo_ext.logits.sharding import ShardRanks
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import build
 
@@ -153,6 +154,18 @@ def test_to_the_last_bit_where_nothing_can_be_left_out(layout: str) -> None:
     assert torch.equal(ours_whole, whole)
     assert torch.equal(found[0], expected[0])
     assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+
+
+def test_ranks_that_share_weights_go_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be left out here, but on another rank: this one goes its way, at the head."""
+    elsewhere = False
+    monkeypatch.setattr(ShardRanks, "all", lambda _, holds: holds and elsewhere)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    model = build("Qwen2")
+    wanted = logps.WantedLogps(model, LogitsShim(model), mask)
+    assert not wanted.is_as_upstream
+    elsewhere = True
+    assert wanted.is_as_upstream
 
 
 def test_off_is_ms_swift() -> None:

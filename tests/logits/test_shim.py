@@ -329,6 +329,37 @@ def test_a_failing_forward_is_not_taken_for_a_failing_way(warned: list[str]) -> 
         )
 
 
+@pytest.mark.parametrize("chunk_size", [0, 4])
+@pytest.mark.parametrize(
+    ("is_in_head", "error"),
+    [
+        (True, RuntimeError("Connection closed by peer")),  # as gloo says it
+        (True, torch.distributed.DistBackendError("NCCL timeout")),
+        (False, torch.distributed.DistBackendError("NCCL timeout")),
+        (False, torch.OutOfMemoryError("no memory")),
+    ],
+)
+def test_no_other_forward_after_what_is_no_fault_of_the_way(
+    is_in_head: bool, error: Exception, chunk_size: int, warned: list[str]
+) -> None:
+    """The other ranks would wait in their first forward, this one in its second."""
+    model, inputs = build("remote code"), inputs_of("remote code")
+    mask = chosen_mask(inputs)
+    forwards = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    (model.lm_head if is_in_head else model).register_forward_hook(fail)
+    with pytest.raises(type(error), match=str(error)):
+        shim_of(model, warned).logps(
+            model, inputs, mask, inputs["input_ids"][mask], chunk_size=chunk_size
+        )
+    assert len(forwards) == 1
+    assert not warned
+
+
 def test_the_model_is_left_as_it_was(warned: list[str]) -> None:
     model, inputs = build("wrapped forward"), inputs_of("wrapped forward")
     head, shim, mask = model.lm_head, shim_of(model, warned), chosen_mask(inputs)

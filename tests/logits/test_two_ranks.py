@@ -1,7 +1,8 @@
-"""Under DDP, chosen positions and chunks leave the reduced gradients what they were."""
+"""Two real ranks: chosen positions and chunks leave values and gradients what they were."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -10,25 +11,82 @@ from typing import Any
 import pytest
 import torch
 
+from tests.logits import sharded, two_ranks, zero3
 from tests.logits.compare import assert_close
-from tests.logits.two_ranks import CASES
+from tests.logits.sharded import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.logits.two_ranks", str(folder)]
+def results_of(module: str, folder: Path) -> list[dict[Any, Any]]:
+    """What each rank of a module's two processes wrote."""
     finished = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-m", module, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    return torch.load(folder / "rank0.pt")
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_of_two_ranks(results: dict[Any, Any], case: tuple[int, bool, bool]) -> None:
-    ours, plain = results[case]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return results_of("tests.logits.two_ranks", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def results_of_zero3(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: ZeRO-3 itself is not tested")
+    return results_of("tests.logits.zero3", tmp_path_factory.mktemp("zero3"))
+
+
+@pytest.mark.parametrize("case", two_ranks.CASES, ids=str)
+def test_replicated(results: list[dict[Any, Any]], case: tuple[int, bool, bool]) -> None:
+    ours, plain = results[0][case]
     nothing = torch.zeros(1)
     assert_close((nothing, ours), (nothing, plain))
+
+
+PASSES = 2 * sharded.STEPS
+FALLS_BACK = {"refuses odd numbers": "7 positions", "insists on all positions": "[2, 12, -1]"}
+"""Models that fail on fewer positions, the first of them on rank 0 alone; with the reason."""
+
+
+@pytest.mark.parametrize("case", sharded.CASES, ids=str)
+def test_sharded(results: list[dict[Any, Any]], case: Case) -> None:
+    assert_as_unsharded(results, case)
+
+
+@pytest.mark.parametrize("case", zero3.CASES, ids=str)
+def test_zero3(results_of_zero3: list[dict[Any, Any]], case: Case) -> None:
+    assert_as_unsharded(results_of_zero3, case)
+
+
+def assert_as_unsharded(results: list[dict[Any, Any]], case: Case) -> None:
+    for rank in range(2):
+        assert case in results[rank], f"not run: {results[rank]}"
+        result = results[rank][case]
+        assert "error" not in result, result["error"]
+        assert_close(result["found"], result["expected"])
+        assert result["calls"] == [calls_of_the_head(case)] * 2
+        reason = FALLS_BACK.get(case.name)
+        assert bool(result["warned"]) == (reason is not None), result["warned"]
+        if reason:
+            is_elsewhere = rank == 1 and case.name == "refuses odd numbers"
+            assert ("on another rank" if is_elsewhere else reason) in result["warned"][-1]
+
+
+def calls_of_the_head(case: Case) -> int:
+    """On each rank, over all passes."""
+    # A pass in chunks ends with the last position.
+    of_pass = max(1, -(-max(case.counts) // case.chunk_size)) + 1 if case.chunk_size else 1
+    if case.name in FALLS_BACK:
+        return of_pass + PASSES
+    # The backward computes chunks once more.
+    recomputed = (of_pass - 1) * sharded.STEPS
+    # What a capped model does to logits takes one more pass to find out.
+    return of_pass * (PASSES + (case.name == "capped")) + recomputed

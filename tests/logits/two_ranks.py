@@ -1,9 +1,10 @@
-"""Two ranks under DDP on CPU (gloo), each with rows of its own: what training by ours and by full
-logits comes to.
+"""Two ranks on CPU (gloo), each with rows of its own: what training by ours and by full logits
+comes to, under DDP and with sharded weights.
 
     python -m tests.logits.two_ranks FOLDER
 
-Writes `FOLDER/rank0.pt`: for each case, the two gradients of rank 0 after their reduction.
+Writes `FOLDER/rankR.pt`: for each case of DDP, the two gradients after their reduction; for each
+case of `sharded.py`, what its `compare` returns, or the error.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.logits import LogitsShim
-from tests.logits import models
+from tests.logits import models, sharded
 
 CASES = [
     (chunk_size, lora, find_unused)
@@ -29,15 +31,22 @@ CASES = [
     for find_unused in (False, True)
 ]
 STEPS = 2
+WAIT = timedelta(seconds=30)
+"""A collective that only one rank takes part in fails after it."""
 
 
 def run(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=WAIT)
     torch.set_num_threads(1)
-    results = {case: compare(rank, *case) for case in CASES}
-    if rank == 0:
-        torch.save(results, f"{folder}/rank0.pt")
+    results: dict[Any, Any] = {case: compare(rank, *case) for case in CASES}
+    for case in sharded.CASES:
+        try:
+            results[tuple(case)] = sharded.compare(rank, case, sharded.gathered_or_fsdp2)
+        except RuntimeError as e:  # the group is lost: each further case would wait
+            results[tuple(case)] = {"error": f"{type(e).__name__}: {e}"}
+            break
+    torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,0 +1,58 @@
+"""What ranks that share a model's weights must do alike.
+
+With ZeRO-3 and FSDP2 each rank holds a shard of the weights, and a module's call gathers them from
+all ranks. A rank that calls a module more often than the others waits for them forever, in the
+backward too. So whatever decides the number of calls (how many chunks, which way, whether to run
+another forward) is agreed on here. Where nothing is sharded, each rank decides by itself, and
+there is no communication.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class ShardRanks(NamedTuple):
+    """The ranks that hold shards of one model; this rank alone where nothing is sharded."""
+
+    groups: tuple[Any, ...] = ()
+    """Process groups, one for each dimension of the device mesh."""
+
+    device: torch.device | str = "cpu"
+    """Where the groups' collectives find their tensors."""
+
+    def highest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over all ranks, on the device of `values`."""
+        if not self.groups:
+            return values
+        agreed = values.detach().to(self.device, copy=True)
+        for group in self.groups:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+        return agreed.to(values.device)
+
+    def all(self, holds: bool) -> bool:
+        """Whether it holds on every rank."""
+        return not self.highest(torch.tensor([not holds], dtype=torch.int32))
+
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        return int(self.highest(torch.tensor([number])))
+
+
+def shard_ranks(model: nn.Module) -> ShardRanks:
+    """The ranks among which DeepSpeed's ZeRO-3 or FSDP2 has sharded a model's weights.
+
+    FSDP2 leaves some weights whole between passes: ask once, before the first forward.
+    """
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):  # DeepSpeed's mark; it need not be installed
+            return ShardRanks((parameter.ds_process_group,), parameter.device)
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            return ShardRanks(tuple(mesh.get_all_groups()), mesh.device_type)
+    return ShardRanks()
