@@ -219,6 +219,7 @@ class LogitsShim:
             self._drop_head(calls, output, works)
             self._give_up_chunks(self._reason)
             return None
+        assert harvest.logps is not None
         if self._tail is None:
             highest = self.ranks(model).highest
             self._tail = find_tail(self._config, calls.probe_V, output.logits.detach(), highest)
