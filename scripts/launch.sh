@@ -22,8 +22,11 @@ CONFIG stands for two files, CONFIG.rollout.yaml (`swift rollout`) and CONFIG.tr
   --wait SECONDS        for the servers to become healthy (default 900)
   --logs DIR            default output/launch-TIME
   --dry-run             print the commands, start nothing
-  --cpu                 no GPUs: one replica or rank for each number in the lists, the tiny model
-                        and the digits (only in a clone of the project, which sets itself up)
+  --cpu                 no GPUs: one replica or rank for each number in the lists. In a clone of
+                        the project, which sets itself up, of the tiny model and the digits;
+                        elsewhere, give --model and --dataset
+  --root DIR            where relative paths that stand in CONFIG hold (default: here); paths on
+                        this command line hold here
 
 Several nodes, each of which runs this same command:
   --rollout-nodes N     the first N nodes serve with --rollout-gpus, the others train with
@@ -58,6 +61,8 @@ expand() {
 
 count() { local items; IFS=, read -ra items <<<"$1"; printf '%s' "${#items[@]}"; }
 
+absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s' "$PWD/$1" ;; esac; }
+
 # part LIST FIRST NUMBER
 part() {
   local items
@@ -68,11 +73,11 @@ part() {
 # --- what is wanted ---
 
 rollout_gpus=0,1 train_gpus=2-7 num_servers=1 port=8000 group_port=51216 patience=900
-model='' dataset='' logs='' config='' dry_run='' cpu='' rollout_nodes=0 hosts='' node='' more=()
+model='' dataset='' logs='' config='' root='' dry_run='' cpu='' rollout_nodes=0 hosts='' node='' more=()
 while (($#)); do
   case $1 in
     --rollout-gpus | --train-gpus | --servers | --model | --dataset | --port | --group-port | \
-      --wait | --logs | --rollout-nodes | --hosts | --node-rank)
+      --wait | --logs | --root | --rollout-nodes | --hosts | --node-rank)
       (($# > 1)) || fail "$1 needs a value" ;;
   esac
   case $1 in
@@ -85,6 +90,7 @@ while (($#)); do
     --group-port) group_port=$2 ;;
     --wait) patience=$2 ;;
     --logs) logs=$2 ;;
+    --root) root=$2 ;;
     --rollout-nodes) rollout_nodes=$2 ;;
     --hosts) hosts=$2 ;;
     --node-rank) node=$2 ;;
@@ -106,19 +112,30 @@ for number in "$num_servers" "$port" "$group_port" "$patience" "$rollout_nodes";
   [[ $number =~ ^[0-9]+$ ]] || fail "$number: expected a number"
 done
 
+here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+! [ "$cpu" ] || [ -f "$here/common.sh" ] || { [ "$model" ] && [ "$dataset" ]; } ||
+  fail "--cpu outside a clone of the project has no tiny model: give --model and --dataset"
+if [ -z "$root" ] && [ "$cpu" ] && [ -f "$here/common.sh" ]; then root=$here/..; fi
+if [ "$root" ]; then # what the user has typed stays his, wherever the paths in CONFIG hold
+  [ ! -f "$config.train.yaml" ] || config=$(absolute "$config")
+  [ ! -d "$model" ] || model=$(absolute "$model")
+  [[ ! ${dataset%%#*} =~ \.(jsonl?|csv|parquet|txt)$ && ! -e ${dataset%%#*} ]] || dataset=$(absolute "$dataset")
+  [ -z "$logs" ] || logs=$(absolute "$logs")
+  cd "$root"
+fi
 if [ "$cpu" ]; then
-  here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
-  [ -f "$here/common.sh" ] ||
-    fail "--cpu needs a clone of the project: it makes the tiny model and the data there"
-  [ "$dry_run" ] || bash "$here/setup.sh"
-  # shellcheck source=scripts/common.sh
-  source "$here/common.sh" # changes to the clone's folder
-  [ "$dry_run" ] || make_assets
-  PATH=$(cd "$VENV/bin" && pwd):$PATH
-  export PATH
+  if [ -f "$here/common.sh" ]; then
+    [ "$dry_run" ] || bash "$here/setup.sh"
+    # shellcheck source=scripts/common.sh
+    source "$here/common.sh" # changes to the clone's folder
+    [ "$dry_run" ] || [[ $model && $dataset ]] || make_assets
+    PATH=$(cd "$VENV/bin" && pwd):$PATH
+    export PATH
+    config=${config:-examples/presets/cpu_2x6} model=${model:-$ASSETS/tiny_vlm}
+    dataset=${dataset:-$ASSETS/digits/train.jsonl}
+    cd "$root"
+  fi
   export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE
-  config=${config:-examples/presets/cpu_2x6} model=${model:-$ASSETS/tiny_vlm}
-  dataset=${dataset:-$ASSETS/digits/train.jsonl}
 fi
 [ "$config" ] || { usage >&2; fail "CONFIG is missing"; }
 for side in rollout train; do
@@ -205,12 +222,19 @@ training_command() {
     --vllm_server_group_port "${group_ports[@]}" "${more[@]}")
 }
 
-if command -v swift-grpo-ext >/dev/null; then
-  # Before anything is started: settings that do not hold together.
-  ranks=$(($(count "$train_gpus") * ${num_training_nodes:-1}))
-  swift-grpo-ext check --quiet --ranks "$ranks" "${both[@]}" "$config" -- "${more[@]}" >&2 ||
-    fail "the settings of $config do not hold together (above)"
+# Before anything is started: what cannot run. A dry run may be for another machine.
+command -v swift-grpo-ext >/dev/null ||
+  fail "swift-grpo-ext is not on the PATH: activate the environment that holds it"
+ranks=$(($(count "$train_gpus") * ${num_training_nodes:-1}))
+gpus=''
+if [ -z "$cpu" ]; then
+  ((!serves)) || gpus=$rollout_gpus
+  ((!trains)) || gpus=${gpus:+$gpus,}$train_gpus
 fi
+how=(--gpus "$gpus")
+[ -z "$dry_run" ] || how=(--settings-only)
+env -u CUDA_VISIBLE_DEVICES swift-grpo-ext check --quiet "${how[@]}" --ranks "$ranks" "${both[@]}" \
+  "$config" -- "${data[@]}" "${more[@]}" >&2 || fail "$config cannot run like this (above)"
 if [ "$dry_run" ]; then
   command=()
   if ((serves)); then

@@ -4,9 +4,9 @@
 #   bash scripts/launch_2x6.sh --dataset train.jsonl examples/presets/server_2x6_full
 #   bash scripts/launch_2x6.sh --cpu    no GPUs: the tiny model, 2 replicas, 6 ranks, 3 steps
 set -euo pipefail
-cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
-options=() config=()
+options=(--root "$root") config=()
 [[ " $* " == *" --cpu "* ]] || config=(examples/presets/server_2x6_lora)
 while (($#)); do
   case $1 in
@@ -16,4 +16,4 @@ while (($#)); do
     *) config=("$1"); shift ;;
   esac
 done
-exec bash scripts/launch.sh --rollout-gpus 0,1 --train-gpus 2-7 "${options[@]}" "${config[@]}" "$@"
+exec bash "$root/scripts/launch.sh" --rollout-gpus 0,1 --train-gpus 2-7 "${options[@]}" "${config[@]}" "$@"

@@ -60,11 +60,9 @@ def add_doctor(commands: Any) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.checks.doctor import examine, report
-    from swift_grpo_ext.checks.wanted import wanted
+    from swift_grpo_ext.checks.doctor import examine, patient, report
 
-    results = examine(wanted(options), quiet=options.json)
-    return report(results, as_json=options.json)
+    return report(examine(patient(options)), as_json=options.json)
 
 
 # --- check ---
@@ -73,7 +71,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 def add_check(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
-        help="do the settings of a YAML file hold together?",
+        help="would this run start? settings, model, data, plugins, packages, GPUs",
         epilog="Arguments of swift rlhf behind -- win over the file's settings.",
     )
     parser.add_argument(
@@ -81,24 +79,27 @@ def add_check(commands: Any) -> None:
     )
     parser.add_argument("--ranks", type=int, help="training processes (default: as ENV says)")
     parser.add_argument("--model", help="of both sides, instead of the files'")
-    parser.add_argument("--gpu-memory", type=float, default=80, metavar="GIB", help="of each GPU")
+    parser.add_argument("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)")
+    parser.add_argument(
+        "--settings-only", action="store_true", help="for another machine: look nothing up here"
+    )
     parser.add_argument("--quiet", action="store_true", help="errors and warnings only")
     parser.set_defaults(run=run_check)
 
 
 def run_check(options: argparse.Namespace) -> int:
     from swift_grpo_ext.checks import check, read_run
+    from swift_grpo_ext.checks.rules import errors_first
 
+    gpus = None if options.gpus is None else [gpu for gpu in options.gpus.split(",") if gpu]
     failed = False
     for config in options.config:
-        run = read_run(
-            config,
-            ranks=options.ranks,
-            gpu_gib=options.gpu_memory,
-            model=options.model,
-            overrides=options.rest,
-        )
+        run = read_run(config, ranks=options.ranks, model=options.model, overrides=options.rest)
         findings = check(run)
+        if not options.settings_only and not run.unread:
+            from swift_grpo_ext.checks.lookup import look_up
+
+            findings = errors_first([*findings, *look_up(run, gpus)])
         failed = failed or any(finding.level == "error" for finding in findings)
         shown = [f for f in findings if f.level != "note" or not options.quiet]
         if shown or not options.quiet:
@@ -111,7 +112,7 @@ def run_check(options: argparse.Namespace) -> int:
 
 def add_init(commands: Any) -> None:
     parser = commands.add_parser("init", help="copy a preset and its launch script to start from")
-    parser.add_argument("directory", type=Path, help="where to")
+    parser.add_argument("directory", type=Path, nargs="?", help="where to")
     parser.add_argument("--preset", default="server_2x6_lora", help="which (--list shows them)")
     parser.add_argument("--list", action="store_true", help="show the presets, copy nothing")
     parser.set_defaults(run=run_init)
@@ -124,6 +125,8 @@ def run_init(options: argparse.Namespace) -> int:
         for name in share.preset_names():
             print(f"{name:20} {share.title(name)}")
         return 0
+    if options.directory is None:
+        raise ValueError("where to? swift-grpo-ext init DIRECTORY; --list shows the presets.")
     for file in share.copy_preset(options.preset, options.directory):
         print(file)
     print(f"\nIn {options.directory}: {share.command(options.preset)}")

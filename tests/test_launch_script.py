@@ -68,6 +68,12 @@ time.sleep(float(os.environ.get("SECONDS_OF_TRAINING", "0")))
 sys.exit(int(os.environ.get("STATUS_OF_TRAINING", "0")))
 """
 
+CHECK = """#!/bin/sh
+[ -z "$CHECKED" ] || echo "$@" >"$CHECKED"
+[ -z "$REFUSAL" ] || { echo "$REFUSAL"; exit 1; }
+"""
+"""In place of `swift-grpo-ext check`, which would miss the GPUs and the packages of the preset."""
+
 
 @dataclass
 class Launch:
@@ -120,8 +126,9 @@ def launched(
 ) -> Iterator[Launch]:
     swift = folder / "bin" / "swift"
     swift.parent.mkdir(exist_ok=True)
-    swift.write_text(STAND_IN)
-    swift.chmod(0o755)
+    for program, text in ((swift, STAND_IN), (swift.with_name("swift-grpo-ext"), CHECK)):
+        program.write_text(text)
+        program.chmod(0o755)
     marker, log = uuid.uuid4().hex, folder / name
     logs = () if "--logs" in argv else ("--logs", str(folder / "logs"))
     command = ["bash", "scripts/launch.sh", "--port", str(port or free_ports()), *logs, *argv]
@@ -157,6 +164,19 @@ def test_the_training_says_how_it_ends(status: int, tmp_path: Path) -> None:
     assert f"the training has ended with status {status}" in run.output
     assert ("the last lines of" in run.output) == (status != 0)
     assert (tmp_path / "logs/server1.log").read_text().startswith("a server")
+
+
+def test_nothing_is_started_that_check_refuses(tmp_path: Path) -> None:
+    checked = tmp_path / "checked"
+    env = {"CHECKED": str(checked), "REFUSAL": "error: reward_funcs acuracy: is unknown"}
+    argv = ("--train-gpus", "2-4", "--model", "m", "--dataset", "rows.jsonl", PRESET)
+    with launched(tmp_path, *argv, "--", "--seed", "1", **env) as run:
+        assert run.end() == 1
+    assert "acuracy: is unknown" in run.output
+    assert f"error: {PRESET} cannot run like this" in run.output
+    assert "[server0]" not in run.output
+    asked = "check --quiet --gpus 0,1,2,3,4 --ranks 3 --model m"
+    assert checked.read_text() == f"{asked} {PRESET} -- --dataset rows.jsonl --seed 1\n"
 
 
 KEY = "the/key+of~this.test=="

@@ -1,12 +1,22 @@
-"""Settings of a run in YAML: whether they hold together, before any GPU is asked.
+"""What is wrong with a run before it starts: one way from settings to findings.
 
-`run.py` reads them, `rules.py` and `engines.py` check them, `memory.py` estimates what they need,
-`share.py` knows where the presets and scripts of an installed package are. Plain values only: no
-torch, no ms-swift.
+A check takes settings and yields findings (`finding.py`: error, warning, note, ok). Nothing else
+decides what a fault is called or how it is mended. The settings come from one parser, ms-swift's
+own with our flags: from a YAML file (`settings.py`), or in `swift` itself from its command line.
+
+Who asks, and what:
+- `swift-grpo-ext check`: `rules.py` and `engines.py` (settings alone, pure), then `lookup.py`
+  (what is on this machine: model, data, plugins, packages, GPUs).
+- `swift rlhf` and `swift rollout`: `preflight.py` before a model is loaded, with `rows.py` (the
+  data set) and `resume.py` (checkpoints). `enforce` turns the first error into a `ValueError`.
+- `swift-grpo-ext doctor`: all of it, and `machine.py` (installation), `doctor.py` (model, template,
+  first rows, servers).
+
+`share.py` is beside that: the presets and scripts that an installed package brings along.
 """
 
 from swift_grpo_ext.checks.finding import Finding
-from swift_grpo_ext.checks.presets import DEFAULTS, Run, read_run
 from swift_grpo_ext.checks.rules import check
+from swift_grpo_ext.checks.settings import Run, read_run
 
-__all__ = ["DEFAULTS", "Finding", "Run", "check", "read_run"]
+__all__ = ["Finding", "Run", "check", "read_run"]

@@ -1,53 +1,117 @@
-"""Runs the checks, and shows what they found: as a table, or as JSON for scripts."""
+"""`swift-grpo-ext doctor`: every check there is, shown as each is done, as a table or as JSON."""
 
 from __future__ import annotations
 
+import argparse
+import base64
 import contextlib
 import json
 import logging
 import sys
+import urllib.error
+import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
 
+from requests.utils import get_netrc_auth
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 from rich.table import Table
 
-from swift_grpo_ext.checks import inputs, machine
-from swift_grpo_ext.checks.result import Result, red
-from swift_grpo_ext.checks.wanted import Wanted
+from swift_grpo_ext.checks import machine, preflight
+from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
+from swift_grpo_ext.checks.lookup import check_data, look_up, model_folder
+from swift_grpo_ext.checks.rules import check
+from swift_grpo_ext.checks.settings import Run, environment, read_run
+from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.version import __version__
 
-MARKS = {"green": "[green]ok[/]", "yellow": "[yellow]note[/]", "red": "[red]wrong[/]"}
+MASTER_PORT = 29500
+"""torchrun's, unless MASTER_PORT says otherwise."""
+
+NUM_ROWS = 32
+"""Of a data set, that are looked at."""
+
+SERVER_SECONDS = 5
+MARKS = {"ok": "[green]ok[/]", "note": "note", "warning": "[yellow]warning[/]"}
+MARKS["error"] = "[red]error[/]"
 
 
-def examine(wanted: Wanted, *, quiet: bool = False) -> list[Result]:
-    """Run every check.
+@dataclass(frozen=True, kw_only=True)
+class Patient:
+    """What is to be looked at; what is empty is left out."""
 
-    Args:
-        wanted: what to look at.
-        quiet: show no progress.
+    run: Run | None = None
+    model: str | None = None
+    model_type: str | None = None
+    template: str | None = None
+    stop_words: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+
+    servers: tuple[str, ...] = ()
+    """URLs of rollout servers that have to answer."""
+
+    future_servers: tuple[str, ...] = ()
+    """URLs of those that a YAML file names: they may not have been started yet."""
+
+    ports: tuple[int, ...] = (MASTER_PORT,)
+    """Of this machine, that have to be free."""
+
+
+def patient(options: argparse.Namespace) -> Patient:
+    """What the command line asks for; a value of its own wins over the YAML file's.
+
+    Raises:
+        ValueError: there is no such YAML file, or it holds no settings.
     """
-    results: list[Result] = []
-    checks = [*machine.CHECKS, *inputs.CHECKS]
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=quiet) as progress, _silence():
-        task = progress.add_task("", total=len(checks))
-        for check in checks:
-            name = check.__name__.removeprefix("check_").replace("_", " ")
-            progress.update(task, description=f"looking at {name}", advance=1)
+    run = read_run(options.config) if options.config else None
+    settings = (run and (run.training or run.rollout)) or {}
+    return Patient(
+        run=run,
+        model=options.model or settings.get("model"),
+        model_type=options.model_type or settings.get("model_type"),
+        template=options.template or settings.get("template"),
+        stop_words=tuple(options.stop_words or settings.get("stop_words") or ()),
+        datasets=tuple(options.dataset or settings.get("dataset") or ()),
+        servers=tuple(map(_url, options.server)),
+        future_servers=() if options.server else _servers_of(run),
+        ports=tuple(options.port or [int(environment(settings).get("MASTER_PORT", MASTER_PORT))]),
+    )
+
+
+def _url(server: str) -> str:
+    return server.rstrip("/") if "://" in server else f"http://{server}"
+
+
+def _servers_of(run: Run | None) -> tuple[str, ...]:
+    if run is None or not run.has_servers:
+        return ()
+    if run.train("vllm_server_base_url"):
+        return tuple(run.train("vllm_server_base_url"))
+    hosts, ports = run.train("vllm_server_host") or (), run.train("vllm_server_port")
+    return tuple(f"http://{host}:{port}" for host, port in zip(hosts, ports, strict=False))
+
+
+# --- running and showing ---
+
+
+def examine(patient: Patient) -> Findings:
+    """Every check's findings, each as soon as it is known."""
+    for name, look in CHECKS.items():
+        with _silence():
             try:
-                found = check(wanted)
-                results += [found] if isinstance(found, Result) else list(found or ())
+                findings = list(look(patient))
             except ModuleNotFoundError as e:
                 text = f"cannot be looked at: {e.name} is not installed"
-                results.append(red(name, text, "Install what `versions` says."))
+                findings = [error(name, text, "Install what `versions` says.")]
             except Exception as e:  # the others still have something to say
                 text = f"the check itself failed ({type(e).__name__}: {e})"
-                results.append(red(name, text, "Report it, with this line."))
-    return results
+                findings = [error(name, text, "Report it, with this line.")]
+        yield from findings
 
 
 @contextlib.contextmanager
@@ -61,29 +125,227 @@ def _silence() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def report(results: Sequence[Result], *, as_json: bool = False) -> int:
-    """Show the results; returns the exit status: 1 if anything is red."""
-    if as_json:
-        body = {"version": __version__, "checks": [asdict(result) for result in results]}
-        print(json.dumps(body, indent=2, ensure_ascii=False))
-    else:
-        _show(results)
-    return int(any(result.status == "red" for result in results))
-
-
-def _show(results: Sequence[Result]) -> None:
-    table = Table(title=f"swift-grpo-ext {__version__}", title_justify="left")
-    for column in ("", "check", "found"):
-        table.add_column(column, overflow="fold")
-    for result in results:
-        remedy = f"\n[bold]{_plain(result.remedy)}[/]" if result.remedy else ""
-        table.add_row(MARKS[result.status], result.check, _plain(result.found) + remedy)
+def report(findings: Iterable[Finding], *, as_json: bool = False) -> int:
+    """Show findings as they come; returns the exit status: 1 where one is an error."""
     console = Console()
-    console.print(table)
-    counts = Counter(result.status for result in results)
-    console.print(f"{counts['green']} ok, {counts['yellow']} to note, {counts['red']} wrong")
+    seen = []
+    if not as_json:
+        console.print(f"swift-grpo-ext {__version__}")
+    for finding in findings:
+        seen.append(finding)
+        if not as_json:
+            console.print(_line(finding))
+    if as_json:
+        body = {"version": __version__, "checks": [asdict(finding) for finding in seen]}
+        print(json.dumps(body, indent=2, ensure_ascii=False))
+    counts = Counter[str](finding.level for finding in seen)
+    if not as_json:
+        console.print(", ".join(f"{counts[level]} {level}" for level in MARKS))
+    return int(counts["error"] > 0)
 
 
-def _plain(text: str) -> str:
-    """Square brackets are rich's markup."""
-    return text.replace("[", "\\[")
+def _line(finding: Finding) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for width in (8, 16):
+        table.add_column(min_width=width)
+    table.add_column(overflow="fold")
+    remedy = f"\n[bold]{escape(finding.remedy)}[/]" if finding.remedy else ""
+    table.add_row(MARKS[finding.level], escape(finding.setting), escape(finding.text) + remedy)
+    return table
+
+
+# --- settings and model ---
+
+
+def check_settings(patient: Patient) -> Findings:
+    """The YAML file's settings hold together, and what they name is here."""
+    if patient.run is None:
+        return
+    found = [f for f in [*check(patient.run), *look_up(patient.run)] if f.level != "note"]
+    yield from found or [ok("settings", "hold together")]
+
+
+def check_logits(patient: Patient) -> Findings:
+    """How the model is asked for the logits of completions only."""
+    if patient.model is None:
+        return
+    problems = list(preflight.check_model(patient))
+    if problems:
+        yield from problems
+        return
+    folder = model_folder(patient.model)
+    if folder is None:
+        text = "is a hub id, and in no cache of this machine: swift downloads it at the start"
+        yield note(f"model {patient.model}", text)
+        return
+    yield logits_keyword(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+def logits_keyword(config: dict[str, Any]) -> Finding:
+    """
+    Args:
+        config: a model's config.json.
+    """
+    import transformers
+
+    from swift_grpo_ext.logits.shim import keyword_of
+
+    name, architecture = "logits", (config.get("architectures") or ["none"])[0]
+    if "auto_map" in config:
+        return note(name, f"{architecture} brings its own code, which is not run here")
+    model_class: Any = getattr(transformers, architecture, None)
+    if model_class is None:
+        return error(
+            name,
+            f"transformers {transformers.__version__} has no {architecture}",
+            "Install a version that has it, within the versions that work together.",
+        )
+    keyword = keyword_of(model_class)
+    if keyword is None:
+        text = f"{architecture} takes no keyword for them"
+        remedy = "--logits_shim auto computes those of completions only, at the model's head."
+        return note(name, text, remedy)
+    return ok(name, f"{architecture} takes {keyword}")
+
+
+def check_template(patient: Patient) -> Findings:
+    """What ends a completion, and whether the stop words can be meant."""
+    folder = model_folder(patient.model) if patient.model else None
+    if patient.model is None or folder is None:
+        return
+    from swift.model import get_processor
+    from swift.model.model_meta import get_matched_model_meta
+    from swift.template import get_template
+
+    from swift_grpo_ext.stops.templates import check_template_stops, end_ids
+
+    name = "template"
+    meta = get_matched_model_meta(patient.model)  # by the hub's name, which the cache lacks
+    try:
+        model_type = patient.model_type or (meta and meta.model_type)
+        processor = get_processor(str(folder), model_type=model_type)
+        template = get_template(processor, template_type=patient.template)
+    except (ValueError, KeyError, OSError) as e:
+        text = " ".join(str(e).split())[:300]
+        yield error(name, text, "Give --model_type and --template, as for swift rlhf.")
+        return
+    try:
+        settings = SimpleNamespace(stop_words=patient.stop_words, stop_token_ids=[])
+        check_template_stops(settings, template)
+    except ValueError as e:
+        yield error(name, str(e), "Change --stop_words.")
+        return
+    ends = template.tokenizer.convert_ids_to_tokens(sorted(end_ids(template)))
+    words = ", ".join(map(repr, patient.stop_words)) or "none"
+    text = f"{template.template_meta.template_type}: a turn ends with {' or '.join(ends)}"
+    yield ok(name, f"{text}; stop words: {words}")
+
+
+# --- data ---
+
+
+def check_rows(patient: Patient) -> Findings:
+    """The first rows of each data set as ms-swift loads them, with their images."""
+    from swift.dataset import load_dataset
+
+    from swift_grpo_ext.checks import rows
+
+    for dataset in patient.datasets:
+        found = list(check_data(Run(training={"dataset": [dataset]})))
+        if found:
+            if patient.run is None:  # else `settings` says it
+                yield from found
+            continue
+        try:
+            loaded, _ = load_dataset([dataset], streaming=True, remove_unused_columns=False)
+            first = list(islice(iter(loaded), NUM_ROWS))
+        except Exception as e:  # `datasets` and ms-swift raise many kinds
+            text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})"
+            remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
+            yield error(f"dataset {dataset}", text, remedy)
+            continue
+        if not first:
+            text = "holds no rows that ms-swift can use"
+            yield error(f"dataset {dataset}", text, "Name another file.")
+            continue
+        bad = list(rows.check_rows(first, setting=f"dataset {dataset}", needs_media=False))
+        with_media = sum(any(row.get(key) for key in rows.MEDIA) for row in first)
+        text = f"{with_media} of the first {len(first)} rows hold images, videos or audios"
+        if not with_media:
+            remedy = "Add the column `images`, or map yours with --columns."
+            bad.append(warning(f"dataset {dataset}", text, remedy))
+        yield from bad or [ok(f"dataset {dataset}", text)]
+
+
+# --- servers ---
+
+
+def check_servers(patient: Patient) -> Findings:
+    for server in patient.servers:
+        yield plugin_of(server, is_started=True)
+    for server in patient.future_servers:
+        yield plugin_of(server, is_started=False)
+
+
+def plugin_of(server: str, *, is_started: bool) -> Finding:
+    """A server answers, and speaks this version of our wire format.
+
+    Args:
+        server: its URL.
+        is_started: whether it has to be there already.
+    """
+    from swift_grpo_ext.upstream.api_key import REMEDY
+
+    name = f"server {server}"
+    start = "Start it: swift rollout --external_plugins $(swift-grpo-ext plugin-path) ..."
+    too_early = error if is_started else note
+    try:
+        _ask(f"{server}/health")
+    except (OSError, ValueError) as e:
+        return too_early(name, f"does not answer ({getattr(e, 'reason', e)})", start)
+    try:
+        ours = _ask(f"{server}/get_engine_type/", method="POST").get(wire.KEY)
+    except urllib.error.HTTPError as e:
+        if e.code == 401:
+            return too_early(name, "does not get its API key from here", f"{REMEDY}.")
+        return error(name, f"answers {e.code} to /get_engine_type/: no swift rollout?", start)
+    except (OSError, ValueError) as e:
+        return error(name, f"is healthy, but does not say what it is ({e})", start)
+    if ours is None:
+        return error(name, "runs without swift-grpo-ext", start)
+    try:
+        wire.check_version(ours, name)
+    except wire.WireError as e:
+        return error(name, str(e), "Install the same version of swift-grpo-ext on both sides.")
+    return ok(name, f"wire format {ours['version']}, {ours['replicas']} replica(s)")
+
+
+def _ask(url: str, method: str = "GET") -> dict[str, Any]:
+    """A JSON answer, past any proxy, with the API key that a training would send."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, method=method)
+    from_netrc = get_netrc_auth(url)
+    if from_netrc:
+        credentials = base64.b64encode(":".join(from_netrc).encode()).decode()
+        request.add_header("Authorization", f"Basic {credentials}")
+    with opener.open(request, timeout=SERVER_SECONDS) as response:
+        answer = json.loads(response.read() or b"{}")
+    if not isinstance(answer, dict):
+        raise ValueError(f"{url} answers {answer!r}")
+    return answer
+
+
+CHECKS: dict[str, Callable[[Patient], Iterable[Finding]]] = {
+    "versions": lambda _: [machine.check_versions()],
+    "shared memory": lambda _: [machine.check_shared_memory()],
+    "ports": lambda patient: map(machine.check_port, patient.ports),
+    "servers": check_servers,
+    "communication": lambda _: [machine.check_communication()],
+    "torchvision": lambda _: [machine.loads("torchvision")],
+    "vLLM": lambda _: [machine.check_vllm()],
+    "settings": check_settings,
+    "logits": check_logits,
+    "dataset": check_rows,
+    "template": check_template,
+}
+"""The quick ones first."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from swift_grpo_ext.checks.finding import Findings, divisors, error, shown, warning, words
-from swift_grpo_ext.checks.memory import known_model
-from swift_grpo_ext.checks.presets import Run, as_list, environment
+from swift_grpo_ext.checks.finding import Finding, Findings, error, warning, words
+from swift_grpo_ext.checks.settings import Run, environment
 
 SAME_ON_BOTH_SIDES = (
     "model",
@@ -21,9 +19,10 @@ SAME_ON_BOTH_SIDES = (
     "agent_template",
     "response_prefix",
     "vllm_enable_lora",
-    "use_gym_env",
-    "max_turns",
 )
+FROM_SERVERS = ("multi_turn_scheduler", "max_turns")
+"""What a training learns from its servers where it does not say so itself (rollout_mixin.py)."""
+
 SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS")
 """What images become on either side: other values, other prompt ids."""
 
@@ -58,33 +57,25 @@ def check_engine_choice(run: Run) -> Findings:
 
 
 def check_parallel(run: Run) -> Findings:
-    """Tensor parallelism divides GPUs and attention heads."""
-    for settings, side in ((run.training, run.train), (run.rollout, run.serve)):
-        if settings is None or (settings is run.training and run.has_servers):
+    """A colocated engine is spread over whole training ranks."""
+    for side, _ in run.sides:
+        if side == "training" and run.has_servers:
             continue
-        parallel = int(side("vllm_tensor_parallel_size"))
-        model = known_model(side("model"))
+        arguments = run.arguments(side)
+        parallel = arguments.vllm_tensor_parallel_size
         if parallel < 1:
             yield error("vllm_tensor_parallel_size", f"is {parallel}; expected 1 or more.")
-        elif settings is run.training and run.train("use_vllm") and run.num_ranks % parallel:
+        elif side == "training" and arguments.use_vllm and run.num_ranks % parallel:
             yield error(
                 "vllm_tensor_parallel_size",
                 f"{parallel} does not divide the {run.num_ranks} training ranks: an engine is "
                 "spread over as many of them (NPROC_PER_NODE x NNODES in ENV).",
             )
-        elif model and (model.num_heads % parallel or model.num_vision_heads % parallel):
-            fitting = math.gcd(model.num_heads, model.num_vision_heads)
-            yield error(
-                "vllm_tensor_parallel_size",
-                f"{parallel} does not divide the {model.num_heads} attention heads of "
-                f"{side('model')} and the {model.num_vision_heads} of its vision tower: take one "
-                f"of {words(divisors(fitting, least=1))}.",
-            )
 
 
 def check_devices(run: Run) -> Findings:
     """As many GPUs are named as processes use, and none by both sides."""
-    training, serving = _devices(run.training), _devices(run.rollout)
+    training, serving = devices_of(run.training), devices_of(run.rollout)
     ranks_of_node = environment(run.training).get("NPROC_PER_NODE")
     if training and ranks_of_node and len(training) != int(ranks_of_node):
         yield error(
@@ -92,11 +83,9 @@ def check_devices(run: Run) -> Findings:
             f"{ranks_of_node} ranks on {len(training)} GPUs (CUDA_VISIBLE_DEVICES of "
             f"{run.name('training')}): expected one GPU for each rank.",
         )
-    replicas, parallel = (
-        run.serve("vllm_data_parallel_size"),
-        run.serve("vllm_tensor_parallel_size"),
-    )
-    if serving and len(serving) != int(replicas) * int(parallel):
+    replicas = run.serve("vllm_data_parallel_size")
+    parallel = run.serve("vllm_tensor_parallel_size")
+    if serving and len(serving) != replicas * parallel:
         yield error(
             "vllm_data_parallel_size",
             f"{replicas} replicas with {parallel} GPU(s) each on {len(serving)} GPUs "
@@ -115,8 +104,8 @@ def check_servers(run: Run) -> Findings:
     """Addresses of the servers."""
     if not run.has_servers:
         return
-    urls, hosts = as_list(run.train("vllm_server_base_url")), as_list(run.train("vllm_server_host"))
-    ports = as_list(run.train("vllm_server_port"))
+    urls, hosts = run.train("vllm_server_base_url") or (), run.train("vllm_server_host") or ()
+    ports = run.train("vllm_server_port")
     if not urls and not hosts:
         yield error("vllm_server_host", "is missing: with vllm_mode: server, say where they are.")
     elif not urls and len(hosts) != len(ports):
@@ -131,13 +120,13 @@ def check_servers(run: Run) -> Findings:
             yield error(
                 "vllm_server_port", f"{name} is given for {times} servers: each has its own."
             )
-    group_ports = as_list(run.train("vllm_server_group_port"))
+    group_ports = run.train("vllm_server_group_port") or ()
     if len(group_ports) > 1:
         if len(group_ports) != max(len(hosts), len(urls)):
             yield error("vllm_server_group_port", "give one for each server, or only the first.")
         elif len(set(zip(hosts or urls, group_ports, strict=True))) < len(group_ports):
             yield error("vllm_server_group_port", "holds one port twice for one host.")
-    if run.rollout is not None and hosts and int(run.serve("port")) not in map(int, ports):
+    if run.rollout is not None and hosts and run.serve("port") not in ports:
         yield error(
             "port",
             f"{run.serve('port')} of {run.name('rollout')} is not among vllm_server_port "
@@ -153,30 +142,24 @@ def check_agreement(run: Run) -> Findings:
         ours, theirs = run.training.get(name), run.rollout.get(name)
         if name == "system" and theirs is None:
             continue  # it travels with each request
-        if ours != theirs and not (name == "vllm_enable_lora" and not ours and not theirs):
-            yield error(
-                name,
-                f"is {shown(ours)} in {run.name('training')} and {shown(theirs)} in "
-                f"{run.name('rollout')}: both sides need the same.",
-            )
+        if (ours or None) != (theirs or None):
+            yield _differ(run, name, ours, theirs)
+    for name in FROM_SERVERS:
+        ours, theirs = run.training.get(name), run.rollout.get(name)
+        if ours is not None and ours != theirs:  # else the training takes the servers'
+            yield _differ(run, name, ours, theirs)
+    if run.train("use_gym_env") not in (None, serves_gym(run)):
+        yield _differ(run, "use_gym_env", run.train("use_gym_env"), serves_gym(run))
     ours, theirs = environment(run.training), environment(run.rollout)
     for name in SAME_IN_ENV:
         if str(ours.get(name)) != str(theirs.get(name)):
             yield error(
                 name,
-                f"(ENV) is {shown(ours.get(name))} in {run.name('training')} and "
-                f"{shown(theirs.get(name))} in {run.name('rollout')}: images would have other "
+                f"(ENV) is {_shown(ours.get(name))} in {run.name('training')} and "
+                f"{_shown(theirs.get(name))} in {run.name('rollout')}: images would have other "
                 "sizes, and prompts other ids, on the two sides.",
             )
-    scheduler = run.train("multi_turn_scheduler")
-    if scheduler != run.rollout.get("multi_turn_scheduler"):
-        yield error(
-            "multi_turn_scheduler",
-            f"is {shown(scheduler)} in {run.name('training')} and "
-            f"{shown(run.rollout.get('multi_turn_scheduler'))} in {run.name('rollout')}: the "
-            "servers hold the conversations, and the training has to know which turns count.",
-        )
-    rank, most = int(run.train("lora_rank")), int(run.serve("vllm_max_lora_rank"))
+    rank, most = run.train("lora_rank"), run.serve("vllm_max_lora_rank")
     if run.serve("vllm_enable_lora") and rank > most:
         yield error("vllm_max_lora_rank", f"{most} is less than the training's lora_rank {rank}.")
 
@@ -185,13 +168,13 @@ def check_lengths(run: Run) -> Findings:
     """vLLM has room for the longest prompt and its completion."""
     holder = run.rollout if run.has_servers else run.training
     room = (holder or {}).get("vllm_max_model_len")
-    prompt, completion = run.train("max_length"), int(run.train("max_completion_length"))
+    prompt, completion = run.train("max_length"), run.train("max_completion_length")
     if run.training is None or not run.train("use_vllm") or room is None:
         return
-    turns = int(run.train("max_turns") or 1)
+    turns = run.train("max_turns") or 1
     several = f"{turns} turns of " if turns > 1 else ""
-    needed = (int(prompt) if prompt else 0) + turns * completion
-    if int(room) < needed:
+    needed = (prompt or 0) + turns * completion
+    if room < needed:
         yield error(
             "vllm_max_model_len",
             f"{room} is less than max_length {prompt or 'not set'} + {several}"
@@ -201,11 +184,30 @@ def check_lengths(run: Run) -> Findings:
     if prompt is None:
         yield warning(
             "max_length",
-            f"is not set: prompts of more than {int(room) - turns * completion} tokens leave no "
+            f"is not set: prompts of more than {room - turns * completion} tokens leave no "
             "room for a whole completion.",
         )
 
 
-def _devices(settings: Mapping[str, Any] | None) -> list[str]:
+def serves_gym(run: Run) -> bool:
+    """Whether the servers' schedulers run a gym, whose reward counts."""
+    told = run.serve("use_gym_env")
+    return bool(run.serve("gym_env")) if told is None else bool(told)
+
+
+def devices_of(settings: Mapping[str, Any] | None) -> list[str]:
+    """The GPUs that a side's ENV names."""
     value = environment(settings).get("CUDA_VISIBLE_DEVICES")
     return [part for part in str(value).split(",") if part] if value is not None else []
+
+
+def _differ(run: Run, name: str, ours: Any, theirs: Any) -> Finding:
+    return error(
+        name,
+        f"is {_shown(ours)} in {run.name('training')} and {_shown(theirs)} in "
+        f"{run.name('rollout')}: both sides need the same.",
+    )
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)

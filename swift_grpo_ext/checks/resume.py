@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from swift_grpo_ext.checks.finding import Findings, error
+
 TRAINER_STATE = "trainer_state.json"
 
 
@@ -39,16 +41,13 @@ def how_to_go_on(run: Path) -> str:
     return f"The last whole one is {last}: resume with --resume_from_checkpoint {last}."
 
 
-def check_resume(args: Any) -> None:
-    """`--resume_from_checkpoint` names a whole checkpoint.
-
-    Raises:
-        ValueError: it was not finished; names the last one that was.
-    """
+def check_resume(args: Any) -> Findings:
+    """`--resume_from_checkpoint` names a whole checkpoint; else the last one that was is named."""
     given = getattr(args, "resume_from_checkpoint", None)
-    if not given or getattr(args, "resume_only_model", False) or is_whole(Path(given)):
-        return
-    raise ValueError(
-        f"--resume_from_checkpoint {given} is no whole checkpoint: its {TRAINER_STATE}, which is "
-        f"written last, is missing or cut short. {how_to_go_on(Path(given).parent)}"
-    )
+    if given and not getattr(args, "resume_only_model", False) and not is_whole(Path(given)):
+        yield error(
+            f"resume_from_checkpoint {given}",
+            f"is no whole checkpoint: its {TRAINER_STATE}, which is written last, is "
+            "missing or cut short.",
+            how_to_go_on(Path(given).parent),
+        )

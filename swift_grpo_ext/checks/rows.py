@@ -9,23 +9,22 @@ from __future__ import annotations
 import base64
 import io
 import os
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from swift.utils import get_logger
 from tqdm import tqdm
 
+from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.sampling.groups import count_duplicates, fingerprint
-
-logger = get_logger()
 
 IMAGE_MARK = "<image>"
 MEDIA = ("images", "videos", "audios")
 _MEDIA_TYPES = (list, tuple, str, bytes, Mapping)
 MAX_IMAGES_OPENED = 20_000
-"""Above this many rows with images, evenly spaced rows are opened instead of all of them."""
+"""Of a larger data set, that many rows are drawn at random and opened."""
 PROGRESS_ROWS = 2_000
 
 
@@ -35,19 +34,19 @@ def check_rows(
     setting: str,
     needs_media: bool,
     deletes_bad_rows: bool = False,
-) -> None:
-    """Raise `ValueError`, naming file and row, for the first image that cannot be read.
+) -> Findings:
+    """The first image that cannot be read, with its row; and a data set without any image.
 
     Args:
         dataset: rows of ms-swift, with random access.
-        setting: the flag that named the data set, for the error.
+        setting: the flag that named the data set.
         needs_media: refuse a data set without a single image, video or audio.
         deletes_bad_rows: `--truncation_strategy delete`: say how many there are, and go on.
     """
-    rows = _spread(len(dataset), MAX_IMAGES_OPENED)
+    rows = _drawn(len(dataset), MAX_IMAGES_OPENED)
     has_media = False
     bad: list[str] = []
-    for i in tqdm(rows, desc=f"Checking {setting}", disable=len(rows) < PROGRESS_ROWS):
+    for i in tqdm(rows, desc=f"Checking --{setting}", disable=len(rows) < PROGRESS_ROWS):
         row = dataset[i]
         has_media = has_media or _has_media(row)
         reason = bad_media(row)
@@ -56,49 +55,53 @@ def check_rows(
             if not deletes_bad_rows:
                 break
     if bad and not deletes_bad_rows:
-        raise ValueError(
-            f"{setting}: {bad[0]}. Correct the row, give paths that hold from the working "
-            "directory or from ROOT_IMAGE_DIR, or have such prompts replaced with "
-            "--truncation_strategy delete."
+        yield error(
+            setting,
+            f"{bad[0]}.",
+            "Correct the row, give paths that hold from the working directory or from "
+            "ROOT_IMAGE_DIR, or have such prompts replaced with --truncation_strategy delete.",
         )
-    if bad:
-        logger.warning(
-            f"{setting}: {len(bad)} of {len(rows)} rows that were looked at cannot be used, "
-            f"the first: {bad[0]}. Whenever such a row is met, another takes its "
-            "place (--truncation_strategy delete)."
+    elif bad:
+        yield warning(
+            setting,
+            f"{len(bad)} of {len(rows)} rows that were looked at cannot be used, the first: "
+            f"{bad[0]}. Whenever such a row is met, another takes its place "
+            "(--truncation_strategy delete).",
         )
     if needs_media and not has_media:
-        raise ValueError(
-            f"{setting}: no row holds `images` (or `videos`, `audios`), and the model takes them. "
+        yield error(
+            setting,
+            "no row holds `images` (or `videos`, `audios`), and the model takes them.",
             'Add the column, e.g. {"messages": [...], "images": ["digit.png"]}, map yours with '
-            "--columns, or train on text alone with --require_images false."
+            "--columns, or train on text alone with --require_images false.",
         )
 
 
-def check_duplicates(dataset: Sequence[Mapping[str, Any]], *, setting: str, action: str) -> None:
-    """Report rows whose prompt, media included, stands earlier in the data set too (SPEC G4).
+def check_duplicates(
+    dataset: Sequence[Mapping[str, Any]], *, setting: str, action: str
+) -> Findings:
+    """Rows whose prompt, media included, stands earlier in the data set too (SPEC G4).
 
     Args:
-        action: `--duplicate_prompts`. `warn` looks at evenly spaced rows of a large data set, as
-            `check_rows` does; `error` at all of them.
-
-    Raises:
-        ValueError: there are such rows, and `action` is `error`.
+        action: `--duplicate_prompts`. `warn` looks at the rows of a large data set that
+            `check_rows` looks at; `error` at all of them, and such rows are then an error.
     """
     if action == "allow":
         return
-    every = len(dataset) if action == "error" else MAX_IMAGES_OPENED
-    rows = _spread(len(dataset), every)
-    progress = tqdm(rows, desc=f"Comparing {setting}", disable=len(rows) < PROGRESS_ROWS)
+    rows = _drawn(len(dataset), len(dataset) if action == "error" else MAX_IMAGES_OPENED)
+    progress = tqdm(rows, desc=f"Comparing --{setting}", disable=len(rows) < PROGRESS_ROWS)
     duplicates = count_duplicates(fingerprint(prompt_of(dataset[i])) for i in progress)
     if duplicates:
-        message = (
-            f"{setting}: {duplicates} of {len(rows)} rows repeat a prompt that stands earlier in "
-            "the data set, media included"
+        text = (
+            f"{duplicates} of {len(rows)} rows repeat a prompt that stands earlier in the data "
+            "set, media included"
         )
         if action == "error":
-            raise ValueError(f"--duplicate_prompts error: {message}. Remove them.")
-        logger.warning(f"{message}; each draws noise of its own (--duplicate_prompts warn).")
+            yield error(setting, f"{text} (--duplicate_prompts error).", "Remove them.")
+        else:
+            yield warning(
+                setting, f"{text}; each draws noise of its own (--duplicate_prompts warn)."
+            )
 
 
 def _has_media(row: Any) -> bool:
@@ -218,7 +221,11 @@ def question_of(row: Mapping[str, Any]) -> str:
     return str(messages[-1].get("content", ""))[:60]
 
 
-def _spread(length: int, most: int) -> range:
-    """At most `most` indices, evenly spaced over `range(length)`."""
-    step = -(-length // most) if length else 1
-    return range(0, length, step)
+def _drawn(length: int, most: int) -> Sequence[int]:
+    """At most `most` indices of `range(length)`, in order: drawn at random, with a fixed seed.
+
+    A fixed stride would meet the same kind of row again and again where kinds alternate.
+    """
+    if length <= most:
+        return range(length)
+    return sorted(random.Random(0).sample(range(length), most))

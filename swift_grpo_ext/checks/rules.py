@@ -1,14 +1,11 @@
-"""Rules that settings must keep to hold together. Pure.
+"""Rules that the settings of a run must keep to hold together. Pure: nothing else is looked at.
 
-An `error` does not run, or trains something else than it says; a `warning` is ignored, wasteful or
-a likely slip; a `note` is worth knowing. Where ms-swift has a check of its own, the rule is the
-same, met before a model is loaded.
+Where ms-swift has a check of its own, the rule is the same, met before a model is loaded.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import PurePath
 
 from swift_grpo_ext.checks.engines import (
@@ -18,6 +15,7 @@ from swift_grpo_ext.checks.engines import (
     check_lengths,
     check_parallel,
     check_servers,
+    serves_gym,
 )
 from swift_grpo_ext.checks.finding import (
     Finding,
@@ -28,52 +26,29 @@ from swift_grpo_ext.checks.finding import (
     warning,
     words,
 )
-from swift_grpo_ext.checks.memory import estimate_rollout, estimate_training, known_model
-from swift_grpo_ext.checks.presets import DEFAULTS, Run, as_list
+from swift_grpo_ext.checks.settings import Run
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 
 ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """The DeepSpeed configurations that ms-swift ships; anything else is a file's name or JSON."""
 
-NUMBERS = (
-    *(name for name, value in DEFAULTS.items() if type(value) in (int, float)),
-    *("num_generations_eval", "generation_batch_size", "steps_per_generation", "max_length"),
-    *("gradient_accumulation_steps", "max_turns", "vllm_max_model_len", "vllm_server_port"),
-    *("vllm_server_group_port", "port", "beta"),
-)
 PLUGIN = "grpo_ext.py"
 
 
 def check(run: Run) -> list[Finding]:
-    """All that is to be said about a run's settings, errors first."""
-    found = [*check_yaml(run), *check_numbers(run)]
+    """All that is to be said about a run's settings alone, errors first."""
+    found = list(run.unread)
     if not any(finding.level == "error" for finding in found):  # else there is nothing to count
         found += [finding for rule in RULES for finding in rule(run)]
-    order = ("error", "warning", "note")
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    return errors_first(found)
 
 
-# --- each side by itself ---
+def errors_first(findings: list[Finding]) -> list[Finding]:
+    order = ("error", "warning", "note", "ok")
+    return sorted(findings, key=lambda finding: order.index(finding.level))
 
 
-def check_yaml(run: Run) -> Findings:
-    """Values that YAML turns into something else than was meant."""
-    for side in (run.training, run.rollout):
-        for name, value in (side or {}).items():
-            if value is None:
-                yield error(name, "is empty, and arrives as the text 'None': leave the line out.")
-            elif value == []:
-                yield error(name, "is an empty list, which ms-swift refuses: leave the line out.")
-            elif value is False and name in ("eval_strategy", "save_strategy", "report_to"):
-                yield error(name, 'is a boolean: YAML reads `no` and `off` so. Write "no".')
-
-
-def check_numbers(run: Run) -> Findings:
-    for side in (run.training, run.rollout):
-        for name in NUMBERS:
-            for value in as_list((side or {}).get(name)):
-                if isinstance(value, bool) or not re.fullmatch(r"[+-]?[\d.]+(e-?\d+)?", str(value)):
-                    yield error(name, f"is {value!r}; expected a number.")
+# --- what is trained, and for what ---
 
 
 def check_algorithm(run: Run) -> Findings:
@@ -81,10 +56,10 @@ def check_algorithm(run: Run) -> Findings:
         return
     if run.train("rlhf_type") != "grpo":
         yield error("rlhf_type", f"is {run.train('rlhf_type')}; expected grpo.")
-    if run.train("truncation_strategy") not in (None, "left", "delete"):
-        value = run.train("truncation_strategy")
-        yield error("truncation_strategy", f"is {value}; GRPO takes left or delete.")
-    if run.train("truncation_strategy") != "delete" and run.train("max_length"):
+    truncation = run.train("truncation_strategy")
+    if truncation not in (None, "left", "delete"):
+        yield error("truncation_strategy", f"is {truncation}; GRPO takes left or delete.")
+    elif truncation != "delete" and run.train("max_length"):
         yield warning(
             "truncation_strategy",
             "left cuts prompts for the training that the rollout saw whole, and images with them: "
@@ -93,16 +68,14 @@ def check_algorithm(run: Run) -> Findings:
     if run.train("async_generate") and run.train("multi_turn_scheduler"):
         yield error("async_generate", "does not work with multi_turn_scheduler: leave one out.")
     deepspeed = run.train("deepspeed")
-    looks_like_file = isinstance(deepspeed, str) and deepspeed.endswith(".json")
-    if isinstance(deepspeed, str) and not looks_like_file and deepspeed not in ZERO:
+    is_name = isinstance(deepspeed, str) and not deepspeed.endswith((".json", "}"))
+    if is_name and deepspeed not in ZERO:
         yield error("deepspeed", f"is {deepspeed}; expected a JSON file or one of {words(ZERO)}.")
 
 
 def check_plugins(run: Run) -> Findings:
-    for side, settings in (("training", run.training), ("rollout", run.rollout)):
-        if settings is None:
-            continue
-        names = [PurePath(str(p)).name for p in as_list(settings.get("external_plugins"))]
+    for side, settings in run.sides:
+        names = [PurePath(plugin).name for plugin in settings.get("external_plugins") or ()]
         if PLUGIN not in names:
             yield error(
                 "external_plugins",
@@ -112,27 +85,36 @@ def check_plugins(run: Run) -> Findings:
 
 
 def check_stop_words(run: Run) -> Findings:
-    for word in as_list(run.train("stop_words")):
-        if not isinstance(word, str):
-            yield error("stop_words", f"holds {word!r}, which is no text: quote it.")
-        elif word == "":
-            yield error("stop_words", "holds an empty string, which would end every completion.")
+    if "" in run.train("stop_words"):
+        yield error("stop_words", "holds an empty string, which would end every completion.")
 
 
 def check_rewards(run: Run) -> Findings:
+    """Something rewards: a function, a model, a gym, or a teacher (grpo_trainer.py)."""
     if run.training is None:
         return
-    functions, models = as_list(run.train("reward_funcs")), as_list(run.train("reward_model"))
-    weights = run.train("reward_weights")
-    num_rewards = len(functions) + len(models)
-    if num_rewards == 0:
+    rewards = [*(run.train("reward_funcs") or ()), *(run.train("reward_model") or ())]
+    if _has_gym(run):
+        rewards.append("the gym's own")
+    has_teacher = run.train("teacher_model") or run.train("teacher_model_server")
+    is_unknown = run.has_servers and run.rollout is None and run.train("use_gym_env") is None
+    if not rewards and not has_teacher and not is_unknown:
         yield error("reward_funcs", "is missing: name at least one reward function.")
-    if weights is not None and len(as_list(weights)) != num_rewards:
+    weights = run.train("reward_weights")
+    numbers = (len(rewards), len(rewards) + is_unknown)  # a server's gym counts as one more
+    if weights is not None and len(weights) not in numbers:
         yield error(
             "reward_weights",
-            f"has {len(as_list(weights))} values for {num_rewards} rewards "
-            f"({words([*functions, *models])}): give one for each.",
+            f"has {len(weights)} values for {len(rewards)} rewards ({words(rewards)}): give one "
+            "for each.",
         )
+
+
+def _has_gym(run: Run) -> bool:
+    """Whether a gym's reward counts: as the training says, else as its servers do."""
+    if run.train("use_gym_env") is not None:
+        return bool(run.train("use_gym_env"))
+    return bool(run.train("gym_env")) or (run.has_servers and serves_gym(run))
 
 
 # --- batches and groups ---
@@ -141,7 +123,7 @@ def check_rewards(run: Run) -> Findings:
 def check_groups(run: Run) -> Findings:
     if run.training is None:
         return
-    size, batch = int(run.train("num_generations")), run.generation_batch
+    size, batch = run.train("num_generations"), run.generation_batch
     if not 2 <= size <= MAX_GROUP_SIZE:
         yield error("num_generations", f"is {size}; expected 2 to {MAX_GROUP_SIZE}.")
     elif batch % size:
@@ -153,10 +135,10 @@ def check_groups(run: Run) -> Findings:
     else:
         text = f"a round is {batch} samples ({_batch(run)}): {batch // size} prompts of {size}."
         yield note("num_generations", text)
-    if run.training.get("eval_strategy", run.train("save_strategy")) in ("no", False):
+    if (run.training.get("eval_strategy") or run.train("save_strategy")) == "no":
         return
-    eval_size = int(run.train("num_generations_eval") or size)
-    eval_batch = int(run.train("per_device_eval_batch_size")) * run.num_ranks
+    eval_size = run.train("num_generations_eval") or size
+    eval_batch = run.train("per_device_eval_batch_size") * run.num_ranks
     if eval_size > 0 and eval_batch % eval_size:
         yield error(
             "per_device_eval_batch_size",
@@ -167,29 +149,29 @@ def check_groups(run: Run) -> Findings:
 
 
 def check_steps(run: Run) -> Findings:
-    """Rounds and optimizer steps begin together."""
+    """How rounds and optimizer steps lie to one another."""
     if run.training is None:
         return
     size, steps = run.train("generation_batch_size"), run.train("steps_per_generation")
-    if size is not None and int(size) % run.global_batch:
+    if size is not None and size % run.global_batch:
         yield error(
             "generation_batch_size",
             f"{size} is no multiple of {run.global_batch} ({run.num_ranks} ranks x "
             f"per_device_train_batch_size {run.train('per_device_train_batch_size')}).",
         )
-    if size is not None and steps is not None and int(size) != run.global_batch * int(steps):
+    if size is not None and steps is not None and size != run.global_batch * steps:
         yield error(
             "generation_batch_size",
             f"{size} is not {run.global_batch} x steps_per_generation {steps}: set one of the two.",
         )
-    accumulation, serves = int(run.train("gradient_accumulation_steps")), run.steps_per_generation
+    accumulation, serves = run.train("gradient_accumulation_steps"), run.steps_per_generation
     if serves < 1 or accumulation < 1:
         yield error("steps_per_generation", "and gradient_accumulation_steps: expected 1 or more.")
     elif serves % accumulation and accumulation % serves:
-        yield error(
+        yield note(
             "steps_per_generation",
-            f"{serves} and gradient_accumulation_steps {accumulation}: one must be a multiple of "
-            "the other, or a round ends in the middle of an optimizer step.",
+            f"{serves} and gradient_accumulation_steps {accumulation}: some rounds end in the "
+            "middle of an optimizer step, whose samples are then of two rounds.",
         )
     elif serves > accumulation:
         yield note(
@@ -199,41 +181,14 @@ def check_steps(run: Run) -> Findings:
         )
 
 
-# --- memory ---
-
-
-def check_memory(run: Run) -> Findings:
-    """An estimate in words, and a warning where it is more than a GPU has."""
-    training, serving = known_model(run.train("model")), known_model(run.serve("model"))
-    if run.training is not None and training:
-        yield from _memory("training", run, estimate_training(run, training))
-    if run.rollout is not None and serving:
-        yield from _memory("servers", run, estimate_rollout(run, serving))
-
-
-def _memory(what: str, run: Run, parts: Mapping[str, float]) -> Findings:
-    total = sum(parts.values())
-    terms = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
-    text = f"{what}: about {total:.0f} GiB of {run.gpu_gib:g} on each GPU ({terms})."
-    if total > run.gpu_gib:
-        yield warning("memory", f"{text} {_smaller(parts)}")
-    else:
-        yield note("memory", text)
-
-
-def _smaller(parts: Mapping[str, float]) -> str:
-    """What to change first, by the largest part."""
-    largest = max(parts, key=lambda name: parts[name])
-    remedies = {
-        "weights": "Spread them: deepspeed: zero3, or a larger vllm_tensor_parallel_size.",
-        "gradients and optimizer": "Spread them (deepspeed: zero3), or set tuner_type: lora.",
-        "logits": "Set logps_chunk_size: 512, which computes 512 positions at a time.",
-        "vLLM": "Lower vllm_gpu_memory_utilization, or set sleep_level: 1.",
-    }
-    return remedies.get(
-        largest,
-        "Lower per_device_train_batch_size and raise gradient_accumulation_steps by as much, or "
-        "shorten max_completion_length.",
+def _batch(run: Run) -> str:
+    """How a generation batch comes about."""
+    if run.train("generation_batch_size") is not None:
+        return "generation_batch_size"
+    return (
+        f"{run.num_ranks} ranks x per_device_train_batch_size "
+        f"{run.train('per_device_train_batch_size')} x {run.steps_per_generation} "
+        "steps_per_generation"
     )
 
 
@@ -250,16 +205,4 @@ RULES: tuple[Callable[[Run], Findings], ...] = (
     check_servers,
     check_agreement,
     check_lengths,
-    check_memory,
 )
-
-
-def _batch(run: Run) -> str:
-    """How a generation batch comes about."""
-    if run.train("generation_batch_size") is not None:
-        return "generation_batch_size"
-    return (
-        f"{run.num_ranks} ranks x per_device_train_batch_size "
-        f"{run.train('per_device_train_batch_size')} x {run.steps_per_generation} "
-        "steps_per_generation"
-    )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from swift_grpo_ext.checks.presets import as_list, environment, files_of, read_settings, setting
+from swift_grpo_ext.checks.engines import devices_of
+from swift_grpo_ext.checks.settings import environment, files_of, read_run, read_settings
 
 SHARE = Path(__file__).resolve().parents[1] / "share"
 PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
@@ -32,11 +33,13 @@ def command(name: str) -> str:
     """How a preset is run from the folder that it was copied to."""
     if not _is_pair(name):
         return f"swift rlhf {name}.yaml --dataset train.jsonl"
-    training, rollout = (read_settings(file) for file in files_of(PRESETS / name) if file)
-    num_rollout = int(setting(rollout, "vllm_data_parallel_size"))
-    num_rollout *= int(setting(rollout, "vllm_tensor_parallel_size"))
-    first = 0 if environment(training).get("NNODES") else num_rollout  # else nodes of their own
-    last = first + int(environment(training).get("NPROC_PER_NODE", 1)) - 1
+    run = read_run(PRESETS / name)
+    num_rollout = run.serve("vllm_data_parallel_size") * run.serve("vllm_tensor_parallel_size")
+    env = environment(run.training)
+    first = 0 if env.get("NNODES") else num_rollout  # else nodes of their own
+    last = first + int(env.get("NPROC_PER_NODE", 1)) - 1
+    if not devices_of(run.training):  # made for CPU
+        return f"bash launch.sh --cpu --model MODEL --dataset train.jsonl {name}"
     gpus = f"--rollout-gpus 0-{num_rollout - 1} --train-gpus {first}-{last}"
     nodes = "" if first else "--rollout-nodes 2 "
     return f"bash launch.sh {nodes}{gpus} --dataset train.jsonl {name}"
@@ -62,7 +65,7 @@ def copy_preset(name: str, directory: Path) -> list[Path]:
     if rollout:
         files["launch.sh"] = LAUNCH_SCRIPT
     for file in (training, rollout):
-        for plugin in as_list(read_settings(file).get("external_plugins")) if file else ():
+        for plugin in read_settings(file).get("external_plugins", ()) if file else ():
             files[plugin] = SHARE / plugin
     taken = [target for target in files if (directory / target).exists()]
     if taken:

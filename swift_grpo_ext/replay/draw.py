@@ -22,6 +22,7 @@ from swift.arguments import BaseArguments
 from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers import GRPOTrainer
 
+from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.checks.preflight import check_model
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.replay.run import ReplayError, Run, Weights
@@ -138,7 +139,7 @@ def base_arguments(settings: Mapping[str, Any], model: str, **changes: Any) -> B
             f"{Path.cwd()}: run in the folder where the training ran, or leave out what only "
             "rewards need, with --set 'external_plugins=[\"plugins/grpo_ext.py\"]'."
         )
-    check_model(SimpleNamespace(model=model))
+    enforce(check_model(SimpleNamespace(model=model)))
     names = BaseArguments.__dataclass_fields__
     values = {name: value for name, value in settings.items() if name in names}
     own = {"model": model, "adapters": [], "load_args": False, "custom_register_path": []}

@@ -26,14 +26,16 @@ from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
 from swift.utils import get_logger
 from transformers import HfArgumentParser
 
-from swift_grpo_ext.arguments import ExtFlags, check_flags, flag_infos, flag_names
+from swift_grpo_ext.arguments import ExtFlags, flag_infos, flag_names
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.resume import check_resume
+from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.rollout.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream import api_key
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
+
+logger = get_logger()
 
 # ids of the arguments whose left-over command line was checked, and holds nothing but our flags. No
 # attribute of theirs: ms-swift writes all of them to args.json.
@@ -62,9 +64,9 @@ class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
         if self.rlhf_type == "grpo":
             check_model_tokens(self)
             check_stop_settings(self)
-            preflight.check_training_memory(self)
+            enforce(preflight.check_training_memory(self))
             datasets = super().load_dataset()
-            preflight.check_datasets(self, *datasets)
+            enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
 
     def load_dataset(self) -> tuple[Any, Any]:
@@ -82,7 +84,7 @@ class RolloutExtArguments(_StrictArguments, ExtFlags, RolloutArguments):
         if has_accelerator():
             super()._check_device_count()
         else:
-            preflight.check_server_memory(self)
+            enforce(preflight.check_server_memory(self))
 
 
 EXTENDED: dict[type, type] = {
@@ -130,22 +132,15 @@ def _check(args: Any, given: list[str]) -> None:
         api_key.take(args, on_command_line="api_key" in given)
     if isinstance(args, RLHFArguments):
         api_key.check_urls(args)
-    check_flags(args)
-    preflight.check_model(args)
-    preflight.check_engine(args)
-    preflight.check_adapters(args)
-    preflight.check_master_port()
-    check_resume(args)
-    preflight.check_seed(args)
-    preflight.warn_of_trainer_flags(args, given)
-    preflight.warn_of_diversity_flags(args, given)
+    enforce(preflight.check_process(args))
+    enforce(preflight.check_arguments(args, given))
     apply_cpu_settings(args, given)
 
 
 def _adopt_command_line(args: Any, extended: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; returns the flags given."""
     argv = _as_yaml_meant(_command_line())
-    parser = _Parser([extended], allow_abbrev=False)
+    parser = Parser([extended], allow_abbrev=False)
     namespace, leftover = parser.parse_known_args(argv)
     if not _same_plugins(namespace, args):
         # Made in Python, not from this command line: our flags keep their defaults.
@@ -208,7 +203,7 @@ def _given(argv: list[str], parser: HfArgumentParser) -> list[str]:
     return [by_option[option] for option in options if option in by_option]
 
 
-class _Parser(HfArgumentParser):
+class Parser(HfArgumentParser):
     """Raises instead of printing the usage of five hundred flags."""
 
     def error(self, message: str) -> NoReturn:
@@ -232,4 +227,4 @@ def _tell_truth_about_leftovers() -> None:
             record.levelno, record.levelname = logging.INFO, "INFO"
         return True
 
-    get_logger().addFilter(reword)
+    logger.addFilter(reword)

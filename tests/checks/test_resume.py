@@ -94,19 +94,31 @@ def checkpoint(run: Path, step: int, state: str | None) -> Path:
     return folder
 
 
+def refused(**args: Any) -> str:
+    return "".join(finding.sentence for finding in check_resume(SimpleNamespace(**args)))
+
+
 def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
     assert last_whole(tmp_path) is None
     missing = checkpoint(tmp_path, 10, None)
-    with pytest.raises(ValueError, match=r"checkpoint-10 is no whole .* has no whole checkpoint"):
-        check_resume(SimpleNamespace(resume_from_checkpoint=str(missing)))
+    assert refused(resume_from_checkpoint=str(missing)) == (
+        f"--resume_from_checkpoint {missing}: is no whole checkpoint: its trainer_state.json, "
+        f"which is written last, is missing or cut short. {tmp_path} has no whole checkpoint: "
+        "start without --resume_from_checkpoint."
+    )
     whole = checkpoint(tmp_path, 9, '{"global_step": 9}')
     cut_short = checkpoint(tmp_path, 11, '{"global_st')
     checkpoint(tmp_path, 8, '{"global_step": 8}')
+    checkpoint(tmp_path, 70, "[]")
+    checkpoint(tmp_path, 71, "{}")
     (tmp_path / "checkpoint-best").mkdir()
     assert last_whole(tmp_path) == whole
-    with pytest.raises(ValueError, match=r"checkpoint-11 .*cut short.*--resume_.* .*checkpoint-9"):
-        check_resume(SimpleNamespace(resume_from_checkpoint=str(cut_short)))
-    for resume in (None, str(whole)):
-        check_resume(SimpleNamespace(resume_from_checkpoint=resume))
-    only_model = SimpleNamespace(resume_from_checkpoint=str(missing), resume_only_model=True)
-    check_resume(only_model)
+    text = refused(resume_from_checkpoint=str(cut_short))
+    assert text.endswith(
+        f"The last whole one is {whole}: resume with --resume_from_checkpoint {whole}."
+    )
+    for resume in (None, "", str(whole)):
+        assert refused(resume_from_checkpoint=resume) == ""
+    assert refused() == ""
+    assert refused(resume_from_checkpoint=str(missing), resume_only_model=True) == ""
+    assert refused(resume_from_checkpoint=str(missing), resume_only_model=False)

@@ -12,7 +12,14 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.checks import rows
-from swift_grpo_ext.checks.rows import check_rows, unreadable
+from swift_grpo_ext.checks.rows import (
+    bad_media,
+    check_duplicates,
+    check_rows,
+    prompt_of,
+    question_of,
+    unreadable,
+)
 
 
 @pytest.fixture
@@ -51,42 +58,120 @@ def test_not_an_image(tmp_path: Path, content: bytes) -> None:
     assert "is not an image that can be read" in reason
 
 
-def test_a_bad_row_is_named(png: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def found(data: Any, **options: Any) -> list[str]:
+    return [str(f) for f in check_rows(data, **{"setting": "dataset", **options})]
+
+
+def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.png"
     bad.write_text("text")
     messages = [{"role": "user", "content": "<image><image>哪个数字?"}]
     good_row = {"messages": messages, "images": [{"path": str(png)}] * 2}
     bad_row = {"messages": messages, "images": [{"path": str(png)}, {"path": str(bad)}]}
-    data = [good_row, bad_row]
-    named = r"in the row .*哪个数字.* image '.*bad\.png' is not an"
-    with pytest.raises(ValueError, match=rf"--dataset: {named}.*--truncation_strategy delete"):
-        check_rows(data, setting="--dataset", needs_media=True)
+    data = [good_row, bad_row, bad_row]
+    named = r"in the row that asks '<image><image>哪个数字\?', image '.*bad\.png' is not an image"
+    [refused] = found(data, needs_media=True)
+    assert re.match(rf"error: dataset: {named}.*\. Correct.*--truncation_strategy delete", refused)
     lacking = {**good_row, "images": [{"path": str(png)}]}
-    with pytest.raises(ValueError, match="2 <image> marks stand for 1 images"):
-        check_rows([lacking], setting="--dataset", needs_media=True)
-    warnings: list[str] = []
-    monkeypatch.setattr(rows.logger, "warning", warnings.append)
-    check_rows(data, setting="--dataset", needs_media=True, deletes_bad_rows=True)
-    assert re.search(f"1 of 2 rows .*{named}", warnings[0])
+    assert "2 <image> marks stand for 1 images" in found([lacking], needs_media=True)[0]
+    more = {**good_row, "images": [{"path": str(png)}] * 3}
+    assert found([more], needs_media=True) == []
+    [warned] = found(data, needs_media=True, deletes_bad_rows=True)
+    assert re.match(f"warning: dataset: 2 of 3 rows .* the first: {named}", warned)
 
 
-@pytest.mark.parametrize("row", [{}, {"images": None}, {"images": []}])
-def test_a_data_set_without_images(row: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"--val_dataset: no row holds `images`.*--require_images"):
-        check_rows([row, row], setting="--val_dataset", needs_media=True)
-    check_rows([row, row], setting="--val_dataset", needs_media=False)
+def test_marks_of_the_answer_do_not_count() -> None:
+    answer = {"role": "assistant", "content": "<image>"}
+    question = {"role": "user", "content": "Which?"}
+    assert bad_media({"messages": [question, answer]}) is None
+    assert bad_media({"messages": [answer, question]}) == "1 <image> marks stand for 0 images"
+    row = {"messages": [question, answer], "solution": "7"}
+    assert prompt_of(row) == {"messages": [question], "solution": "7"}
+    assert row["messages"] == [question, answer]
+    assert prompt_of({"messages": [question]}) == {"messages": [question]}
 
 
-def test_rows_with_videos_only_hold_media() -> None:
-    check_rows([{"videos": ["a.mp4"]}], setting="--dataset", needs_media=True)
+@pytest.mark.parametrize("row", [{}, {"images": None}, {"images": []}, {"images": 7}, "text"])
+def test_a_data_set_without_images(row: Any) -> None:
+    last = found([row, row], setting="val_dataset", needs_media=True)[-1]
+    assert re.match(r"error: val_dataset: no row holds `images`.*--require_images false", last)
+    sound = isinstance(row, dict) and row.get("images") != 7
+    assert (found([row, row], needs_media=False) == []) is sound
 
 
-def test_large_data_sets_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (7, "there is 7, which is no row"),
+        ({"messages": "Hi"}, "`messages` is 'Hi'; expected a list such as"),
+        ({"messages": ["Hi"]}, "`messages` is ['Hi']; expected a list such as"),
+        ({"messages": []}, None),
+        ({"messages": None}, None),
+        ({"images": 7}, "`images` is 7; expected a list of paths"),
+        ({"audios": 7}, "`audios` is 7; expected a list of paths"),
+        ({"videos": {}}, None),
+        ({"images": "https://example.com/7.png"}, None),
+        ({"images": "/none.png"}, "image '/none.png' does not exist"),
+        ({"images": {"path": "/none.png", "bytes": None}}, "image '/none.png' does not exist"),
+    ],
+)
+def test_rows_that_are_none(row: Any, reason: str | None) -> None:
+    said = bad_media(row)
+    assert said == reason or (reason and said and said.startswith(reason))
+
+
+@pytest.mark.parametrize("kind", ["images", "videos", "audios"])
+def test_one_row_with_media_is_enough(kind: str) -> None:
+    assert found([{}, {kind: ["https://example.com/a"]}, {}], needs_media=True) == []
+
+
+def test_questions_are_cut_short() -> None:
+    messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "x" * 61}]
+    assert question_of({"messages": messages}) == "x" * 60
+    assert question_of({}) == question_of({"messages": [{}]}) == ""
+    assert question_of(7) == ""  # type: ignore[arg-type]
+
+
+def test_sources_are_cut_short() -> None:
+    text = "data:image/png;base64," + "A" * 300
+    assert bad_media({"images": [text]}) is not None
+    assert f"image '{text[:40]}...'" in str(bad_media({"images": [text]}))
+    assert "image '/a" in str(bad_media({"images": ["/a" + "b" * 200 + ".png"]}))
+
+
+def test_large_data_sets_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stride of 50 took every 50th row, which lacked its image, for the whole data set."""
     opened: list[int] = []
-    monkeypatch.setattr(rows, "MAX_IMAGES_OPENED", 10)
+    monkeypatch.setattr(rows, "MAX_IMAGES_OPENED", 20)
     monkeypatch.setattr(rows, "unreadable", opened.append)
-    check_rows([{"images": [i]} for i in range(95)], setting="--dataset", needs_media=True)
-    assert opened == list(range(0, 95, 10))
+    data = [{"images": [] if i % 50 == 0 else [i]} for i in range(1000)]
+    assert found(data, needs_media=True) == []
+    first, opened[:] = list(opened), []
+    assert found(data, needs_media=True) == []
+    assert opened == first == sorted(set(first))
+    assert 15 <= len(first) <= 20
+    assert len({i % 50 for i in first}) > 10
+    opened.clear()
+    assert found(data[:20], needs_media=True) == []
+    assert opened == list(range(1, 20))
+
+
+def test_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_IMAGES_OPENED", 2)
+    asks = [{"messages": [{"role": "user", "content": text}]} for text in "aab"]
+    answered = {"messages": [*asks[0]["messages"], {"role": "assistant", "content": "7"}]}
+    data = [*asks, answered]
+
+    def look(action: str, data: Any = data) -> list[str]:
+        return [str(f) for f in check_duplicates(data, setting="dataset", action=action)]
+
+    assert look("allow") == []
+    [error] = look("error")  # looks at all
+    assert error.startswith("error: dataset: 2 of 4 rows repeat a prompt")
+    assert look("warn", asks[1:]) == []
+    [warned] = look("warn", asks[:2])
+    assert warned.startswith("warning: dataset: 1 of 2 rows repeat a prompt")
+    assert look("error", asks[1:]) == []
 
 
 def test_in_memory_images_are_left_to_ms_swift() -> None:

@@ -172,11 +172,8 @@ def test_a_prompt_is_its_row_without_the_answer(row: dict[str, Any]) -> None:
 
 
 def refusal_of(data: list[Any], **options: bool) -> str | None:
-    try:
-        check_rows(data, setting="--dataset", **options)
-    except ValueError as e:
-        return str(e)
-    return None
+    findings = check_rows(data, setting="dataset", **options)
+    return next((finding.sentence for finding in findings if finding.level == "error"), None)
 
 
 @fuzz

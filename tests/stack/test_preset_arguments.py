@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import swift
 import yaml
+from swift_grpo_ext.checks.presets import as_list
 
 from swift_grpo_ext.checks import read_run
-from swift_grpo_ext.checks.presets import as_list
 from tests.stack.processes import ROOT, started
 
 pytestmark = pytest.mark.stack

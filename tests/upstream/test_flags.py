@@ -13,7 +13,7 @@ from swift_grpo_ext.upstream import flags
 
 @pytest.fixture(scope="module", params=[RLHFArguments, RolloutArguments])
 def parser(request: pytest.FixtureRequest) -> HfArgumentParser:
-    return flags._Parser([flags.EXTENDED[request.param]], allow_abbrev=False)
+    return flags.Parser([flags.EXTENDED[request.param]], allow_abbrev=False)
 
 
 @pytest.mark.parametrize("upstream", [RLHFArguments, RolloutArguments])

@@ -1,0 +1,269 @@
+"""The settings of a run: both sides' YAML files, read by the parsers of `swift rlhf` and
+`swift rollout`, and how many ranks there are.
+
+Keys, types, choices and defaults are ms-swift's own. Nothing is imported that loads a model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import yaml
+
+from swift_grpo_ext.checks.finding import Finding, error, warning, words
+
+Side = Literal["training", "rollout"]
+COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
+
+# ms-swift fills these in after it has parsed the command line (arguments/rlhf_args.py,
+# `_set_default`; transformers' TrainingArguments).
+_LATER_DEFAULTS = {"gradient_accumulation_steps": 1, "save_strategy": "steps"}
+_NO_BOOLEAN = ("eval_strategy", "save_strategy", "report_to")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The settings of one run."""
+
+    training: Mapping[str, Any] | None = None
+    """What was given to `swift rlhf`, and ENV; None where only servers are looked at."""
+
+    rollout: Mapping[str, Any] | None = None
+    """What was given to `swift rollout`, and ENV; None where the run has no servers, or they are
+    not known."""
+
+    ranks: int | None = None
+    """Training processes over all nodes; None: as the training's ENV says (NPROC_PER_NODE x NNODES,
+    else 1)."""
+
+    names: Mapping[Side, str] = field(default_factory=dict)
+    """How to call the two sides, for messages: usually their files."""
+
+    unread: tuple[Finding, ...] = ()
+    """What the parsers did not take."""
+
+    @property
+    def num_ranks(self) -> int:
+        if self.ranks is not None:
+            return self.ranks
+        env = environment(self.training)
+        return int(env.get("NPROC_PER_NODE", 1)) * int(env.get("NNODES", 1))
+
+    @property
+    def has_servers(self) -> bool:
+        return bool(self.train("vllm_mode") == "server")
+
+    @property
+    def sides(self) -> Iterator[tuple[Side, Mapping[str, Any]]]:
+        """The sides that there are, with their settings."""
+        for side, settings in (("training", self.training), ("rollout", self.rollout)):
+            if settings is not None:
+                yield side, settings  # type: ignore[misc]
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Micro-batches that one round serves, as ms-swift works it out (args_mixin.py)."""
+        steps, size = self.train("steps_per_generation"), self.train("generation_batch_size")
+        if steps is None and size is not None:
+            return int(max(size // self.global_batch, 1))
+        return int(self.train("gradient_accumulation_steps") if steps is None else steps)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one micro-batch, over all ranks."""
+        return int(self.train("per_device_train_batch_size")) * self.num_ranks
+
+    @property
+    def generation_batch(self) -> int:
+        """Samples of one round."""
+        size = self.train("generation_batch_size")
+        return self.global_batch * self.steps_per_generation if size is None else int(size)
+
+    def train(self, name: str) -> Any:
+        """A setting of the training, or its default."""
+        return _setting("training", self.training, name)
+
+    def serve(self, name: str) -> Any:
+        """A setting of the servers, or its default."""
+        return _setting("rollout", self.rollout, name)
+
+    def arguments(self, side: Side) -> SimpleNamespace:
+        """All settings of a side, as attributes: what `swift` itself has after parsing."""
+        given = self.training if side == "training" else self.rollout
+        return SimpleNamespace(**{**defaults(side), **(given or {})})
+
+    def name(self, side: Side) -> str:
+        return self.names.get(side, COMMANDS[side])
+
+
+def _setting(side: Side, settings: Mapping[str, Any] | None, name: str) -> Any:
+    value = (settings or {}).get(name)
+    if value is None:
+        value = defaults(side).get(name)
+    return _LATER_DEFAULTS.get(name) if value is None else value
+
+
+def environment(settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The `ENV` block, which ms-swift puts into the environment."""
+    return (settings or {}).get("ENV") or {}
+
+
+# --- from files ---
+
+
+def read_run(
+    path: str | Path,
+    *,
+    ranks: int | None = None,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Run:
+    """The run of a YAML file: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
+
+    Args:
+        path: one file, or `NAME`, which stands for both.
+        ranks: training processes, instead of what ENV says.
+        model: of both sides, instead of the files'.
+        overrides: arguments of `swift rlhf` that win over its file.
+
+    Raises:
+        ValueError: a file is missing, is no YAML, or holds no settings.
+    """
+    both = ["--model", model] if model else []
+    read: dict[str, Any] = {}
+    unread: list[Finding] = []
+    names: dict[Side, str] = {}
+    for side, file in zip(COMMANDS, files_of(Path(path)), strict=True):
+        if file:
+            more = [*both, *(overrides if side == "training" else ())]
+            read[side], findings = parse(side, read_settings(file), more)
+            unread += findings
+            names[side] = file.name
+    return Run(**read, ranks=ranks, names=names, unread=tuple(unread))
+
+
+def files_of(path: Path) -> tuple[Path | None, Path | None]:
+    """The training's file and the servers' file that belong to a path."""
+    stem = path.name
+    for suffix in (".train.yaml", ".rollout.yaml"):
+        stem = stem.removesuffix(suffix)
+    pair = tuple(path.with_name(f"{stem}.{side}.yaml") for side in ("train", "rollout"))
+    found = [file if file.is_file() else None for file in pair]
+    if stem != path.name and not path.is_file():
+        raise ValueError(f"{path}: there is no such file.")
+    if any(found):
+        return found[0], found[1]
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file, nor {pair[0].name} beside it.")
+    return path, None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is no YAML file: {e}") from e
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds no settings: expected lines such as `num_generations: 8`.")
+    return settings
+
+
+# --- through ms-swift's parsers ---
+
+
+@cache
+def _parser(side: Side) -> Any:
+    from swift_grpo_ext.upstream import flags
+
+    extended = flags.RLHFExtArguments if side == "training" else flags.RolloutExtArguments
+    return flags.Parser([extended], allow_abbrev=False)
+
+
+@cache
+def defaults(side: Side) -> Mapping[str, Any]:
+    """The value of every flag that was not given."""
+    return vars(_parser(side).parse_args([]))
+
+
+def parse(
+    side: Side, settings: Mapping[str, Any], overrides: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Settings with the types that `swift` gives them, and what it would not take.
+
+    Args:
+        settings: as a YAML file holds them.
+        overrides: `--name value ...`, which win.
+    """
+    parsed: dict[str, Any] = {"ENV": settings["ENV"]} if settings.get("ENV") else {}
+    findings: list[Finding] = []
+    for name, values in [*_from_yaml(settings, findings), *_from_command_line(overrides)]:
+        full = _flag(side, name, findings)
+        if full is None:
+            continue
+        try:
+            parsed[full] = getattr(_parser(side).parse_args([f"--{full}", *values]), full)
+        except ValueError as e:
+            text = str(e).partition(": ")[2] or str(e)
+            findings.append(error(full, f"{text} Received: {words(values) or 'nothing'}."))
+    return parsed, findings
+
+
+def _from_yaml(
+    settings: Mapping[str, Any], findings: list[Finding]
+) -> Iterable[tuple[str, list[str]]]:
+    """Names and values as on the command line that ms-swift makes (cli/main.py,
+    `parse_yaml_args`)."""
+    for name, value in settings.items():
+        if name == "ENV":
+            continue
+        if value is None:
+            text = "is empty, and arrives as the text 'None': leave the line out."
+            findings.append(error(name, text))
+        elif value is False and name in _NO_BOOLEAN:
+            text = 'is a boolean: YAML reads `no` and `off` so. Write "no".'
+            findings.append(error(name, text))
+        elif isinstance(value, dict):
+            yield name, [json.dumps(value, ensure_ascii=False)]
+        else:
+            yield name, [str(v) for v in (value if isinstance(value, list) else [value])]
+
+
+def _from_command_line(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+            found.append((name, [value] if equals else []))
+        elif found:
+            found[-1][1].append(token)
+    return found
+
+
+def _flag(side: Side, name: str, findings: list[Finding]) -> str | None:
+    """The flag that a name means; ms-swift takes the beginning of one of its own, too."""
+    name = name.replace("-", "_")
+    known = defaults(side)
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    longer = [flag for flag in known if flag.startswith(name)]
+    if len(longer) == 1 and not _is_ours(longer[0]):
+        findings.append(warning(name, f"is read as {longer[0]}: write it out."))
+        return longer[0]
+    hint = f"did you mean {near[0]}?" if near else "leave it out."
+    findings.append(error(name, f"is no setting of {COMMANDS[side]}: {hint}"))
+    return None
+
+
+def _is_ours(name: str) -> bool:
+    from swift_grpo_ext.arguments import flag_names
+
+    return name in flag_names()
