@@ -68,7 +68,9 @@ def patient(options: argparse.Namespace) -> Patient:
     Raises:
         ValueError: there is no such YAML file, or it holds no settings.
     """
-    run = read_run(options.config) if options.config else None
+    data = ["--dataset", *options.dataset] if options.dataset else []
+    config = options.config
+    run = read_run(config, model=options.model, overrides=data) if config else None
     settings = (run and (run.training or run.rollout)) or {}
     return Patient(
         run=run,

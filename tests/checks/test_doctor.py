@@ -372,6 +372,12 @@ def test_what_a_preset_names_is_looked_at() -> None:
     own = patient(options(config=preset, model="m", server=["a:1", "https://b/"], port=[7]))
     assert (own.model, own.servers, own.ports) == ("m", ("http://a:1", "https://b"), (7,))
     assert own.future_servers == ()
+    assert own.run is not None
+    assert (own.run.train("model"), own.run.serve("model")) == ("m", "m")
+    assert own.run.train("dataset") == ["train.jsonl"]
+    named = patient(options(config=preset, dataset=["a.jsonl", "b.jsonl"])).run
+    assert named is not None
+    assert named.train("dataset") == ["a.jsonl", "b.jsonl"]
     assert patient(options()) == Patient()
 
 

