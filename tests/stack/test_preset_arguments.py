@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import swift
 import yaml
-from swift_grpo_ext.checks.presets import as_list
 
 from swift_grpo_ext.checks import read_run
 from tests.stack.processes import ROOT, started
@@ -79,5 +78,5 @@ def assert_same_batch(preset: Path, args: dict[str, Any]) -> None:
     assert args["generation_batch_size"] == run.generation_batch
     assert args["steps_per_generation"] == run.steps_per_generation
     if run.has_servers:
-        assert args["vllm_server_host"] == as_list(run.train("vllm_server_host"))
-        assert args["vllm_server_port"] == list(map(int, as_list(run.train("vllm_server_port"))))
+        assert args["vllm_server_host"] == run.train("vllm_server_host")
+        assert args["vllm_server_port"] == run.train("vllm_server_port")
