@@ -249,6 +249,7 @@ def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> 
         "rows to arrays": lambda: group_samples(map(sample_from_row, rows)),
         "metrics": lambda: round_metrics(groups),
         "collision test": lambda: collision_test(samples, memory),
+        "remembering": lambda: PromptMemory().remember(samples),
     }
     seconds = {name: float(np.median(list(timed(part, 5)))) for name, part in parts.items()}
     case = {"samples": num_samples, "tokens": length, "group_size": group_size, "copies": same}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,20 @@ MAX_POINTS = 500
 COLOURS = ("#0072b2", "#c44e00", "#00805d", "#a8558a", "#8f6400")
 """Okabe and Ito's, darker, which colour-blind people tell apart."""
 
-STYLE: Any = {
-    "axes.edgecolor": "#dfe3e6",
-    "axes.labelcolor": "#5c6570",
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 8,
-    "grid.color": "#dfe3e6",
-    "grid.linewidth": 0.6,
-    "svg.fonttype": "none",
-    "text.color": "#1d2126",
-    "xtick.color": "#5c6570",
-    "ytick.color": "#5c6570",
-}
+LINES, LABELS = "#dfe3e6", "#5c6570"
 ALARM_COLOURS = {"broken": "#c62828", "collapse": "#9a5b00"}
 CSS_COLOURS = {
     **{colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)},
     **{colour: f"var(--{kind})" for kind, colour in ALARM_COLOURS.items()},
-    "#dfe3e6": "var(--line)",
-    "#5c6570": "var(--soft)",
-    "#1d2126": "var(--ink)",
+    **{LINES: "var(--line)", LABELS: "var(--soft)"},
 }
 """In the page, a chart takes its colours from the theme."""
+
+STYLE: Any = {
+    **{"axes.edgecolor": LINES, "grid.color": LINES, "xtick.color": LABELS, "ytick.color": LABELS},
+    **{"axes.spines.right": False, "axes.spines.top": False, "grid.linewidth": 0.6},
+    **{"font.size": 8, "svg.fonttype": "none"},
+}
 
 WIDTH, HEIGHT = 403.2, 144.0
 LEFT, RIGHT, BOTTOM, TOP = 0.09, 0.98, 0.13, 0.96
@@ -60,21 +53,15 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One line of a panel."""
-
-    name: str
-    points: list[Point]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Panel:
     """Curves that share a vertical axis."""
 
     key: str
     """Key of the panel's title in `words.json`."""
 
-    curves: list[Curve]
+    curves: dict[str, list[Point]]
+    """Points (step, value) by name; at least one each."""
+
     low: float | None = None
     """Ends of the vertical axis; None: the data decides."""
 
@@ -104,26 +91,33 @@ PANELS: tuple[tuple[str, tuple[str, ...], float | None, float | None], ...] = (
 def make_panels(log: Sequence[dict[str, Any]], records: Sequence[RoundRecord]) -> list[Panel]:
     """Reward and accuracy first, then diversity, then the collision test; empty ones left out."""
     training = [r for r in records if r.phase == "train"]
-    panels = [Panel(key="reward", curves=_reward_curves(log))]
-    for key, names, low, high in PANELS:
-        curves = [_curve(n, ((r.steps_done, r.metrics.get(n)) for r in training)) for n in names]
-        panels.append(Panel(key=key, curves=[c for c in curves if c.points], low=low, high=high))
-    tested = _curve("-log10 p", ((r.steps_done, -r.log10_p) for r in training if r.num_pairs))
-    panels.append(Panel(key="collision", curves=[tested] if tested.points else [], low=0.0))
+    # The mean of each reward function beside their sum; accuracies are among them.
+    names = dict.fromkeys(n for row in log for n in row if re.fullmatch(r"reward(s/.*/mean)?", n))
+    rewards = {
+        name.removeprefix("rewards/").removesuffix("/mean"): [(r["step"], r.get(name)) for r in log]
+        for name in names
+    }
+    panels = [_panel("reward", rewards)]
+    for key, names_of_panel, low, high in PANELS:
+        curves = {n: [(r.steps_done, r.metrics.get(n)) for r in training] for n in names_of_panel}
+        panels.append(_panel(key, curves, low, high))
+    tested = [(r.steps_done, -r.log10_p) for r in training if r.num_pairs]
+    panels.append(_panel("collision", {"-log10 p": tested}, low=0.0))
     return [panel for panel in panels if panel.curves]
 
 
-def _reward_curves(log: Sequence[dict[str, Any]]) -> list[Curve]:
-    """`reward`, and the mean of each reward function; accuracies are among them."""
-    names = dict.fromkeys(n for row in log for n in row if re.fullmatch(r"reward(s/.*/mean)?", n))
-    curves = [_curve(n, ((row["step"], row.get(n)) for row in log)) for n in names]
-    return [c for c in curves if c.points]
-
-
-def _curve(name: str, points: Iterable[tuple[float, float | None]]) -> Curve:
-    known = [(float(x), float(y)) for x, y in points if y is not None and np.isfinite(y)]
-    name = name.removeprefix("rewards/").removesuffix("/mean")
-    return Curve(name=name, points=thin(sorted(known)))
+def _panel(
+    key: str,
+    curves: Mapping[str, Sequence[tuple[float, float | None]]],
+    low: float | None = None,
+    high: float | None = None,
+) -> Panel:
+    known = {
+        name: thin(sorted((float(x), float(y)) for x, y in points if y is not None and isfinite(y)))
+        for name, points in curves.items()
+    }
+    kept = {name: points for name, points in known.items() if points}
+    return Panel(key=key, curves=kept, low=low, high=high)
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
@@ -151,7 +145,7 @@ def read_log(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def step_limits(panels: Sequence[Panel], spans: Sequence[AlarmSpan]) -> tuple[float, float]:
     """Ends of the horizontal axis, which all panels share."""
-    steps = [x for panel in panels for curve in panel.curves for x, _ in curve.points]
+    steps = [x for panel in panels for points in panel.curves.values() for x, _ in points]
     steps += [step for span in spans for step in (span.first, span.last)]
     return (min(steps) - 0.5, max(steps) + 0.5) if steps else (0.0, 1.0)
 
@@ -166,10 +160,10 @@ def draw(axes: Axes, panel: Panel, spans: Sequence[AlarmSpan], limits: tuple[flo
             linewidth=0,
             gid=f"{panel.key}-{span.kind}-{number}",
         )
-    for colour, curve in zip(cycle(COLOURS), panel.curves, strict=False):
-        x, y = zip(*curve.points, strict=True)
+    for colour, (name, points) in zip(cycle(COLOURS), panel.curves.items(), strict=False):
+        x, y = zip(*points, strict=True)
         style = "o" if len(x) == 1 else "-"
-        axes.plot(x, y, style, label=curve.name, color=colour, linewidth=1.3, clip_on=False)
+        axes.plot(x, y, style, label=name, color=colour, linewidth=1.3, clip_on=False)
     axes.set_xlim(*limits)
     margin = 0.03 if panel.high is not None else 0.0
     axes.set_ylim(

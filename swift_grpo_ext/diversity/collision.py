@@ -65,6 +65,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cache
 from itertools import pairwise
 from typing import Literal
@@ -283,12 +284,8 @@ def log2_fisher(log2_ps: Sequence[float]) -> float:
 
 
 def format_p(log10_p: float) -> str:
-    """Write 10^log10_p as `3e-08`, also where a float cannot hold it."""
-    exponent = int(np.floor(log10_p))
-    mantissa = round(10 ** (log10_p - exponent))
-    if mantissa == 10:
-        mantissa, exponent = 1, exponent + 1
-    return f"{mantissa}e{exponent:+03d}" if exponent < -2 else f"{10.0**log10_p:.2g}"
+    """Write 10^log10_p as `3.2e-8`, also where a float cannot hold it."""
+    return f"{Decimal(10) ** Decimal(log10_p):.2g}"
 
 
 # --- sequences that share prefixes: the inner nodes of their trie ---

@@ -2,7 +2,7 @@
 
 The trainer hands each rank's samples over as they are drawn (`sample_listeners`), perhaps from
 another thread. When a step ends, and after each batch of an evaluation, rank 0 gathers and analyzes
-them. It broadcasts what to log and whether to stop, so that no rank stops alone.
+them. It tells all ranks what to log and whether to stop, so that no rank stops alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.distributed as dist
 from swift.callbacks import TrainerCallback
 from swift.utils import get_logger
 
@@ -20,6 +19,7 @@ from swift_grpo_ext.diversity.analyzer import AnalyzerSettings, RoundAnalyzer
 from swift_grpo_ext.diversity.record import RecordFile, RoundRecord
 from swift_grpo_ext.diversity.sample import Sample, sample_from_row
 from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.rollout.rank_group import training_ranks
 
 logger = get_logger()
 
@@ -29,7 +29,7 @@ GREEDY_TEMPERATURE = 1e-5
 
 @dataclass
 class Decision:
-    """What rank 0 broadcasts."""
+    """What rank 0 sends to all ranks."""
 
     scalars: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     """Phase and values to log, of each round."""
@@ -126,15 +126,17 @@ class DiversityMonitor(TrainerCallback):
 
     def _process_pending(self, control: Any) -> None:
         """Analyze the samples that arrived since the last call; every rank calls it together."""
-        samples = gather_samples(self._take_pending())
+        ranks = training_ranks()
+        gathered = ranks.gather(self._take_pending())
         error: Exception | None = None
         decision = Decision()
-        if samples is not None:
+        if ranks.rank == 0:
             try:
+                samples = [sample for of_rank in gathered for sample in of_rank]
                 decision = self._decide(self._analyzer.analyze(samples))
-            except Exception as e:  # not raised yet: the other ranks wait for the broadcast
+            except Exception as e:  # not raised yet: the other ranks wait for the decision
                 error, decision = e, Decision(error=f"{type(e).__name__}: {e}")
-        decision = broadcast_decision(decision)
+        decision = ranks.scatter([decision] * ranks.size if ranks.rank == 0 else None)
         if error:
             raise error
         if decision.error:
@@ -166,22 +168,3 @@ class DiversityMonitor(TrainerCallback):
             if is_new and self.args.diversity_action != "log":
                 logger.warning(f"{record.alarm} (Said once; see diversity.jsonl.)")
         self._last_alarm[record.phase] = record.verdict if record.alarm else ""
-
-
-def gather_samples(samples: list[Sample]) -> list[Sample] | None:
-    """All ranks' samples, in the order of ranks, on rank 0; None on other ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return samples
-    is_main = dist.get_rank() == 0
-    gathered: list[Any] | None = [None] * dist.get_world_size() if is_main else None
-    dist.gather_object(samples, gathered, dst=0)
-    return None if gathered is None else [sample for share in gathered for sample in share]
-
-
-def broadcast_decision(decision: Decision) -> Decision:
-    """Rank 0's decision, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return decision
-    values = [decision]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]

@@ -91,7 +91,7 @@ def _render(
             "right": charts.RIGHT,
             "width": charts.WIDTH,
             "limits": limits,
-            "curves": {p.key: [_rounded(c.points) for c in p.curves] for p in panels},
+            "curves": {p.key: [_rounded(c) for c in p.curves.values()] for p in panels},
         },
         groups=groups,
         groups_problem=problem,

@@ -47,7 +47,7 @@ def test_a_line_says_cause_remedy_and_who() -> None:
         "(40 bits of surprisal), all with seed 5."
     )
     assert alarm_line(record, 0) == (
-        "diversity: broken randomness in train round 2.0: samples share noise (p = 3e-08). "
+        "diversity: broken randomness in train round 2.0: samples share noise (p = 3.2e-8). "
         "Remedy: none of yours. The seed rule gives no two samples one seed: please report it. "
         f"{who} {who} And 1 more."
     )
@@ -60,7 +60,7 @@ def test_a_line_of_a_collapse_counts_its_rounds_and_names_nobody() -> None:
     assert alarm_line(record, 4) == (
         "diversity: collapsed policy in train round 2.0, 4 rounds in a row: 99% of the samples "
         "that could differ repeat another of their group, 25% of the prompts get one and the same "
-        "completion, and the noise is sound (p = 3e-08). Remedy: if the reward is high, the "
+        "completion, and the noise is sound (p = 3.2e-8). Remedy: if the reward is high, the "
         "prompts may be solved: use harder ones. Otherwise check what the reward favours, raise "
         "--temperature or --beta, or return to an earlier checkpoint."
     )
@@ -106,9 +106,9 @@ def test_frozen_noise_names_the_latest_earlier_sample() -> None:
 
 
 def test_causes_are_told_in_both_languages() -> None:
-    assert describe_cause(record_of(), CHINESE) == "样本共用了随机噪声（p = 3e-08）。"
+    assert describe_cause(record_of(), CHINESE) == "样本共用了随机噪声（p = 3.2e-8）。"
     chinese = describe_cause(record_of("collapse"), CHINESE)
-    assert all(figure in chinese for figure in ("99%", "25%", "3e-08"))
+    assert all(figure in chinese for figure in ("99%", "25%", "3.2e-8"))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_two_replicas_with_one_seed_are_named_in_the_first_round() -> None:
     assert record.alarm is not None
     assert "\n" not in record.alarm
     for words in (
-        "broken randomness in train round 0.0: samples share noise (p = 1e-17). Remedy: ",
+        "broken randomness in train round 0.0: samples share noise (p = 1.0e-17). Remedy: ",
         "group 3 sample 0 (rank 0, replica 'server 0 replica 0')",
         "group 3 sample 1 (rank 1, replica 'server 0 replica 1')",
         "share their first 60 tokens (60 bits of surprisal), all with seed 77",

@@ -293,4 +293,4 @@ def test_the_page_has_a_main_part_and_named_images(tmp_path: Path, picture: Path
     assert page.count("<main>") == page.count("</main>") == 1
     images = Reader(page, "en").images
     assert images
-    assert set(images) == {"Image of the prompt: seven.png"}
+    assert set(images) == {"prompt: seven.png"}
