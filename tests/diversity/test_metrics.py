@@ -205,15 +205,14 @@ def test_pairs_of_all_groups_share_the_limit(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_error_of_a_large_round_is_as_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a policy whose entropy wanders; three standard errors at most."""
     rng = np.random.default_rng(0)
-    groups = [group_of(*rng.integers(0, 2 + g % 37, (4, 12)).tolist(), group=g) for g in range(600)]
-    estimated = round_metrics(groups)
+    groups = [group_of(*rng.integers(0, 2 + g % 37, (4, 12)).tolist(), group=g) for g in range(200)]
     by_group = [round_metrics([group]) for group in groups]
-    monkeypatch.setattr(metrics, "MAX_COMPARED_SAMPLES", 10**6)
-    monkeypatch.setattr(metrics, "MAX_PAIRS", 10**6)
     exact = round_metrics(groups)
+    monkeypatch.setattr(metrics, "MAX_COMPARED_SAMPLES", 240)
+    estimated = round_metrics(groups)
     for name in ("distinct_1", "distinct_2", "edit_similarity", "self_bleu", "vendi"):
         spread = float(np.std([found[name] for found in by_group]))
-        error = spread * np.sqrt((1 - 256 / 600) / 256)
+        error = spread * np.sqrt((1 - 60 / 200) / 60)
         assert 0 < abs(estimated[name] - exact[name]) < 3 * error
     assert estimated["unique_ratio"] == exact["unique_ratio"]
 
