@@ -31,7 +31,7 @@ from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Stops, Truncation
 from swift_grpo_ext.stops.templates import TemplateStops, stopped, tell_stop_reason
-from swift_grpo_ext.upstream import pins, server, shared_memory, split_prefill
+from swift_grpo_ext.upstream import pins, processor_copies, server, shared_memory, split_prefill
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.exif import drop_orientation
@@ -73,6 +73,7 @@ class RolloutEngine(GRPOVllmEngine):
         if not has_accelerator():
             split_prefill.install()
             shared_memory.install()
+        processor_copies.install()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         self._placeholder_bias = logit_bias(placeholder_ids(self.template))
 

@@ -1,0 +1,60 @@
+"""vLLM's processors, loaded without copies of their tokenizer.
+
+Symptom: the first request with an image waits for 17 s (Qwen2.5-VL's 151,936 tokens, one core). vLLM
+hands its tokenizer to `from_pretrained` of the processor, which deep-copies its arguments five times
+on the way, and each deep copy of vLLM's pool of tokenizers makes three tokenizers. No copy is used.
+Upstream: vLLM 0.32, transformers_utils/processor.py (`get_processor`) and tokenizers/hf.py
+(`maybe_make_thread_pool`); transformers 5.19, processing_utils.py, configuration_utils.py and
+tokenization_utils_base.py.
+Adaptation: while vLLM loads a processor, a deep copy of the tokenizer that it hands over is that
+tokenizer. The pool's class belongs to this one tokenizer; all is put back.
+Can go when vLLM or transformers copies no tokenizer there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache, wraps
+from typing import Any
+
+from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
+from vllm.transformers_utils import processor as upstream
+
+from swift_grpo_ext.upstream.contract import Pin, verify
+
+PINS = (
+    Pin("vllm.tokenizers.hf", "ThreadSafeHFTokenizerMixin"),
+    Pin("vllm.transformers_utils.processor", "get_processor",
+        ("processor_name", "args", "revision", "trust_remote_code", "processor_cls", "kwargs")),
+    Pin("vllm.transformers_utils.processor", "cached_get_processor"),
+)  # fmt: skip
+verify(PINS)
+
+
+@cache
+def install() -> None:
+    """Load processors without copies. Call before an engine is made."""
+    get_processor = upstream.get_processor
+
+    @wraps(get_processor)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with uncopied(kwargs.get("tokenizer")):
+            return get_processor(*args, **kwargs)
+
+    upstream.get_processor = load
+    upstream.cached_get_processor = lru_cache(load)
+
+
+@contextmanager
+def uncopied(tokenizer: Any) -> Iterator[None]:
+    """Let `copy.deepcopy` return vLLM's pool of tokenizers itself; another tokenizer is copied."""
+    pool = type(tokenizer)
+    if not issubclass(pool, ThreadSafeHFTokenizerMixin) or "__deepcopy__" in vars(pool):
+        yield
+        return
+    pool.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del pool.__deepcopy__  # type: ignore[attr-defined]

@@ -1,0 +1,70 @@
+"""vLLM's processors are loaded without copies of the tokenizer that they are handed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import TokenizersBackend
+from vllm.tokenizers.hf import maybe_make_thread_pool
+from vllm.transformers_utils import processor as upstream
+
+from swift_grpo_ext.upstream import processor_copies
+
+
+class CopyingProcessor:
+    """A processor that copies its arguments as transformers does."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.copies = copy.deepcopy(kwargs)
+        self.tokenizer = kwargs["tokenizer"]
+        if kwargs.get("fails"):
+            raise TypeError("This processor cannot be made.")
+
+
+@pytest.fixture
+def tokenizer() -> TokenizersBackend:
+    words = WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?")
+    return TokenizersBackend(tokenizer_object=Tokenizer(words))
+
+
+def load(tokenizer: Any, folder: Path, **kwargs: Any) -> Any:
+    processor_copies.install()
+    return upstream.cached_get_processor(
+        str(folder), processor_cls=CopyingProcessor, tokenizer=tokenizer, **kwargs
+    )
+
+
+def test_a_pool_is_not_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
+    pool = maybe_make_thread_pool(tokenizer)
+    assert load(pool, tmp_path).copies["tokenizer"] is pool
+    assert pool.convert_tokens_to_ids(["two", "one"]) == [1, 0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pool_is_copied_afterwards(
+    tokenizer: TokenizersBackend, tmp_path: Path, fails: bool
+) -> None:
+    pool = maybe_make_thread_pool(tokenizer)
+    try:
+        load(pool, tmp_path, fails=fails)
+    except TypeError:
+        assert fails
+    other = copy.deepcopy(pool)
+    assert other is not pool
+    assert other.convert_tokens_to_ids("two") == 1
+
+
+def test_another_tokenizer_is_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
+    copied = load(tokenizer, tmp_path).copies["tokenizer"]
+    assert copied is not tokenizer
+    assert copied.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_processor_is_loaded_once(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
+    pool = maybe_make_thread_pool(tokenizer)
+    assert load(pool, tmp_path) is load(pool, tmp_path)
