@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -34,6 +35,26 @@ def test_several_digits_in_order() -> None:
     completions = ["<answer>1 2</answer>", "<answer>2 1</answer>"]
     assert DigitFormat()(completions) == [1.0, 1.0]
     assert DigitAccuracy()(completions, solution=["1 2", "1 2"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("done", "left"), [(0, 198 * 3), (150, 48 * 3)])
+def test_the_bars_estimate_leaves_the_start_up_out(
+    done: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    progress = train.Progress(200, done)
+    now[0] += 60
+    progress.wait()
+    assert "01:00" in str(progress)
+    progress.step(0.5)
+    now[0] += 3
+    progress.step(0.5)
+    shown = re.search(rf"{done + 2}/200 .*<(\d+):(\d+),", str(progress))
+    assert shown is not None
+    minutes, seconds = map(int, shown.groups())
+    assert 60 * minutes + seconds == pytest.approx(left, abs=1)
+    progress.close()
 
 
 def test_the_last_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
