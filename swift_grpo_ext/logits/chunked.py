@@ -149,14 +149,16 @@ class _TokenLogps(torch.autograd.Function):
             x_RV = _scaled(logits_NV[rows], ctx.temperature)
             log_p_RV = torch.empty_like(x_RV) if is_half else grad_NV[rows]
             torch.sub(x_RV, log_sums_N[rows, None], out=log_p_RV)
-            grad_R = grad_logps_N[rows, None] / ctx.temperature
+            grad_R = grad_logps_N[rows, None]
             if grad_entropies_N is None:
                 grad_RV = log_p_RV.exp_().mul_(-grad_R)
             else:
-                factor_R = grad_entropies_N[rows, None] / ctx.temperature
+                factor_R = grad_entropies_N[rows, None]
                 surplus_RV = (log_p_RV + entropies_N[rows, None]).mul_(factor_R).add_(grad_R)
                 grad_RV = log_p_RV.exp_().mul_(surplus_RV).neg_()
             grad_RV.scatter_add_(-1, targets_N[rows, None], grad_R)
+            if ctx.temperature != 1:
+                grad_RV.div_(ctx.temperature)  # last, as autograd would: the same bits
             if is_half:
                 grad_NV[rows] = grad_RV
         return grad_NV, None, None, None, None

@@ -20,7 +20,7 @@ import torch
 from swift.utils import get_logger
 from torch import Tensor, nn
 
-from swift_grpo_ext.logits import KEYWORDS, LogitsShim, Logps, base_model
+from swift_grpo_ext.logits import KEYWORDS, LogitsShim, Logps, base_model, token_logps
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOTrainer as Upstream
@@ -86,12 +86,20 @@ class LogpsMixin(Upstream):
         compute_entropy: bool = False,
     ) -> Any:
         chunk_size = self.args.logps_chunk_size
-        if not isinstance(model, WantedLogps) or (not chunk_size and model.is_as_upstream):
-            return super()._get_logps_via_local_forward(
-                model, model_inputs, logits_to_keep, input_ids, compute_entropy=compute_entropy
-            )
+        arguments = (model_inputs, logits_to_keep, input_ids, compute_entropy)
+        if not isinstance(model, WantedLogps):
+            return super()._get_logps_via_local_forward(model, *arguments)
         if "use_cache" in self.model_kwarg_keys:
             model_inputs["use_cache"] = False
+        if not chunk_size and model.is_as_upstream:
+            if compute_entropy or self.template.padding_free:
+                return super()._get_logps_via_local_forward(model, *arguments)
+            output = model(**model_inputs)
+            if output.logits.dtype not in (torch.float32, torch.float64):
+                return super()._get_logps_via_local_forward(lambda **_: output, *arguments)
+            logits = output.logits
+            del output
+            return last_logps(logits, input_ids[:, -logits_to_keep:], self.temperature), None
         logps = wanted_logps(
             model,
             model_inputs,
@@ -155,6 +163,26 @@ def wanted_logps(
     mask_BT = nn.functional.pad(mask_BK, (before - 1, 1))
     targets_N = input_ids_BT[:, before:][mask_BK]
     return wanted.shim.logps(wanted.model, inputs, mask_BT, targets_N, **options)
+
+
+def last_logps(logits_BLV: Tensor, targets_BK: Tensor, temperature: float) -> Tensor:
+    """[B, K]: log-probabilities of the last K tokens, with ms-swift's bits, forward and backward.
+
+    ms-swift's own arithmetic (`selective_log_softmax` of TRL) makes five more tensors of the size
+    of the logits in its backward; here the gradient takes the place of the logits.
+
+    Args:
+        logits_BLV: logits of the last K + 1 positions, in float32 or float64. As in ms-swift, which
+            divides them in place, the model's last operation must not need them for its backward.
+        targets_BK: the tokens' ids.
+        temperature: by which logits are divided.
+    """
+    # The last position predicts no token: its log-probability gets no gradient.
+    targets_BL = nn.functional.pad(targets_BK, (0, 1))
+    logps = token_logps(
+        logits_BLV.flatten(0, 1), targets_BL.flatten(), temperature=temperature, overwrite=True
+    )
+    return logps.logps_N.view_as(targets_BL)[:, :-1]
 
 
 def spread(values_N: Tensor, mask_BK: Tensor) -> Tensor:

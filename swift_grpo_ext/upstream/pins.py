@@ -147,6 +147,11 @@ ENGINE = (
     *_pins("swift.infer_engine.infer_engine", "InferEngine", {
         "_batch_encode": "self infer_requests strict",
     }),
+    Pin("vllm.tokenizers.hf", "ThreadSafeHFTokenizerMixin"),
+    Pin("vllm.transformers_utils.processor", "cached_get_processor"),
+    *_pins("vllm.transformers_utils.processor", "", {
+        "get_processor": "processor_name args revision trust_remote_code processor_cls kwargs",
+    }),
 )  # fmt: skip
 
 CPU = (

@@ -144,12 +144,13 @@ def test_as_ms_swift_but_for_rounding(
     assert whole.isfinite().all()
 
 
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("layout", ["right", "left"])
-def test_to_the_last_bit_where_nothing_can_be_left_out(layout: str) -> None:
+def test_to_the_last_bit_where_nothing_can_be_left_out(layout: str, entropy: bool) -> None:
     model, batch = build("Qwen2"), Batch(EQUAL, layout)
     keys = {"logits_to_keep"}
-    expected, whole, theirs = run(Upstream, model, batch, keys=keys)
-    found, ours_whole, counts = run(Ours, model, batch, keys=keys)
+    expected, whole, theirs = run(Upstream, model, batch, keys=keys, entropy=entropy)
+    found, ours_whole, counts = run(Ours, model, batch, keys=keys, entropy=entropy)
     assert counts == theirs == [2 * (6 + 1)]
     assert torch.equal(ours_whole, whole)
     assert torch.equal(found[0], expected[0])
@@ -166,6 +167,17 @@ def test_ranks_that_share_weights_go_one_way(monkeypatch: pytest.MonkeyPatch) ->
     assert not wanted.is_as_upstream
     elsewhere = True
     assert wanted.is_as_upstream
+
+
+def test_half_precision_is_left_to_ms_swift() -> None:
+    model, batch = build("Qwen2").bfloat16(), Batch(EQUAL)
+    keys = {"logits_to_keep"}
+    expected, whole, _ = run(Upstream, model, batch, keys=keys, entropy=False)
+    found, ours_whole, counts = run(Ours, model, batch, keys=keys, entropy=False)
+    assert counts == [2 * (6 + 1)]
+    assert torch.equal(ours_whole, whole)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
 
 
 def test_off_is_ms_swift() -> None:
