@@ -147,11 +147,6 @@ ENGINE = (
     *_pins("swift.infer_engine.infer_engine", "InferEngine", {
         "_batch_encode": "self infer_requests strict",
     }),
-    Pin("vllm.tokenizers.hf", "ThreadSafeHFTokenizerMixin"),
-    Pin("vllm.transformers_utils.processor", "cached_get_processor"),
-    *_pins("vllm.transformers_utils.processor", "", {
-        "get_processor": "processor_name args revision trust_remote_code processor_cls kwargs",
-    }),
 )  # fmt: skip
 
 CPU = (
@@ -198,4 +193,13 @@ SERVER = (
 )  # fmt: skip
 """Of `swift rollout`."""
 
-ALL = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER)
+PROCESSOR_COPIES = (
+    Pin("vllm.tokenizers.hf", "ThreadSafeHFTokenizerMixin"),
+    Pin("vllm.transformers_utils.processor", "cached_get_processor"),
+    *_pins("vllm.transformers_utils.processor", "", {
+        "get_processor": "processor_name args revision trust_remote_code processor_cls kwargs",
+    }),
+)  # fmt: skip
+"""Without them a run starts later, and works."""
+
+ALL = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *PROCESSOR_COPIES)

@@ -18,13 +18,20 @@ from contextlib import contextmanager
 from functools import cache, lru_cache, wraps
 from typing import Any
 
-from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
-from vllm.transformers_utils import processor as upstream
+from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.contract import mismatch
 
 
 @cache
 def install() -> None:
-    """Load processors without copies. Call before an engine is made."""
+    """Load processors without copies. Call before an engine is made.
+
+    A vLLM that we do not know is left as it is: this saves time, and nothing depends on it.
+    """
+    if any(map(mismatch, pins.PROCESSOR_COPIES)):
+        return
+    from vllm.transformers_utils import processor as upstream
+
     get_processor = upstream.get_processor
 
     @wraps(get_processor)
@@ -39,6 +46,8 @@ def install() -> None:
 @contextmanager
 def uncopied(tokenizer: Any) -> Iterator[None]:
     """Let `copy.deepcopy` return vLLM's pool of tokenizers itself; another tokenizer is copied."""
+    from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
+
     pool = type(tokenizer)
     if not issubclass(pool, ThreadSafeHFTokenizerMixin) or "__deepcopy__" in vars(pool):
         yield

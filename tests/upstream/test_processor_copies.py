@@ -13,7 +13,8 @@ from transformers import TokenizersBackend
 from vllm.tokenizers.hf import maybe_make_thread_pool
 from vllm.transformers_utils import processor as upstream
 
-from swift_grpo_ext.upstream import processor_copies
+from swift_grpo_ext.upstream import pins, processor_copies
+from swift_grpo_ext.upstream.contract import Pin
 
 
 class CopyingProcessor:
@@ -68,3 +69,11 @@ def test_another_tokenizer_is_copied(tokenizer: TokenizersBackend, tmp_path: Pat
 def test_a_processor_is_loaded_once(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
     pool = maybe_make_thread_pool(tokenizer)
     assert load(pool, tmp_path) is load(pool, tmp_path)
+
+
+def test_an_unknown_vllm_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = upstream.get_processor
+    unknown = Pin("vllm.transformers_utils.processor", "no_such_function")
+    monkeypatch.setattr(pins, "PROCESSOR_COPIES", (unknown,))
+    processor_copies.install.__wrapped__()
+    assert upstream.get_processor is before
