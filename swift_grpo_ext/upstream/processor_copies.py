@@ -52,8 +52,8 @@ def uncopied(tokenizer: Any) -> Iterator[None]:
     if not issubclass(pool, ThreadSafeHFTokenizerMixin) or "__deepcopy__" in vars(pool):
         yield
         return
-    pool.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    pool.__deepcopy__ = lambda self, memo: self
     try:
         yield
     finally:
-        del pool.__deepcopy__  # type: ignore[attr-defined]
+        del pool.__deepcopy__
