@@ -7,7 +7,7 @@ import inspect
 import pytest
 from compat.pins import look
 
-from swift_grpo_ext.diversity import DiversityMonitor
+from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.stops.transformers_engine import RolloutTransformersEngine
 from swift_grpo_ext.training import RolloutGRPOTrainer
