@@ -180,6 +180,108 @@ def test_several_steps_of_a_round_are_a_note() -> None:
     assert any("a round serves 2 optimizer steps" in str(f) for f in check(run))
 
 
+# --- recipes that train ---
+
+GYM = {"reward_funcs": None, "reward_weights": None}
+TRAINS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gym alone": ("colocate_8gpu", {**GYM, "use_gym_env": True}, {}),
+    "gym by name": ("colocate_8gpu", {**GYM, "gym_env": "maze"}, {}),
+    "gym of the servers": ("server_2x6_lora", GYM, {"gym_env": "maze"}),
+    "gym that the servers run": ("server_2x6_lora", GYM, {"use_gym_env": True}),
+    "gym and a function": (
+        "colocate_8gpu",
+        {"reward_funcs": ["format"], "reward_weights": [1.0, 0.5], "use_gym_env": True},
+        {},
+    ),
+    "gym of the servers and a function": (
+        "server_2x6_lora",
+        {"reward_funcs": ["format"], "reward_weights": [1.0, 0.5]},
+        {"gym_env": "maze"},
+    ),
+    "gym on both sides": ("server_2x6_lora", {**GYM, "use_gym_env": True}, {"gym_env": "maze"}),
+    "teacher": ("colocate_8gpu", {**GYM, "teacher_model": "Org/teacher"}, {}),
+    "teacher's server": ("colocate_8gpu", {**GYM, "teacher_model_server": "http://a:1"}, {}),
+    "scheduler of the servers": (
+        "server_2x6_lora",
+        {},
+        {"multi_turn_scheduler": "search", "max_turns": 3},
+    ),
+    "fewer steps than accumulated": (
+        "colocate_8gpu",
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        {},
+    ),
+    "steps that do not divide": (
+        "colocate_8gpu",
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
+        {},
+    ),
+    "more steps than accumulated": (
+        "colocate_8gpu",
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 6},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", TRAINS)
+def test_a_recipe_that_trains_is_not_refused(recipe: str) -> None:
+    name, training, rollout = TRAINS[recipe]
+    run = changed(load(name), "training", **training)
+    assert errors(changed(run, "rollout", **rollout) if rollout else run) == []
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout", "expected"),
+    [
+        ({**GYM}, {}, "reward_funcs: is missing"),
+        ({**GYM, "use_gym_env": False, "gym_env": "maze"}, {}, "reward_funcs: is missing"),
+        ({**GYM, "use_gym_env": False}, {"use_gym_env": False}, "reward_funcs: is missing"),
+        ({**GYM}, {"gym_env": "maze", "use_gym_env": False}, "reward_funcs: is missing"),
+        ({"reward_weights": [1.0, 1.0]}, {"gym_env": "maze"}, "has 2 values for 3 rewards"),
+        ({"use_gym_env": True}, {}, "use_gym_env: is True in .* and False in"),
+        ({"use_gym_env": False}, {"gym_env": "a"}, "use_gym_env: is False in .* and True in"),
+    ],
+)
+def test_a_gym_that_is_not_there(
+    training: dict[str, Any], rollout: dict[str, Any], expected: str
+) -> None:
+    run = changed(load("server_2x6_lora"), "training", **training)
+    found = errors(changed(run, "rollout", **rollout))
+    assert any(re.search(expected, error) for error in found), found
+
+
+def test_unknown_servers_may_run_a_gym() -> None:
+    training = dict(load("server_2x6_lora").training or {})
+    weights = {"reward_funcs": ["format"], "reward_weights": [1.0, 0.5]}
+    assert errors(Run(training={**training, **weights})) == []
+    found = errors(Run(training={**training, **weights, "use_gym_env": False}))
+    assert ["has 2 values for 1 rewards (format)" in error for error in found] == [True]
+    bare = {k: v for k, v in training.items() if not k.startswith("reward_")}
+    assert errors(Run(training=bare)) == []
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "serves", "expected"),
+    [
+        (4, 4, ""),
+        (4, 2, ""),
+        (2, 6, "a round serves 3 optimizer steps"),
+        (3, 2, "2 and gradient_accumulation_steps 3: some rounds end in the middle of an"),
+        (0, 2, "and gradient_accumulation_steps: expected 1 or more"),
+        (2, 0, "and gradient_accumulation_steps: expected 1 or more"),
+    ],
+)
+def test_rounds_and_optimizer_steps(accumulation: int, serves: int, expected: str) -> None:
+    steps = {"gradient_accumulation_steps": accumulation, "steps_per_generation": serves}
+    run = changed(load("colocate_8gpu"), "training", **steps)
+    found = [str(f) for f in check(run) if f.setting == "steps_per_generation"]
+    assert len(found) == (expected != "")
+    assert expected in "".join(found)
+    assert run.generation_batch == run.global_batch * serves
+    assert (accumulation < 1 or serves < 1) == any(f.startswith("error") for f in found)
+
+
 @given(
     st.integers(1, 16),
     st.integers(1, 16),
