@@ -185,20 +185,32 @@ def _table_row(info: FlagInfo) -> str:
 
 
 def add_samples(commands: Any) -> None:
-    parser = commands.add_parser("samples", help="sum up or export a run's sample log")
+    parser = commands.add_parser("samples", help="sum up, show or export a run's samples")
     parser.add_argument("run_dir", help="the run's output folder, which holds `samples`")
-    parser.add_argument("--output", help="write all rows there: FILE.parquet or FILE.jsonl")
+    parser.add_argument("--output", help="write rows with their scores: FILE.parquet, FILE.jsonl")
+    parser.add_argument("--where", metavar="CONDITION", help="only rows such as 'reward < 0.5'")
+    parser.add_argument("--sort", metavar="COLUMN", help="such as reward; the least come first")
+    parser.add_argument("--descending", action="store_true", help="the greatest come first")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
     parser.set_defaults(run=run_samples)
 
 
 def run_samples(options: argparse.Namespace) -> int:
     from swift_grpo_ext.record import export
 
-    if options.output is None:
+    selection = export.Selection(
+        where=options.where,
+        sort=options.sort,
+        descending=options.descending,
+        limit=options.limit,
+    )
+    if options.output is not None:
+        num_rows = export.export(options.run_dir, options.output, selection)
+        print(f"{num_rows:,} rows written to {options.output}")
+    elif selection == export.Selection():
         print(export.summary(options.run_dir))
     else:
-        num_rows = export.export(options.run_dir, options.output)
-        print(f"{num_rows:,} rows written to {options.output}")
+        print("\n".join(export.lines(options.run_dir, selection)))
     return 0
 
 

@@ -19,9 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from swift_grpo_ext.record.export import summary
-from swift_grpo_ext.record.index import index_samples
 from swift_grpo_ext.record.log import SampleLog
-from swift_grpo_ext.record.reader import read_group, read_samples
+from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 

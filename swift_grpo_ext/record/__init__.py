@@ -1,5 +1,6 @@
-"""The sample log: every completion of a run, once. Importable without torch, vLLM and ms-swift.
+"""The run's record: every completion once, and how it scored. Imports no torch, vLLM or ms-swift.
 
-`row` is one completion, `collect` makes it from what a rollout returned, `log` writes, `file` and
-`index` find what counts over sessions, `reader` reads, `export` is `swift-grpo-ext samples`.
+`row` is one completion, `collect` makes it from a rollout's output, `rewards` says how it scored,
+`log` writes tables, `reader` reads them over all ranks and sessions, `export` is
+`swift-grpo-ext samples`.
 """

@@ -1,4 +1,4 @@
-"""`swift-grpo-ext samples`: what a run's sample log holds, in figures or as one file."""
+"""`swift-grpo-ext samples`: what a run's record holds, in figures, as rows, or as one file."""
 
 from __future__ import annotations
 
@@ -14,21 +14,134 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from swift_grpo_ext.record.index import SampleIndex, index_samples
-from swift_grpo_ext.record.row import SCHEMA
-from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
+from swift_grpo_ext.record.reader import RoundName, SampleIndex, index_rewards, index_samples
+from swift_grpo_ext.record.rewards import REWARD_SCHEMA
+from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SCHEMA
+from swift_grpo_ext.sampling.groups import request_id
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId
 
 ROWS_PER_ROW_GROUP = 16_384
 """At least, in a Parquet file; few enough to hold in memory with their tokens."""
 
 PROGRESS_ROUNDS = 100
+SCORE_COLUMNS = [
+    field for field in REWARD_SCHEMA if field.name not in (*SAMPLE_ID_COLUMNS, "rewards")
+]
 
 
-def export(run_dir: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
-    """Write the rows that `sample_reader.read_samples` gives, in that order, to one file.
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which rows of a run, and in which order."""
+
+    where: str | None = None
+    """As pandas' `DataFrame.query` takes it: `reward < 0.5 and finish_reason == "length"`."""
+
+    sort: str | None = None
+    """A column; None for the order of the samples' names. Rows without a value come last."""
+
+    descending: bool = False
+    limit: int | None = None
+
+
+class Record:
+    """The samples of a run with their scores."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        """Raises FileNotFoundError or ValueError as `reader.index_samples`."""
+        self.samples = index_samples(run_dir)
+        self.scores = index_rewards(self.samples, run_dir)
+        found = self.scores.read_rounds(self.scores.rounds, ["rewards"])
+        values = [v for table in found for v in table["rewards"].combine_chunks().keys.unique()]
+        self.functions = sorted({value.as_py() for value in values})
+        functions = [pa.field(f"reward_{name}", pa.float32()) for name in self.functions]
+        self.schema = pa.schema([*SCHEMA, *SCORE_COLUMNS, *functions])
+
+    def read(self, name: RoundName) -> pa.Table:
+        """One round, its rows as `schema` has them; no score is null."""
+        [table] = self.samples.read_rounds([name])
+        [scores] = self.scores.read_rounds([name]) if name in self.scores.rounds else [None]
+        if scores is None:
+            scores = REWARD_SCHEMA.empty_table()
+        keys = _sample_numbers(scores)
+        order = np.argsort(keys, kind="stable")
+        wanted = _sample_numbers(table)
+        at = np.searchsorted(keys[order], wanted)
+        at = np.minimum(at, max(len(keys) - 1, 0))
+        known = keys[order][at] == wanted if len(keys) else np.zeros(len(wanted), bool)
+        rows = pa.array(order[at] if len(keys) else at, pa.int64(), mask=~known)
+        for column in SCORE_COLUMNS:
+            table = table.append_column(column.with_nullable(True), scores[column.name].take(rows))
+        for function in self.functions:
+            values = pc.map_lookup(scores["rewards"], function, "first").take(rows)
+            table = table.append_column(f"reward_{function}", values)
+        return table.cast(self.schema)
+
+    def tables(self, selection: Selection) -> Iterator[pa.Table]:
+        """The selected rows. Unsorted, only one round is in memory; sorted, those up to the limit.
+
+        Raises:
+            ValueError: there is no such column, or the condition cannot be read.
+        """
+        if selection.sort is not None and selection.sort not in self.schema.names:
+            raise ValueError(f"--sort {selection.sort}: expected one of {self.schema.names}.")
+        left = selection.limit
+        best = self.schema.empty_table()
+        disable = len(self.samples.rounds) < PROGRESS_ROUNDS
+        for name in tqdm(self.samples.rounds, desc="Reading rounds", unit="round", disable=disable):
+            table = _filtered(self.read(name), selection.where)
+            if selection.sort is not None:
+                best = _sorted(pa.concat_tables([best, table]), selection)
+                continue
+            yield table[:left]
+            if left is not None:
+                left -= min(left, table.num_rows)
+                if left == 0:
+                    break
+        if selection.sort is not None:
+            yield best
+
+
+def _sample_numbers(table: pa.Table) -> np.ndarray:
+    """One number for each sample of a round."""
+    return table["group"].to_numpy() * MAX_GROUP_SIZE + table["index"].to_numpy()
+
+
+def _filtered(table: pa.Table, where: str | None) -> pa.Table:
+    if where is None:
+        return table
+    import pandas as pd
+
+    plain = [field.name for field in table.schema if not pa.types.is_list(field.type)]
+    frame = table.select(plain).to_pandas(types_mapper=pd.ArrowDtype)
+    try:
+        mask = frame.eval(where, engine="python")
+        if not pd.api.types.is_bool_dtype(mask):
+            raise TypeError("no condition")
+        keep = pd.Series(mask, dtype="boolean").fillna(False).to_numpy(bool)
+    except Exception as e:  # pandas raises whatever it stumbles over
+        raise ValueError(
+            f"--where {where!r} cannot be read ({type(e).__name__}: {e}): expected a condition on "
+            f"{', '.join(plain)}, such as 'reward < 0.5 and finish_reason == \"length\"'."
+        ) from e
+    return table.filter(pa.array(keep))
+
+
+def _sorted(table: pa.Table, selection: Selection) -> pa.Table:
+    order = "descending" if selection.descending else "ascending"
+    names = [(name, "ascending") for name in SAMPLE_ID_COLUMNS]
+    return table.sort_by([(selection.sort, order), *names])[: selection.limit]
+
+
+def export(
+    run_dir: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    selection: Selection | None = None,
+) -> int:
+    """Write the selected rows to one file; all, without a selection.
 
     Args:
         output: ends with `.parquet` or `.jsonl`; replaced once it is whole.
@@ -39,16 +152,80 @@ def export(run_dir: str | os.PathLike[str], output: str | os.PathLike[str]) -> i
     Raises:
         FileNotFoundError: the run has no sample log.
         OSError: the file cannot be written.
-        ValueError: another suffix, or the log cannot be read.
+        ValueError: another suffix, a wrong selection, or the log cannot be read.
     """
     output = Path(output)
     write = {".parquet": _write_parquet, ".jsonl": _write_jsonl}.get(output.suffix)
     if write is None:
         raise ValueError(f"--output {output}: expected a name that ends with .parquet or .jsonl.")
-    index = index_samples(run_dir)
-    with _replaced(output) as part:
-        write(_tables(index), part)
-    return index.num_rows
+    record = Record(run_dir)
+    with _replaced(output) as unfinished:
+        return write(record.tables(selection or Selection()), record.schema, unfinished)
+
+
+@contextmanager
+def _replaced(output: Path) -> Iterator[Path]:
+    """A file beside `output` that replaces it unless an error leaves the block."""
+    unfinished = output.with_name(f"{output.name}.part")
+    try:
+        yield unfinished
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> int:
+    num_rows = 0
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        waiting: list[pa.Table] = []
+        for table in tables:
+            waiting.append(table)
+            num_rows += table.num_rows
+            if sum(map(len, waiting)) >= ROWS_PER_ROW_GROUP:
+                writer.write_table(pa.concat_tables(waiting))
+                waiting = []
+        if waiting:
+            writer.write_table(pa.concat_tables(waiting))
+    return num_rows
+
+
+def _write_jsonl(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> int:
+    num_rows = 0
+    with path.open("w", encoding="utf-8") as file:
+        for table in tables:
+            for row in table.to_pylist():
+                plain = {name: _json_value(value) for name, value in row.items()}
+                file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+                num_rows += 1
+    return num_rows
+
+
+def _json_value(value: Any) -> Any:
+    """JSON has no infinity and no NaN: null stands for them."""
+    if isinstance(value, list):
+        return [_json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def lines(run_dir: str | os.PathLike[str], selection: Selection) -> Iterator[str]:
+    """The selected rows for people: one line each.
+
+    Raises:
+        FileNotFoundError: the run has no sample log.
+        ValueError: a wrong selection, or the log cannot be read.
+    """
+    columns = [*SAMPLE_ID_COLUMNS, "reward", "num_tokens", "finish_reason", "text"]
+    cells = [("sample", "reward", "tokens", "ended by", "text")]
+    for table in Record(run_dir).tables(selection):
+        for row in table.select(columns).to_pylist():
+            reward = "" if row["reward"] is None else f"{row['reward']:.4g}"
+            name = request_id(SampleId(**{name: row[name] for name in SAMPLE_ID_COLUMNS}))
+            reason = row["finish_reason"] or ""
+            cells.append((name, reward, str(row["num_tokens"]), reason, repr(row["text"])[:100]))
+    yield from _table(cells)
+
+
+# --- the summary ---
 
 
 def summary(run_dir: str | os.PathLike[str]) -> str:
@@ -67,8 +244,9 @@ def summary(run_dir: str | os.PathLike[str]) -> str:
     head = ("phase", "rounds", "groups", "samples", "turns", "tokens", "ended by")
     lines = _table([head, *(phases[phase].cells(phase) for phase in sorted(phases))])
     lines += ["", *_table(_session_cells(index)), ""]
-    lines += [_seeds_line([seeds for count in phases.values() for seeds in count.seeds])]
-    return "\n".join(lines)
+    drawn = np.concatenate([np.empty(0, np.int64), *(s for c in phases.values() for s in c.seeds)])
+    num_repeated = len(drawn) - len(np.unique(drawn))
+    return "\n".join([*lines, f"seeds: {len(drawn):,} recorded, {num_repeated:,} repeated"])
 
 
 @dataclass(kw_only=True)
@@ -84,10 +262,9 @@ class PhaseCount:
     seeds: list[np.ndarray] = field(default_factory=list)
 
     def add(self, table: pa.Table) -> None:
-        groups = table["group"].to_numpy()
         self.num_rounds += 1
-        self.num_groups += len(np.unique(groups))
-        self.num_samples += len(np.unique(groups * MAX_GROUP_SIZE + table["index"].to_numpy()))
+        self.num_groups += len(np.unique(table["group"].to_numpy()))
+        self.num_samples += len(np.unique(_sample_numbers(table)))
         self.num_turns += table.num_rows
         self.num_tokens += int(table["num_tokens"].to_numpy().sum(dtype=np.int64))
         self.finish_reasons.update(table["finish_reason"].to_pylist())
@@ -103,20 +280,12 @@ class PhaseCount:
 
 
 def _session_cells(index: SampleIndex) -> list[tuple[str, ...]]:
-    cells: list[tuple[str, ...]] = [
-        ("session", "from step", "files", "turns", "superseded", "unread bytes")
+    head = ("session", "from step", "files", "turns", "superseded", "unread bytes")
+    figures = [
+        (s.session, s.start_step, s.num_files, s.num_rows, s.num_superseded, s.num_unread_bytes)
+        for s in index.sessions
     ]
-    for session in index.sessions:
-        counts = (session.num_files, session.num_rows, session.num_superseded)
-        figures = (session.session, session.start_step, *counts, session.num_unread_bytes)
-        cells.append(tuple(f"{figure:,}" for figure in figures))
-    return cells
-
-
-def _seeds_line(seeds: Sequence[np.ndarray]) -> str:
-    drawn = np.concatenate([np.empty(0, np.int64), *seeds])
-    num_repeated = len(drawn) - len(np.unique(drawn))
-    return f"seeds: {len(drawn):,} recorded, {num_repeated:,} repeated"
+    return [head, *(tuple(f"{figure:,}" for figure in row) for row in figures)]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -126,48 +295,3 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join([*(cell.rjust(w) for cell, w in zip(row[:-1], widths, strict=False)), row[-1]])
         for row in rows
     ]
-
-
-def _tables(index: SampleIndex) -> Iterator[pa.Table]:
-    """One table a round, in order; only one is in memory."""
-    disable = len(index.rounds) < PROGRESS_ROUNDS
-    for name in tqdm(index.rounds, desc="Reading rounds", unit="round", disable=disable):
-        yield from index.read_rounds([name])
-
-
-@contextmanager
-def _replaced(output: Path) -> Iterator[Path]:
-    """A file beside `output` that takes its place unless an error leaves the block."""
-    part = output.with_name(f"{output.name}.part")
-    try:
-        yield part
-        part.replace(output)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _write_parquet(tables: Iterator[pa.Table], path: Path) -> None:
-    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-        waiting: list[pa.Table] = []
-        for table in tables:
-            waiting.append(table)
-            if sum(map(len, waiting)) >= ROWS_PER_ROW_GROUP:
-                writer.write_table(pa.concat_tables(waiting))
-                waiting = []
-        if waiting:
-            writer.write_table(pa.concat_tables(waiting))
-
-
-def _write_jsonl(tables: Iterator[pa.Table], path: Path) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for table in tables:
-            for row in table.to_pylist():
-                row["logprobs"] = _json_numbers(row["logprobs"])
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _json_numbers(values: list[float] | None) -> list[Any] | None:
-    """JSON has no infinity and no NaN: null stands for them."""
-    if values is None or all(map(math.isfinite, values)):
-        return values
-    return [value if math.isfinite(value) else None for value in values]

@@ -1,13 +1,14 @@
-"""The sample log: every completion of a run, once, with its place and what it was drawn with.
+"""Tables of a run's record, written row by row: samples, and how they scored.
 
-Each rank of each session (one start of the trainer) writes a file of its own, so that ranks need
+Each rank of each session (one start of the trainer) writes files of its own, so that ranks need
 not wait for one another:
 
     RUN_DIR/samples/session-0000-rank-00000.arrows
+    RUN_DIR/rewards/session-0000-rank-00000.arrows
 
-an Arrow IPC stream of batches compressed with zstd, each of rows of one round. A row is on disk
-when `append` returns: a process that is killed, or a machine that loses power, loses at most the
-rows that were being appended. `reader` reads what is there, also while the run goes on.
+A file is an Arrow IPC stream of batches compressed with zstd, each with rows of one round. A row is
+on disk when `append` returns: a process that is killed, or a machine that loses power, loses at
+most the rows that were being appended. `reader` reads what is there, also while the run goes on.
 Pure: needs pyarrow and numpy.
 """
 
@@ -18,25 +19,50 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import pyarrow as pa
 
-from swift_grpo_ext.record.row import SCHEMA, SampleRow, to_batch
+from swift_grpo_ext.record.row import SCHEMA, Row, to_batch
 
-VERSION = 2
 ROWS_PER_BATCH = 1024
-"""At most; what a reader takes into memory at a time."""
+"""At most; a reader takes so many into memory at a time."""
 
 FILE_NAME = re.compile(r"session-(\d+)-rank-(\d+)\.arrows")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One table of a run's record."""
+
+    name: str
+    """Of its folder in the run's."""
+
+    version: int
+    """Of its columns and their meaning."""
+
+    schema: pa.Schema
+
+    def folder(self, run_dir: str | os.PathLike[str]) -> Path:
+        return Path(run_dir) / self.name
+
+
+SAMPLES = Table(name="samples", version=2, schema=SCHEMA)
+
+
 class SampleLog:
-    """Writes the samples of one rank in one session; for one thread at a time."""
+    """Writes the rows of one rank in one session; for one thread at a time."""
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], *, session: int, start_step: int, rank: int
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        session: int,
+        start_step: int,
+        rank: int,
+        table: Table = SAMPLES,
     ) -> None:
         """Make the folder; the file is made with the first rows.
 
@@ -45,13 +71,26 @@ class SampleLog:
             start_step: optimizer step of the checkpoint that the session was resumed from, 0 for a
                 run from the beginning; the same on all ranks.
             rank: of the process that writes.
+            table: what the rows are.
 
         Raises:
             OSError: the folder cannot be made.
         """
-        self.path = samples_folder(run_dir) / f"session-{session:04d}-rank-{rank:05d}.arrows"
-        metadata = {"version": VERSION, "session": session, "start_step": start_step, "rank": rank}
-        self._schema = SCHEMA.with_metadata({key: str(value) for key, value in metadata.items()})
+        self._run_dir, self._session, self._start_step, self._rank = (
+            run_dir,
+            session,
+            start_step,
+            rank,
+        )
+        self.path = table.folder(run_dir) / f"session-{session:04d}-rank-{rank:05d}.arrows"
+        self._schema = table.schema.with_metadata(
+            {
+                "version": str(table.version),
+                "session": str(session),
+                "start_step": str(start_step),
+                "rank": str(rank),
+            }
+        )
         self._buffer = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
         self._writer = pa.ipc.new_stream(self._buffer, self._schema, options=options)
@@ -60,7 +99,17 @@ class SampleLog:
         with self._explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def append(self, rows: Sequence[SampleRow]) -> None:
+    def beside(self, table: Table) -> SampleLog:
+        """A log of another table, for the same rank and session."""
+        return SampleLog(
+            self._run_dir,
+            session=self._session,
+            start_step=self._start_step,
+            rank=self._rank,
+            table=table,
+        )
+
+    def append(self, rows: Sequence[Row]) -> None:
         """Write rows, and wait until they are on disk. Once writing has failed, the log is closed.
 
         Raises:
@@ -70,7 +119,7 @@ class SampleLog:
         """
         if self._closed:
             raise ValueError(f"The sample log {self.path} is closed.")
-        batches = [to_batch(part, self._schema) for part in _parts(rows)]
+        batches = [to_batch(chunk, self._schema) for chunk in _chunks(rows)]
         if not batches:
             return
         with self._explained():
@@ -134,25 +183,22 @@ class SampleLog:
             ) from e
 
 
-def samples_folder(run_dir: str | os.PathLike[str]) -> Path:
-    return Path(run_dir) / "samples"
-
-
 def next_session(run_dir: str | os.PathLike[str]) -> int:
     """The number for a session that starts now: one more than the greatest in the folder, from 0.
 
-    One rank asks, before any rank has written, and tells the others. A session that ended before
-    its first rows left no file, and its number is taken again.
+    One rank calls it, before any rank has written, and tells the others. A session that ended
+    before its first rows left no file; the next session takes its number.
     """
-    names = (FILE_NAME.fullmatch(path.name) for path in samples_folder(run_dir).glob("session-*"))
+    paths = SAMPLES.folder(run_dir).glob("session-*")
+    names = (FILE_NAME.fullmatch(path.name) for path in paths)
     return max((int(name[1]) + 1 for name in names if name), default=0)
 
 
-def _parts(rows: Sequence[SampleRow]) -> Iterator[list[SampleRow]]:
-    """Rows in their order, cut where the round changes, and after `ROWS_PER_BATCH`."""
+def _chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows in their order, divided where the round changes, and after `ROWS_PER_BATCH`."""
     for _, same_round in groupby(
         rows, key=lambda row: (row.sample_id.phase, row.sample_id.step, row.sample_id.number)
     ):
-        part = list(same_round)
-        for start in range(0, len(part), ROWS_PER_BATCH):
-            yield part[start : start + ROWS_PER_BATCH]
+        chunk = list(same_round)
+        for start in range(0, len(chunk), ROWS_PER_BATCH):
+            yield chunk[start : start + ROWS_PER_BATCH]

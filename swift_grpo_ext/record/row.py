@@ -1,13 +1,13 @@
-"""One line of the sample log: what is kept of a completion, and as which Arrow types. Pure.
+"""One row of the sample log: what it keeps of a completion, as which Arrow types. Pure.
 
-Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
+It keeps text that UTF-8 cannot hold (a lone half of a surrogate pair) as its escape, `\\ud83d`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -42,24 +42,31 @@ SCHEMA = pa.schema(
 )
 
 
+class Row(Protocol):
+    """A sample's name, and a property for each further column of a table."""
+
+    @property
+    def sample_id(self) -> SampleId: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One completion. The log adds `num_tokens`, the length of `token_ids`."""
+    """One completion."""
 
     sample_id: SampleId
-    """Where it stands in the run; names it."""
+    """Its position in the run, which names it."""
 
     seed: int | None
-    """It drew with, 63 bits; None where the engine chose (`--rollout_seed_mode engine`)."""
+    """Its sampling seed, 63 bits; None where the engine chose (`--rollout_seed_mode engine`)."""
 
     rank: int
     """Training rank that the sample belongs to."""
 
     replica: str
-    """Which engine drew it: `rank 0`, `server 1 replica 0`."""
+    """The engine that drew it: `rank 0`, `server 1 replica 0`."""
 
     weight_version: int
-    """Optimizer steps behind the weights that it was drawn with."""
+    """Optimizer steps behind the weights that drew it."""
 
     finish_reason: str | None
     stop_reason: str | None = None
@@ -79,19 +86,26 @@ class SampleRow:
     media: Sequence[str]
     """The prompt's images, videos and audios by path or URL, never by content."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Raises ValueError where tokens and log-probabilities differ in number."""
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(
+                f"{describe(self.sample_id)}: {len(self.token_ids)} tokens and "
+                f"{len(self.logprobs)} log-probabilities."
+            )
+        return len(self.token_ids)
 
-def to_batch(rows: Sequence[SampleRow], schema: pa.Schema) -> pa.RecordBatch:
-    """Rows as a record batch of `schema`: `SCHEMA`, with any metadata.
+
+def to_batch(rows: Sequence[Row], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows as a record batch.
+
+    Args:
+        schema: its names are columns of `SampleId` or properties of the rows.
 
     Raises:
         ValueError: a row's counts disagree, or a value does not fit; names the sample.
     """
-    for row in rows:
-        if row.logprobs is not None and len(row.logprobs) != len(row.token_ids):
-            raise ValueError(
-                f"{describe(row.sample_id)}: {len(row.token_ids)} tokens and {len(row.logprobs)} "
-                "log-probabilities."
-            )
     return pa.record_batch([_to_array(rows, field) for field in schema], schema=schema)
 
 
@@ -105,29 +119,16 @@ def to_rows(table: pa.Table) -> list[SampleRow]:
     return rows
 
 
-def column_names(columns: Sequence[str] | None) -> list[str]:
-    """The columns that are asked for; all, for None.
-
-    Raises:
-        ValueError: there is no such column.
-    """
-    unknown = set(columns or ()) - set(SCHEMA.names)
-    if unknown:
-        raise ValueError(f"No columns {sorted(unknown)} of samples; there are {SCHEMA.names}.")
-    return SCHEMA.names if columns is None else list(columns)
-
-
-def _to_array(rows: Sequence[SampleRow], field: pa.Field) -> pa.Array:
+def _to_array(rows: Sequence[Row], field: pa.Field) -> pa.Array:
+    values = [_value(row, field.name) for row in rows]
     try:
-        return _checked_array([_value(row, field.name) for row in rows], field)
+        return _checked_array(values, field)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         return _checked_array([_fitting_value(row, field) for row in rows], field)
 
 
-def _value(row: SampleRow, name: str) -> Any:
-    if name in SAMPLE_ID_COLUMNS:
-        return getattr(row.sample_id, name)
-    return len(row.token_ids) if name == "num_tokens" else getattr(row, name)
+def _value(row: Row, name: str) -> Any:
+    return getattr(row.sample_id if name in SAMPLE_ID_COLUMNS else row, name)
 
 
 def _checked_array(values: list[Any], field: pa.Field) -> pa.Array:
@@ -138,7 +139,7 @@ def _checked_array(values: list[Any], field: pa.Field) -> pa.Array:
     return array
 
 
-def _fitting_value(row: SampleRow, field: pa.Field) -> Any:
+def _fitting_value(row: Row, field: pa.Field) -> Any:
     value = _escape_surrogates(_value(row, field.name))
     try:
         _checked_array([value], field)

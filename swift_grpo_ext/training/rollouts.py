@@ -187,7 +187,7 @@ class SampleRecorder:
         self._run_dir = run_dir
         self._ranks = ranks
         self._run_seed = run_seed
-        self._log: SampleLog | None = None
+        self.log: SampleLog | None = None
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
 
     def open(self, *, start_step: int) -> None:
@@ -196,10 +196,10 @@ class SampleRecorder:
         Args:
             start_step: optimizer step at which the session begins.
         """
-        if self._log is None:
+        if self.log is None:
             own = next_session(self._run_dir) if self._ranks.rank == 0 else -1
             session, *_ = self._ranks.all_gather(own)
-            self._log = SampleLog(
+            self.log = SampleLog(
                 self._run_dir, session=session, start_step=start_step, rank=self._ranks.rank
             )
 
@@ -222,7 +222,7 @@ class SampleRecorder:
         """
         if len(outputs) != len(samples):
             return  # a server's scheduler made several training samples of one: none has a name
-        assert self._log is not None
+        assert self.log is not None
         rows = [
             sample_row(
                 sample_id,
@@ -237,6 +237,6 @@ class SampleRecorder:
                 zip(sample_ids, samples, prompts, outputs, strict=True)
             )
         ]
-        self._log.append(rows)
+        self.log.append(rows)
         for listener in self.listeners:
             listener(rows)

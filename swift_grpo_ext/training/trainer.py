@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from swift.rlhf_trainers import GRPOConfig, GRPOTrainer
 from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
@@ -18,6 +19,7 @@ from torch import nn
 
 from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.logits.logps import LogpsMixin
+from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout.placeholders import mask_placeholders, placeholder_ids
 from swift_grpo_ext.rollout.rank_group import (
@@ -92,6 +94,8 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
         self._duplicates = DuplicateCheck(config.duplicate_prompts, self._ranks)
         self._uneven_groups = UnevenGroupsWarning()
         self._rollout_gap = RolloutGap(config, self._ranks)
+        weights = self.reward_weights.tolist()
+        self._rewards = RewardRecorder(dict(zip(self.reward_func_names, weights, strict=True)))
         for model in filter(None, (self.model, self.ref_model)):
             mask_placeholders(model, placeholder_ids(template))
         if dropouts := switch_off_dropout(self.model):
@@ -191,16 +195,18 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
 
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """With `--truncation_strategy delete`: whole groups leave, and whole groups come."""
-        rows, num_replaced = replace_failing_prompts(
+        round_ = self._rounds.upcoming(training=self.model.training)
+        rows, groups = replace_failing_prompts(
             inputs,
             others=self.train_dataset if self.model.training else self._eval_rows,
-            round_=self._rounds.upcoming(training=self.model.training),
+            round_=round_,
             group_size=self._group_size,
             seed=self.args.seed,
             template=self.template,
             ranks=self._ranks,
         )
-        self._metrics[self._mode]["prompts/replaced"].append(float(num_replaced))
+        self._rewards.replaced(round_, groups)
+        self._metrics[self._mode]["prompts/replaced"].append(float(len(groups)))
         return rows
 
     # --- the rollout: samples are named, drawn, and written down ---
@@ -300,6 +306,35 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
         for name, value in gap.items():
             self._metrics[self._mode][name].append(value)
         return batches
+
+    # --- how samples scored ---
+
+    def _compute_rewards_per_func(self, samples: list[Any]) -> torch.Tensor:
+        values = super()._compute_rewards_per_func(samples)
+        if self.dynamic_sample and self.model.training:
+            self._rewards.drawn(samples, self._own_share(samples, values))
+        return values
+
+    def _postprocess_batch(self, samples: list[Any], batch_encoded_inputs: list[Any]) -> None:
+        super()._postprocess_batch(samples, batch_encoded_inputs)
+        chunks, batches = [], []
+        if self.template.sequence_parallel_size == 1:
+            chunks = self.split_by_mini_batches(samples)
+            batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
+        assert self._recorder.log is not None
+        self._rewards.record(
+            self._recorder.log,
+            samples,
+            self._own_share(samples, self._rewards_per_func),
+            fate="trained" if self.model.training else "evaluated",
+            extras=training_scores(samples, chunks, batches),
+            all_gather=self._ranks.all_gather,
+        )
+
+    def _own_share(self, samples: list[Any], of_all_ranks: torch.Tensor) -> list[list[float]]:
+        start = sum(self._ranks.all_gather(len(samples))[: self._ranks.rank])
+        share: list[list[float]] = of_all_ranks[start : start + len(samples)].tolist()
+        return share
 
     # --- weights and checkpoints ---
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.record.index import index_samples
-from swift_grpo_ext.record.reader import read_group, read_samples
+from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.record.rows import ROW, sample_id, write_session
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import subprocess
 import sys
@@ -23,9 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_grpo_ext.record import log as sample_log
-from swift_grpo_ext.record.index import index_samples
-from swift_grpo_ext.record.log import SampleLog, next_session
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.log import SAMPLES, SampleLog, next_session
+from swift_grpo_ext.record.reader import index_samples, read_samples
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SCHEMA, SampleRow, to_batch, to_rows
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.record.rows import ROW, sample_id, write_session
@@ -200,25 +198,95 @@ def test_cut_off_anywhere(tmp_path: Path) -> None:
             assert read_rows(tmp_path) == rows[:num_whole]
 
 
-def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
-    log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
-    log.append([ROW])
-    end = log.path.stat().st_size
-    log.append([replace(ROW, sample_id=sample_id(1), text="x" * 1000)])
-    log.close()
-    data = bytearray(log.path.read_bytes())
-    data[-500:-8] = b"\xff" * 492
-    log.path.write_bytes(data)
-    match = (
-        rf"session-0000-rank-00000\.arrows is damaged from byte {end} on .*truncate --size={end}"
-    )
-    with pytest.raises(ValueError, match=match):
-        read_rows(tmp_path)
-    os.truncate(log.path, end)
-    assert read_rows(tmp_path) == [ROW]
+def damaged(path: Path, start: int, end: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[start:end] = b"\xff" * len(data[start:end])
+    path.write_bytes(data)
 
 
-def test_bytes_that_are_no_text_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def three_batches(tmp_path: Path) -> tuple[Path, list[SampleRow], list[int]]:
+    """A file of 2 rows a step, its rows, and where its batches end."""
+    rows = [
+        replace(ROW, sample_id=sample_id(step, index=i), text=f"{step}{i}" * 100)
+        for step in range(3)
+        for i in range(2)
+    ]
+    ends = []
+    with SampleLog(tmp_path, session=0, start_step=0, rank=0) as log:
+        for step in range(3):
+            log.append(rows[2 * step : 2 * step + 2])
+            ends.append(log.path.stat().st_size)
+    return log.path, rows, ends
+
+
+def test_a_damaged_batch_is_named_and_the_others_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, rows, ends = three_batches(tmp_path)
+    damaged(path, ends[1] - 300, ends[1])
+    assert read_rows(tmp_path) == rows[:2] + rows[4:]
+    [message] = caplog.messages
+    assert message.startswith(f"{path} is damaged in rows 2 to 3 (train round 1.0; ")
+    assert "the others read. Restore it from a copy." in message
+
+
+def test_a_batch_without_its_head_is_named_and_the_others_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, rows, ends = three_batches(tmp_path)
+    damaged(path, ends[0], ends[0] + 32)
+    assert read_rows(tmp_path) == rows[:2] + rows[4:]
+    assert caplog.messages == [
+        f"{path} is damaged in bytes {ends[0]} to {ends[1]}, behind row 2: these rows are left "
+        "out, and the others read. Restore it from a copy."
+    ]
+    [session] = index_samples(tmp_path).sessions
+    assert (session.num_rows, session.num_unread_bytes) == (4, 0)
+
+
+def test_a_damaged_end_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, rows, ends = three_batches(tmp_path)
+    damaged(path, ends[1], ends[1] + 32)
+    assert read_rows(tmp_path) == rows[:4]
+    num_bytes = path.stat().st_size - ends[1]
+    assert caplog.messages == [
+        f"{path} is not whole from byte {ends[1]} on, behind row 4: its writer was killed, still "
+        f"writes, or {num_bytes} bytes are damaged. They are left out."
+    ]
+
+
+def test_a_file_without_its_head_is_named_and_the_others_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _, _ = three_batches(tmp_path)
+    other = replace(ROW, sample_id=sample_id(0, group=1), rank=1)
+    write_session(tmp_path, [other], rank=1)
+    damaged(path, 8, 40)
+    assert read_rows(tmp_path) == [other]
+    assert caplog.messages == [
+        f"{path} is damaged in its first bytes: none of its rows can be read, restore it from a "
+        "copy."
+    ]
+
+
+def test_no_row_is_missing_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever bit is flipped."""
+    path, rows, ends = three_batches(tmp_path)
+    whole = path.read_bytes()
+    heads = [start + i for start in (0, *ends[:2]) for i in range(0, 40, 3)]
+    for position in [*heads, *range(1, len(whole), 211)]:
+        data = bytearray(whole)
+        data[position] ^= 1 << position % 8
+        path.write_bytes(data)
+        caplog.clear()
+        num_rows = read_samples(tmp_path, columns=["step", "text"]).num_rows
+        assert num_rows == len(rows) or caplog.messages, position
+        assert num_rows >= 4 or position < ends[0]
+
+
+def test_bytes_that_are_no_text_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def to_bad_batch(rows: list[SampleRow], schema: pa.Schema) -> pa.RecordBatch:
         batch = to_batch(rows, schema)
         [_, offsets, data] = batch["text"].buffers()
@@ -227,13 +295,15 @@ def test_bytes_that_are_no_text_are_damage(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(sample_log, "to_batch", to_bad_batch)
     write_session(tmp_path, [ROW])
-    with pytest.raises(ValueError, match=r"is damaged from byte .*Invalid UTF8"):
-        read_samples(tmp_path, columns=["text"])
+    assert read_samples(tmp_path, columns=["text"]).num_rows == 0
+    assert "is damaged in rows 0 to 0 (train round 0.0; Invalid" in caplog.text
+    assert read_samples(tmp_path, columns=["step"]).num_rows == 1
 
 
-def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_log, "VERSION", 9)
-    write_session(tmp_path, [ROW])
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    table = replace(SAMPLES, version=9)
+    with SampleLog(tmp_path, session=0, start_step=0, rank=0, table=table) as log:
+        log.append([ROW])
     with pytest.raises(ValueError, match=r"is of version 9 .* reads 2: use the version"):
         read_samples(tmp_path)
 

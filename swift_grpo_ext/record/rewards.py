@@ -1,0 +1,175 @@
+"""How each sample scored, and what became of it: one row beside the sample log's. Pure.
+
+Rows are written when a round is scored and its advantages are known. Rounds that dynamic sampling
+added are written with the round that they served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from swift_grpo_ext.record.log import SampleLog, Table
+from swift_grpo_ext.sampling.groups import group_of, parse_request_id, sample_ids_at
+from swift_grpo_ext.sampling.rounds import Round
+from swift_grpo_ext.sampling.seeding import SampleId
+
+Fate = Literal["trained", "dropped", "evaluated"]
+
+REWARD_SCHEMA = pa.schema(
+    [
+        pa.field("phase", pa.utf8(), nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("number", pa.int64(), nullable=False),
+        pa.field("group", pa.int64(), nullable=False),
+        pa.field("index", pa.int32(), nullable=False),
+        pa.field("reward", pa.float32()),
+        pa.field("rewards", pa.map_(pa.utf8(), pa.float32()), nullable=False),
+        pa.field("advantage", pa.float32()),
+        pa.field("gap_mean", pa.float32()),
+        pa.field("gap_max", pa.float32()),
+        pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("replaced", pa.bool_(), nullable=False),
+        pa.field("fate", pa.utf8(), nullable=False),
+    ]
+)
+REWARDS = Table(name="rewards", version=1, schema=REWARD_SCHEMA)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardRow:
+    """How one sample scored."""
+
+    sample_id: SampleId
+    """Its name; all turns of a conversation share one score."""
+
+    reward: float | None
+    """Sum of the functions' values, weighted by `--reward_weights`; before the KL term of
+    `--kl_in_reward`. None without a value."""
+
+    rewards: Sequence[tuple[str, float | None]]
+    """Each reward function's name and value; None where it gave none."""
+
+    advantage: float | None = None
+    """None where the sample was dropped."""
+
+    gap_mean: float | None = None
+    """Mean |training - rollout| log-probability over the completion's tokens, in nats; None where
+    one of them is unknown, with sequence parallelism, and where the sample was dropped."""
+
+    gap_max: float | None = None
+    """The largest of these, in nats."""
+
+    truncated: bool
+    """Whether the length limit ended the completion."""
+
+    replaced: bool
+    """Whether its prompt took the place of one that could not be encoded."""
+
+    fate: Fate
+    """`dropped`: dynamic sampling left it out."""
+
+
+class RewardRecorder:
+    """Writes how this rank's samples scored, once their round is over."""
+
+    def __init__(self, functions: Mapping[str, float]) -> None:
+        """Functions: names and weights, in the order of the values."""
+        self._functions = functions
+        self._log: SampleLog | None = None
+        self._drawn: dict[SampleId, RewardRow] = {}
+        self._replaced_groups: set[SampleId] = set()
+
+    def replaced(self, round_: Round, groups: Iterable[int]) -> None:
+        """These groups of the generation batch that comes next got other prompts."""
+        self._replaced_groups.update(sample_ids_at(round_, groups, 1))
+
+    def drawn(self, samples: Sequence[Any], values: Sequence[Sequence[float]]) -> None:
+        """Dynamic sampling has scored samples that this rank drew, and may drop them.
+
+        Args:
+            samples: ms-swift's.
+            values: [samples][functions]; NaN where a function gave none.
+        """
+        rows = [self._row(*pair, fate="dropped") for pair in zip(samples, values, strict=True)]
+        self._drawn.update((row.sample_id, row) for row in rows)
+
+    def record(
+        self,
+        sample_log: SampleLog,
+        samples: Sequence[Any],
+        values: Sequence[Sequence[float]],
+        *,
+        fate: Fate,
+        extras: Mapping[str, Mapping[str, float | None]],
+        all_gather: Callable[[Any], list[Any]],
+    ) -> None:
+        """Write the scores of a round that is over; all ranks call it.
+
+        Args:
+            sample_log: the log of the samples, of the same session.
+            samples: ms-swift's, those that this rank goes on with.
+            values: as for `drawn`.
+            fate: of these samples.
+            extras: by `request_id`: `advantage`, `gap_mean` and `gap_max`, as far as known.
+            all_gather: gives every rank's value; called only where dynamic sampling drew.
+        """
+        rows: dict[SampleId, RewardRow] = {}
+        for sample, row_values in zip(samples, values, strict=True):
+            row = self._row(sample, row_values, fate=fate, **extras.get(sample.request_id, {}))
+            rows[row.sample_id] = row
+        if self._drawn:  # on all ranks or on none
+            kept = {name for names in all_gather(list(rows)) for name in names}
+            rows |= {name: row for name, row in self._drawn.items() if name not in kept}
+        self._drawn = {}
+        rounds = {_round_of(name) for name in rows}  # of the next, groups may be replaced already
+        self._replaced_groups = {g for g in self._replaced_groups if _round_of(g) not in rounds}
+        self._log = self._log or sample_log.beside(REWARDS)
+        self._log.append([rows[name] for name in sorted(rows)])
+
+    def _row(self, sample: Any, values: Sequence[float], *, fate: Fate, **extras: Any) -> RewardRow:
+        sample_id = parse_request_id(sample.request_id)
+        known = [None if math.isnan(value) else float(value) for value in values]
+        weighted = zip(known, self._functions.values(), strict=True)
+        terms = [value * weight for value, weight in weighted if value is not None]
+        return RewardRow(
+            sample_id=sample_id,
+            reward=sum(terms) if terms else None,
+            rewards=list(zip(self._functions, known, strict=True)),
+            truncated=bool(sample.is_truncated),
+            replaced=group_of(sample_id) in self._replaced_groups,
+            fate=fate,
+            **extras,
+        )
+
+
+def _round_of(sample_id: SampleId) -> tuple[str, int, int]:
+    return sample_id.phase, sample_id.step, sample_id.number
+
+
+def training_scores(
+    samples: Sequence[Any], chunks: Sequence[Sequence[Any]], batches: Sequence[Any]
+) -> dict[str, dict[str, float]]:
+    """What training adds to a sample's score, by `request_id`: `RewardRecorder.record`'s `extras`.
+
+    Args:
+        samples: ms-swift's, with their `advantages`.
+        chunks: the samples of each micro-batch.
+        batches: the micro-batches, ms-swift's `GRPOBatch` with tensors [samples, tokens].
+    """
+    scores = {sample.request_id: {"advantage": float(sample.advantages)} for sample in samples}
+    for chunk, batch in zip(chunks, batches, strict=True):
+        rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
+        if rollout is None or training is None:
+            continue
+        difference = (training - rollout).abs().float() * batch.completion_mask
+        means = difference.sum(1) / batch.completion_mask.sum(1).clamp(min=1)
+        for sample, mean, largest in zip(
+            chunk, means.tolist(), difference.amax(1).tolist(), strict=True
+        ):
+            scores[sample.request_id].update(gap_mean=mean, gap_max=largest)
+    return scores
