@@ -105,6 +105,26 @@ class NameReward(ORM):
         ]
 
 
+class OddGroupsReward(ORM):
+    """Tells the samples of odd groups apart; dynamic sampling drops the even ones."""
+
+    def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
+        sample_ids = [parse_request_id(name) for name in request_id]
+        return [float(sample_id.group % 2 * sample_id.index) for sample_id in sample_ids]
+
+
+class EvenIndexReward(ORM):
+    """Says nothing of samples with odd numbers."""
+
+    def __call__(
+        self, completions: list[str], request_id: list[str], **_: Any
+    ) -> list[float | None]:
+        sample_ids = [parse_request_id(name) for name in request_id]
+        return [None if sample_id.index % 2 else 0.25 for sample_id in sample_ids]
+
+
+orms["odd_groups"] = OddGroupsReward
+orms["even_index"] = EvenIndexReward
 orms["position"] = PositionReward
 orms["name"] = NameReward
 TrainerFactory.TRAINER_MAPPING["grpo"] = "recorder.RecordingTrainer"
