@@ -99,6 +99,8 @@ def test_samples_to_jsonl(run_dir: Path, tmp_path: Path) -> None:
     output = tmp_path / "样本.jsonl"
     assert main(["samples", str(run_dir), "--output", str(output)]) == 0
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        assert [row.pop(column.name) for column in export.SCORE_COLUMNS] == [None] * 7
     assert "七 👍" in output.read_text(encoding="utf-8")
     assert rows[1].pop("logprobs") == [None, None, -0.5]
     expected = read_samples(run_dir).to_pylist()
@@ -112,7 +114,8 @@ def test_samples_to_parquet(run_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     assert main(["samples", str(run_dir), "--output", str(output)]) == 0
     written = pq.ParquetFile(output)
     assert [written.metadata.row_group(i).num_rows for i in range(2)] == [5, 4]
-    assert repr(written.read().to_pylist()) == repr(read_samples(run_dir).to_pylist())  # with NaN
+    rows = written.read().select(read_samples(run_dir).schema.names).to_pylist()
+    assert repr(rows) == repr(read_samples(run_dir).to_pylist())  # with NaN
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_an_export_that_fails_leaves_the_file_before(
 ) -> None:
     output = tmp_path / "samples.jsonl"
     output.write_text("before")
-    monkeypatch.setattr(export, "_json_numbers", lambda values: {object()})
+    monkeypatch.setattr(export, "_json_value", lambda value: {object()})
     with pytest.raises(TypeError):
         main(["samples", str(run_dir), "--output", str(output)])
     assert output.read_text() == "before"

@@ -29,7 +29,9 @@ ROWS_PER_ROW_GROUP = 16_384
 
 PROGRESS_ROUNDS = 100
 SCORE_COLUMNS = [
-    field for field in REWARD_SCHEMA if field.name not in (*SAMPLE_ID_COLUMNS, "rewards")
+    field.with_nullable(True)  # null where a sample has no score yet
+    for field in REWARD_SCHEMA
+    if field.name not in (*SAMPLE_ID_COLUMNS, "rewards")
 ]
 
 
@@ -74,7 +76,7 @@ class Record:
         known = keys[order][at] == wanted if len(keys) else np.zeros(len(wanted), bool)
         rows = pa.array(order[at] if len(keys) else at, pa.int64(), mask=~known)
         for column in SCORE_COLUMNS:
-            table = table.append_column(column.with_nullable(True), scores[column.name].take(rows))
+            table = table.append_column(column, scores[column.name].take(rows))
         for function in self.functions:
             values = pc.map_lookup(scores["rewards"], function, "first").take(rows)
             table = table.append_column(f"reward_{function}", values)

@@ -385,7 +385,7 @@ def _find_messages(source: pa.NativeFile) -> tuple[list[int], int, dict[int, int
 
 
 def _next_batch_start(source: pa.NativeFile, position: int) -> int | None:
-    source.seek(position)
+    source.seek(min(position, source.size()))
     content = source.read()
     found = content.find(MESSAGE_START)
     while found >= 0:

@@ -296,7 +296,8 @@ def test_bytes_that_are_no_text_are_damage(
     monkeypatch.setattr(sample_log, "to_batch", to_bad_batch)
     write_session(tmp_path, [ROW])
     assert read_samples(tmp_path, columns=["text"]).num_rows == 0
-    assert "is damaged in rows 0 to 0 (train round 0.0; Invalid" in caplog.text
+    assert "is damaged in rows 0 to 0 (train round 0.0; " in caplog.text
+    assert "Invalid UTF8" in caplog.text
     assert read_samples(tmp_path, columns=["step"]).num_rows == 1
 
 
