@@ -234,6 +234,30 @@ def run_report(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_audit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "audit", help="do rollouts that any framework dumped share their noise?"
+    )
+    parser.add_argument(
+        "file", nargs="+", type=Path, help="of TRL, verl, slime, ms-swift: .parquet, .csv, .jsonl"
+    )
+    for name in ("step", "group", "prompt", "completion", "token-ids", "logprobs"):
+        parser.add_argument(f"--{name}", metavar="COLUMN", help=f"the column that holds the {name}")
+    parser.add_argument("--alarm-p", type=float, default=1e-6, help="default: %(default)g")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.set_defaults(run=run_audit)
+
+
+def run_audit(options: argparse.Namespace) -> int:
+    from swift_grpo_ext.diversity.audit import audit, report
+    from swift_grpo_ext.diversity.dumps import COLUMNS, read_dump
+
+    names = {key: name for key in COLUMNS if (name := getattr(options, key, None))}
+    result = audit(read_dump(options.file, names), options.alarm_p)
+    print(report(result, as_json=options.json))
+    return int(result.verdict == "shared noise")
+
+
 def add_replay(commands: Any) -> None:
     from swift_grpo_ext.replay.command import add_arguments
 
@@ -249,4 +273,5 @@ ADDERS = (
     add_samples,
     add_report,
     add_replay,
+    add_audit,
 )

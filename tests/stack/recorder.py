@@ -113,18 +113,18 @@ class OddGroupsReward(ORM):
         return [float(sample_id.group % 2 * sample_id.index) for sample_id in sample_ids]
 
 
-class EvenIndexReward(ORM):
-    """Says nothing of samples with odd numbers."""
+class SilentReward(ORM):
+    """Says nothing of even groups."""
 
     def __call__(
         self, completions: list[str], request_id: list[str], **_: Any
     ) -> list[float | None]:
         sample_ids = [parse_request_id(name) for name in request_id]
-        return [None if sample_id.index % 2 else 0.25 for sample_id in sample_ids]
+        return [0.25 if sample_id.group % 2 else None for sample_id in sample_ids]
 
 
 orms["odd_groups"] = OddGroupsReward
-orms["even_index"] = EvenIndexReward
+orms["silent"] = SilentReward
 orms["position"] = PositionReward
 orms["name"] = NameReward
 TrainerFactory.TRAINER_MAPPING["grpo"] = "recorder.RecordingTrainer"

@@ -22,7 +22,7 @@ SAME = 1e-3
 def test_scores_of_trained_and_dropped_samples(assets: Path, tmp_path: Path) -> None:
     rows = write_rows(assets / "digits/train.jsonl", tmp_path / "rows.jsonl", range(12))
     dynamic = ["--dynamic_sample", "true", "--max_resample_times", "4"]
-    rewards = ["--reward_funcs", "odd_groups", "even_index", "--reward_weights", "1.0", "2.0"]
+    rewards = ["--reward_funcs", "odd_groups", "silent", "--reward_weights", "1.0", "2.0"]
     samples = train(assets, rows, tmp_path / "two", *dynamic, *rewards, ranks=2, steps=1)
 
     scores = {
@@ -40,9 +40,9 @@ def test_scores_of_trained_and_dropped_samples(assets: Path, tmp_path: Path) -> 
     assert fates["dropped"] >= BATCH  # groups 0 and 2 of three rounds
     for name, score in scores.items():
         *_, group, index = map(int, name.replace(".", "-").split("-")[1:])
-        odd, even = float(group % 2 * index), None if index % 2 else 0.25
-        assert score["rewards"] == [("OddGroupsReward", odd), ("EvenIndexReward", even)]
-        assert score["reward"] == odd + 2 * (even or 0)
+        odd, silent = float(group % 2 * index), 0.25 if group % 2 else None
+        assert score["rewards"] == [("OddGroupsReward", odd), ("SilentReward", silent)]
+        assert score["reward"] == odd + 2 * (silent or 0)
         assert (score["fate"] == "trained") == (name in advantages) == (group == 1)
         assert score["advantage"] == pytest.approx(advantages.get(name))
         assert (score["gap_max"] is None) == (name not in advantages)
