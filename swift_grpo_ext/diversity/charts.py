@@ -132,9 +132,9 @@ def read_log(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The training lines of ms-swift's `logging.jsonl`, with their `step`; of a step that a resumed
     run took again, the last. [] where there is no file."""
     rows: dict[int, dict[str, Any]] = {}
-    for row in read_json_lines(Path(run_dir) / "logging.jsonl"):
+    for row in read_json_lines(Path(run_dir) / "logging.jsonl", dict):
         done = str(row.get("global_step/max_steps", "")).partition("/")[0]
-        if done.isdigit() and "loss" in row:
+        if done.isdecimal() and "loss" in row:
             rows = {step: kept for step, kept in rows.items() if step < int(done)}
             rows[int(done)] = {**row, "step": int(done)}
     return list(rows.values())

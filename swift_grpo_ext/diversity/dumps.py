@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +21,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from swift_grpo_ext.diversity.record import read_json_lines
 from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.sampling.seeding import SampleId
-
-logger = logging.getLogger(__name__)
 
 COLUMNS = {
     "step": ("step", "gen_step", "global_step", "global_steps", "rollout_id", "iteration"),
@@ -44,8 +42,6 @@ COLUMNS = {
     ),
 }
 """Names that columns have, the likeliest first."""
-
-MAX_BAD_LINES_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,28 +122,11 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         yield from (row for row in (rows if isinstance(rows, list) else [rows]))
     elif path.suffix == ".jsonl":
-        yield from _read_lines(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist.")
+        yield from read_json_lines(path, dict)
     else:
         raise ValueError(f"{path}: expected a file that ends with .parquet, .csv, .json or .jsonl.")
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines that are no JSON objects are left out, with a warning that names them."""
-    bad: list[int] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict):
-                yield row
-            elif line.strip():
-                bad.append(number)
-    if bad:
-        named = ", ".join(map(str, bad[:MAX_BAD_LINES_NAMED]))
-        more = f" and {len(bad) - MAX_BAD_LINES_NAMED} more" * (len(bad) > MAX_BAD_LINES_NAMED)
-        logger.warning("%s: lines %s%s are no JSON objects, and are left out.", path, named, more)
 
 
 def _is_table(row: Mapping[str, Any]) -> bool:

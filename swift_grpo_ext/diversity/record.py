@@ -7,13 +7,20 @@ from the checkpoint of step s), and the findings of a round. An evaluation write
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FILE_NAME = "diversity.jsonl"
+MAX_NAMED_LINES = 5
+"""Damaged ones, in a warning."""
 
 
 @dataclass(kw_only=True)
@@ -101,31 +108,58 @@ class RecordFile:
             f.write(json.dumps(values, ensure_ascii=False) + "\n")
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, without lines that a crash cut off; [] where there is no file."""
-    objects = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+def read_json_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What `parse` makes of each object in a file; [] where there is no file.
+
+    Lines that a crash or damage has spoilt are left out; a warning names them. They are no JSON
+    objects, or `parse` raises KeyError, TypeError or ValueError.
+    """
+    parsed: list[T] = []
+    spoilt: list[str] = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
         try:
-            objects.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return objects
+            values = json.loads(line)
+            if not isinstance(values, dict):
+                raise ValueError("no object")
+            parsed.append(parse(values))
+        except (KeyError, TypeError, ValueError):
+            spoilt += [str(number)] if line.strip() else []
+    if spoilt:
+        more = f" and {len(spoilt) - MAX_NAMED_LINES} more" * (len(spoilt) > MAX_NAMED_LINES)
+        logger.warning(
+            "%s: the lines %s%s are damaged or incomplete, and are left out.",
+            path,
+            ", ".join(spoilt[:MAX_NAMED_LINES]),
+            more,
+        )
+    return parsed
 
 
 def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:
     """The rounds of a run in their order, each once. The rounds of a resumed session replace those
     that the session before drew from there on. [] where there is no file."""
     records: list[RoundRecord] = []
-    for values in read_json_lines(Path(run_dir) / FILE_NAME):
-        if "start_step" in values:
-            records = [r for r in records if not _is_superseded(r, values["start_step"])]
+    for line in read_json_lines(Path(run_dir) / FILE_NAME, _parse_line):
+        if isinstance(line, int):
+            records = [r for r in records if not _is_superseded(r, line)]
         else:
-            records.append(RoundRecord(**values))
+            records.append(line)
     return sorted(records, key=lambda r: (r.steps_done, r.phase == "eval", r.number))
 
 
+def _parse_line(values: dict[str, Any]) -> int | RoundRecord:
+    """The step at which a session began, or a round."""
+    if "start_step" in values:
+        return int(values["start_step"])
+    record = RoundRecord(**values)
+    is_named = all(isinstance(value, int) for value in (record.step, record.number))
+    if not is_named or record.verdict not in ("broken", "collapse", "unknown", "healthy"):
+        raise ValueError("no round")
+    return record
+
+
 def _is_superseded(record: RoundRecord, start_step: int) -> bool:
-    """As `record.index` has it: an evaluation at the step of the checkpoint came before it."""
+    """As `record.reader` has it: an evaluation at the step of the checkpoint came before it."""
     if record.phase == "eval" and start_step > 0:
         return record.step > start_step
     return record.step >= start_step

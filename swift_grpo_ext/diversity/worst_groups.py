@@ -65,13 +65,14 @@ def worst_groups(
     """Groups of the worst rounds, alarms first; and why some are missing, empty if none is."""
     ranked = sorted(records, key=_badness)
     wanted = [(r, g) for r in ranked for g in r.worst_groups[:MAX_GROUPS_OF_ROUND]][:MAX_GROUPS]
-    found = []
+    found: list[WorstGroup] = []
+    missing = ""
     for record, number in wanted:
         try:
             found.append(_worst_group(run_dir, record, number))
         except (OSError, ValueError) as e:
-            return found, str(e)
-    return found, ""
+            missing = missing or str(e)
+    return found, missing
 
 
 def _badness(record: RoundRecord) -> tuple[Any, ...]:

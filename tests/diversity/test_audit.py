@@ -267,7 +267,9 @@ def test_damaged_files(
     path.write_bytes(b"".join(lines))
     status, found = audited([path], capsys)
     assert (status, found["num_samples"]) == (0, GROUP_SIZE * NUM_GROUPS * NUM_STEPS)
-    assert caplog.messages == [f"{path}: lines 2, 3, 4 are no JSON objects, and are left out."]
+    assert caplog.messages == [
+        f"{path}: the lines 2, 3, 4 are damaged or incomplete, and are left out."
+    ]
     broken = tmp_path / "rows.parquet"
     broken.write_bytes(b"PAR1 and no more")
     assert main(["audit", str(broken)]) == 1

@@ -14,6 +14,7 @@ from PIL import Image
 from swift_grpo_ext.diversity import charts
 from swift_grpo_ext.diversity.alarms import read_words
 from swift_grpo_ext.diversity.charts import read_log, thin
+from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.diversity.report import alarm_spans, overall_verdict, write_report
 from swift_grpo_ext.diversity.worst_groups import thumbnails, worst_groups
 from tests.diversity.runs import frozen_rounds, make_run
@@ -294,3 +295,40 @@ def test_the_page_has_a_main_part_and_named_images(tmp_path: Path, picture: Path
     images = Reader(page, "en").images
     assert images
     assert set(images) == {"prompt: seven.png"}
+
+
+# --- damaged files ---
+
+
+def test_damaged_lines_are_named_and_the_others_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = make_run(tmp_path, frozen_rounds())
+    for name in ("diversity.jsonl", "logging.jsonl"):
+        path = tmp_path / name
+        lines = path.read_bytes().splitlines(keepends=True)
+        spoilt = [b"\xff\xfe\n", b"[1]\n", b"{}}\n", b'{"start_step": "x"}\n', b'{"phase": 1}\n']
+        spoilt += [lines[1].replace(b'"step": ', b'"step": 0.5, "x": ')]
+        path.write_bytes(b"".join([lines[0], *spoilt, *lines[1:], lines[-1][:9]]))
+    assert read_records(tmp_path) == records
+    [message] = caplog.messages
+    assert message == (
+        f"{tmp_path / 'diversity.jsonl'}: the lines 2, 3, 4, 5, 6 and 2 more are damaged or "
+        "incomplete, and are left out."
+    )
+    caplog.clear()
+    assert len(write_report(tmp_path)) == 2
+    log = tmp_path / "logging.jsonl"
+    assert (
+        f"{log}: the lines 2, 3, 4, 10 are damaged or incomplete, and are left out." in caplog.text
+    )
+
+
+def test_a_report_of_a_damaged_sample_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_run(tmp_path, frozen_rounds())
+    [path] = (tmp_path / "samples").iterdir()
+    data = bytearray(path.read_bytes())
+    data[8:40] = b"\xff" * 32
+    path.write_bytes(data)
+    assert len(write_report(tmp_path)) == 2
+    assert f"{path} is damaged in its first bytes" in caplog.text
