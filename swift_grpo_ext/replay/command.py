@@ -141,7 +141,7 @@ def _replay(options: argparse.Namespace) -> Replay:
         )
     return Replay(
         run_dir=str(options.run_dir),
-        weights=" + ".join((weights.model, *weights.adapters)),
+        weights=" + ".join(weights),
         weight_version=rows[0].weight_version,
         equal=equal,
         samples=samples,

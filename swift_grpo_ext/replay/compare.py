@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.sampling.groups import request_id
@@ -96,10 +97,8 @@ def compare(
 
 def first_difference(logged: Sequence[int], drawn: Sequence[int]) -> int | None:
     """The first position where tokens differ or one completion has ended; None where all agree."""
-    for position, (one, other) in enumerate(zip(logged, drawn, strict=False)):
-        if one != other:
-            return position
-    return None if len(logged) == len(drawn) else min(len(logged), len(drawn))
+    pairs = enumerate(zip_longest(logged, drawn))
+    return next((position for position, (one, other) in pairs if one != other), None)
 
 
 def _logprob_gap(

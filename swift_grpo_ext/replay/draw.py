@@ -25,10 +25,11 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.checks.preflight import check_model
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.replay.run import ReplayError, Run, Weights
-from swift_grpo_ext.rollout.draw import RankBatch, draw, to_rollout_outputs
+from swift_grpo_ext.replay.run import ReplayError, Run
+from swift_grpo_ext.rollout.draw import draw, to_rollout_outputs
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.training.rollouts import RolloutSettings
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
@@ -37,7 +38,7 @@ from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
 def draw_again(
     run: Run,
-    weights: Weights,
+    weights: Sequence[str],
     prompts: Mapping[str, Mapping[str, Any]],
     rows: Sequence[SampleRow],
 ) -> tuple[list[tuple[list[int], list[float] | None]], Any]:
@@ -45,12 +46,13 @@ def draw_again(
     order of `rows`, and the tokenizer.
 
     Args:
+        weights: as `weights_of` gives them.
         prompts: rows of ms-swift's, by their fingerprints.
         rows: the samples, as they were logged.
     """
     settings = run.settings
     with _one_model(run, weights) as model:
-        engine, config = make_engine(settings, model, base=weights.model, num_samples=len(rows))
+        engine, config = make_engine(settings, model, base=weights[0], num_samples=len(rows))
 
         def generate(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
             answers = engine.infer(requests, config, use_tqdm=False)
@@ -61,15 +63,11 @@ def draw_again(
             prompt = dict(prompts[rows[number].fingerprint])
             return OnPolicySample.from_row(prompt).to_infer_request()
 
-        rank_batch = RankBatch(
-            sample_ids=[row.sample_id for row in rows],
-            fingerprints=[row.fingerprint for row in rows],
+        rank_batch = RolloutSettings.of(SimpleNamespace(**settings)).rank_batch(
+            [row.sample_id for row in rows],
+            [row.fingerprint for row in rows],
             request=request,
-            run_seed=settings["seed"],
-            grouped=bool(settings["rollout_group_requests"]),
             packed=True,
-            stop_token_ids=tuple(settings.get("stop_token_ids") or ()),
-            include_stop_str_in_output=settings.get("include_stop_str_in_output", True),
         )
         outputs, _ = draw(rank_batch, SingleRank(), generate)
         drawn = [
@@ -92,6 +90,7 @@ def make_engine(
         base: the model that was trained; its generation_config.json counts.
         num_samples: how many are drawn at a time.
     """
+    verify((*pins.TRAINER, *pins.ENGINE))
     args = base_arguments(settings, model)
     apply_cpu_settings(args, ())
     _, processor = args.get_model_processor(load_model=False)
@@ -115,8 +114,6 @@ def make_engine(
     GRPOTrainer._prepare_rollout_params(trainer)
     if not has_accelerator():
         trainer.vllm_tensor_parallel_size = 1
-
-    verify((*pins.TRAINER, *pins.ENGINE))
 
     def engine_of_one_process(*args: Any, **kwargs: Any) -> RolloutEngine:
         return RolloutEngine(*args, **{**kwargs, "distributed_executor_backend": None})
@@ -153,10 +150,11 @@ def data_rows(settings: Mapping[str, Any], phase: str) -> Iterator[Mapping[str, 
 
 
 @contextmanager
-def _one_model(run: Run, weights: Weights) -> Iterator[str]:
+def _one_model(run: Run, weights: Sequence[str]) -> Iterator[str]:
     """A model that vLLM can load; merged adapters stand beside the checkpoints for as long."""
-    if not weights.adapters:
-        yield weights.model
+    base, *adapters = weights
+    if not adapters:
+        yield base
         return
     from swift.pipelines.export.merge_lora import merge_lora
 
@@ -164,7 +162,7 @@ def _one_model(run: Run, weights: Weights) -> Iterator[str]:
     parent = run.folder if os.access(run.folder, os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="replay-", dir=parent)
     try:
-        args: Any = base_arguments(run.settings, weights.model, adapters=list(weights.adapters))
+        args: Any = base_arguments(run.settings, base, adapters=adapters)
         args.output_dir, args.safe_serialization = folder, True
         args.max_shard_size = run.settings["max_shard_size"]
         merge_lora(args, device_map="cpu", replace_if_exists=True)

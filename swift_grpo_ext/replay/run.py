@@ -32,16 +32,6 @@ class Run(NamedTuple):
     """Those of `args.json`, with the caller's changes."""
 
 
-class Weights(NamedTuple):
-    """What the engine loads."""
-
-    model: str
-    """Directory or hub id."""
-
-    adapters: tuple[str, ...] = ()
-    """Directories of adapters, to be merged into the model."""
-
-
 def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
     """Read the settings of a run.
 
@@ -124,8 +114,9 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
     return first
 
 
-def weights_of(run: Run, version: int) -> Weights:
-    """The weights after `version` optimizer steps.
+def weights_of(run: Run, version: int) -> list[str]:
+    """The weights after `version` optimizer steps: a model (directory or hub id), and the
+    directories of adapters to be merged into it.
 
     Raises:
         ReplayError: the checkpoint is missing; names it, and the settings that keep it.
@@ -135,11 +126,9 @@ def weights_of(run: Run, version: int) -> Weights:
     resumed = settings.get("resume_from_checkpoint")
     # --resume_only_model counts steps from 0, from the weights of --resume_from_checkpoint.
     if version == 0 and not (resumed and settings.get("resume_only_model")):
-        return Weights(model=base, adapters=tuple(map(str, settings.get("adapters") or ())))
+        return [base, *map(str, settings.get("adapters") or ())]
     checkpoint = _checkpoint(run, version, Path(resumed).expanduser() if resumed else None)
-    if settings["tuner_type"] == "full":
-        return Weights(model=str(checkpoint))
-    return Weights(model=base, adapters=(str(checkpoint),))
+    return [str(checkpoint)] if settings["tuner_type"] == "full" else [base, str(checkpoint)]
 
 
 def _checkpoint(run: Run, version: int, resumed: Path | None) -> Path:

@@ -30,7 +30,6 @@ from swift_grpo_ext.replay.prompts import (
 from swift_grpo_ext.replay.run import (
     ReplayError,
     Run,
-    Weights,
     first_turns,
     read_run,
     weights_of,
@@ -253,8 +252,8 @@ def test_runs_that_cannot_be_replayed(changes: dict[str, Any], named: str, tmp_p
 
 def test_weights(tmp_path: Path) -> None:
     run = make_run(tmp_path, 2, 4)
-    assert weights_of(run, 0) == Weights(model="models/tiny")
-    assert weights_of(run, 4) == Weights(model=str(tmp_path / "checkpoint-4"))
+    assert weights_of(run, 0) == ["models/tiny"]
+    assert weights_of(run, 4) == [str(tmp_path / "checkpoint-4")]
 
 
 def test_weights_of_lora(tmp_path: Path) -> None:
@@ -263,20 +262,20 @@ def test_weights_of_lora(tmp_path: Path) -> None:
         weights_of(run, 2)
     (tmp_path / "checkpoint-2/adapter_config.json").touch()
     checkpoint = str(tmp_path / "checkpoint-2")
-    assert weights_of(run, 2) == Weights(model="models/tiny", adapters=(checkpoint,))
-    assert weights_of(run, 0) == Weights(model="models/tiny")
+    assert weights_of(run, 2) == ["models/tiny", checkpoint]
+    assert weights_of(run, 0) == ["models/tiny"]
     further = make_run(tmp_path, tuner_type="lora", adapters=["first"])
-    assert weights_of(further, 0) == Weights(model="models/tiny", adapters=("first",))
+    assert weights_of(further, 0) == ["models/tiny", "first"]
 
 
 def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
     make_run(tmp_path / "before", 2)
     checkpoint = str(tmp_path / "before/checkpoint-2")
     run = make_run(tmp_path / "run", resume_from_checkpoint=checkpoint)
-    assert weights_of(run, 2) == Weights(model=checkpoint)
-    assert weights_of(run, 0) == Weights(model="models/tiny")
+    assert weights_of(run, 2) == [checkpoint]
+    assert weights_of(run, 0) == ["models/tiny"]
     anew = make_run(tmp_path / "run", resume_from_checkpoint=checkpoint, resume_only_model=True)
-    assert weights_of(anew, 0) == Weights(model=checkpoint)
+    assert weights_of(anew, 0) == [checkpoint]
 
 
 @pytest.mark.parametrize("changes", [{}, {"save_strategy": "no"}, {"save_total_limit": None}])
