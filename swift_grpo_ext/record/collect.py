@@ -29,12 +29,12 @@ def sample_row(
     """One completion, as it was drawn.
 
     Args:
-        sample: ms-swift's sample, or the request of a later turn: its messages and media.
+        sample: ms-swift's sample, or the request of a later turn, with messages and media.
         output: ms-swift's `RolloutOutput` for it. All turns of a conversation that a server led are
             one completion.
         fingerprint: of the prompt.
-        rank: that the sample belongs to.
-        weight_version: optimizer steps behind the weights that it was drawn with.
+        rank: the training rank that owns the sample.
+        weight_version: optimizer steps behind the weights that drew it.
     """
     choice = output.response.choices[0]
     token_ids = list(chain(*output.response_token_ids)) or list(choice.token_ids or ())

@@ -17,7 +17,7 @@ session whose samples count.
 when its writer was killed, or is being written now. Batches that are damaged are left out; a
 warning names the file and the rows, and the others are read.
 
-Only columns that are asked for are read: `scripts/bench/sample_log.py` measures it.
+Reads touch only the columns of the call: `scripts/bench/sample_log.py` measures it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class RewardRow:
     """Whether the length limit ended the completion."""
 
     replaced: bool
-    """Whether its prompt took the place of one that could not be encoded."""
+    """Whether its prompt replaced one that could not be encoded."""
 
     fate: Fate
     """`dropped`: dynamic sampling left it out."""

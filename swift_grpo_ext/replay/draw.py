@@ -1,4 +1,4 @@
-"""The trainer's engine, built again without a trainer, and asked as the training asked it.
+"""The trainer's engine, built again without a trainer, and called as the training called it.
 
 It runs on one machine in one process, whatever the run had: a sample's tokens depend on its seed,
 prompt, weights and settings alone (SPEC S2).

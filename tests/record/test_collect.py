@@ -18,7 +18,7 @@ from swift_grpo_ext.record.collect import media_name, sample_row
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
-PLACE = SampleId(phase="train", step=3, number=0, group=1, index=2)
+NAME = SampleId(phase="train", step=3, number=0, group=1, index=2)
 
 
 @dataclass
@@ -45,10 +45,10 @@ def output(ids: list[int], logprobs: Any = None, **fields: Any) -> RolloutOutput
 
 def row_of(out: RolloutOutput) -> SampleRow:
     sample = Sample([{"role": "user", "content": "几?"}], images=[{"path": "a.png", "bytes": None}])
-    return sample_row(PLACE, sample, out, seed=7, fingerprint="f" * 32, rank=1, weight_version=3)
+    return sample_row(NAME, sample, out, seed=7, fingerprint="f" * 32, rank=1, weight_version=3)
 
 
-def test_a_lean_answer() -> None:
+def test_a_packed_answer() -> None:
     infos = {"seed": 7, "replica": "server 0 replica 1", "stop_reason": "</a>"}
     row = row_of(output([5, 6], rollout_logprobs=[[-0.5, -1.5]], rollout_infos=infos))
     assert (row.token_ids, row.logprobs) == ([5, 6], [-0.5, -1.5])

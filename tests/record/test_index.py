@@ -14,7 +14,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from tests.record.rows import ROW, sample_id, write_session
 
 Session = tuple[int, list[SampleId]]
-"""Step that it starts at, and the places that it writes."""
+"""Step that it starts at, and the samples that it writes."""
 
 
 def write(run_dir: Path, sessions: list[Session]) -> None:
@@ -154,15 +154,15 @@ def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "found"),
+    ("changes", "found"),
     [
         ({"group": 9}, "it has train steps 3 to 4"),
         ({"step": 5}, "it has train steps 3 to 4"),
         ({"phase": "eval"}, "it has no eval rounds"),
     ],
 )
-def test_a_group_that_is_not_there(tmp_path: Path, wish: dict[str, Any], found: str) -> None:
+def test_a_group_that_is_not_there(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
     write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(3, 4)])
-    asked = {"phase": "train", "step": 4, "number": 0, "group": 0} | wish
-    with pytest.raises(ValueError, match=rf"holds no group {asked['group']} of .*; {found}"):
-        read_group(tmp_path, **asked)
+    names = {"phase": "train", "step": 4, "number": 0, "group": 0} | changes
+    with pytest.raises(ValueError, match=rf"holds no group {names['group']} of .*; {found}"):
+        read_group(tmp_path, **names)

@@ -136,7 +136,7 @@ def test_more_rows_than_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert read_rows(tmp_path) == rows
 
 
-def test_columns_are_given_in_the_order_asked_for(tmp_path: Path) -> None:
+def test_columns_keep_the_order_of_the_call(tmp_path: Path) -> None:
     write_session(tmp_path, [ROW])
     table = read_samples(tmp_path, columns=["text", "step"])
     assert table.to_pylist() == [{"text": "seven", "step": 0}]
@@ -413,7 +413,7 @@ def test_imports_neither_torch_nor_vllm_nor_swift() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_places_are_read_without_the_tokens(tmp_path: Path) -> None:
+def test_names_are_read_without_the_tokens(tmp_path: Path) -> None:
     tokens = list(range(2000))
     rows = [
         replace(
