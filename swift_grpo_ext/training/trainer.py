@@ -196,7 +196,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """With `--truncation_strategy delete`: whole groups leave, and whole groups come."""
         round_ = self._rounds.upcoming(training=self.model.training)
-        rows, groups = replace_failing_prompts(
+        rows, num_replaced = replace_failing_prompts(
             inputs,
             others=self.train_dataset if self.model.training else self._eval_rows,
             round_=round_,
@@ -205,9 +205,16 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
             template=self.template,
             ranks=self._ranks,
         )
-        self._rewards.replaced(round_, groups)
-        self._metrics[self._mode]["prompts/replaced"].append(float(len(groups)))
+        if num_replaced:  # of all ranks
+            self._rewards.replaced(round_, self._changed_groups(inputs, rows))
+        self._metrics[self._mode]["prompts/replaced"].append(float(num_replaced))
         return rows
+
+    def _changed_groups(self, before: list[Any], after: list[Any]) -> list[int]:
+        """Numbers in the generation batch of groups that got other rows, on any rank."""
+        own = [row is not old for row, old in zip(after, before, strict=True)]
+        changed = [flag for of_rank in self._ranks.all_gather(own) for flag in of_rank]
+        return sorted({i // self._group_size for i, flag in enumerate(changed) if flag})
 
     # --- the rollout: samples are named, drawn, and written down ---
 
