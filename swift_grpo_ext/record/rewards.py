@@ -77,9 +77,13 @@ class RewardRow:
 class RewardRecorder:
     """Writes how this rank's samples scored, once their round is over."""
 
-    def __init__(self, functions: Mapping[str, float]) -> None:
-        """Functions: names and weights, in the order of the values."""
-        self._functions = functions
+    def __init__(self, names: Sequence[str], weights: Sequence[float]) -> None:
+        """Args: of the reward functions, in the order of the values. A name that comes again gets
+        its number: `Accuracy`, `Accuracy_2`."""
+        repeats = [names[: i + 1].count(name) for i, name in enumerate(names)]
+        pairs = zip(names, repeats, strict=True)
+        self._names = [f"{name}_{count}" if count > 1 else name for name, count in pairs]
+        self._weights = weights
         self._log: SampleLog | None = None
         self._drawn: dict[SampleId, RewardRow] = {}
         self._replaced_groups: set[SampleId] = set()
@@ -134,12 +138,12 @@ class RewardRecorder:
     def _row(self, sample: Any, values: Sequence[float], *, fate: Fate, **extras: Any) -> RewardRow:
         sample_id = parse_request_id(sample.request_id)
         known = [None if math.isnan(value) else float(value) for value in values]
-        weighted = zip(known, self._functions.values(), strict=True)
+        weighted = zip(known, self._weights, strict=True)
         terms = [value * weight for value, weight in weighted if value is not None]
         return RewardRow(
             sample_id=sample_id,
             reward=sum(terms) if terms else None,
-            rewards=list(zip(self._functions, known, strict=True)),
+            rewards=list(zip(self._names, known, strict=True)),
             truncated=bool(sample.is_truncated),
             replaced=group_of(sample_id) in self._replaced_groups,
             fate=fate,

@@ -94,8 +94,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
         self._duplicates = DuplicateCheck(config.duplicate_prompts, self._ranks)
         self._uneven_groups = UnevenGroupsWarning()
         self._rollout_gap = RolloutGap(config, self._ranks)
-        weights = self.reward_weights.tolist()
-        self._rewards = RewardRecorder(dict(zip(self.reward_func_names, weights, strict=True)))
+        self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         for model in filter(None, (self.model, self.ref_model)):
             mask_placeholders(model, placeholder_ids(template))
         if dropouts := switch_off_dropout(self.model):

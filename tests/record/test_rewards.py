@@ -23,7 +23,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from tests.ranks import Gather, run_ranks
 from tests.record.rows import ROW, sample_id, write_session
 
-FUNCTIONS = {"accuracy": 1.0, "format": 0.5}
+FUNCTIONS, WEIGHTS = ["accuracy", "format"], [1.0, 0.5]
 
 
 @dataclass
@@ -49,7 +49,7 @@ def record(
     """Samples and their scores, both of one session."""
     with SampleLog(run_dir, session=session, start_step=start_step, rank=0) as log:
         log.append([replace(ROW, sample_id=name, seed=session) for name in sample_ids])
-        recorder = RewardRecorder(FUNCTIONS)
+        recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
         values = [[reward, 0.0]] * len(sample_ids)
         recorder.record(
             log, samples_of(*sample_ids), values, fate="trained", extras={}, all_gather=alone
@@ -65,7 +65,7 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     name = sample_id(3, number=1, group=2, index=5)
     write_session(tmp_path, [replace(ROW, sample_id=name)])
     log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
-    recorder = RewardRecorder(FUNCTIONS)
+    recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
     recorder.record(
         log,
         samples_of(name, is_truncated=True),
@@ -93,7 +93,7 @@ def test_a_function_that_gave_nothing(
 ) -> None:
     log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
     log.append([ROW])
-    RewardRecorder(FUNCTIONS).record(
+    RewardRecorder(FUNCTIONS, WEIGHTS).record(
         log, samples_of(ROW.sample_id), [values], fate="evaluated", extras={}, all_gather=alone
     )
     known = [None if math.isnan(value) else value for value in values]
@@ -107,7 +107,7 @@ def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it(tmp_pa
     rank 0 the samples that rank 1 drew."""
 
     def work(rank: int, gather: Gather) -> None:
-        recorder = RewardRecorder(FUNCTIONS)
+        recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
         names = [sample_id(group=2 * number + rank, index=i) for number in (0, 1) for i in (0, 1)]
         for number in (0, 1):
             own = names[2 * number : 2 * number + 2]
@@ -139,8 +139,23 @@ def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it(tmp_pa
     assert rows_of(tmp_path, "index", "reward", steps=range(1, 2)) == [(0, 5.0), (1, 5.0)]
 
 
+def test_functions_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
+    log.append([ROW])
+    RewardRecorder(["judge", "form", "judge", "judge"], [1.0, 1.0, 1.0, 1.0]).record(
+        log,
+        samples_of(ROW.sample_id),
+        [[1.0, 2.0, 3.0, 4.0]],
+        fate="trained",
+        extras={},
+        all_gather=alone,
+    )
+    expected = [("judge", 1.0), ("form", 2.0), ("judge_2", 3.0), ("judge_3", 4.0)]
+    assert rows_of(tmp_path, "rewards", "reward") == [(expected, 10.0)]
+
+
 def test_groups_that_got_another_prompt(tmp_path: Path) -> None:
-    recorder = RewardRecorder(FUNCTIONS)
+    recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
     recorder.replaced(Round(phase="train", step=0, number=0), [1])
     recorder.replaced(Round(phase="eval", step=0, number=0, first_group=4), [0])
     recorder.replaced(Round(phase="train", step=1, number=0), [0])  # drawn ahead
@@ -206,7 +221,7 @@ def test_what_training_adds() -> None:
 def run_dir(tmp_path: Path) -> Path:
     """Rounds 0 and 1 of two samples with rewards 0.1 to 0.4; round 2 is not scored yet."""
     folder = tmp_path / "run"
-    recorder = RewardRecorder(FUNCTIONS)
+    recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
     with SampleLog(folder, session=0, start_step=0, rank=0) as log:
         for step in range(3):
             names = [sample_id(step, index=i) for i in (1, 0)]
