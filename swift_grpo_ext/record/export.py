@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from swift_grpo_ext.record.reader import RoundName, SampleIndex, index_rewards, index_samples
+from swift_grpo_ext.record.reader import RoundName, index_rewards, index_samples
 from swift_grpo_ext.record.rewards import REWARD_SCHEMA
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SCHEMA
 from swift_grpo_ext.sampling.groups import request_id
@@ -238,56 +238,28 @@ def summary(run_dir: str | os.PathLike[str]) -> str:
         ValueError: the log cannot be read.
     """
     index = index_samples(run_dir)
-    phases: dict[str, PhaseCount] = defaultdict(PhaseCount)
-    columns = ["group", "index", "seed", "num_tokens", "finish_reason"]
-    tables = index.read_rounds(index.rounds, columns)
-    for (phase, _, _), table in zip(index.rounds, tables, strict=True):
-        phases[phase].add(table)
-    head = ("phase", "rounds", "groups", "samples", "turns", "tokens", "ended by")
-    lines = _table([head, *(phases[phase].cells(phase) for phase in sorted(phases))])
-    lines += ["", *_table(_session_cells(index)), ""]
-    drawn = np.concatenate([np.empty(0, np.int64), *(s for c in phases.values() for s in c.seeds)])
-    num_repeated = len(drawn) - len(np.unique(drawn))
-    return "\n".join([*lines, f"seeds: {len(drawn):,} recorded, {num_repeated:,} repeated"])
-
-
-@dataclass(kw_only=True)
-class PhaseCount:
-    """Sums over the rounds of one phase."""
-
-    num_rounds: int = 0
-    num_groups: int = 0
-    num_samples: int = 0
-    num_turns: int = 0
-    num_tokens: int = 0
-    finish_reasons: Counter[str | None] = field(default_factory=Counter)
-    seeds: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, table: pa.Table) -> None:
-        self.num_rounds += 1
-        self.num_groups += len(np.unique(table["group"].to_numpy()))
-        self.num_samples += len(np.unique(_sample_numbers(table)))
-        self.num_turns += table.num_rows
-        self.num_tokens += int(table["num_tokens"].to_numpy().sum(dtype=np.int64))
-        self.finish_reasons.update(table["finish_reason"].to_pylist())
-        self.seeds.append(table["seed"].drop_null().to_numpy())
-
-    def cells(self, phase: str) -> tuple[str, ...]:
-        counts = (self.num_rounds, self.num_groups, self.num_samples, self.num_turns)
+    names = ["phase", "step", "number", "group", "index"]
+    columns = [*names, "seed", "num_tokens", "finish_reason"]
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    table = pa.concat_tables([schema.empty_table(), *index.read_rounds(index.rounds, columns)])
+    phases = [("phase", "rounds", "groups", "samples", "turns", "tokens", "ended by")]
+    for phase in sorted(table["phase"].unique().to_pylist()):
+        rows = table.filter(pc.equal(table["phase"], phase))
+        counts = [rows.group_by(names[:length]).aggregate([]).num_rows for length in (3, 4, 5)]
+        counts += [rows.num_rows, pc.sum(rows["num_tokens"]).as_py()]
         reasons = ", ".join(
-            f"{reason or 'unknown'} {count / self.num_turns:.1%}"
-            for reason, count in self.finish_reasons.most_common()
+            f"{reason or 'unknown'} {count / rows.num_rows:.1%}"
+            for reason, count in Counter(rows["finish_reason"].to_pylist()).most_common()
         )
-        return (phase, *(f"{count:,}" for count in (*counts, self.num_tokens)), reasons)
-
-
-def _session_cells(index: SampleIndex) -> list[tuple[str, ...]]:
-    head = ("session", "from step", "files", "turns", "superseded", "unread bytes")
-    figures = [
-        (s.session, s.start_step, s.num_files, s.num_rows, s.num_superseded, s.num_unread_bytes)
-        for s in index.sessions
-    ]
-    return [head, *(tuple(f"{figure:,}" for figure in row) for row in figures)]
+        phases.append((phase, *(f"{count:,}" for count in counts), reasons))
+    sessions = [("session", "from step", "files", "turns", "superseded", "unread bytes")]
+    for s in index.sessions:
+        figures = (s.session, s.start_step, s.num_files, s.num_rows, s.num_superseded)
+        sessions.append(tuple(f"{figure:,}" for figure in (*figures, s.num_unread_bytes)))
+    seeds = table["seed"].drop_null()
+    num_repeated = len(seeds) - len(seeds.unique())
+    last = f"seeds: {len(seeds):,} recorded, {num_repeated:,} repeated"
+    return "\n".join([*_table(phases), "", *_table(sessions), "", last])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
