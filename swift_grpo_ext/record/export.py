@@ -242,7 +242,9 @@ def summary(run_dir: str | os.PathLike[str]) -> str:
     columns = [*names, "seed", "num_tokens", "finish_reason"]
     schema = pa.schema([SCHEMA.field(name) for name in columns])
     table = pa.concat_tables([schema.empty_table(), *index.read_rounds(index.rounds, columns)])
-    phases = [("phase", "rounds", "groups", "samples", "turns", "tokens", "ended by")]
+    phases: list[tuple[str, ...]] = [
+        ("phase", "rounds", "groups", "samples", "turns", "tokens", "ended by")
+    ]
     for phase in sorted(table["phase"].unique().to_pylist()):
         rows = table.filter(pc.equal(table["phase"], phase))
         counts = [rows.group_by(names[:length]).aggregate([]).num_rows for length in (3, 4, 5)]
@@ -252,7 +254,9 @@ def summary(run_dir: str | os.PathLike[str]) -> str:
             for reason, count in Counter(rows["finish_reason"].to_pylist()).most_common()
         )
         phases.append((phase, *(f"{count:,}" for count in counts), reasons))
-    sessions = [("session", "from step", "files", "turns", "superseded", "unread bytes")]
+    sessions: list[tuple[str, ...]] = [
+        ("session", "from step", "files", "turns", "superseded", "unread bytes")
+    ]
     for s in index.sessions:
         figures = (s.session, s.start_step, s.num_files, s.num_rows, s.num_superseded)
         sessions.append(tuple(f"{figure:,}" for figure in (*figures, s.num_unread_bytes)))
