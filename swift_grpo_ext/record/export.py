@@ -68,13 +68,8 @@ class Record:
         [scores] = self.scores.read_rounds([name]) if name in self.scores.rounds else [None]
         if scores is None:
             scores = REWARD_SCHEMA.empty_table()
-        keys = _sample_numbers(scores)
-        order = np.argsort(keys, kind="stable")
-        wanted = _sample_numbers(table)
-        at = np.searchsorted(keys[order], wanted)
-        at = np.minimum(at, max(len(keys) - 1, 0))
-        known = keys[order][at] == wanted if len(keys) else np.zeros(len(wanted), bool)
-        rows = pa.array(order[at] if len(keys) else at, pa.int64(), mask=~known)
+        numbers = pa.array(_sample_numbers(scores))
+        rows = pc.index_in(pa.array(_sample_numbers(table)), value_set=numbers)
         for column in SCORE_COLUMNS:
             table = table.append_column(column, scores[column.name].take(rows))
         for function in self.functions:
