@@ -84,14 +84,13 @@ class Replay:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay a group; returns 0 where all tokens are equal, 1 where some differ or none could be
-    drawn."""
-    try:
-        with _output_on_stderr():
-            replay = _replay(options)
-    except (OSError, ValueError) as e:
-        print(f"swift-grpo-ext replay: {e}", file=sys.stderr)
-        return 1
+    """Replay a group; returns 0 where all tokens are equal, 1 where some differ.
+
+    Raises:
+        OSError, ValueError: the group cannot be drawn; says why.
+    """
+    with _output_on_stderr():
+        replay = _replay(options)
     if options.json:
         print(json.dumps(asdict(replay), ensure_ascii=False, indent=2))
     else:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from swift_grpo_ext.cli import main
 from swift_grpo_ext.record.collect import media_name
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.replay.command import Replay, add_arguments, round_name, run, setting, show
@@ -415,10 +416,7 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def said(*argv: str) -> str:
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        options = parser.parse_args([str(tmp_path), *argv])
-        assert options.run(options) == 1
+        assert main(["replay", str(tmp_path), *argv]) == 1
         output = capfd.readouterr()
         assert output.out == ""
         return output.err
