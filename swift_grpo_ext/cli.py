@@ -60,9 +60,9 @@ def add_doctor(commands: Any) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.checks.doctor import examine, patient, report
+    from swift_grpo_ext.checks.doctor import examine, report, target_of
 
-    return report(examine(patient(options)), as_json=options.json)
+    return report(examine(target_of(options)), as_json=options.json)
 
 
 # --- check ---

@@ -9,6 +9,7 @@ from swift_grpo_ext.arguments import (
     check_flags,
     flag_infos,
     flag_names,
+    show,
 )
 
 
@@ -54,3 +55,90 @@ def test_defaults_pass() -> None:
 def test_values_out_of_range_are_refused_by_name(flag: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=f"--{flag} .*{message}"):
         check_flags(ExtFlags(**{flag: value}))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("stop_token_ids", [0]),
+        ("logps_chunk_size", 0),
+        ("logps_chunk_size", 1),
+        ("diversity_patience", 0),
+        ("diversity_patience", 1),
+        ("diversity_alarm_p", 5e-324),
+        ("diversity_alarm_p", 0.999),
+        ("rollout_timeout", 0.001),
+        ("rollout_seed_mode", "engine"),
+        ("duplicate_prompts", "allow"),
+    ],
+)
+def test_values_at_the_edge_pass(flag: str, value: object) -> None:
+    check_flags(ExtFlags(**{flag: value}))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        (
+            "stop_token_ids",
+            [3, -1, -2],
+            "--stop_token_ids 3 -1 -2: -1 is negative; token ids are 0 or more, as "
+            "`tokenizer.convert_tokens_to_ids` gives them.",
+        ),
+        (
+            "rollout_timeout",
+            float("nan"),
+            "--rollout_timeout nan: expected a number of seconds above 0.",
+        ),
+        (
+            "logps_chunk_size",
+            -1,
+            "--logps_chunk_size -1: expected a number of positions, or 0 for no chunks.",
+        ),
+        (
+            "diversity_patience",
+            -1,
+            "--diversity_patience -1: expected a number of rounds, or 0 for no alarms about "
+            "collapse.",
+        ),
+        (
+            "diversity_alarm_p",
+            1.0,
+            "--diversity_alarm_p 1.0: expected a probability between 0 and 1, such as 1e-6.",
+        ),
+        ("logits_shim", "on", "--logits_shim on: expected one of auto, strict, off."),
+    ],
+)
+def test_refusals_in_full(flag: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match="expected|negative") as refusal:
+        check_flags(ExtFlags(**{flag: value}))
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ("value", "typed"),
+    [(True, "true"), (False, "false"), ([], "none given"), ([1, 2], "1 2"), (0.5, "0.5")],
+)
+def test_values_are_shown_as_they_are_typed(value: object, typed: str) -> None:
+    assert show(value) == typed
+
+
+def test_what_the_help_says_of_a_flag() -> None:
+    infos = {info.name: info for info in flag_infos()}
+    assert list(infos) == flag_names()
+    assert {name: (info.type, info.default) for name, info in infos.items()} == {
+        "rollout_seed_mode": ("sample | engine", "sample"),
+        "rollout_group_requests": ("bool", True),
+        "duplicate_prompts": ("allow | warn | error", "warn"),
+        "rollout_timeout": ("float", 1800.0),
+        "require_images": ("bool", True),
+        "stop_token_ids": ("int ...", []),
+        "include_stop_str_in_output": ("bool", True),
+        "logits_shim": ("auto | strict | off", "auto"),
+        "logps_chunk_size": ("int", 0),
+        "diversity_action": ("log | warn | stop", "warn"),
+        "diversity_alarm_p": ("float", 1e-6),
+        "diversity_patience": ("int", 3),
+    }
+    assert infos["stop_token_ids"].group == "Where a completion ends."
+    assert infos["stop_token_ids"].help.startswith("Token ids that end a completion")

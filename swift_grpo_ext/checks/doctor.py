@@ -42,7 +42,7 @@ MARKS["error"] = "[red]error[/]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patient:
+class Target:
     """What is to be looked at; what is empty is left out."""
 
     run: Run | None = None
@@ -62,7 +62,7 @@ class Patient:
     """Of this machine, that have to be free."""
 
 
-def patient(options: argparse.Namespace) -> Patient:
+def target_of(options: argparse.Namespace) -> Target:
     """What the command line asks for; a value of its own wins over the YAML file's.
 
     Raises:
@@ -72,7 +72,7 @@ def patient(options: argparse.Namespace) -> Patient:
     config = options.config
     run = read_run(config, model=options.model, overrides=data) if config else None
     settings = (run and (run.training or run.rollout)) or {}
-    return Patient(
+    return Target(
         run=run,
         model=options.model or settings.get("model"),
         model_type=options.model_type or settings.get("model_type"),
@@ -101,12 +101,12 @@ def _servers_of(run: Run | None) -> tuple[str, ...]:
 # --- running and showing ---
 
 
-def examine(patient: Patient) -> Findings:
+def examine(target: Target) -> Findings:
     """Every check's findings, each as soon as it is known."""
     for name, look in CHECKS.items():
         with _silence():
             try:
-                findings = list(look(patient))
+                findings = list(look(target))
             except ModuleNotFoundError as e:
                 text = f"cannot be looked at: {e.name} is not installed"
                 findings = [error(name, text, "Install what `versions` says.")]
@@ -159,26 +159,26 @@ def _line(finding: Finding) -> Table:
 # --- settings and model ---
 
 
-def check_settings(patient: Patient) -> Findings:
+def check_settings(target: Target) -> Findings:
     """The YAML file's settings hold together, and what they name is here."""
-    if patient.run is None:
+    if target.run is None:
         return
-    found = [f for f in [*check(patient.run), *look_up(patient.run)] if f.level != "note"]
+    found = [f for f in [*check(target.run), *look_up(target.run)] if f.level != "note"]
     yield from found or [ok("settings", "hold together")]
 
 
-def check_logits(patient: Patient) -> Findings:
+def check_logits(target: Target) -> Findings:
     """How the model is asked for the logits of completions only."""
-    if patient.model is None:
+    if target.model is None:
         return
-    problems = list(preflight.check_model(patient))
+    problems = list(preflight.check_model(target))
     if problems:
         yield from problems
         return
-    folder = model_folder(patient.model)
+    folder = model_folder(target.model)
     if folder is None:
         text = "is a hub id, and in no cache of this machine: swift downloads it at the start"
-        yield note(f"model {patient.model}", text)
+        yield note(f"model {target.model}", text)
         return
     yield logits_keyword(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
@@ -210,10 +210,10 @@ def logits_keyword(config: dict[str, Any]) -> Finding:
     return ok(name, f"{architecture} takes {keyword}")
 
 
-def check_template(patient: Patient) -> Findings:
+def check_template(target: Target) -> Findings:
     """What ends a completion, and whether the stop words can be meant."""
-    folder = model_folder(patient.model) if patient.model else None
-    if patient.model is None or folder is None:
+    folder = model_folder(target.model) if target.model else None
+    if target.model is None or folder is None:
         return
     from swift.model import get_processor
     from swift.model.model_meta import get_matched_model_meta
@@ -222,23 +222,23 @@ def check_template(patient: Patient) -> Findings:
     from swift_grpo_ext.stops.templates import check_template_stops, end_ids
 
     name = "template"
-    meta = get_matched_model_meta(patient.model)  # by the hub's name, which the cache lacks
+    meta = get_matched_model_meta(target.model)  # by the hub's name, which the cache lacks
     try:
-        model_type = patient.model_type or (meta and meta.model_type)
+        model_type = target.model_type or (meta and meta.model_type)
         processor = get_processor(str(folder), model_type=model_type)
-        template = get_template(processor, template_type=patient.template)
+        template = get_template(processor, template_type=target.template)
     except (ValueError, KeyError, OSError) as e:
         text = " ".join(str(e).split())[:300]
         yield error(name, text, "Give --model_type and --template, as for swift rlhf.")
         return
     try:
-        settings = SimpleNamespace(stop_words=patient.stop_words, stop_token_ids=[])
+        settings = SimpleNamespace(stop_words=target.stop_words, stop_token_ids=[])
         check_template_stops(settings, template)
     except ValueError as e:
         yield error(name, str(e), "Change --stop_words.")
         return
     ends = template.tokenizer.convert_ids_to_tokens(sorted(end_ids(template)))
-    words = ", ".join(map(repr, patient.stop_words)) or "none"
+    words = ", ".join(map(repr, target.stop_words)) or "none"
     text = f"{template.template_meta.template_type}: a turn ends with {' or '.join(ends)}"
     yield ok(name, f"{text}; stop words: {words}")
 
@@ -246,16 +246,16 @@ def check_template(patient: Patient) -> Findings:
 # --- data ---
 
 
-def check_rows(patient: Patient) -> Findings:
+def check_rows(target: Target) -> Findings:
     """The first rows of each data set as ms-swift loads them, with their images."""
     from swift.dataset import load_dataset
 
     from swift_grpo_ext.checks import rows
 
-    for dataset in patient.datasets:
+    for dataset in target.datasets:
         found = list(check_data(Run(training={"dataset": [dataset]})))
         if found:
-            if patient.run is None:  # else `settings` says it
+            if target.run is None:  # else `settings` says it
                 yield from found
             continue
         try:
@@ -282,10 +282,10 @@ def check_rows(patient: Patient) -> Findings:
 # --- servers ---
 
 
-def check_servers(patient: Patient) -> Findings:
-    for server in patient.servers:
+def check_servers(target: Target) -> Findings:
+    for server in target.servers:
         yield plugin_of(server, is_started=True)
-    for server in patient.future_servers:
+    for server in target.future_servers:
         yield plugin_of(server, is_started=False)
 
 
@@ -337,10 +337,10 @@ def _ask(url: str, method: str = "GET") -> dict[str, Any]:
     return answer
 
 
-CHECKS: dict[str, Callable[[Patient], Iterable[Finding]]] = {
+CHECKS: dict[str, Callable[[Target], Iterable[Finding]]] = {
     "versions": lambda _: [machine.check_versions()],
     "shared memory": lambda _: [machine.check_shared_memory()],
-    "ports": lambda patient: map(machine.check_port, patient.ports),
+    "ports": lambda target: map(machine.check_port, target.ports),
     "servers": check_servers,
     "communication": lambda _: [machine.check_communication()],
     "torchvision": lambda _: [machine.loads("torchvision")],

@@ -202,6 +202,8 @@ def parse(
         settings: as a YAML file holds them.
         overrides: `--name value ...`, which win.
     """
+    from swift_grpo_ext.upstream import flags
+
     parsed: dict[str, Any] = {"ENV": settings["ENV"]} if settings.get("ENV") else {}
     findings: list[Finding] = []
     for name, values in [*_from_yaml(settings, findings), *_from_command_line(overrides)]:
@@ -209,7 +211,8 @@ def parse(
         if full is None:
             continue
         try:
-            parsed[full] = getattr(_parser(side).parse_args([f"--{full}", *values]), full)
+            argv = flags.off_again([f"--{full}", *values])
+            parsed[full] = getattr(_parser(side).parse_args(argv), full)
         except ValueError as e:
             text = str(e).partition(": ")[2] or str(e)
             findings.append(error(full, f"{text} Received: {words(values) or 'nothing'}."))

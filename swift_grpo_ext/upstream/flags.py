@@ -139,7 +139,7 @@ def _check(args: Any, given: list[str]) -> None:
 
 def _adopt_command_line(args: Any, extended: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; returns the flags given."""
-    argv = _as_yaml_meant(_command_line())
+    argv = off_again(_command_line())
     parser = Parser([extended], allow_abbrev=False)
     namespace, leftover = parser.parse_known_args(argv)
     if not _same_plugins(namespace, args):
@@ -167,28 +167,13 @@ def _same_plugins(namespace: Any, args: Any) -> bool:
     return [*namespace.external_plugins, *namespace.custom_register_path] == args.external_plugins
 
 
-def _as_yaml_meant(argv: list[str]) -> list[str]:
-    """Undo what YAML and its way through a command line do to values of our flags.
-
-    `null` arrives as `None` and `[]` as a flag without a value: both mean the default, and the flag
-    is dropped. `off` is a boolean in YAML 1.1 and arrives as `False`.
-    """
-    ours = {info.name: info for info in flag_infos()}
-    result: list[str] = []
-    tokens = [*argv, "--"]
-    i = 0
-    while i < len(argv):
-        info, value = ours.get(_name(tokens[i])), tokens[i + 1]
-        is_pair = info is not None and "=" not in tokens[i]
-        if is_pair and (value == "None" or value.startswith("--")):
-            i += 2 if value == "None" else 1
-        elif is_pair and value == "False" and info and "off" in info.type.split(" | "):
-            result += [tokens[i], "off"]
-            i += 2
-        else:
-            result.append(tokens[i])
-            i += 1
-    return result
+def off_again(argv: list[str]) -> list[str]:
+    """Undo what YAML 1.1 does to the `off` of our flags: a boolean, which arrives as `False`."""
+    takes_off = {info.name for info in flag_infos() if "off" in info.type.split(" | ")}
+    pairs = zip(["", *argv], argv, strict=False)
+    return [
+        "off" if now == "False" and _name(before) in takes_off else now for before, now in pairs
+    ]
 
 
 def _name(token: str) -> str:

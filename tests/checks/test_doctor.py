@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.checks import Run, doctor, lookup, machine
-from swift_grpo_ext.checks.doctor import Patient, patient, report
+from swift_grpo_ext.checks.doctor import Target, report, target_of
 from swift_grpo_ext.checks.finding import Finding, error, ok
 from swift_grpo_ext.rollout import wire
 
@@ -143,7 +143,7 @@ def test_a_port_in_use() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        [result] = doctor.CHECKS["ports"](Patient(ports=(port,)))
+        [result] = doctor.CHECKS["ports"](Target(ports=(port,)))
         assert_error(result, "is in use on this machine", "MASTER_PORT")
     assert machine.check_port(port).level == "ok"
 
@@ -153,23 +153,23 @@ def test_a_port_in_use() -> None:
 
 def test_settings_that_do_not_hold_together() -> None:
     run = Run(training={"num_generations": 5, "rlhf_type": "grpo", "model": "/none"})
-    found = list(doctor.check_settings(Patient(run=run)))
+    found = list(doctor.check_settings(Target(run=run)))
     texts = [f.text for f in found if f.level == "error"]
     assert any("5 does not divide the 1 samples" in text for text in texts)
     assert any("there is no such directory" in text for text in texts)
     assert all(f.level != "note" for f in found)
-    assert list(doctor.check_settings(Patient())) == []
+    assert list(doctor.check_settings(Target())) == []
 
 
 def test_settings_that_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check", lambda run: [])
     monkeypatch.setattr(doctor, "look_up", lambda run: [])
-    assert list(doctor.check_settings(Patient(run=Run()))) == [ok("settings", "hold together")]
+    assert list(doctor.check_settings(Target(run=Run()))) == [ok("settings", "hold together")]
 
 
 def test_models_that_cannot_be_looked_at(tmp_path: Path) -> None:
     def look(model: str | None) -> list[Finding]:
-        return list(doctor.check_logits(Patient(model=model)))
+        return list(doctor.check_logits(Target(model=model)))
 
     assert_error(look(str(tmp_path / "none"))[0], "there is no such directory", "Give")
     assert_error(look(str(tmp_path))[0], "holds no config.json", "model in Hugging Face")
@@ -193,7 +193,7 @@ def test_a_model_of_the_hub_is_found_in_the_cache(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config)
     assert lookup.model_folder(name) == folder
-    [result] = doctor.check_logits(Patient(model=name))
+    [result] = doctor.check_logits(Target(model=name))
     assert result == ok("logits", "Qwen2ForCausalLM takes logits_to_keep")
 
 
@@ -218,7 +218,7 @@ def test_a_model_with_code_of_its_own_is_not_run() -> None:
 
 
 def test_templates(assets: Path) -> None:
-    tiny = Patient(
+    tiny = Target(
         model=str(assets / "tiny_vlm"),
         model_type="qwen2_5_vl",
         template="qwen2_5_vl",
@@ -251,7 +251,7 @@ def write_rows(path: Path, *images: Path | str) -> str:
 
 
 def rows_of(dataset: str) -> Finding:
-    [finding] = doctor.check_rows(Patient(datasets=(dataset,)))
+    [finding] = doctor.check_rows(Target(datasets=(dataset,)))
     return finding
 
 
@@ -311,7 +311,7 @@ def server(engine_type: Any, status: int = 200, key: str | None = None) -> Itera
 
 def look(engine_type: Any, status: int = 200) -> Finding:
     with server(engine_type, status) as url:
-        [result] = doctor.check_servers(Patient(servers=(url,)))
+        [result] = doctor.check_servers(Target(servers=(url,)))
         return result
 
 
@@ -334,20 +334,20 @@ def test_a_server_with_an_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NETRC", str(netrc))
     ours = {wire.KEY: {"version": wire.VERSION, "replicas": 1}}
     with server(ours, key="key") as url:
-        [result] = doctor.check_servers(Patient(servers=(url,)))
+        [result] = doctor.check_servers(Target(servers=(url,)))
         assert result.level == "ok"
     with server(ours, key="another") as url:
-        [result] = doctor.check_servers(Patient(servers=(url,)))
+        [result] = doctor.check_servers(Target(servers=(url,)))
         assert_error(result, "does not get its API key from here", "~/.netrc")
-        [later] = doctor.check_servers(Patient(future_servers=(url,)))
+        [later] = doctor.check_servers(Target(future_servers=(url,)))
         assert later.level == "note"
 
 
 def test_a_server_that_is_not_there() -> None:
     url = "http://127.0.0.1:1"
-    [result] = doctor.check_servers(Patient(servers=(url,)))
+    [result] = doctor.check_servers(Target(servers=(url,)))
     assert_error(result, "Connection refused", "Start it: swift rollout")
-    [later] = doctor.check_servers(Patient(future_servers=(url,)))
+    [later] = doctor.check_servers(Target(future_servers=(url,)))
     assert later.level == "note"
 
 
@@ -362,38 +362,38 @@ def options(**changes: Any) -> argparse.Namespace:
 
 def test_what_a_preset_names_is_looked_at() -> None:
     preset = str(ROOT / "examples/presets/search_2x6")
-    found = patient(options(config=preset))
+    found = target_of(options(config=preset))
     assert found.model == "Qwen/Qwen2.5-VL-7B-Instruct"
     assert found.stop_words == ("</search>",)
     assert found.datasets == ("train.jsonl",)
     assert found.future_servers == ("http://127.0.0.1:8000",)
     assert found.servers == ()
     assert found.ports == (29500,)
-    own = patient(options(config=preset, model="m", server=["a:1", "https://b/"], port=[7]))
+    own = target_of(options(config=preset, model="m", server=["a:1", "https://b/"], port=[7]))
     assert (own.model, own.servers, own.ports) == ("m", ("http://a:1", "https://b"), (7,))
     assert own.future_servers == ()
     assert own.run is not None
     assert (own.run.train("model"), own.run.serve("model")) == ("m", "m")
     assert own.run.train("dataset") == ["train.jsonl"]
-    named = patient(options(config=preset, dataset=["a.jsonl", "b.jsonl"])).run
+    named = target_of(options(config=preset, dataset=["a.jsonl", "b.jsonl"])).run
     assert named is not None
     assert named.train("dataset") == ["a.jsonl", "b.jsonl"]
-    assert patient(options()) == Patient()
+    assert target_of(options()) == Target()
 
 
 def test_a_check_that_fails_itself_does_not_hide_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(patient: Patient) -> list[Finding]:
+    def fail(target: Target) -> list[Finding]:
         raise ZeroDivisionError("odd")
 
-    def lack(patient: Patient) -> list[Finding]:
+    def lack(target: Target) -> list[Finding]:
         raise ModuleNotFoundError("No module", name="torch")
 
     fine = ok("c", "fine")
     checks = {"a": fail, "b": lack, "c": lambda _: [fine]}
     monkeypatch.setattr(doctor, "CHECKS", checks)
-    first, second, third = doctor.examine(Patient())
+    first, second, third = doctor.examine(Target())
     assert_error(first, "the check itself failed (ZeroDivisionError: odd)", "Report it")
     assert_error(second, "cannot be looked at: torch is not installed", "Install what")
     assert third == fine

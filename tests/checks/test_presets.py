@@ -344,6 +344,11 @@ def test_what_the_parser_does_not_take(settings: dict[str, Any], expected: str) 
     assert finding in check(Run(training=parsed, unread=(finding,)))
 
 
+def test_off_is_a_choice_of_ours() -> None:
+    assert parse("training", {"logits_shim": False}) == ({"logits_shim": "off"}, [])
+    assert parse("rollout", {"logits_shim": "off"}) == ({"logits_shim": "off"}, [])
+
+
 def test_a_servers_settings_are_not_the_trainings() -> None:
     _, [finding] = parse("rollout", {"num_generations": 8})
     assert "num_generations: is no setting of swift rollout" in str(finding)

@@ -38,24 +38,18 @@ def test_values_reach_the_arguments(parser: HfArgumentParser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "kept"),
+    ("argv", "meant"),
     [
-        (["--logits_shim", "None", "--seed", "1"], ["--seed", "1"]),
-        (["--stop_token_ids", "--seed", "1"], ["--seed", "1"]),
-        (["--seed", "1", "--stop_token_ids"], ["--seed", "1"]),
-        (["--stop-token-ids", "None"], []),
-        (["--stop_token_ids", "5"], ["--stop_token_ids", "5"]),
-        (["--max_turns", "None"], ["--max_turns", "None"]),
+        (["--logits_shim", "False"], ["--logits_shim", "off"]),
+        (["--logits-shim", "False", "--seed", "1"], ["--logits-shim", "off", "--seed", "1"]),
+        (["--rollout_group_requests", "False"], None),
+        (["--logits_shim", "auto", "False"], None),
+        (["False"], None),
+        ([], None),
     ],
 )
-def test_yaml_nulls_and_empty_lists_mean_the_default(argv: list[str], kept: list[str]) -> None:
-    assert flags._as_yaml_meant(argv) == kept
-
-
-def test_yamls_off_is_off() -> None:
-    assert flags._as_yaml_meant(["--logits_shim", "False"]) == ["--logits_shim", "off"]
-    argv = ["--rollout_group_requests", "False"]
-    assert flags._as_yaml_meant(argv) == argv
+def test_yamls_off_is_off(argv: list[str], meant: list[str] | None) -> None:
+    assert flags.off_again(argv) == (argv if meant is None else meant)
 
 
 def test_given_flags_are_known_in_every_spelling(parser: HfArgumentParser) -> None:
