@@ -232,7 +232,7 @@ if [ -z "$cpu" ]; then
   ((!trains)) || gpus=${gpus:+$gpus,}$train_gpus
 fi
 how=(--gpus "$gpus")
-[ -z "$dry_run" ] || how=(--settings-only)
+if [ "$dry_run" ] || ((!trains)); then how=(--settings-only); fi # its data may be elsewhere
 env -u CUDA_VISIBLE_DEVICES swift-grpo-ext check --quiet "${how[@]}" --ranks "$ranks" "${both[@]}" \
   "$config" -- "${data[@]}" "${more[@]}" >&2 || fail "$config cannot run like this (above)"
 if [ "$dry_run" ]; then

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from swift_grpo_ext.arguments import (
@@ -110,9 +112,8 @@ def test_values_at_the_edge_pass(flag: str, value: object) -> None:
     ],
 )
 def test_refusals_in_full(flag: str, value: object, message: str) -> None:
-    with pytest.raises(ValueError, match="expected|negative") as refusal:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_flags(ExtFlags(**{flag: value}))
-    assert str(refusal.value) == message
 
 
 @pytest.mark.parametrize(

@@ -179,15 +179,16 @@ def check_packages(run: Run) -> Findings:
 def _needed_modules(run: Run) -> Iterator[tuple[str, str]]:
     from swift.rewards import orms
 
+    settings = run.training or {}
     for setting, needs in PACKAGES.items():
-        given = run.train(setting) or ()
+        given = settings.get(setting) or ()
         for value in [given] if isinstance(given, str) else given:
             is_own = setting == "reward_funcs" and not _is_swifts(orms.get(value))
             if value in needs and not is_own:
                 yield f"{setting} {value}", needs[value]
-    if run.train("deepspeed"):
+    if settings.get("deepspeed"):
         yield "deepspeed", "deepspeed"
-    if run.train("use_liger_kernel"):
+    if settings.get("use_liger_kernel"):
         yield "use_liger_kernel", "liger_kernel"
 
 

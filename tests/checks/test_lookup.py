@@ -156,7 +156,6 @@ def test_heads_of_a_model_that_is_here(
 def test_packages_that_settings_need(
     settings: dict[str, Any], missing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"report_to": ["none"], **settings}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = said(lookup.check_packages(run_of(**settings)))
     assert len(found) == len(missing)
@@ -172,8 +171,8 @@ def test_a_reward_of_ones_own_by_that_name_needs_nothing(monkeypatch: pytest.Mon
 
     monkeypatch.setitem(orms, "accuracy", type("Own", (), {}))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    run = run_of(reward_funcs=["accuracy"], report_to=["none"])
-    assert said(lookup.check_packages(run)) == []
+    assert said(lookup.check_packages(run_of(reward_funcs=["accuracy"]))) == []
+    assert said(lookup.check_packages(Run(rollout={}))) == []
 
 
 # --- GPUs ---
@@ -226,7 +225,7 @@ def test_check_refuses_what_a_new_user_mistypes(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(lookup, "_num_gpus", lambda: 0)
     lines = ["rlhf_type: grpo", f"external_plugins: [{PLUGIN}]", "num_generations: 2"]
-    lines += ["per_device_train_batch_size: 2", 'eval_strategy: "no"', "report_to: none"]
+    lines += ["per_device_train_batch_size: 2", 'eval_strategy: "no"']
     config = tmp_path / "run.yaml"
 
     def check(*more: str) -> list[str]:
