@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from swift_grpo_ext.rollout.rank_group import RolloutError
+
 T = TypeVar("T")
 
 Gather = Callable[[Any], list[Any]]
@@ -29,3 +31,26 @@ def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(lambda rank: work(rank, gather_of(rank)), range(world_size)))
+
+
+class ThreadRanks:
+    """Ranks as threads in the place of `RankGroup`; rank 0 drives the engine."""
+
+    def __init__(self, rank: int, size: int, gather: Gather) -> None:
+        self.rank, self.size, self.all_gather = rank, size, gather
+        self.drives_engine = rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        gathered = self.all_gather(value)
+        return gathered if self.drives_engine else []
+
+    def scatter(self, values: Any) -> Any:
+        values = self.all_gather(values)[0]
+        if isinstance(values, Exception):
+            raise values if self.drives_engine else RolloutError(str(values))
+        return values[self.rank]
+
+
+def run_rank_groups(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
+    """What `work(ranks)` returns on each rank."""
+    return run_ranks(size, lambda rank, gather: work(ThreadRanks(rank, size, gather)))

@@ -60,6 +60,7 @@ def check_arguments(args: Any, given: Collection[str]) -> Findings:
     yield from check_adapters(args)
     yield from check_resume(args)
     yield from check_seed(args)
+    yield from check_streaming(args)
     yield from check_ignored_flags(args, given)
 
 
@@ -197,6 +198,17 @@ def check_seed(args: Any) -> Findings:
                 f"expected at most {MAX_GROUP_SIZE}, vLLM's limit for the "
                 "samples of a request and the seed rule's for those of a group.",
             )
+
+
+def check_streaming(args: Any) -> Findings:
+    """A stream gives each row once, where a group needs it `--num_generations` times."""
+    if getattr(args, "streaming", False) and not _serves(args):
+        yield error(
+            "streaming true",
+            "expected false. A stream cannot repeat a row, so groups would hold --num_generations "
+            "different prompts, and advantages would compare their rewards.",
+            "Leave it out: ms-swift keeps the data set on disk, mapped into memory.",
+        )
 
 
 def check_ignored_flags(args: Any, given: Collection[str]) -> Findings:

@@ -19,7 +19,6 @@ from swift_grpo_ext.diversity.analyzer import AnalyzerSettings, RoundAnalyzer
 from swift_grpo_ext.diversity.record import RecordFile, RoundRecord
 from swift_grpo_ext.diversity.sample import Sample, sample_from_row
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.rollout.rank_group import training_ranks
 
 logger = get_logger()
 
@@ -126,7 +125,7 @@ class DiversityMonitor(TrainerCallback):
 
     def _process_pending(self, control: Any) -> None:
         """Analyze the samples that arrived since the last call; every rank calls it together."""
-        ranks = training_ranks()
+        ranks = self.trainer.ranks
         gathered = ranks.gather(self._take_pending())
         error: Exception | None = None
         decision = Decision()

@@ -66,7 +66,7 @@ def _logprobs(output: Any, choice: Any) -> list[float] | None:
 
 
 def media_name(media: Any) -> str:
-    """A path or URL as it is; of content, its digest; of a video in frames, the frames' names."""
+    """A path or URL as it is; of content or pixels, a digest; of frames, the frames' names."""
     if isinstance(media, dict):
         media = media.get("path") or media.get("bytes")
     if isinstance(media, str) and len(media) <= LONGEST_NAME:
@@ -75,5 +75,8 @@ def media_name(media: Any) -> str:
         return " ".join(map(media_name, media))
     if isinstance(media, str):
         media = media.encode()
+    if hasattr(media, "tobytes"):  # a PIL image, an array; its `repr` holds its address or is cut
+        form = [getattr(media, name, None) for name in ("mode", "size", "shape", "dtype")]
+        media = repr(form).encode() + media.tobytes()
     content = media if isinstance(media, bytes) else repr(media).encode()
     return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from swift_grpo_ext.record.log import SampleLog, Table
-from swift_grpo_ext.sampling.groups import group_of, parse_request_id, sample_ids_at
+from swift_grpo_ext.sampling.groups import group_id, parse_request_id, sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -145,7 +145,7 @@ class RewardRecorder:
             reward=sum(terms) if terms else None,
             rewards=list(zip(self._names, known, strict=True)),
             truncated=bool(sample.is_truncated),
-            replaced=group_of(sample_id) in self._replaced_groups,
+            replaced=group_id(sample_id) in self._replaced_groups,
             fate=fate,
             **extras,
         )

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from swift_grpo_ext.sampling.groups import describe
 from swift_grpo_ext.sampling.seeding import SampleId
 
 ROUND_COLUMNS = ("phase", "step", "number")
@@ -91,7 +90,7 @@ class SampleRow:
         """Raises ValueError where tokens and log-probabilities differ in number."""
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError(
-                f"{describe(self.sample_id)}: {len(self.token_ids)} tokens and "
+                f"{self.sample_id}: {len(self.token_ids)} tokens and "
                 f"{len(self.logprobs)} log-probabilities."
             )
         return len(self.token_ids)
@@ -145,8 +144,7 @@ def _fitting_value(row: Row, field: pa.Field) -> Any:
         _checked_array([value], field)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as e:
         raise ValueError(
-            f"{describe(row.sample_id)}: {field.name} {value!r:.200} does not fit {field.type} "
-            f"({e})."
+            f"{row.sample_id}: {field.name} {value!r:.200} does not fit {field.type} ({e})."
         ) from e
     return value
 

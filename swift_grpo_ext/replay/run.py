@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.sampling.groups import describe
 from swift_grpo_ext.sampling.seeding import sample_seed
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -85,7 +84,7 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
     unseeded = [row for row in rows if row.seed is None]
     if unseeded:
         raise ReplayError(
-            f"{describe(unseeded[0].sample_id)} has no seed: the engine drew it with one that "
+            f"{unseeded[0].sample_id} has no seed: the engine drew it with one that "
             "nobody wrote down (--rollout_seed_mode engine, or --use_vllm false). Train with "
             "--rollout_seed_mode sample."
         )
@@ -99,7 +98,7 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
     versions = sorted({row.weight_version for row in first})
     if len(versions) != 1:
         raise ReplayError(
-            f"{describe(rows[0].sample_id)}: weights of the steps {versions} drew the samples of "
+            f"{rows[0].sample_id}: weights of the steps {versions} drew the samples of "
             "this group; expected those of one step."
         )
     seed = settings["seed"]
@@ -107,7 +106,7 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
         expected = sample_seed(seed, row.sample_id)
         if expected != row.seed:
             raise ReplayError(
-                f"{describe(row.sample_id)} was drawn with seed {row.seed}, and --seed {seed} of "
+                f"{row.sample_id} was drawn with seed {row.seed}, and --seed {seed} of "
                 f"args.json gives it {expected}: another --seed drew this part of the run (one "
                 "that was resumed?). Give that one with --set seed=N."
             )

@@ -1,4 +1,4 @@
-"""One rollout: fold samples into groups, generate each group once, unfold the outputs onto rows."""
+"""One rollout: samples become requests by groups, and outputs return to their samples."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
-from swift_grpo_ext.sampling.groups import GroupSlice, Plan, fold, unfold
-from swift_grpo_ext.sampling.groups import plan as make_plan
+from swift_grpo_ext.sampling.groups import (
+    GroupSlice,
+    RequestPlan,
+    make_slices,
+    plan_requests,
+    split_by_rank,
+)
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.stops.templates import StoppedChoice, tell_stop_reason
+from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
 
 Generate = Callable[[list[RolloutInferRequest], list[RequestMetadata]], list[list[RolloutOutput]]]
 """Calls an engine: requests and their metadata to one list of single-sample outputs each."""
@@ -59,8 +64,8 @@ def draw(
         RolloutError: another rank failed to generate.
         ValueError: an engine returned another number of samples than the plan has.
     """
-    slices = fold(rank_batch.sample_ids, rank_batch.fingerprints)
-    plan = make_plan(rank_group.all_gather(slices), grouped=rank_batch.grouped)
+    slices = make_slices(rank_batch.sample_ids, rank_batch.fingerprints)
+    plan = plan_requests(rank_group.all_gather(slices), grouped=rank_batch.grouped)
     rows_of_ranks = rank_group.gather(_rows(rank_batch, plan, rank_group.rank))
     outputs: list[list[RolloutOutput]] | Exception | None = None
     if rank_group.drives_engine:
@@ -71,11 +76,13 @@ def draw(
     return rank_group.scatter(outputs), plan.unequal
 
 
-def _rows(rank_batch: RankBatch, plan: Plan, rank: int) -> dict[int, RolloutInferRequest] | str:
+def _rows(
+    rank_batch: RankBatch, plan: RequestPlan, rank: int
+) -> dict[int, RolloutInferRequest] | str:
     """This rank's rows, by the number of their slice. A failure comes back as text instead: the
     other ranks wait for the rows."""
     first_samples = _first_samples(plan.slices_of_ranks[rank])
-    own = (request.sources[0] for request in plan.requests if request.sources[0][0] == rank)
+    own = (request.slices[0] for request in plan.requests if request.slices[0][0] == rank)
     try:
         return {number: rank_batch.request(first_samples[number]) for _, number in own}
     except Exception as e:
@@ -83,12 +90,12 @@ def _rows(rank_batch: RankBatch, plan: Plan, rank: int) -> dict[int, RolloutInfe
 
 
 def _generate(
-    rank_batch: RankBatch, plan: Plan, rows_of_ranks: list[Any], generate: Generate
+    rank_batch: RankBatch, plan: RequestPlan, rows_of_ranks: list[Any], generate: Generate
 ) -> list[list[RolloutOutput]]:
     failures = [rows for rows in rows_of_ranks if isinstance(rows, str)]
     if failures:
         raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
-    rows = [rows_of_ranks[rank][number] for rank, number in (r.sources[0] for r in plan.requests)]
+    rows = [rows_of_ranks[rank][number] for rank, number in (r.slices[0] for r in plan.requests)]
     metadatas = [
         RequestMetadata(
             sample_id=request.group_slice.sample_id,
@@ -102,7 +109,7 @@ def _generate(
     ]
     for row, metadata in zip(rows, metadatas, strict=True):
         wire.write_metadata(row.data_dict, metadata)
-    return unfold(plan.requests, generate(rows, metadatas), plan.slices_of_ranks)
+    return split_by_rank(plan.requests, generate(rows, metadatas), plan.slices_of_ranks)
 
 
 def _first_samples(slices: Sequence[GroupSlice]) -> list[int]:
@@ -119,7 +126,7 @@ def to_rollout_outputs(
         ids = response.prompt_token_ids or []
         return [to_rollout_output(replace(c, replica=replica), ids) for c in response.completions]
     return [
-        tell_stop_reason(
+        record_stop_reason(
             RolloutOutput(
                 response=replace(response, choices=[replace(choice, index=0)]),
                 rollout_infos=_infos(metadata.seed_of(choice.index), replica),
@@ -149,7 +156,7 @@ def to_rollout_output(completion: Completion, prompt_token_ids: list[int]) -> Ro
     logprobs = [completion.logprobs] if completion.logprobs else []
     infos = _infos(completion.seed, completion.replica)
     output = RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
-    return tell_stop_reason(output)
+    return record_stop_reason(output)
 
 
 def _infos(seed: int | None, replica: str) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from vllm.sampling_params import RequestOutputKind
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
-from swift_grpo_ext.stops.rule import Stops, Truncation
-from swift_grpo_ext.stops.templates import TemplateStops, stopped, tell_stop_reason
+from swift_grpo_ext.stops.rule import Ending, Stops
+from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, with_stop_reason
 from swift_grpo_ext.upstream import pins, processor_copies, server, shared_memory, split_prefill
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
@@ -193,12 +193,12 @@ class RolloutEngine(GRPOVllmEngine):
             return super()._create_chat_completion_response(
                 result, inputs, request_config, request_id
             )
-        cuts = [self._cut(output, inputs[STOPS]) for output in result.outputs]
+        endings = [self._take_ending(output, inputs[STOPS]) for output in result.outputs]
         if not metadata.packed:
             response = super()._create_chat_completion_response(
                 result, inputs, request_config, request_id
             )
-            return self._with_stops(response, result.outputs, cuts, inputs["template_inputs"])
+            return self._with_stops(response, result.outputs, endings, inputs["template_inputs"])
         num_tokens = sum(len(output.token_ids) for output in result.outputs)
         return PackedResponse(
             model=self.model_name,
@@ -207,56 +207,56 @@ class RolloutEngine(GRPOVllmEngine):
             id=request_id,
             prompt_token_ids=list(result.prompt_token_ids),
             completions=[
-                self._completion(output, cut, metadata, inputs["template_inputs"])
-                for output, cut in zip(result.outputs, cuts, strict=True)
+                self._completion(output, ending, metadata, inputs["template_inputs"])
+                for output, ending in zip(result.outputs, endings, strict=True)
             ],
         )
 
-    def _cut(self, output: Any, stops: Stops) -> Truncation:
+    def _take_ending(self, output: Any, stops: Stops) -> Ending:
         """Where one of vLLM's completions ends; this removes all tokens behind that."""
         token_ids = list(output.token_ids)
-        cut = self._template_stops.cut(token_ids, stops)
-        if cut.reason is None and output.finish_reason == "stop" and token_ids:
+        ending = self._template_stops.find_ending(token_ids, stops)
+        if ending.reason is None and output.finish_reason == "stop" and token_ids:
             # An end that vLLM read from the model's generation_config.json.
             ends = {**stops.tokens, token_ids[-1]: token_ids[-1]}
-            cut = self._template_stops.cut(token_ids, replace(stops, tokens=ends))
-        if cut.reason is not None:
+            ending = self._template_stops.find_ending(token_ids, replace(stops, tokens=ends))
+        if ending.reason is not None:
             output.finish_reason = "stop"
-        output.token_ids = token_ids[: cut.num_tokens]
-        surplus = len(token_ids) - cut.num_tokens
+        output.token_ids = token_ids[: ending.num_tokens]
+        surplus = len(token_ids) - ending.num_tokens
         for name in ("logprobs", "routed_experts") if surplus else ():
             values = getattr(output, name, None)
             if values is not None:
                 setattr(output, name, values[:-surplus])
-        return cut
+        return ending
 
     def _with_stops(
         self,
         response: ChatCompletionResponse,
         outputs: Sequence[Any],
-        cuts: Sequence[Truncation],
+        endings: Sequence[Ending],
         template_inputs: Any,
     ) -> ChatCompletionResponse:
         """ms-swift's response with our text, which schedulers read, and the stop reason."""
         choices = []
-        for choice, output, cut in zip(response.choices, outputs, cuts, strict=True):
-            text = self._template_stops.text(output.token_ids, cut, template_inputs)
+        for choice, output, ending in zip(response.choices, outputs, endings, strict=True):
+            text = self._template_stops.text(output.token_ids, ending, template_inputs)
             if text != choice.message.content:
                 choice.message.tool_calls = tool_calls(self, text, template_inputs)
-            choices.append(stopped(choice, text, output.finish_reason, cut.reason))
+            choices.append(with_stop_reason(choice, text, output.finish_reason, ending.reason))
         response.choices = list(choices)
         return response
 
     def _completion(
-        self, output: Any, cut: Truncation, metadata: RequestMetadata, template_inputs: Any
+        self, output: Any, ending: Ending, metadata: RequestMetadata, template_inputs: Any
     ) -> Completion:
         routed_experts = getattr(output, "routed_experts", None)
         return Completion(
-            text=self._template_stops.text(output.token_ids, cut, template_inputs),
+            text=self._template_stops.text(output.token_ids, ending, template_inputs),
             token_ids=output.token_ids,
             logprobs=_flat_logprobs(output.logprobs, output.token_ids),
             finish_reason=output.finish_reason,
-            stop_reason=cut.reason,
+            stop_reason=ending.reason,
             seed=metadata.seed_of(output.index),
             extra=None if routed_experts is None else {"routed_experts": routed_experts},
         )
@@ -266,13 +266,13 @@ class RolloutEngine(GRPOVllmEngine):
         outputs = await super()._batch_infer_stream(*args, **kwargs)
         for output in outputs:
             for one in output if isinstance(output, list) else [output]:
-                tell_stop_reason(one)
+                record_stop_reason(one)
         return outputs
 
     def _packed_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
         """The outputs; on a server, packed responses become plain arrays for the wire."""
         for output in outputs:
-            tell_stop_reason(output)
+            record_stop_reason(output)
         if not self._serves:
             return outputs
         replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"

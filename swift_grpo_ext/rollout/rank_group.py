@@ -6,6 +6,7 @@ only to its own rank.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -88,19 +89,21 @@ class TensorParallelGroup(SingleRank):
 class MainRankGroup:
     """All training ranks; rank 0 calls the servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
+        """`group`: carries Python objects; the default group where None."""
+        self._group = group
         self.rank = dist.get_rank()
         self.drives_engine = self.rank == 0
         self.size = dist.get_world_size()
 
     def all_gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.size if self.drives_engine else None
-        dist.gather_object(value, values, dst=0)
+        dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
@@ -109,7 +112,7 @@ class MainRankGroup:
         if self.drives_engine:
             shares = [(failure, None if failure else values[r]) for r in range(self.size)]  # type: ignore[index]
         received: list[Any] = [None]
-        dist.scatter_object_list(received, shares, src=0)
+        dist.scatter_object_list(received, shares, src=0, group=self._group)
         failed, share = received[0]
         if isinstance(values, Exception):
             raise values
@@ -118,6 +121,18 @@ class MainRankGroup:
         return share
 
 
-def training_ranks() -> RankGroup:
-    """All training ranks."""
-    return MainRankGroup() if dist.is_initialized() else SingleRank()
+def training_ranks(timeout_seconds: float) -> RankGroup:
+    """All training ranks, which exchange Python objects over gloo; every rank calls it.
+
+    NCCL's watchdog ends a process that waits longer than its timeout, as ranks do in a long rollout
+    (ms-swift issue 10065), and NCCL would move objects through the GPU.
+
+    Args:
+        timeout_seconds: `--ddp_timeout`, for an exchange.
+    """
+    if not dist.is_initialized():
+        return SingleRank()
+    if dist.get_backend() == "gloo":
+        return MainRankGroup()
+    timeout = timedelta(seconds=timeout_seconds)
+    return MainRankGroup(dist.new_group(backend="gloo", timeout=timeout))

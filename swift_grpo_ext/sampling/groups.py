@@ -1,8 +1,7 @@
-"""Samples -> parts of groups -> requests, and answers back onto their samples. Pure.
+"""From samples to requests by groups, and from answers back to samples. Pure.
 
-Groups are positional (SPEC G1): they come from the order in which the sampler repeats prompts,
-never from comparing prompts. Content is compared only to refuse a shared request to rows that
-differ (G3), and to count prompts that stand twice (G4).
+Groups are positional (SPEC G1): the order in which the sampler repeats prompts makes them. Prompts
+are compared only to keep rows that differ out of one request (G3), and to count duplicates (G4).
 """
 
 from __future__ import annotations
@@ -45,22 +44,24 @@ class GroupSlice:
         return [replace(self.sample_id, index=self.sample_id.index + i) for i in range(self.count)]
 
     def continues(self, other: GroupSlice) -> bool:
-        """Whether this part asks for the samples that follow `other`'s, with the same row."""
+        """Whether this slice holds the samples that follow `other`'s, with the same row."""
         expected = replace(other.sample_id, index=other.sample_id.index + other.count)
         return self.sample_id == expected and self.fingerprint == other.fingerprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One request, and the parts of the ranks that it serves, in order."""
+    """One request, and the slices of the ranks that it serves."""
 
     group_slice: GroupSlice
-    sources: tuple[tuple[int, int], ...]
-    """(rank, number of the part among the rank's parts), in the order of the samples."""
+    """All of them together."""
+
+    slices: tuple[tuple[int, int], ...]
+    """(rank, number of the slice on that rank), in the order of the samples."""
 
 
 def sample_ids_at(round_: Round, positions: Iterable[int], group_size: int) -> list[SampleId]:
-    """Places of samples from their positions in the generation batch, over all ranks, from 0."""
+    """Ids of samples from their positions in the generation batch, over all ranks, from 0."""
     return [
         SampleId(
             phase=round_.phase,
@@ -73,8 +74,8 @@ def sample_ids_at(round_: Round, positions: Iterable[int], group_size: int) -> l
     ]
 
 
-def fold(sample_ids: Sequence[SampleId], fingerprints: Sequence[str]) -> list[GroupSlice]:
-    """Samples, in order, into the fewest parts; `len(places) == len(fingerprints)`."""
+def make_slices(sample_ids: Sequence[SampleId], fingerprints: Sequence[str]) -> list[GroupSlice]:
+    """The fewest slices that hold these samples, in order; one fingerprint for each sample."""
     slices: list[GroupSlice] = []
     for sample_id, fingerprint in zip(sample_ids, fingerprints, strict=True):
         single = GroupSlice(sample_id=sample_id, count=1, fingerprint=fingerprint)
@@ -86,80 +87,79 @@ def fold(sample_ids: Sequence[SampleId], fingerprints: Sequence[str]) -> list[Gr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What all ranks together ask for."""
+class RequestPlan:
+    """The requests of all ranks together."""
 
     slices_of_ranks: list[list[GroupSlice]]
     requests: list[Request]
     unequal: list[SampleId]
-    """First places of groups whose rows differ (SPEC G3): a custom sampler's, or a gym's."""
+    """First samples of groups whose rows differ (SPEC G3): a custom sampler's, or a gym's."""
 
 
-def plan(slices_of_ranks: Sequence[Sequence[GroupSlice]], *, grouped: bool) -> Plan:
-    """All ranks' parts, in the order of ranks, into requests.
+def plan_requests(slices_of_ranks: Sequence[Sequence[GroupSlice]], *, grouped: bool) -> RequestPlan:
+    """The requests for all ranks' slices, in the order of ranks.
 
-    A group that is split over ranks comes together again. Without `grouped`, and where a group's
-    rows differ, each sample is a request of its own.
+    A group that ranks share becomes one request. Each sample becomes a request of its own without
+    `grouped`, and where the rows of its group differ.
     """
     unequal = _unequal_groups(group_slice for slices in slices_of_ranks for group_slice in slices)
+    plan = RequestPlan(slices_of_ranks=[], requests=[], unequal=unequal)
 
-    def is_apart(group_slice: GroupSlice) -> bool:
-        return not grouped or group_of(group_slice.sample_id) in unequal
+    def is_single(group_slice: GroupSlice) -> bool:
+        return not grouped or group_id(group_slice.sample_id) in unequal
 
-    plan = Plan(slices_of_ranks=[], requests=[], unequal=unequal)
     for rank, slices in enumerate(slices_of_ranks):
-        own_slices = [piece for p in slices for piece in (_singles(p) if is_apart(p) else [p])]
-        plan.slices_of_ranks.append(own_slices)
-        for number, group_slice in enumerate(own_slices):
+        own = [piece for s in slices for piece in (_singles(s) if is_single(s) else [s])]
+        plan.slices_of_ranks.append(own)
+        for number, group_slice in enumerate(own):
             last = plan.requests[-1] if plan.requests else None
-            if last and not is_apart(group_slice) and group_slice.continues(last.group_slice):
+            if last and not is_single(group_slice) and group_slice.continues(last.group_slice):
                 whole = replace(last.group_slice, count=last.group_slice.count + group_slice.count)
-                plan.requests[-1] = Request(
-                    group_slice=whole, sources=(*last.sources, (rank, number))
-                )
+                served = (*last.slices, (rank, number))
+                plan.requests[-1] = Request(group_slice=whole, slices=served)
             else:
-                plan.requests.append(Request(group_slice=group_slice, sources=((rank, number),)))
+                plan.requests.append(Request(group_slice=group_slice, slices=((rank, number),)))
     return plan
 
 
 def _singles(group_slice: GroupSlice) -> list[GroupSlice]:
-    return [
-        GroupSlice(sample_id=p, count=1, fingerprint=group_slice.fingerprint)
-        for p in group_slice.sample_ids
-    ]
+    return [replace(group_slice, sample_id=i, count=1) for i in group_slice.sample_ids]
 
 
 def _unequal_groups(slices: Iterable[GroupSlice]) -> list[SampleId]:
     rows: dict[SampleId, set[str]] = {}
     for group_slice in slices:
-        rows.setdefault(group_of(group_slice.sample_id), set()).add(group_slice.fingerprint)
+        rows.setdefault(group_id(group_slice.sample_id), set()).add(group_slice.fingerprint)
     return [sample_id for sample_id, fingerprints in rows.items() if len(fingerprints) > 1]
 
 
-def group_of(sample_id: SampleId) -> SampleId:
-    """The place of a group's first sample, which names the group."""
+def group_id(sample_id: SampleId) -> SampleId:
+    """The id of a group's first sample, which names the group."""
     return replace(sample_id, index=0)
 
 
-def unfold(
+def split_by_rank(
     requests: Sequence[Request],
     answers: Sequence[Sequence[T]],
     slices_of_ranks: Sequence[Sequence[GroupSlice]],
 ) -> list[list[T]]:
-    """Answers of requests (one item a sample) back to the ranks, in the order of their samples.
+    """For each rank the answers of its samples, in their order.
+
+    Args:
+        answers: of each request, with one item for each sample.
 
     Raises:
-        ValueError: a request was answered with another number of samples than it asked for.
+        ValueError: an answer has another number of samples than its request.
     """
     items: dict[tuple[int, int], Sequence[T]] = {}
     for request, answer in zip(requests, answers, strict=True):
         if len(answer) != request.group_slice.count:
             raise ValueError(
-                f"{describe(request.group_slice.sample_id)}: {request.group_slice.count} samples "
-                f"were asked for, and {len(answer)} came back."
+                f"{request.group_slice.sample_id}: the request was for "
+                f"{request.group_slice.count} samples, and {len(answer)} came back."
             )
         taken = 0
-        for rank, number in request.sources:
+        for rank, number in request.slices:
             count = slices_of_ranks[rank][number].count
             items[rank, number] = answer[taken : taken + count]
             taken += count
@@ -170,7 +170,7 @@ def unfold(
 
 
 def count_duplicates(fingerprints: Iterable[str]) -> int:
-    """How many of the prompts stand earlier among them too."""
+    """How many prompts repeat an earlier one."""
     return sum(count - 1 for count in Counter(fingerprints).values())
 
 
@@ -182,7 +182,7 @@ def request_id(sample_id: SampleId) -> str:
 
 
 def parse_request_id(request_id: str) -> SampleId:
-    """The place that `request_id` names.
+    """The id that `request_id` names.
 
     Raises:
         ValueError: it names none.
@@ -196,15 +196,6 @@ def parse_request_id(request_id: str) -> SampleId:
 
 
 _REQUEST_ID = re.compile(r"(train|eval)-(\d+)\.(\d+)-(\d+)-(\d+)")
-
-
-def describe(sample_id: SampleId) -> str:
-    """A place in words, as errors and logs name it."""
-    turn = f", turn {sample_id.turn}" if sample_id.turn else ""
-    return (
-        f"{sample_id.phase} round {sample_id.step}.{sample_id.number}, group {sample_id.group}, "
-        f"sample {sample_id.index}{turn}"
-    )
 
 
 def fingerprint(row: Any) -> str:

@@ -1,7 +1,7 @@
 """The seed rule: which seed a sample draws with.
 
-A sample's seed depends on `--seed` and on the sample's place in the run, and on nothing else: not
-on ranks, replicas, batch sizes or the order in which requests arrive. Anyone can recompute it from
+A sample's seed depends on `--seed` and on the sample's id, and on nothing else: not on ranks,
+replicas, batch sizes or the order in which requests arrive. Anyone can recompute it from
 a row of the sample log:
 
     sample_seed(42, SampleId(phase="train", step=3, number=0, group=5, index=2))
@@ -38,7 +38,7 @@ MAX_GROUP_SIZE = 2**14
 
 @dataclass(frozen=True, kw_only=True, order=True, slots=True)
 class SampleId:
-    """Where a sample stands in a run."""
+    """Which sample of a run."""
 
     phase: Phase
     """`train` or `eval`."""
@@ -58,13 +58,21 @@ class SampleId:
     turn: int = 0
     """Turn of a multi-turn conversation, from 0."""
 
+    def __str__(self) -> str:
+        """As errors and logs name it."""
+        turn = f", turn {self.turn}" if self.turn else ""
+        return (
+            f"{self.phase} round {self.step}.{self.number}, group {self.group}, "
+            f"sample {self.index}{turn}"
+        )
+
 
 def sample_seed(run_seed: int, sample_id: SampleId) -> int:
     """The seed of one sample, in [0, 2**62 + 2**14).
 
     Args:
         run_seed: `--seed`, 0 or more.
-        place: where the sample stands.
+        sample_id: which sample.
 
     Raises:
         ValueError: `run_seed` or a part of `sample_id` is negative, or the group is too large.
@@ -77,7 +85,7 @@ def sample_seed(run_seed: int, sample_id: SampleId) -> int:
             "smaller --num_generations."
         )
     if min(sample_id.step, sample_id.number, sample_id.group, sample_id.turn) < 0:
-        raise ValueError(f"{sample_id}: expected numbers of 0 or more.")
+        raise ValueError(f"{sample_id!r}: expected numbers of 0 or more.")
     key = (PHASES.index(sample_id.phase), sample_id.step, sample_id.number, sample_id.turn)
     low = _first_32_bits(run_seed, key)
     high = _first_32_bits(run_seed, (*key, sample_id.group)) >> 2

@@ -39,8 +39,8 @@ class Stops:
     """Token ids that end a completion, and what is said to have stopped it then: the id, or the
     stop string that is this special token."""
 
-    unspoken: frozenset[int] = frozenset()
-    """Those of `tokens` that never show in the text: the template's own end of a turn."""
+    hidden: frozenset[int] = frozenset()
+    """Those of `tokens` that the text never shows: the template's own end of a turn."""
 
     include: bool = True
     """Whether the text ends with what stopped it, or right before it."""
@@ -50,26 +50,26 @@ class Stops:
     count; it samples no stop token there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Truncation:
-    """How much of a completion counts."""
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Where a completion ends."""
 
     num_tokens: int
     """Tokens that are kept, and trained on."""
 
-    num_spoken: int
-    """Tokens whose text counts: `num_tokens`, or one less where the last is a stop token that does
-    not show."""
+    num_text_tokens: int
+    """Tokens that make the text: `num_tokens`, or one less where the last is a stop token that the
+    text does not show."""
 
-    surplus: str = ""
-    """The end of the spoken tokens' text that does not count."""
+    trailing_text: str = ""
+    """The end of these tokens' text that does not count."""
 
     reason: StopReason = None
     """What matched; None where nothing did, and all tokens are kept."""
 
     def text(self, token_ids: Sequence[int], decode: Decode) -> str:
-        """The text of a completion, cut."""
-        return decode(token_ids[: self.num_spoken]).removesuffix(self.surplus)
+        """The text of a completion, ending."""
+        return decode(token_ids[: self.num_text_tokens]).removesuffix(self.trailing_text)
 
 
 def make_stops(
@@ -95,12 +95,12 @@ def make_stops(
     return Stops(
         strings=tuple(word for word in words if word not in special_ids),
         tokens={i: named.get(i, i) for i in (*named, *token_ids, *sorted(end_ids))},
-        unspoken=end_ids,
+        hidden=end_ids,
         include=include,
     )
 
 
-def cut(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Truncation:
+def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Ending:
     """Where a completion ends.
 
     Args:
@@ -108,24 +108,20 @@ def cut(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Truncation:
             sampled too many) does not matter.
         decode: gives the text of any first part of `token_ids`.
     """
-    ending = _first_stop_token(token_ids, stops)
-    found = _first_stop_string(token_ids[:ending], decode, stops)
+    length = _first_stop_token(token_ids, stops)
+    found = _first_stop_string(token_ids[:length], decode, stops)
     if found is not None:
         num_tokens, match, text = found
-        end = match.end if stops.include else match.start
-        return Truncation(
-            num_tokens=num_tokens, num_spoken=num_tokens, surplus=text[end:], reason=match.string
-        )
-    if ending is None:
-        return Truncation(num_tokens=len(token_ids), num_spoken=len(token_ids))
-    last = token_ids[ending - 1]
-    if stops.include and last not in stops.unspoken:
-        return Truncation(num_tokens=ending, num_spoken=ending, reason=stops.tokens[last])
+        rest = text[match.end if stops.include else match.start :]
+        return Ending(num_tokens, num_tokens, trailing_text=rest, reason=match.string)
+    if length is None:
+        return Ending(len(token_ids), len(token_ids))
+    last = token_ids[length - 1]
+    if stops.include and last not in stops.hidden:
+        return Ending(length, length, reason=stops.tokens[last])
     # The end of a turn is a special token, which completes no character.
-    surplus = "" if last in stops.unspoken else _unfinished(token_ids[:ending], decode)
-    return Truncation(
-        num_tokens=ending, num_spoken=ending - 1, surplus=surplus, reason=stops.tokens[last]
-    )
+    rest = "" if last in stops.hidden else _unfinished(token_ids[:length], decode)
+    return Ending(length, length - 1, trailing_text=rest, reason=stops.tokens[last])
 
 
 class Match(NamedTuple):
@@ -195,8 +191,8 @@ def _unfinished(token_ids: Sequence[int], decode: Decode) -> str:
     """What the text without the last token ends with, and with it no longer does: the bytes of a
     character that the last token completes."""
     before = decode(token_ids[:-1])
-    surplus = before[len(before.rstrip(INCOMPLETE)) :]
-    return "" if not surplus or decode(token_ids).startswith(before) else surplus
+    trailing_text = before[len(before.rstrip(INCOMPLETE)) :]
+    return "" if not trailing_text or decode(token_ids).startswith(before) else trailing_text
 
 
 def check_stops(

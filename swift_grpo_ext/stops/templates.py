@@ -9,7 +9,14 @@ from typing import Any
 from swift.infer_engine.protocol import ChatCompletionResponseChoice
 
 from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.stops.rule import StopReason, Stops, Truncation, check_stops, cut, make_stops
+from swift_grpo_ext.stops.rule import (
+    Ending,
+    StopReason,
+    Stops,
+    check_stops,
+    find_ending,
+    make_stops,
+)
 
 STOP_REASON = "stop_reason"
 """Its key in `rollout_infos`, where reward functions find it."""
@@ -49,8 +56,8 @@ class TemplateStops:
             include=metadata.include_stop_str_in_output,
         )
 
-    def cut(self, token_ids: Sequence[int], stops: Stops) -> Truncation:
-        return cut(token_ids, self.decode, stops)
+    def find_ending(self, token_ids: Sequence[int], stops: Stops) -> Ending:
+        return find_ending(token_ids, self.decode, stops)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """All of the tokens' text, special tokens too."""
@@ -59,16 +66,16 @@ class TemplateStops:
         )
         return str(text)
 
-    def text(self, token_ids: Sequence[int], cut: Truncation, template_inputs: Any) -> Any:
-        """What ms-swift's template makes of a completion, cut. No text for a few templates that
+    def text(self, token_ids: Sequence[int], ending: Ending, template_inputs: Any) -> Any:
+        """What ms-swift's template makes of a completion, ending. No text for a few templates that
         generate images, which are left as they are."""
-        spoken = list(token_ids[: cut.num_spoken])
+        spoken = list(token_ids[: ending.num_text_tokens])
         if spoken and spoken[-1] in self.end_ids:
             # The end of a stop string: the template would leave it out.
             prefix = self._template._get_response_prefix(template_inputs) or ""
-            return prefix + cut.text(token_ids, self.decode)
+            return prefix + ending.text(token_ids, self.decode)
         text = self._template.decode_generate_ids(spoken, template_inputs=template_inputs)
-        return text.removesuffix(cut.surplus) if isinstance(text, str) else text
+        return text.removesuffix(ending.trailing_text) if isinstance(text, str) else text
 
 
 def special_ids(tokenizer: Any) -> dict[str, int]:
@@ -125,7 +132,7 @@ def check_template_stops(args: Any, template: Any) -> None:
     )
 
 
-def stopped(
+def with_stop_reason(
     choice: ChatCompletionResponseChoice, text: Any, finish_reason: Any, reason: StopReason
 ) -> StoppedChoice:
     """A choice of ms-swift's with its text cut, and why it ended."""
@@ -134,7 +141,7 @@ def stopped(
     return StoppedChoice(**{**values, "finish_reason": finish_reason}, stop_reason=reason)
 
 
-def tell_stop_reason(output: Any) -> Any:
+def record_stop_reason(output: Any) -> Any:
     """Put what stopped a `RolloutOutput`'s last turn where reward functions find it."""
     choices = getattr(getattr(output, "response", None), "choices", None) or ()
     if choices and isinstance(choices[0], StoppedChoice):

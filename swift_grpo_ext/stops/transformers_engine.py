@@ -6,7 +6,7 @@ from token ids; the text runs past the stop string; what matched is not said.
 Upstream: ms-swift 4.6, template/utils.py (`StopWordsCriteria`), infer_engine/transformers_engine.py
 (`_infer_full`).
 Adaptation: a subclass of the engine, with a criterion and answers of its own for requests that have
-an envelope, and ms-swift's for others.
+metadata, and ms-swift's for others.
 Can go when ms-swift's engine finds stops of any length and answers with what matched.
 """
 
@@ -35,8 +35,8 @@ from swift_grpo_ext.stops.rule import Stops, find
 from swift_grpo_ext.stops.templates import (
     StoppedChoice,
     TemplateStops,
-    stopped,
-    tell_stop_reason,
+    record_stop_reason,
+    with_stop_reason,
 )
 from swift_grpo_ext.upstream.tool_calls import tool_calls
 
@@ -85,7 +85,7 @@ class RolloutTransformersEngine(TransformersEngine):
         ours = [r for r in responses if _is_stopped(r)]
         if len(ours) < len(responses):
             return list(responses)
-        return [tell_stop_reason(RolloutOutput(response=response)) for response in responses]
+        return [record_stop_reason(RolloutOutput(response=response)) for response in responses]
 
     def _infer(
         self,
@@ -95,7 +95,7 @@ class RolloutTransformersEngine(TransformersEngine):
         adapter_request: Any = None,
         pre_infer_hook: Any = None,
     ) -> Any:
-        metadata = None if request_config.stream else _common_envelope(infer_requests)
+        metadata = None if request_config.stream else _common_metadata(infer_requests)
         if metadata is not None:
             pre_infer_hook = self._with_stops(metadata, pre_infer_hook)
         return super()._infer(
@@ -201,9 +201,9 @@ class RolloutTransformersEngine(TransformersEngine):
         request_config: RequestConfig,
     ) -> tuple[StoppedChoice, int]:
         """A completion as ms-swift's trainer reads it, and its number of tokens."""
-        cut = self._template_stops.cut(token_ids, stops)
-        text = self._template_stops.text(token_ids, cut, template_inputs)
-        token_ids = token_ids[: cut.num_tokens]
+        ending = self._template_stops.find_ending(token_ids, stops)
+        text = self._template_stops.text(token_ids, ending, template_inputs)
+        token_ids = token_ids[: ending.num_tokens]
         choice = ChatCompletionResponseChoice(
             index=index,
             message=ChatMessage(
@@ -213,19 +213,19 @@ class RolloutTransformersEngine(TransformersEngine):
             ),
             finish_reason=None,
             logprobs=self._get_logprobs(
-                None if logprobs is None else logprobs[: cut.num_tokens],
+                None if logprobs is None else logprobs[: ending.num_tokens],
                 token_ids,
                 request_config.top_logprobs,
             ),
             token_ids=token_ids if request_config.return_details else None,
         )
         # Nothing but a stop ends a row before all of them, and then it is known.
-        finish_reason = "length" if cut.reason is None else "stop"
-        return stopped(choice, text, finish_reason, cut.reason), cut.num_tokens
+        finish_reason = "length" if ending.reason is None else "stop"
+        return with_stop_reason(choice, text, finish_reason, ending.reason), ending.num_tokens
 
 
-def _common_envelope(infer_requests: Sequence[Any]) -> RequestMetadata | None:
-    """The envelope whose stop settings all requests of a batch share; None where they have none."""
+def _common_metadata(infer_requests: Sequence[Any]) -> RequestMetadata | None:
+    """The metadata whose stop settings all requests of a batch share; None where they have none."""
     metadatas = [wire.read_metadata(wire.data_dict_of(request)) for request in infer_requests]
     settings = {e and (e.stop_token_ids, e.include_stop_str_in_output) for e in metadatas}
     if len(settings) > 1:

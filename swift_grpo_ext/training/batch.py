@@ -10,7 +10,7 @@ import torch
 from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.rank_group import RankGroup
-from swift_grpo_ext.sampling.groups import describe, parse_request_id
+from swift_grpo_ext.sampling.groups import parse_request_id
 from swift_grpo_ext.training.agreement import (
     DisagreementError,
     Gap,
@@ -23,6 +23,16 @@ logger = get_logger()
 
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "dropout_p")
 """Attributes from which transformers' layers call functional dropout."""
+
+WHOLE: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "structured_outputs_regex": (None, ""),
+}
+"""Values of ms-swift's flags with which rollouts come from the whole distribution, as in training.
+None leaves the choice to the model's own generation settings."""
 
 
 def check_counts_of(samples: Sequence[Any]) -> None:
@@ -66,9 +76,10 @@ class RolloutGap:
     """
 
     def __init__(self, args: Any, ranks: RankGroup) -> None:
-        cut = (args.top_p or 1) < 1 or (args.top_k or 0) > 0 or (args.repetition_penalty or 1) != 1
-        # Rollouts from a part of the vocabulary, or with the weights of a step before.
-        self._is_expected = bool(cut or args.async_generate)
+        shifted = [name for name, values in WHOLE.items() if getattr(args, name) not in values]
+        # Rollouts come from another distribution, or from the weights of a step before.
+        self._is_expected = bool(shifted or args.async_generate)
+        self._is_mixed = bool(args.bf16 or args.fp16)
         self._ranks = ranks
         self._has_warned = False
 
@@ -83,7 +94,8 @@ class RolloutGap:
         gap = sum(self._ranks.all_gather(sum(map(_gap, batches), Gap())), Gap())
         if not gap.count:
             return {}
-        limit = gap_limit(torch.finfo(dtype).bits)
+        # Under autocast, models of 32 bits compute in 16.
+        limit = gap_limit(16 if self._is_mixed else torch.finfo(dtype).bits)
         if gap.mean > limit and not self._has_warned and not self._is_expected:
             self._has_warned = True
             logger.warning(
@@ -94,6 +106,47 @@ class RolloutGap:
                 "(quantization, --vllm_engine_kwargs). (Said once.)"
             )
         return {"rollout_gap/mean": gap.mean, "rollout_gap/max": gap.largest}
+
+
+class ZeroGradientWarning:
+    """Warns once where rewards differ within groups, and yet no gradient flows.
+
+    Where rewards differ, advantages are not 0, and neither is their gradient. Broken weights or a
+    cut graph may show in nothing else.
+
+    Args:
+        args: of the training.
+    """
+
+    def __init__(self, args: Any) -> None:
+        masks = (
+            args.overlong_filter
+            or args.off_policy_sequence_mask_delta is not None
+            or "mask" in (args.rollout_importance_sampling_mode or "")
+        )
+        # Masks and clipped ratios may leave nothing to learn from; so may a part of a round.
+        is_whole = args.gradient_accumulation_steps % args.steps_per_generation == 0
+        self._is_certain = is_whole and args.num_iterations == 1 and not masks
+        self._has_warned = False
+
+    def check(self, grad_norm: float | None, zero_std: Sequence[float], step: int) -> None:
+        """Look at the last step.
+
+        Args:
+            grad_norm: its gradient norm; None where it was not computed.
+            zero_std: of each round since the last call, the share of groups with equal rewards.
+            step: its number, for the warning.
+        """
+        if grad_norm != 0 or not self._is_certain or self._has_warned:
+            return
+        if zero_std and zero_std[-1] < 1:
+            self._has_warned = True
+            logger.warning(
+                f"Step {step}: the gradient norm is 0, though rewards differ in "
+                f"{1 - zero_std[-1]:.0%} of the groups: the model does not learn. Expected: above "
+                "0. Look at the model's weights, at what is frozen (--freeze_parameters, "
+                "--target_modules), and at the sharding (--deepspeed, --fsdp). (Said once.)"
+            )
 
 
 def switch_off_dropout(model: torch.nn.Module) -> int:
@@ -141,7 +194,7 @@ def _check_alignment(samples: Sequence[Any], batch: Any) -> None:
 
 
 def _name(sample: Any) -> str:
-    return describe(parse_request_id(sample.request_id))
+    return str(parse_request_id(sample.request_id))
 
 
 def _logprobs(sample: Any) -> list[float]:

@@ -16,7 +16,6 @@ from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.groups import (
     count_duplicates,
-    describe,
     fingerprint,
     parse_request_id,
     request_id,
@@ -153,7 +152,7 @@ class DuplicateCheck:
         if duplicates == 0 or (self._action == "warn" and self._has_warned):
             return
         message = (
-            f"{describe(sample_ids[0])}: {duplicates} of {len(prompts)} prompts of the generation "
+            f"{sample_ids[0]}: {duplicates} of {len(prompts)} prompts of the generation "
             "batch stand in it twice, media included; each is a group of its own, with its own "
             "noise."
         )
@@ -174,7 +173,7 @@ class UnevenGroupsWarning:
             self._has_warned = True
             logger.warning(
                 f"{len(unequal)} groups hold rows that differ, the first in "
-                f"{describe(unequal[0])}: their samples are asked for singly. Advantages compare "
+                f"{unequal[0]}: their samples are asked for singly. Advantages compare "
                 "the samples of a group; a custom sampler must repeat each row --num_generations "
                 "times. (Said once.)"
             )

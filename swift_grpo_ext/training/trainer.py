@@ -32,9 +32,10 @@ from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.groups import fingerprints, sample_ids_at
 from swift_grpo_ext.sampling.rounds import RoundNames
 from swift_grpo_ext.sampling.sampler import EpochSampler
-from swift_grpo_ext.stops.templates import check_template_stops, tell_stop_reason
+from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
 from swift_grpo_ext.training.batch import (
     RolloutGap,
+    ZeroGradientWarning,
     check_counts_of,
     check_training_batch,
     switch_off_dropout,
@@ -75,6 +76,9 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
     sample_listeners: list[Callable[[list[SampleRow]], None]]
     """Called with this rank's samples as they are drawn, perhaps from another thread."""
 
+    ranks: RankGroup
+    """All training ranks, for the exchange of Python objects."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         client = kwargs.get("vllm_client")
         if client is not None and not has_accelerator():
@@ -83,17 +87,18 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
             connect_client(client)
         config, template = kwargs["args"], kwargs["template"]
         check_template_stops(config, template)
-        self._ranks = training_ranks()
+        self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings.of(config)
-        self._recorder = SampleRecorder(config.output_dir, self._ranks, self._settings.run_seed)
+        self._recorder = SampleRecorder(config.output_dir, self.ranks, self._settings.run_seed)
         self.sample_listeners = self._recorder.listeners  # callbacks are made in the next line
         super().__init__(*args, **kwargs)
         self._rounds = RoundNames(
             round_clock(config, len(self.train_dataset), template.sequence_parallel_size)
         )
-        self._duplicates = DuplicateCheck(config.duplicate_prompts, self._ranks)
+        self._duplicates = DuplicateCheck(config.duplicate_prompts, self.ranks)
         self._uneven_groups = UnevenGroupsWarning()
-        self._rollout_gap = RolloutGap(config, self._ranks)
+        self._rollout_gap = RolloutGap(config, self.ranks)
+        self._zero_gradient = ZeroGradientWarning(config)
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         for model in filter(None, (self.model, self.ref_model)):
             mask_placeholders(model, placeholder_ids(template))
@@ -129,10 +134,10 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
             self.engine = RolloutTransformersEngine(
                 self.model, template=upstream.template, max_batch_size=0
             )
-        elif self._settings.draws and self.vllm_mode == "server" and self._ranks.rank == 0:
+        elif self._settings.draws and self.vllm_mode == "server" and self.ranks.rank == 0:
             servers = connect_servers(self.vllm_client, self.args)
         self._servers = servers
-        self._weights = WeightUpdates(self._ranks, servers)
+        self._weights = WeightUpdates(self.ranks, servers)
 
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext.rollout import engine
@@ -189,7 +194,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
             yield self._rows(sampler, *divmod(position, sampler.num_batches))
 
     def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
-        indices = rank_rows(sampler.batch(epoch, batch), self._ranks)
+        indices = rank_rows(sampler.batch(epoch, batch), self.ranks)
         return [self.train_dataset[i] for i in indices]
 
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -202,7 +207,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
             group_size=self._group_size,
             seed=self.args.seed,
             template=self.template,
-            ranks=self._ranks,
+            ranks=self.ranks,
         )
         if num_replaced:  # of all ranks
             self._rewards.replaced(round_, self._changed_groups(inputs, rows))
@@ -212,20 +217,20 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
     def _changed_groups(self, before: list[Any], after: list[Any]) -> list[int]:
         """Numbers in the generation batch of groups that got other rows, on any rank."""
         own = [row is not old for row, old in zip(after, before, strict=True)]
-        changed = [flag for of_rank in self._ranks.all_gather(own) for flag in of_rank]
+        changed = [flag for of_rank in self.ranks.all_gather(own) for flag in of_rank]
         return sorted({i // self._group_size for i, flag in enumerate(changed) if flag})
 
     # --- the rollout: samples are named, drawn, and written down ---
 
     def _add_prompt_id_to_inputs(self, samples: list[Any]) -> list[Any]:
         """Name each sample by its position; groups are never merged by their words."""
-        sizes = self._ranks.all_gather(len(samples))
+        sizes = self.ranks.all_gather(len(samples))
         round_ = (
             self._rounds.current
             if self.model.training
             else self._rounds.take_eval_batch(sum(sizes) // self._group_size)
         )
-        start = sum(sizes[: self._ranks.rank])
+        start = sum(sizes[: self.ranks.rank])
         positions = range(start, start + len(samples))
         sample_ids = sample_ids_at(round_, positions, self._group_size)
         name_samples(samples, sample_ids)
@@ -243,7 +248,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
         prompts = fingerprints(samples)
         if not self._settings.draws or self.enable_server_multi_turn:
             outputs = super()._rollout(samples, request_config, is_global_inputs)
-        elif is_global_inputs and self._ranks.rank > 0:
+        elif is_global_inputs and self.ranks.rank > 0:
             return []  # rank 0 draws for all
         else:
             from swift_grpo_ext.rollout.draw import draw
@@ -262,7 +267,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
             samples,
             prompts,
             outputs,
-            num_ranks=self._ranks.size if is_global_inputs else 1,
+            num_ranks=self.ranks.size if is_global_inputs else 1,
             weight_version=self._last_loaded_step if self.args.use_vllm else self._global_step,
         )
         return outputs
@@ -272,7 +277,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
         if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
             return TensorParallelGroup(self.tp_group)
         shares = self.vllm_mode == "server" and not is_global_inputs
-        return self._ranks if shares else SingleRank()
+        return self.ranks if shares else SingleRank()
 
     def _call_engine(
         self, requests: list[Any], metadatas: Sequence[RequestMetadata]
@@ -285,7 +290,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
                 answers = self._servers.infer(requests, metadatas, config)
             return [[to_rollout_output(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
         outputs = self._engine_infer(requests, config)
-        rank = self._ranks.rank
+        rank = self.ranks.rank
         replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"
         pairs = zip(outputs, metadatas, strict=True)
         return [to_rollout_outputs(output, metadata, replica) for output, metadata in pairs]
@@ -294,7 +299,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
 
     def _postprocess_rollout_outputs(self, samples: list[Any], outputs: list[Any]) -> list[Any]:
         for output in outputs:
-            tell_stop_reason(output)
+            record_stop_reason(output)
         results = super()._postprocess_rollout_outputs(samples, outputs)
         for sample, output in zip(results, outputs, strict=True):
             sample.rollout_prompt_ids = output.response.prompt_token_ids
@@ -334,13 +339,18 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
             self._own_share(samples, self._rewards_per_func),
             fate="trained" if self.model.training else "evaluated",
             extras=training_scores(samples, chunks, batches),
-            all_gather=self._ranks.all_gather,
+            all_gather=self.ranks.all_gather,
         )
 
     def _own_share(self, samples: list[Any], of_all_ranks: torch.Tensor) -> list[list[float]]:
-        start = sum(self._ranks.all_gather(len(samples))[: self._ranks.rank])
+        start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
         share: list[list[float]] = of_all_ranks[start : start + len(samples)].tolist()
         return share
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        zero_std = self._metrics["train"].get("frac_reward_zero_std", ())
+        self._zero_gradient.check(logs.get("grad_norm"), zero_std, self._global_step)
+        super().log(logs, start_time)
 
     # --- weights and checkpoints ---
 

@@ -134,7 +134,7 @@ TRAINER = (
 )  # fmt: skip
 
 ENGINE = (
-    *_pins("swift.infer_engine", "GRPOVllmEngine", {
+    *_pins("swift.infer_engine.grpo_vllm_engine", "GRPOVllmEngine", {
         "": "model_id_or_path",
         "_batch_infer_stream": "self tasks stream use_tqdm metrics",
         "_create_chat_completion_response": "self result inputs request_config request_id",

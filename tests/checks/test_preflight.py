@@ -162,6 +162,14 @@ def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPa
     assert look(enabled=False) == []
 
 
+def test_a_stream_cannot_repeat_prompts() -> None:
+    """A server reads no data set."""
+    for changes in ({}, {"streaming": False}, {"streaming": True, "port": 8000}):
+        assert said(preflight.check_streaming(arguments(**changes))) == []
+    sentence = only(preflight.check_arguments(arguments(streaming=True), []))
+    assert sentence.startswith("error: --streaming true: expected false. A stream cannot repeat")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

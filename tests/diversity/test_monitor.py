@@ -17,6 +17,7 @@ from transformers import TrainerControl, TrainerState
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.rollout.rank_group import training_ranks
 from tests.diversity.samples import group_of, row_of, sample
 
 LONG = list(range(60))
@@ -28,6 +29,7 @@ class Run:
     def __init__(self, folder: Path, rank: int = 0, **flags: Any) -> None:
         self.trainer = SimpleNamespace(
             sample_listeners=[],
+            ranks=training_ranks(60),
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         )
         defaults = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -96,3 +98,17 @@ def test_media_go_by_their_names_never_by_their_content(media: Any, name: str) -
     assert len(media_name(media)) < 64
     if name == "blake2b:":
         assert media_name(media) != media_name(b"other")
+
+
+def test_equal_pixels_have_one_name() -> None:
+    """However the images were made; a frame of another mode or size has another."""
+    red, again, blue = (Image.new("RGB", (4, 2), color) for color in ("red", "red", "blue"))
+    assert media_name(red) == media_name(again) != media_name(blue)
+    turned = Image.frombytes("RGB", (2, 4), red.tobytes())
+    assert media_name(turned) != media_name(red)
+    frames = np.zeros((2, 2), np.uint8)
+    assert media_name(frames) == media_name(frames.copy()) != media_name(frames.astype(np.int8))
+    large = np.zeros(10_000, np.uint8)
+    other = large.copy()
+    other[5_000] = 1  # which `repr` does not show
+    assert media_name(large) != media_name(other)

@@ -191,7 +191,7 @@ def test_an_engine_that_fails_ends_the_round_on_every_rank() -> None:
 
 
 def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"group 0, sample 0: 2 samples .* 1 came back"):
+    with pytest.raises(ValueError, match=r"group 0, sample 0: .* 2 samples, and 1 came back"):
         draw(batch_of([(0, 0), (0, 1)]), SingleRank(), lambda r, m: [["one"]])
 
 

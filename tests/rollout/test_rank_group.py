@@ -20,6 +20,7 @@ from swift_grpo_ext.rollout.rank_group import (
     RankGroup,
     SingleRank,
     TensorParallelGroup,
+    training_ranks,
 )
 
 NUM_RANKS = 3
@@ -170,3 +171,42 @@ def test_a_process_with_an_engine_of_its_own_exchanges_with_itself() -> None:
     assert rank_group.scatter(["samples"]) == "samples"
     with pytest.raises(ValueError, match="too long"):
         rank_group.scatter(ValueError("too long"))
+
+
+def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog ends ranks that wait through a long rollout; gloo's bound is the run's."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    assert isinstance(training_ranks(60), SingleRank)
+    calls: list[tuple[str, Any]] = []
+
+    def collective(name: str) -> Callable[..., None]:
+        def call(*args: Any, group: Any, **_: Any) -> None:
+            calls.append((name, group))
+            if name == "scatter_object_list":
+                args[0][0] = (None, "share")
+
+        return call
+
+    fakes: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "get_rank": lambda: 0,
+        "get_world_size": lambda: 2,
+        "new_group": lambda **settings: settings,
+        **{
+            name: collective(name)
+            for name in ("all_gather_object", "gather_object", "scatter_object_list")
+        },
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(dist, name, fake)
+    for backend, group in (
+        ("nccl", {"backend": "gloo", "timeout": timedelta(seconds=60)}),
+        ("gloo", None),
+    ):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        ranks = training_ranks(60)
+        ranks.all_gather(1)
+        ranks.gather(1)
+        assert ranks.scatter([1, 2]) == "share"
+        assert calls == [(name, group) for name in list(fakes)[4:]]
+        calls.clear()

@@ -19,18 +19,17 @@ from PIL import Image
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.groups import (
     GroupSlice,
-    Plan,
+    RequestPlan,
     count_duplicates,
-    describe,
     fingerprint,
     fingerprints,
-    fold,
-    group_of,
+    group_id,
+    make_slices,
     parse_request_id,
-    plan,
+    plan_requests,
     request_id,
     sample_ids_at,
-    unfold,
+    split_by_rank,
 )
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import PHASES, SampleId, sample_seed
@@ -65,7 +64,8 @@ class Batch(NamedTuple):
     @property
     def slices_of_ranks(self) -> list[list[GroupSlice]]:
         return [
-            fold(self.sample_ids[a:b], self.rows[a:b]) for a, b in itertools.pairwise(self.borders)
+            make_slices(self.sample_ids[a:b], self.rows[a:b])
+            for a, b in itertools.pairwise(self.borders)
         ]
 
     @property
@@ -89,9 +89,9 @@ def batches(draw: st.DrawFn, *, even: bool = False) -> Batch:
     return Batch(group_size, rows, [0, *sorted(inner), total])
 
 
-def own_answers(plan: Plan) -> list[list[SampleId]]:
+def own_answers(plan: RequestPlan) -> list[list[SampleId]]:
     """Answers that say which samples they are for."""
-    return unfold(
+    return split_by_rank(
         plan.requests, [r.group_slice.sample_ids for r in plan.requests], plan.slices_of_ranks
     )
 
@@ -103,30 +103,30 @@ def own_answers(plan: Plan) -> list[list[SampleId]]:
 @given(batches(), st.booleans())
 def test_every_sample_gets_its_own_answer(batch: Batch, grouped: bool) -> None:
     """G1, for any ranks, rows and groups."""
-    assert own_answers(plan(batch.slices_of_ranks, grouped=grouped)) == batch.places_of_ranks
+    assert (
+        own_answers(plan_requests(batch.slices_of_ranks, grouped=grouped)) == batch.places_of_ranks
+    )
 
 
 @settings(deadline=None, max_examples=150)
 @given(batches(), st.booleans())
 def test_every_sample_is_asked_for_once_and_with_its_own_row(batch: Batch, grouped: bool) -> None:
-    made = plan(batch.slices_of_ranks, grouped=grouped)
+    made = plan_requests(batch.slices_of_ranks, grouped=grouped)
     asked = [
         (p, r.group_slice.fingerprint) for r in made.requests for p in r.group_slice.sample_ids
     ]
     assert asked == list(zip(batch.sample_ids, batch.rows, strict=True))
     for request in made.requests:
-        sources = [made.slices_of_ranks[rank][number] for rank, number in request.sources]
-        assert {source.fingerprint for source in sources} == {request.group_slice.fingerprint}
-        assert [
-            p for source in sources for p in source.sample_ids
-        ] == request.group_slice.sample_ids
+        served = [made.slices_of_ranks[rank][number] for rank, number in request.slices]
+        assert {piece.fingerprint for piece in served} == {request.group_slice.fingerprint}
+        assert [p for piece in served for p in piece.sample_ids] == request.group_slice.sample_ids
 
 
 @settings(deadline=None)
 @given(batches(even=True))
 def test_a_group_is_one_request_whatever_the_ranks(batch: Batch) -> None:
     """G2, also where two groups next to each other have equal rows (G1)."""
-    made = plan(batch.slices_of_ranks, grouped=True)
+    made = plan_requests(batch.slices_of_ranks, grouped=True)
     assert [r.group_slice.count for r in made.requests] == [batch.group_size] * len(made.requests)
     assert [r.group_slice.sample_id for r in made.requests] == batch.sample_ids[:: batch.group_size]
     assert made.unequal == []
@@ -136,17 +136,17 @@ def test_a_group_is_one_request_whatever_the_ranks(batch: Batch) -> None:
 @given(batches())
 def test_rows_that_differ_are_asked_for_singly(batch: Batch) -> None:
     """G3: only in the groups where they differ, and those are named."""
-    made = plan(batch.slices_of_ranks, grouped=True)
+    made = plan_requests(batch.slices_of_ranks, grouped=True)
     assert made.unequal == batch.unequal
     for request in made.requests:
-        is_uneven = group_of(request.group_slice.sample_id) in batch.unequal
+        is_uneven = group_id(request.group_slice.sample_id) in batch.unequal
         assert request.group_slice.count == (1 if is_uneven else batch.group_size)
 
 
 @settings(deadline=None)
 @given(batches())
 def test_without_grouping_every_sample_is_a_request(batch: Batch) -> None:
-    made = plan(batch.slices_of_ranks, grouped=False)
+    made = plan_requests(batch.slices_of_ranks, grouped=False)
     assert [r.group_slice.sample_id for r in made.requests] == batch.sample_ids
     assert {r.group_slice.count for r in made.requests} == {1}
     assert made.unequal == batch.unequal
@@ -156,7 +156,7 @@ def test_without_grouping_every_sample_is_a_request(batch: Batch) -> None:
 @given(batches(), st.booleans())
 def test_seeds_do_not_depend_on_ranks_rows_and_requests(batch: Batch, grouped: bool) -> None:
     """S2 and S6: sample k of a request draws with the seed that its own place has."""
-    made = plan(batch.slices_of_ranks, grouped=grouped)
+    made = plan_requests(batch.slices_of_ranks, grouped=grouped)
     seeds = []
     for request in made.requests:
         asked = request.group_slice
@@ -164,7 +164,7 @@ def test_seeds_do_not_depend_on_ranks_rows_and_requests(batch: Batch, grouped: b
             sample_id=asked.sample_id, count=asked.count, run_seed=42, packed=True
         )
         seeds.append([metadata.seed_of(k) for k in range(asked.count)])
-    answered = unfold(made.requests, seeds, made.slices_of_ranks)
+    answered = split_by_rank(made.requests, seeds, made.slices_of_ranks)
     expected = [[sample_seed(42, p) for p in sample_ids] for sample_ids in batch.places_of_ranks]
     assert answered == expected
 
@@ -174,7 +174,7 @@ def test_the_same_requests_for_every_number_of_ranks(num_ranks: int) -> None:
     """12 samples in groups of 4: with 6 ranks a group stands on two, with 2 one is cut in half."""
     share = 12 // num_ranks
     batch = Batch(4, list("aaaabbbbaaaa"), [share * rank for rank in range(num_ranks + 1)])
-    requests = [r.group_slice for r in plan(batch.slices_of_ranks, grouped=True).requests]
+    requests = [r.group_slice for r in plan_requests(batch.slices_of_ranks, grouped=True).requests]
     assert requests == [
         group_slice(0, 0, 4, "a"),
         group_slice(1, 0, 4, "b"),
@@ -185,7 +185,7 @@ def test_the_same_requests_for_every_number_of_ranks(num_ranks: int) -> None:
 def test_a_rank_with_its_own_engine_asks_for_its_part() -> None:
     """G2 in colocation: a group of 4 on two ranks is one request on each."""
     batch = Batch(4, list("aaaa"), [0, 2, 4])
-    alone = [plan([slices], grouped=True) for slices in batch.slices_of_ranks]
+    alone = [plan_requests([slices], grouped=True) for slices in batch.slices_of_ranks]
     assert [[r.group_slice for r in made.requests] for made in alone] == [
         [group_slice(0, 0, 2)],
         [group_slice(0, 2, 2)],
@@ -203,7 +203,7 @@ def test_a_rank_with_its_own_engine_asks_for_its_part() -> None:
     ],
 )
 def test_fold_by_example(group_size: int, rows: str, expected: list[GroupSlice]) -> None:
-    assert fold(sample_ids_at(ROUND, range(len(rows)), group_size), list(rows)) == expected
+    assert make_slices(sample_ids_at(ROUND, range(len(rows)), group_size), list(rows)) == expected
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_fold_by_example(group_size: int, rows: str, expected: list[GroupSlice])
 def test_samples_of_other_rounds_and_turns_stay_apart(changes: dict[str, Any]) -> None:
     first = SampleId(phase="train", step=0, number=0, group=0, index=0)
     second = replace(first, index=1, **changes)
-    made = plan([fold([first, second], ["a", "a"])], grouped=True)
+    made = plan_requests([make_slices([first, second], ["a", "a"])], grouped=True)
     assert [r.group_slice.sample_id for r in made.requests] == [first, second]
     assert made.unequal == []
 
@@ -220,7 +220,7 @@ def test_samples_of_other_rounds_and_turns_stay_apart(changes: dict[str, Any]) -
 def test_conversations_that_ended_leave_a_gap() -> None:
     """In a later turn, samples 0, 1 and 3 of a group of 4 go on, with equal rows."""
     turn = [replace(PLACE, index=index, turn=1) for index in (0, 1, 3)]
-    made = plan([fold(turn, ["a"] * 3)], grouped=True)
+    made = plan_requests([make_slices(turn, ["a"] * 3)], grouped=True)
     assert [(r.group_slice.sample_id.index, r.group_slice.count) for r in made.requests] == [
         (0, 2),
         (3, 1),
@@ -228,10 +228,10 @@ def test_conversations_that_ended_leave_a_gap() -> None:
     assert own_answers(made) == [turn]
 
 
-def test_sources_name_the_parts_of_ranks_in_order() -> None:
+def test_requests_name_the_slices_of_ranks_in_order() -> None:
     batch = Batch(4, list("aaaabbcb"), [0, 3, 6, 8])
-    made = plan(batch.slices_of_ranks, grouped=True)
-    assert [r.sources for r in made.requests] == [
+    made = plan_requests(batch.slices_of_ranks, grouped=True)
+    assert [r.slices for r in made.requests] == [
         ((0, 0), (1, 0)),
         ((1, 1),),
         ((1, 2),),
@@ -243,20 +243,20 @@ def test_sources_name_the_parts_of_ranks_in_order() -> None:
 @pytest.mark.parametrize("answer", [["x"], ["x", "y", "z"], []])
 def test_an_answer_with_another_count_is_refused(answer: list[str]) -> None:
     """M6: the sample is named."""
-    made = plan([[group_slice(0, 0, 2)], [group_slice(1, 0, 2)]], grouped=True)
+    made = plan_requests([[group_slice(0, 0, 2)], [group_slice(1, 0, 2)]], grouped=True)
     message = (
-        r"train round 0\.0, group 1, sample 0: 2 samples were asked for, and "
+        r"train round 0\.0, group 1, sample 0: the request was for 2 samples, and "
         rf"{len(answer)} came back"
     )
     with pytest.raises(ValueError, match=message):
-        unfold(made.requests, [["x", "y"], answer], made.slices_of_ranks)
+        split_by_rank(made.requests, [["x", "y"], answer], made.slices_of_ranks)
 
 
 @pytest.mark.parametrize("answers", [[], [["x", "y"]] * 2])
 def test_another_number_of_answers_is_refused(answers: list[list[str]]) -> None:
-    made = plan([[group_slice(0, 0, 2)]], grouped=True)
+    made = plan_requests([[group_slice(0, 0, 2)]], grouped=True)
     with pytest.raises(ValueError, match=r"zip\(\) argument 2 is (shorter|longer)"):
-        unfold(made.requests, answers, made.slices_of_ranks)
+        split_by_rank(made.requests, answers, made.slices_of_ranks)
 
 
 def test_places_count_on_over_ranks_and_eval_batches() -> None:
@@ -321,7 +321,7 @@ def test_what_is_no_name_is_refused(name: str) -> None:
     ],
 )
 def test_a_place_in_words(sample_id: SampleId, words: str) -> None:
-    assert describe(sample_id) == words
+    assert str(sample_id) == words
 
 
 # --- prompts ---

@@ -26,7 +26,7 @@ from swift.template import get_template
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.stops.templates import tell_stop_reason
+from swift_grpo_ext.stops.templates import record_stop_reason
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 from tests.stack.stop_cases import CASES, CONVERSATION, NEW_TOKEN, Case
 
@@ -174,7 +174,7 @@ class Drawing:
             loop = partial(run_multi_turn, [request], ask([request], config), scheduler, ask)
             with ThreadPoolExecutor(1) as pool:  # it makes an event loop of its own
                 (output,) = pool.submit(loop, config, max_turns=2).result()
-            tell_stop_reason(output)  # as the trainer does
+            record_stop_reason(output)  # as the trainer does
         return {
             "token_ids": output.response_token_ids,
             "mask": output.response_loss_mask,

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from swift_grpo_ext.stops.rule import INCOMPLETE, Stops, cut
+from swift_grpo_ext.stops.rule import INCOMPLETE, Stops, find_ending
 
 WORDS = ["</search>", ">", "\n", " ", ": ", "案", "结束。", "龘", "😀", "🫠", "a", "aa", "ab",
          "<|im_end|>", "a<|box_end|>", "</tool_call>", " the"]  # fmt: skip
@@ -114,9 +114,9 @@ def test_the_same_ends_and_texts(
         include=include,
         min_tokens=min_tokens,
     )
-    found = cut(token_ids, decode, stops)
+    found = find_ending(token_ids, decode, stops)
     theirs = what_vllm_finds(tokenizer, token_ids, stops)
-    ends_of_text = {found.num_tokens, theirs[0], found.num_spoken}
+    ends_of_text = {found.num_tokens, theirs[0], found.num_text_tokens}
     if any(decode(token_ids[:k]).endswith(INCOMPLETE) for k in ends_of_text):
         # vLLM holds such a token's text back, and draws on where we stop, or loses the text where
         # a stop token would have to complete the character.
@@ -137,7 +137,7 @@ def test_vllm_draws_on_where_a_stop_string_is_complete_within_a_character(tokeni
     stops = Stops(strings=(": ",))
     token_ids = [result, colon, cut_snowman, its_end, result]
     assert what_vllm_finds(tokenizer, token_ids, stops)[0] == 4
-    assert cut(token_ids, decode, stops).num_tokens == 3
+    assert find_ending(token_ids, decode, stops).num_tokens == 3
 
 
 def test_a_stop_string_that_vllm_held_back_counts_after_the_least_number(tokenizer: Any) -> None:
@@ -150,4 +150,4 @@ def test_a_stop_string_that_vllm_held_back_counts_after_the_least_number(tokeniz
     stops = Stops(strings=(" ",), min_tokens=2)
     token_ids = [colon, cut_snowman, colon, search]
     assert what_vllm_finds(tokenizer, token_ids, stops)[0] == 3
-    assert cut(token_ids, decode, stops).num_tokens == 3
+    assert find_ending(token_ids, decode, stops).num_tokens == 3

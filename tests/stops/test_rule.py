@@ -8,7 +8,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext.stops.rule import Match, Stops, Truncation, check_stops, cut, find, make_stops
+from swift_grpo_ext.stops.rule import (
+    Ending,
+    Match,
+    Stops,
+    check_stops,
+    find,
+    find_ending,
+    make_stops,
+)
 
 EOS, SPECIAL = 0, 1
 PIECES: list[bytes] = [
@@ -40,7 +48,7 @@ stop_settings = st.builds(
     tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=2).map(
         lambda ids: {i: str(i) if i == SPECIAL else i for i in ids}
     ),
-    unspoken=st.sampled_from([frozenset(), frozenset({EOS})]),
+    hidden=st.sampled_from([frozenset(), frozenset({EOS})]),
     include=st.booleans(),
     min_tokens=st.integers(0, 4),
 )
@@ -58,7 +66,7 @@ def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object
                     return num_tokens, text[: end if stops.include else end - len(string)], string
         last = token_ids[num_tokens - 1]
         if last in stops.tokens:
-            if stops.include and last not in stops.unspoken:
+            if stops.include and last not in stops.hidden:
                 return num_tokens, text, stops.tokens[last]
             before = decode(token_ids[: num_tokens - 1])
             before = before if text.startswith(before) else before.rstrip("\ufffd")
@@ -74,7 +82,7 @@ def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object
 @example(ids_of(b"\xe7", b"\xad\x94a"), Stops(tokens={ids_of(b"\xad\x94a")[0]: 1}, include=False))
 @example(ids_of(b"\xe7", b"\xad", b"\x94"), Stops(strings=("答",), min_tokens=2))
 def test_a_cut_is_what_brute_force_finds(token_ids: list[int], stops: Stops) -> None:
-    found = cut(token_ids, decode, stops)
+    found = find_ending(token_ids, decode, stops)
     text = found.text(token_ids, decode)
     assert (found.num_tokens, text, found.reason) == by_brute_force(token_ids, stops)
     # T2, T3: the kept tokens' text starts with the text.
@@ -86,18 +94,18 @@ def test_a_cut_is_what_brute_force_finds(token_ids: list[int], stops: Stops) -> 
 def test_what_comes_after_the_end_does_not_matter(
     token_ids: list[int], later: list[int], stops: Stops
 ) -> None:
-    found = cut(token_ids, decode, stops)
+    found = find_ending(token_ids, decode, stops)
     if found.reason is not None:
-        assert cut([*token_ids, *later], decode, stops) == found
-        assert cut(token_ids[: found.num_tokens], decode, stops) == found
+        assert find_ending([*token_ids, *later], decode, stops) == found
+        assert find_ending(token_ids[: found.num_tokens], decode, stops) == found
 
 
 @settings(deadline=None, max_examples=300)
 @given(completions, stop_settings)
 def test_no_earlier_token_would_have_done(token_ids: list[int], stops: Stops) -> None:
-    found = cut(token_ids, decode, stops)
+    found = find_ending(token_ids, decode, stops)
     if found.reason is not None:
-        assert cut(token_ids[: found.num_tokens - 1], decode, stops).reason is None
+        assert find_ending(token_ids[: found.num_tokens - 1], decode, stops).reason is None
 
 
 # --- exact cases ---
@@ -125,12 +133,12 @@ def test_stop_strings(
 ) -> None:
     token_ids = ids_of(*pieces)
     stops = make_stops(strings, special_ids={"<|end|>": EOS, "<|tool|>": SPECIAL})
-    found = cut(token_ids, decode, stops)
+    found = find_ending(token_ids, decode, stops)
     assert (found.num_tokens, found.reason) == (num_tokens, reason)
     assert found.text(token_ids, decode) == text
     without = make_stops(strings, special_ids={}, include=False)
     expected = text.removesuffix(reason) if reason else text
-    assert cut(token_ids, decode, without).text(token_ids, decode) == expected
+    assert find_ending(token_ids, decode, without).text(token_ids, decode) == expected
 
 
 def test_special_tokens_stop_by_their_ids_and_are_named_as_given() -> None:
@@ -140,21 +148,21 @@ def test_special_tokens_stop_by_their_ids_and_are_named_as_given() -> None:
     assert stops.strings == ("</a>",)
     assert stops.tokens == {SPECIAL: "<|tool|>", a: a, EOS: EOS}
     completion = ids_of("</", "<|tool|>")
-    assert cut(completion, decode, stops) == Truncation(
-        num_tokens=2, num_spoken=2, reason="<|tool|>"
+    assert find_ending(completion, decode, stops) == Ending(
+        num_tokens=2, num_text_tokens=2, reason="<|tool|>"
     )
     # The template's own end of a turn never shows.
     ended = ids_of("</", "<|end|>", "<|end|>")
-    assert cut(ended, decode, stops) == Truncation(num_tokens=2, num_spoken=1, reason=EOS)
+    assert find_ending(ended, decode, stops) == Ending(num_tokens=2, num_text_tokens=1, reason=EOS)
     bare = make_stops(["<|tool|>"], special_ids=ids, include=False)
-    assert cut(completion, decode, bare).text(completion, decode) == "</"
+    assert find_ending(completion, decode, bare).text(completion, decode) == "</"
 
 
 def test_a_string_counts_before_a_token_that_ends_with_it() -> None:
     token = ids_of(">\n\n")[0]
     stops = make_stops([">"], [token], special_ids={})
     completion = ids_of("a", ">\n\n")
-    found = cut(completion, decode, stops)
+    found = find_ending(completion, decode, stops)
     assert (found.reason, found.text(completion, decode)) == (">", "a>")
 
 
@@ -163,9 +171,13 @@ def test_nothing_is_decoded_to_find_stop_tokens() -> None:
         raise AssertionError("decoded")
 
     stops = make_stops(["<|tool|>"], [5], special_ids={"<|tool|>": SPECIAL}, end_ids=[EOS])
-    assert cut([7, 5, 8], refuse, stops) == Truncation(num_tokens=2, num_spoken=2, reason=5)
-    assert cut([7, EOS], refuse, stops) == Truncation(num_tokens=2, num_spoken=1, reason=EOS)
-    assert cut([7, 8], refuse, stops) == Truncation(num_tokens=2, num_spoken=2)
+    assert find_ending([7, 5, 8], refuse, stops) == Ending(
+        num_tokens=2, num_text_tokens=2, reason=5
+    )
+    assert find_ending([7, EOS], refuse, stops) == Ending(
+        num_tokens=2, num_text_tokens=1, reason=EOS
+    )
+    assert find_ending([7, 8], refuse, stops) == Ending(num_tokens=2, num_text_tokens=2)
 
 
 @pytest.mark.parametrize("length", [1, 10, 1000])
@@ -177,7 +189,7 @@ def test_a_completion_that_stopped_in_time_is_decoded_twice(length: int) -> None
         return decode(token_ids)
 
     completion = [*ids_of("答案") * (length - 1), *ids_of(">\n\n")]
-    assert cut(completion, counting, Stops(strings=(">",))).num_tokens == length
+    assert find_ending(completion, counting, Stops(strings=(">",))).num_tokens == length
     assert lengths == [length, length - 1][: min(length, 2)]
 
 

@@ -28,8 +28,8 @@ from swift_grpo_ext.stops.templates import (
     StoppedChoice,
     TemplateStops,
     check_template_stops,
-    stopped,
-    tell_stop_reason,
+    record_stop_reason,
+    with_stop_reason,
 )
 from swift_grpo_ext.upstream.dynamic_eos import only_sampled_tokens
 
@@ -149,8 +149,8 @@ def text_of(template: Any, token_ids: list[int], words: list[str], **fields: Any
     stops = TemplateStops(template)
     inputs = fields.pop("inputs", None)
     settings = stops.stops(words, replace(METADATA, **fields))
-    cut = stops.cut(token_ids, settings)
-    return stops.text(token_ids, cut, inputs), cut.reason
+    ending = stops.find_ending(token_ids, settings)
+    return stops.text(token_ids, ending, inputs), ending.reason
 
 
 @pytest.mark.parametrize("include", [True, False])
@@ -245,8 +245,11 @@ def choice(index: int) -> ChatCompletionResponseChoice:
 
 
 def test_each_sample_of_a_request_says_what_stopped_it() -> None:
-    choices = [stopped(choice(0), "a", "stop", "</a>"), stopped(choice(1), "b", "stop", 7)]
-    outputs = to_rollout_outputs(RolloutOutput(response=response_of(*choices)), METADATA, "rank 0")
+    first = with_stop_reason(choice(0), "a", "stop", "</a>")
+    second = with_stop_reason(choice(1), "b", "stop", 7)
+    outputs = to_rollout_outputs(
+        RolloutOutput(response=response_of(first, second)), METADATA, "rank 0"
+    )
     assert [o.rollout_infos["stop_reason"] for o in outputs] == ["</a>", 7]
     assert [o.response.choices[0].message.content for o in outputs] == ["a", "b"]
     assert [o.response.choices[0].finish_reason for o in outputs] == ["stop", "stop"]
@@ -254,6 +257,6 @@ def test_each_sample_of_a_request_says_what_stopped_it() -> None:
 
 
 def test_an_answer_of_ms_swifts_own_is_left_alone() -> None:
-    output = tell_stop_reason(RolloutOutput(response=response_of(choice(0))))
+    output = record_stop_reason(RolloutOutput(response=response_of(choice(0))))
     assert output.rollout_infos == {}
-    assert tell_stop_reason(ValueError("failed")).args == ("failed",)
+    assert record_stop_reason(ValueError("failed")).args == ("failed",)

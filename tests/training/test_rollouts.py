@@ -1,0 +1,281 @@
+"""How samples are named, described to engines, checked for duplicates, and written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from swift.infer_engine.protocol import RolloutInferRequest
+
+from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.draw import to_rollout_output
+from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.rollout.wire import Completion
+from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.training.rollouts import (
+    DuplicateCheck,
+    RolloutSettings,
+    SampleRecorder,
+    UnevenGroupsWarning,
+    begin_turn,
+    name_samples,
+)
+from tests.ranks import ThreadRanks, run_rank_groups
+
+FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
+
+
+@dataclass
+class Sample:
+    """The fields of ms-swift's `OnPolicySample` that are read."""
+
+    messages: list[dict[str, Any]]
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    audios: list[Any] = field(default_factory=list)
+
+
+def sample(words: str = "Which digit?") -> Sample:
+    return Sample([{"role": "user", "content": words}])
+
+
+def ids(*indices: int, group: int = 2) -> list[SampleId]:
+    return [replace(FIRST, group=group, index=index) for index in indices]
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    values: dict[str, Any] = {
+        "use_vllm": True,
+        "rollout_seed_mode": "sample",
+        "rollout_group_requests": True,
+        "seed": 42,
+        "stop_token_ids": [7, 8],
+        "include_stop_str_in_output": False,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+# --- names ---
+
+
+def test_samples_are_named_by_their_ids_and_groups() -> None:
+    samples: list[Any] = [SimpleNamespace(), SimpleNamespace()]
+    name_samples(samples, ids(2, 3))
+    assert [s.request_id for s in samples] == ["train-3.1-2-2", "train-3.1-2-3"]
+    assert [s.prompt_id for s in samples] == ["train-3.1-2", "train-3.1-2"]
+
+
+def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
+    """Turn 3's request comes with the metadata of turn 2."""
+    named: Any = SimpleNamespace()
+    name_samples([named], [FIRST])
+    assert begin_turn(named, None) == FIRST
+    request = RolloutInferRequest(messages=[])
+    [request] = RolloutSettings.of(arguments()).with_metadata([named], [request])
+    turns = [begin_turn(request, None) for _ in range(3)]
+    assert turns == [replace(FIRST, turn=turn) for turn in (1, 2, 3)]
+    found = wire.read_metadata(request.data_dict)
+    assert found is not None
+    assert (found.sample_id, found.seed) == (turns[-1], sample_seed(42, turns[-1]))
+    assert len({sample_seed(42, turn) for turn in [FIRST, *turns]}) == 4
+
+
+def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
+    message = r"--multi_turn_scheduler mine: its `step` returned .* the same `data_dict`"
+    with pytest.raises(ValueError, match=message):
+        begin_turn(RolloutInferRequest(messages=[]), "mine")
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "draws", "run_seed", "grouped"),
+    [
+        ({}, True, 42, True),
+        ({"rollout_group_requests": False}, True, 42, False),
+        ({"rollout_seed_mode": "engine"}, True, None, True),
+        ({"rollout_seed_mode": "engine", "rollout_group_requests": False}, False, None, False),
+        ({"use_vllm": False}, False, None, True),
+    ],
+)
+def test_settings_of_a_run(
+    changes: dict[str, Any], draws: bool, run_seed: int | None, grouped: bool
+) -> None:
+    settings = RolloutSettings.of(arguments(**changes))
+    assert (settings.draws, settings.run_seed, settings.grouped) == (draws, run_seed, grouped)
+    assert (settings.stop_token_ids, settings.include_stop_str_in_output) == ((7, 8), False)
+
+
+def test_requests_carry_the_settings_and_keep_those_of_a_later_turn() -> None:
+    samples: list[Any] = [SimpleNamespace(), SimpleNamespace()]
+    name_samples(samples, ids(0, 1))
+    later = RolloutInferRequest(messages=[], data_dict={"own": 1})
+    requests = [RolloutInferRequest(messages=[]) for _ in samples]
+    settings = RolloutSettings.of(arguments())
+    assert settings.with_metadata([*samples, later], [*requests, later]) == [*requests, later]
+    found = [wire.read_metadata(request.data_dict) for request in requests]
+    expected = wire.RequestMetadata(
+        sample_id=FIRST,
+        count=1,
+        run_seed=42,
+        packed=False,
+        stop_token_ids=(7, 8),
+        include_stop_str_in_output=False,
+    )
+    assert found == [expected, replace(expected, sample_id=replace(FIRST, index=1))]
+    assert later.data_dict == {"own": 1}
+
+
+def test_what_a_rank_wants_drawn() -> None:
+    settings = RolloutSettings.of(arguments())
+    batch = settings.rank_batch(ids(0), ["f"], request=str, packed=True)
+    assert (batch.sample_ids, batch.fingerprints, batch.request) == (ids(0), ["f"], str)
+    assert (batch.run_seed, batch.grouped, batch.packed) == (42, True, True)
+    assert (batch.stop_token_ids, batch.include_stop_str_in_output) == ((7, 8), False)
+
+
+# --- duplicates and uneven groups ---
+
+
+def check(action: str, *prompts_of_ranks: str, times: int = 1) -> list[str | None]:
+    """What each rank's check raises, for prompts as letters in groups of two."""
+
+    def work(ranks: ThreadRanks) -> str | None:
+        prompts = prompts_of_ranks[ranks.rank]
+        duplicates = DuplicateCheck(action, ranks)
+        samples = [sample(letter) for letter in prompts for _ in range(2)]
+        sample_ids = [i for group in range(len(prompts)) for i in ids(0, 1, group=group)]
+        try:
+            for _ in range(times):
+                duplicates.check(samples, sample_ids)
+        except ValueError as e:
+            return str(e)
+        return None
+
+    return run_rank_groups(len(prompts_of_ranks), work)
+
+
+def test_a_prompt_that_stands_twice_over_ranks_is_said_once(warnings: list[str]) -> None:
+    assert check("warn", "ab", "bc", times=2) == [None, None]
+    text = "train round 3.1, group 0, sample 0: 1 of 4 prompts of the generation batch stand in it"
+    assert len(warnings) == 2  # each rank's own
+    assert all(text in warning for warning in warnings)
+
+
+def test_duplicates_may_be_an_error_or_allowed(warnings: list[str]) -> None:
+    message = "--duplicate_prompts error: .* 2 of 4 prompts .* Remove them from the data set"
+    first, second = check("error", "aa", "ba")
+    for text in (first, second):
+        assert text is not None
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(text)
+    assert check("error", "ab", "cd") == [None, None]
+    assert check("allow", "aa") == [None]
+    assert check("warn", "ab") == [None]
+    assert warnings == []
+
+
+def test_groups_whose_rows_differ_are_said_once(warnings: list[str]) -> None:
+    uneven = UnevenGroupsWarning()
+    uneven.warn([])
+    uneven.warn(ids(0))
+    uneven.warn(ids(1))
+    [warning] = warnings
+    assert warning.startswith(
+        "1 groups hold rows that differ, the first in train round 3.1, group 2"
+    )
+
+
+# --- the sample log ---
+
+
+def drawn(text: str, number: int) -> Any:
+    completion = Completion(
+        text=text,
+        token_ids=[number, 5],
+        logprobs=[-0.5, -0.25],
+        finish_reason="stop",
+        seed=9,
+        replica=f"replica {number}",
+    )
+    return to_rollout_output(completion, [1, 2])
+
+
+def record(
+    recorder: SampleRecorder, sample_ids: list[SampleId], *, num_ranks: int = 1, lost: int = 0
+) -> None:
+    outputs = [drawn(str(i), number) for number, i in enumerate(sample_ids)]
+    recorder.record(
+        sample_ids,
+        [sample() for _ in sample_ids],
+        [f"print {number}" for number in range(len(sample_ids))],
+        outputs[lost:],
+        num_ranks=num_ranks,
+        weight_version=2,
+    )
+
+
+def read(folder: Path) -> list[SampleRow]:
+    return sorted(to_rows(read_samples(folder)), key=lambda row: row.sample_id)
+
+
+def test_each_rank_writes_its_own_samples(tmp_path: Path) -> None:
+    """With rank, replica and seed as they were, in one session's files."""
+    heard: list[list[SampleRow]] = []
+
+    def work(ranks: ThreadRanks) -> None:
+        recorder = SampleRecorder(str(tmp_path), ranks, 42)
+        recorder.listeners.append(heard.append)
+        for _ in range(2):  # again is harmless
+            recorder.open(start_step=3)
+        record(recorder, ids(0, 1, group=ranks.rank))
+
+    run_rank_groups(2, work)
+    rows = read(tmp_path)
+    assert [row.sample_id for row in rows] == [*ids(0, 1, group=0), *ids(0, 1, group=1)]
+    assert [row.rank for row in rows] == [0, 0, 1, 1]
+    assert [row.replica for row in rows] == ["replica 0", "replica 1"] * 2
+    assert [row.seed for row in rows] == [sample_seed(42, row.sample_id) for row in rows]
+    assert [row.fingerprint for row in rows] == ["print 0", "print 1"] * 2
+    assert {row.weight_version for row in rows} == {2}
+    assert [row.text for row in rows] == [str(row.sample_id) for row in rows]
+    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert names == [f"session-0000-rank-0000{rank}.arrows" for rank in range(2)]
+    told = sorted((row for rows in heard for row in rows), key=lambda row: row.sample_id)
+    assert told == rows
+
+
+def test_another_session_has_another_number_that_rank_0_takes(tmp_path: Path) -> None:
+    for session in range(2):
+
+        def work(ranks: ThreadRanks, session: int = session) -> None:
+            recorder = SampleRecorder(str(tmp_path), ranks, None)
+            recorder.open(start_step=session)
+            if ranks.rank == 1:  # rank 0 has no rows yet
+                record(recorder, ids(session))
+
+        run_rank_groups(2, work)
+    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert names == ["session-0000-rank-00001.arrows", "session-0001-rank-00001.arrows"]
+    assert {row.seed for row in read(tmp_path)} == {None}
+
+
+def test_one_rank_writes_for_all(tmp_path: Path) -> None:
+    """With `--async_generate`, rank 0 draws the samples of all ranks in order."""
+    recorder = SampleRecorder(str(tmp_path), SingleRank(), 42)
+    recorder.open(start_step=0)
+    record(recorder, ids(*range(6)), num_ranks=3)
+    assert [row.rank for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_samples_of_schedulers_that_return_several_have_no_name(tmp_path: Path) -> None:
+    recorder = SampleRecorder(str(tmp_path), SingleRank(), 42)
+    recorder.open(start_step=0)
+    record(recorder, ids(0, 1), lost=1)
+    assert list((tmp_path / "samples").iterdir()) == []

@@ -1,0 +1,225 @@
+"""A real training in this process: ms-swift's trainer, and a recording engine in vLLM's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import traceback
+from copy import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from swift.infer_engine.protocol import ChatCompletionResponse, RolloutOutput, UsageInfo
+from swift.pipelines import rlhf_main
+from swift.rewards import ORM, orms
+from swift.utils import get_logger
+
+from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.rollout import engine as engine_module
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.engine import PackedResponse
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.sampling.groups import request_id
+from swift_grpo_ext.sampling.seeding import sample_seed
+
+ROOT = Path(__file__).resolve().parents[2]
+END_OF_TURN = 151645
+logger = get_logger()
+
+
+class RecordingEngine:
+    """Samples two tokens that follow from the seed; keeps the requests and the weights."""
+
+    made: ClassVar[list[RecordingEngine]] = []
+
+    def __init__(self, model_dir: str, *, template: Any, **_: Any) -> None:
+        self.template = copy(template)
+        self.template.set_mode("vllm")
+        self.rounds: list[list[tuple[str, RequestMetadata]]] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.engine = self
+        self.inner_model = torch.nn.Module()
+        self.model_config = None
+        self.inner_model_executor = SimpleNamespace(is_sleeping=False)
+        self.made.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("reset_"):
+            return lambda: None
+        raise AttributeError(name)
+
+    def reload_weights(self, weights: Any) -> list[tuple[str, torch.Tensor]]:
+        held = [(name, tensor.clone()) for name, tensor in weights]
+        self.weights.append(dict(held))
+        return held
+
+    def infer(self, requests: list[Any], config: Any, use_tqdm: bool) -> list[RolloutOutput]:
+        metadatas = [wire.read_metadata(request.data_dict) for request in requests]
+        assert all(metadatas)
+        pairs = [(r.messages[-1]["content"], m) for r, m in zip(requests, metadatas, strict=True)]
+        self.rounds.append(pairs)  # type: ignore[arg-type]
+        return [self._output(r, m) for r, m in zip(requests, metadatas, strict=True)]  # type: ignore[arg-type]
+
+    def _output(self, request: Any, metadata: RequestMetadata) -> RolloutOutput:
+        seeds = [metadata.seed_of(k) or 0 for k in range(metadata.count)]
+        completions = [
+            Completion(
+                text=f"<{seed}>",
+                token_ids=[100 + seed % 1000, END_OF_TURN],
+                logprobs=[-1.0, -1.0],
+                finish_reason="stop",
+                seed=seed,
+            )
+            for seed in seeds
+        ]
+        response = PackedResponse(
+            model="",
+            choices=[],
+            usage=UsageInfo(1, 1, 2),
+            prompt_token_ids=self.template.encode({"messages": request.messages})["input_ids"],
+            completions=completions,
+        )
+        assert isinstance(response, ChatCompletionResponse)
+        return RolloutOutput(response=response)
+
+
+class Odd(ORM):
+    """Rewards that differ within every group."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(i % 2) for i in range(len(completions))]
+
+
+class Trained(NamedTuple):
+    """What a training did."""
+
+    rounds: list[list[tuple[str, RequestMetadata]]]
+    """The engine's calls: each request's question and metadata."""
+
+    weights: list[float]
+    """Of each update, the sum of all tensors."""
+
+    log: list[dict[str, Any]]
+    samples: list[SampleRow]
+    warnings: list[str]
+
+
+def train(argv: list[str], folder: Path) -> Trained:
+    """In this process, which is never the same afterwards."""
+    sys.argv = ["swift", *argv]
+    orms["odd"] = Odd
+    warnings: list[str] = []
+    logger.warning = warnings.append  # type: ignore[assignment, method-assign]
+    engine_module.RolloutEngine = RecordingEngine  # type: ignore[assignment, misc]
+    rlhf_main(argv)
+    [engine] = RecordingEngine.made
+    log = (folder / "logging.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = sorted(to_rows(read_samples(folder)), key=lambda row: row.sample_id)
+    sums = [sum(float(tensor.sum()) for tensor in held.values()) for held in engine.weights]
+    return Trained(engine.rounds, sums, list(map(json.loads, log)), samples, warnings)
+
+
+def forked(argv: list[str], folder: Path) -> Trained:
+    """`train` in a child of this process, which has imported everything."""
+    result = folder.with_suffix(".pickle")
+    child = os.fork()
+    if child == 0:
+        try:
+            result.write_bytes(pickle.dumps(train(argv, folder)))
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = pickle.loads(result.read_bytes())
+    assert isinstance(found, Trained)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def argv(assets: Path, folder: Path) -> list[str]:
+    """Two prompts a round, each round for two steps; one of four prompts is too long."""
+    words = ["one", "two", "three", "too long " * 80]
+    rows = [json.dumps({"messages": [{"role": "user", "content": word}]}) for word in words]
+    (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return [
+        *("--rlhf_type", "grpo", "--external_plugins", str(ROOT / "plugins/grpo_ext.py")),
+        *("--model", str(assets / "tiny_vlm"), "--dataset", str(folder / "rows.jsonl")),
+        *("--val_dataset", str(folder / "rows.jsonl"), "--eval_strategy", "steps"),
+        *("--eval_steps", "2", "--per_device_eval_batch_size", "4", "--max_steps", "3"),
+        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--tuner_type", "full"),
+        *("--torch_dtype", "float32", "--check_model", "false", "--use_vllm", "true"),
+        *("--vllm_mode", "colocate", "--require_images", "false", "--split_dataset_ratio", "0"),
+        *("--num_generations", "2", "--max_completion_length", "4", "--num_iterations", "2"),
+        *("--reward_funcs", "odd", "--per_device_train_batch_size", "4", "--stop_token_ids", "5"),
+        *("--learning_rate", "1e-3", "--warmup_steps", "0", "--max_length", "100"),
+        *("--truncation_strategy", "delete", "--gradient_accumulation_steps", "1"),
+        *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
+        *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--logging_steps", "1"),
+        *("--dataloader_persistent_workers", "false", "--report_to", "none"),
+        *("--save_strategy", "no", "--add_version", "false"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(argv: list[str], folder: Path) -> Trained:
+    return forked([*argv, "--output_dir", str(folder / "whole")], folder / "whole")
+
+
+def names(rounds: list[list[tuple[str, RequestMetadata]]]) -> list[list[str]]:
+    return [[request_id(metadata.sample_id) for _, metadata in pairs] for pairs in rounds]
+
+
+TRAIN = [["train-0.0-0-0", "train-0.0-1-0"], ["train-2.0-0-0", "train-2.0-1-0"]]
+EVAL = [[f"eval-2.0-{group}-0" for group in groups] for groups in ((0, 1), (2, 3))]
+
+
+def test_rounds_and_requests(whole: Trained) -> None:
+    """A round serves both of its iterations; an evaluation counts its groups over batches."""
+    assert names(whole.rounds) == [TRAIN[0], *EVAL, TRAIN[1]]
+    for pairs in whole.rounds:
+        for words, metadata in pairs:
+            assert words in ("one", "two", "three")
+            assert (metadata.count, metadata.run_seed, metadata.packed) == (2, 42, True)
+            assert metadata.stop_token_ids == (5,)
+
+
+def test_the_sample_log(whole: Trained) -> None:
+    assert len(whole.samples) == 2 * sum(map(len, whole.rounds))
+    for row in whole.samples:
+        seed = sample_seed(42, row.sample_id)
+        assert (row.seed, row.rank, row.replica) == (seed, 0, "rank 0")
+        assert (row.text, list(row.token_ids)) == (f"<{seed}>", [100 + seed % 1000, END_OF_TURN])
+        assert row.weight_version == row.sample_id.step
+
+
+def test_prompts_that_are_too_long_are_replaced(whole: Trained) -> None:
+    """In training, and in an evaluation."""
+    replaced = [warning for warning in whole.warnings if "cannot be encoded" in warning]
+    assert "eval round 2.0" in {warning.split(",")[0] for warning in replaced}
+    logged = [line["eval_prompts/replaced"] for line in whole.log if "eval_loss" in line]
+    assert logged == [0.5]  # one of two batches
+
+
+def test_weights_go_to_the_engine_once_they_have_changed(whole: Trained) -> None:
+    """Before the rounds of the steps 0 and 2; the evaluation shares those of its step."""
+    assert len(whole.weights) == len(set(whole.weights)) == 2
+
+
+def test_the_gap_is_logged_and_said(whole: Trained) -> None:
+    """The recording engine's log-probabilities are no model's."""
+    gaps = [line["rollout_gap/max"] for line in whole.log if "rollout_gap/max" in line]
+    assert len(gaps) == 2  # of the steps that draw
+    assert min(gaps) > 1
+    [warning] = [text for text in whole.warnings if "nats apart" in text]
+    assert warning.startswith("Step 0: ")
