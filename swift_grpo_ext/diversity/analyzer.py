@@ -150,7 +150,6 @@ def _worst_groups(groups: Sequence[Group], collisions: Sequence[Collision]) -> l
     share_distinct = {
         group[0].origin.sample_id.group: len({s.token_ids.tobytes() for s in group}) / len(group)
         for group in groups
-        if len(group) > 1
     }
     copied = [number for number, share in share_distinct.items() if share < 1]
     worst += sorted(copied, key=share_distinct.__getitem__)

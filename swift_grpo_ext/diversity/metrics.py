@@ -190,11 +190,10 @@ def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
     ]
 
 
-def evenly_spaced(items: Sequence[T], limit: int) -> Sequence[T]:
+def evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
     """At most `limit` items, evenly spaced, in their order."""
-    if len(items) <= limit:
-        return items
-    return [items[number * len(items) // limit] for number in range(limit)]
+    count = min(limit, len(items))
+    return [items[number * len(items) // count] for number in range(count)]
 
 
 def edit_similarity(tokens: Sequence[Ints], max_pairs: int) -> float:

@@ -106,6 +106,11 @@ def test_collapse_of_evaluations_is_counted_apart() -> None:
     assert analyzer.analyze(copies(1))[0].alarm is not None
 
 
+def test_a_patience_of_one_round() -> None:
+    (record,) = analyzer_of(patience=1).analyze(copies(0))
+    assert "1 rounds in a row" in (record.alarm or "")
+
+
 def test_no_patience_no_alarm_of_collapse() -> None:
     analyzer = analyzer_of(patience=0)
     assert [analyzer.analyze(copies(step))[0].alarm for step in range(5)] == [None] * 5

@@ -169,7 +169,8 @@ def test_64_bits_hold_any_four_tokens_of_a_group() -> None:
 
 def test_pairs_are_chosen_evenly() -> None:
     assert metrics.evenly_spaced(range(10), 3) == [0, 3, 6]
-    assert list(metrics.evenly_spaced(range(3), 4)) == [0, 1, 2]
+    assert metrics.evenly_spaced(range(3), 4) == metrics.evenly_spaced(range(3), 3) == [0, 1, 2]
+    assert metrics.evenly_spaced([], 4) == []
 
 
 def numbered_groups(num_groups: int, size: int) -> list[list[Sample]]:
