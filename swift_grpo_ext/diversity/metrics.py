@@ -69,7 +69,7 @@ def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
             distinct_ngrams(of_group[order - 1]) for of_group in counts if of_group[order - 1].nnz
         )
     counts = [of_group for of_group in counts if of_group[0].shape[0] > 1]
-    limit = max(MAX_PAIRS // max(len(several), 1), 1)
+    limit = MAX_PAIRS // max(len(several), 1)
     found["edit_similarity"] = _mean(edit_similarity(tokens, limit) for tokens in several)
     found["self_bleu"] = _mean(score for of_group in counts for score in self_bleu(of_group))
     found["vendi"] = _mean(vendi_score(of_group) for of_group in counts)
@@ -183,7 +183,7 @@ def surprisal(groups: Sequence[Group]) -> float | None:
 def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
     """The token ids that are compared, by group and sample: see the module."""
     sizes = [min(len(group), MAX_GROUP_SAMPLES) for group in groups]
-    limit = max(MAX_COMPARED_SAMPLES * len(groups) // sum(sizes), 1)
+    limit = MAX_COMPARED_SAMPLES * len(groups) // sum(sizes)
     return [
         [sample.token_ids[:MAX_TOKENS] for sample in group[:MAX_GROUP_SAMPLES]]
         for group in evenly_spaced(groups, limit)
