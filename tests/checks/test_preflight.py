@@ -110,6 +110,12 @@ def test_arguments_are_looked_at_by_every_check(
     assert only(preflight.check_arguments(arguments(**changes), given)).startswith(expected)
 
 
+def test_a_range_is_named_apart_from_its_text() -> None:
+    [finding] = preflight.check_ranges(arguments(rollout_timeout=0.0))
+    assert finding == error("rollout_timeout 0.0", "expected a number of seconds above 0.")
+    assert said(preflight.check_ranges(arguments())) == []
+
+
 @pytest.mark.parametrize("model", ["/none/model", "./none", "~/none", "a/b/c"])
 def test_a_missing_model_directory(model: str) -> None:
     sentence = only(preflight.check_model(arguments(model=model)))

@@ -49,6 +49,33 @@ def test_a_missing_file(tmp_path: Path) -> None:
     assert unreadable(str(tmp_path / "none.png")) == "does not exist"
 
 
+def test_a_folder_is_no_image(tmp_path: Path) -> None:
+    assert unreadable(str(tmp_path)) == "is not a file"
+
+
+def test_long_text_without_a_suffix_is_base64(png: Path) -> None:
+    assert unreadable("a" * 255) == "does not exist"
+    assert "is not an image that can be read" in str(unreadable("a" * 256))
+    named = "/none/" + "a" * 246
+    assert unreadable(f"{named}.png") == "does not exist"
+
+
+def test_only_long_checks_show_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden: list[bool] = []
+
+    def bar(items: Any, *, desc: str, disable: bool) -> Any:
+        assert desc.endswith("--dataset")
+        hidden.append(disable)
+        return items
+
+    monkeypatch.setattr(rows, "tqdm", bar)
+    for number in (1_999, 2_000):
+        data = [{"messages": []}] * number
+        assert found(data, needs_media=False) == []
+        list(check_duplicates(data, setting="dataset", action="warn"))
+    assert hidden == [True, True, False, False]
+
+
 @pytest.mark.parametrize("content", [b"", b"not an image", b"\x89PNG\r\n\x1a\n"])
 def test_not_an_image(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "text.png"
