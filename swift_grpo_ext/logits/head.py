@@ -68,7 +68,7 @@ def last_positions(hidden_BTH: Tensor, num_positions: int) -> Tensor:
     return hidden_BTH[:, -num_positions:, :]
 
 
-def chosen_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
+def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
     """[1, N, H]: the positions where `mask_BT` is true, row by row.
 
     A model may put positions before those of its input ids (prompt tuning, image features): rows
@@ -81,26 +81,26 @@ def chosen_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 @contextmanager
-def given_only(head: nn.Module, choose: Callable[[Tensor], Tensor]) -> Iterator[HeadCalls]:
-    """Within the block, `head` is given `choose(hidden_BTH)` in place of all hidden states.
+def select_at_head(head: nn.Module, select: Callable[[Tensor], Tensor]) -> Iterator[HeadCalls]:
+    """Within the block, `head` is given `select(hidden_BTH)` in place of all hidden states.
 
-    `choose` may call the head, which is then given what it asks for.
+    `select` may call the head, which is then given what it asks for.
     """
     calls = HeadCalls()
-    is_choosing = False
+    is_selecting = False
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal is_choosing
-        if is_choosing:
+        nonlocal is_selecting
+        if is_selecting:
             return None
         name = None if args else next(iter(kwargs))
         hidden = kwargs[name] if name else args[0]
         calls.shapes.append(hidden.shape)
         if calls.problem:
             return None
-        is_choosing = True
-        chosen = choose(hidden)
-        is_choosing = False
+        is_selecting = True
+        chosen = select(hidden)
+        is_selecting = False
         return (args, {**kwargs, name: chosen}) if name else ((chosen, *args[1:]), kwargs)
 
     def note(_: nn.Module, __: Any, logits: Tensor) -> None:
@@ -119,15 +119,15 @@ def given_only(head: nn.Module, choose: Callable[[Tensor], Tensor]) -> Iterator[
 
 
 @dataclass
-class Harvest:
-    """Computes log-probabilities when the head is about to be called; a `choose` of `given_only`.
+class ChunkedLogpsAtHead:
+    """A `select` of `select_at_head` that computes log-probabilities of the chosen positions.
 
     The head is called by chunks, hooks of others on it included. The model is left with the true
     logits, [1, 1, V], of the last position, which show what it does to them.
     """
 
     head: nn.Module
-    tail: Callable[[Tensor], Tensor]
+    transform: Callable[[Tensor], Tensor]
     """What the model does to logits after its head, such as soft-capping."""
 
     mask_BT: Tensor
@@ -144,8 +144,8 @@ class Harvest:
 
     def __call__(self, hidden_BTH: Tensor) -> Tensor:
         self.logps = chunked_logps(
-            lambda hidden_CH: self.tail(self.head(hidden_CH[None]).squeeze(0)),
-            chosen_positions(hidden_BTH, self.mask_BT).squeeze(0),
+            lambda hidden_CH: self.transform(self.head(hidden_CH[None]).squeeze(0)),
+            select_positions(hidden_BTH, self.mask_BT).squeeze(0),
             self.targets_N,
             **self.options,
         )

@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from swift_grpo_ext.logits.chunked import Logps, token_logps
 from swift_grpo_ext.logits.head import (
-    Harvest,
+    ChunkedLogpsAtHead,
     HeadCalls,
-    chosen_positions,
-    given_only,
     last_positions,
     output_embedding,
+    select_at_head,
+    select_positions,
 )
 from swift_grpo_ext.logits.sharding import ShardRanks, shard_ranks
-from swift_grpo_ext.logits.tail import Tail, find_tail, unchanged
+from swift_grpo_ext.logits.transform import Transform, find_transform, unchanged
 
 KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
 """Spellings, newest first."""
@@ -71,7 +71,7 @@ class LogitsShim:
         self._head = output_embedding(base)
         self._head_works = False
         self._reason = "" if self._head is not None else "it names no output embedding"
-        self._tail: Tail | None = None
+        self._transform: Transform | None = None
         self._can_chunk = True
         self._has_warned_of_slicing = False
         self._ranks = ShardRanks()
@@ -125,14 +125,14 @@ class LogitsShim:
         """The logits, and whether nothing but the caller needs them."""
         num_chosen = int(mask_BT.sum())
         output, is_own = self._at_head(
-            model, inputs, lambda hidden: chosen_positions(hidden, mask_BT), num_chosen
+            model, inputs, lambda hidden: select_positions(hidden, mask_BT), num_chosen
         )
         if output is not None:
             # Not [0], whose backward would make a copy.
             return output.logits.squeeze(0), is_own
         num_positions = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
         logits_BKV = self.last(model, inputs, num_positions).logits
-        return chosen_positions(logits_BKV, mask_BT[:, -num_positions:]).squeeze(0), True
+        return select_positions(logits_BKV, mask_BT[:, -num_positions:]).squeeze(0), True
 
     def logps(
         self,
@@ -160,7 +160,7 @@ class LogitsShim:
         """
         inputs = _without_keywords(inputs)
         if chunk_size and self._can_chunk:
-            logps = self._harvested(
+            logps = self._chunked_logps(
                 model, inputs, mask_BT, targets_N,
                 chunk_size=chunk_size,
                 num_chunks=self.ranks(model).most(-(-len(targets_N) // chunk_size)),
@@ -183,14 +183,14 @@ class LogitsShim:
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        choose: Callable[[Tensor], Tensor],
+        select: Callable[[Tensor], Tensor],
         num_positions: int,
     ) -> tuple[Any, bool]:
-        """The output for the positions that `choose` leaves (None where that does not work), and
+        """The output for the positions that `select` leaves (None where that does not work), and
         whether its logits are the head's own, which nothing else needs."""
         if self._head is None:
             return None, False
-        with given_only(self._head, choose) as calls:
+        with select_at_head(self._head, select) as calls:
             output = self._forward(model, inputs, calls)
         works = output is not None and not calls.problem and output.logits.shape[1] == num_positions
         if self.ranks(model).all(works):
@@ -199,7 +199,7 @@ class LogitsShim:
         self._drop_head(calls, output, works)
         return None, False
 
-    def _harvested(
+    def _chunked_logps(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
@@ -211,25 +211,29 @@ class LogitsShim:
         if self._head is None:
             self._give_up_chunks(self._reason)
             return None
-        harvest = Harvest(self._head, self._tail or unchanged, mask_BT, targets_N, options)
-        with given_only(self._head, harvest) as calls:
+        chunked = ChunkedLogpsAtHead(
+            self._head, self._transform or unchanged, mask_BT, targets_N, options
+        )
+        with select_at_head(self._head, chunked) as calls:
             output = self._forward(model, inputs, calls)
         works = output is not None and not calls.problem
         if not self.ranks(model).all(works):
             self._drop_head(calls, output, works)
             self._give_up_chunks(self._reason)
             return None
-        assert harvest.logps is not None
-        if self._tail is None:
+        assert chunked.logps is not None
+        if self._transform is None:
             highest = self.ranks(model).highest
-            self._tail = find_tail(self._config, calls.probe_V, output.logits.detach(), highest)
-            if self._tail is None:
+            self._transform = find_transform(
+                self._config, calls.probe_V, output.logits.detach(), highest
+            )
+            if self._transform is None:
                 self._give_up_chunks("what it does to logits after its head is not known")
                 return None
-            if self._tail is not unchanged:
-                return self._harvested(model, inputs, mask_BT, targets_N, **options)
+            if self._transform is not unchanged:
+                return self._chunked_logps(model, inputs, mask_BT, targets_N, **options)
         self._head_works = True
-        return Logps(_tied(harvest.logps.logps_N, output.logits), harvest.logps.entropies_N)
+        return Logps(_in_graph_of(chunked.logps.logps_N, output.logits), chunked.logps.entropies_N)
 
     def _forward(self, model: nn.Module, inputs: Mapping[str, Any], calls: HeadCalls) -> Any:
         """The model's output; None where its first forward fails on the positions it was left."""
@@ -317,7 +321,7 @@ def _without_keywords(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name not in KEYWORDS}
 
 
-def _tied(logps_N: Tensor, logits: Tensor) -> Tensor:
+def _in_graph_of(logps_N: Tensor, logits: Tensor) -> Tensor:
     """The same log-probabilities, in whose graph the model's own output stands (with no weight).
 
     Wrappers look for it there: DDP with `find_unused_parameters`, and the hooks by which FSDP and

@@ -18,7 +18,7 @@ from swift.utils import get_logger
 from torch import nn
 
 from swift_grpo_ext.arguments import ExtFlags
-from swift_grpo_ext.logits.logps import LogpsMixin
+from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout.placeholders import mask_placeholders, placeholder_ids
@@ -70,7 +70,7 @@ class RolloutGRPOConfig(ExtFlags, GRPOConfig):
     """ms-swift's own flag; servers must have been given the same tokens."""
 
 
-class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
+class RolloutGRPOTrainer(GRPOTrainer):
     """GRPO with the rollouts of `swift_grpo_ext`."""
 
     sample_listeners: list[Callable[[list[SampleRow]], None]]
@@ -99,6 +99,7 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
         self._uneven_groups = UnevenGroupsWarning()
         self._rollout_gap = RolloutGap(config, self.ranks)
         self._zero_gradient = ZeroGradientWarning(config)
+        self._logps = CompletionLogps(config, template)
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         for model in filter(None, (self.model, self.ref_model)):
             mask_placeholders(model, placeholder_ids(template))
@@ -317,6 +318,33 @@ class RolloutGRPOTrainer(LogpsMixin, GRPOTrainer):
         for name, value in gap.items():
             self._metrics[self._mode][name].append(value)
         return batches
+
+    def _get_per_token_logps_and_entropies_single(
+        self, model: Any, model_inputs: Any, grpo_batch: Any, compute_entropy: bool = False
+    ) -> Any:
+        return super()._get_per_token_logps_and_entropies_single(
+            self._logps.restrict(model, grpo_batch), model_inputs, grpo_batch, compute_entropy
+        )
+
+    def _get_logps_via_local_forward(
+        self,
+        model: Any,
+        model_inputs: dict[str, Any],
+        logits_to_keep: int,
+        input_ids: torch.Tensor,
+        compute_entropy: bool = False,
+    ) -> Any:
+        own = super()._get_logps_via_local_forward
+        if "use_cache" in self.model_kwarg_keys:
+            model_inputs["use_cache"] = False
+        return self._logps.compute(
+            model,
+            model_inputs,
+            input_ids,
+            lambda model: own(model, model_inputs, logits_to_keep, input_ids, compute_entropy),
+            temperature=self.temperature,
+            with_entropy=compute_entropy,
+        )
 
     # --- how samples scored ---
 

@@ -241,7 +241,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 """The way that works with each, beside how it is made."""
 
-UNKNOWN_TAIL = ("remote code, capped", "remote code, squashed")
+UNKNOWN_TRANSFORM = ("remote code, capped", "remote code, squashed")
 """What these do to logits after their head stands in no configuration."""
 
 HOPELESS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -125,7 +125,7 @@ def built(case: Case) -> Any:
 
 
 def batch(rank: int, count: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Inputs, the mask of `count` positions spread over both rows, and the tokens there."""
+    """Inputs, the mask of `count` positions scattered over both rows, and the tokens there."""
     torch.manual_seed(rank)
     input_ids = torch.randint(3, 150, (2, LENGTH))
     mask = torch.zeros(2 * LENGTH, dtype=torch.bool)

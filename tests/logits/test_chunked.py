@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from swift_grpo_ext.logits import Logps, chunked_logps, token_logps
-from swift_grpo_ext.logits.tail import find_tail, unchanged
+from swift_grpo_ext.logits.transform import find_transform, unchanged
 
 HIDDEN, VOCABULARY = 8, 50
 
@@ -189,23 +189,23 @@ CAP = Config(final_logit_softcapping=30.0)
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tail_is_found(config: Config, final: Tensor, dtype: torch.dtype) -> None:
-    tail = find_tail(config, RAW.to(dtype), final.to(dtype))
-    assert tail is not None
-    torch.testing.assert_close(tail(RAW), final)
+def test_a_transform_is_found(config: Config, final: Tensor, dtype: torch.dtype) -> None:
+    transform = find_transform(config, RAW.to(dtype), final.to(dtype))
+    assert transform is not None
+    torch.testing.assert_close(transform(RAW), final)
 
 
-def test_ranks_find_one_tail() -> None:
-    """Here both tails would do; on another rank, capping alone does."""
+def test_ranks_find_one_transform() -> None:
+    """Here both transforms would do; on another rank, capping alone does."""
     small = RAW / 1e5
     elsewhere = torch.tensor([0.0, 1.0])
-    tail = find_tail(CAP, small, small, lambda errors: torch.maximum(errors, elsewhere))
-    assert tail is not None
-    torch.testing.assert_close(tail(RAW), 30 * (RAW / 30).tanh())
-    assert find_tail(CAP, small, small, lambda errors: errors + 1) is None
+    transform = find_transform(CAP, small, small, lambda errors: torch.maximum(errors, elsewhere))
+    assert transform is not None
+    torch.testing.assert_close(transform(RAW), 30 * (RAW / 30).tanh())
+    assert find_transform(CAP, small, small, lambda errors: errors + 1) is None
 
 
 @pytest.mark.parametrize("final", [RAW + 1, 2 * RAW, RAW.tanh(), RAW[:-1]])
-def test_an_unknown_tail_is_not_guessed(final: Tensor) -> None:
-    assert find_tail(CAP, RAW, final) is None
-    assert find_tail(CAP, RAW, RAW) is unchanged
+def test_an_unknown_transform_is_not_guessed(final: Tensor) -> None:
+    assert find_transform(CAP, RAW, final) is None
+    assert find_transform(CAP, RAW, RAW) is unchanged

@@ -1,4 +1,4 @@
-"""The mixin against ms-swift's own functions, over all layouts of a batch (SPEC L1 to L5)."""
+"""Our trainer against ms-swift's own functions, over all layouts of a batch (SPEC L1 to L5)."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
 from torch import Tensor
 
 from swift_grpo_ext.logits import LogitsShim, logps
-from swift_grpo_ext.logits.logps import LogpsMixin
+from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.sharding import ShardRanks
+from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import build
 
 
-class Upstream:
+class Upstream(GRPOTrainer):
     """The functions of ms-swift's trainer that compute log-probabilities, as they are."""
 
-    single = GRPOTrainer._get_per_token_logps_and_entropies_single
-    _get_per_token_logps_and_entropies_single = single
-    _get_logps_via_local_forward = GRPOTrainer._get_logps_via_local_forward
-    _unpad_logps_and_entropies = GRPOTrainer._unpad_logps_and_entropies
-
-    def __init__(self, *, args: Any, keys: set[str], padding_free: bool, parallel: int = 1) -> None:
-        self.args = args
+    def __init__(self, config: Any, *, keys: set[str], padding_free: bool) -> None:
+        self.args = config
         self.model_kwarg_keys = keys
         self.temperature = 1.3
-        self.template = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=parallel)
-        self.use_liger_loss = False
-
-    def _get_logps_via_sp(self, *args: Any, **_: Any) -> tuple[Any, None]:
-        return args[0], None
+        self.template = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=1)
 
 
-class Ours(LogpsMixin, Upstream):
-    pass
+class Ours(RolloutGRPOTrainer):
+    """The same functions of our trainer."""
+
+    def __init__(self, config: Any, *, keys: set[str], padding_free: bool) -> None:
+        Upstream.__init__(self, config, keys=keys, padding_free=padding_free)
+        self._logps = CompletionLogps(config, self.template)
+
+
+def config_of(**flags: Any) -> Any:
+    defaults = {"logits_shim": "strict", "logps_chunk_size": 0, "use_liger_kernel": False}
+    return SimpleNamespace(**{**defaults, **flags})
 
 
 @dataclass
@@ -100,8 +101,7 @@ def run(
 ) -> tuple[Any, Tensor, list[int]]:
     """Log-probabilities (and entropies) of the completion tokens with their gradients; the same
     in ms-swift's layout; the positions that the head computed."""
-    args = SimpleNamespace(**{"logits_shim": "strict", "logps_chunk_size": 0, **flags})
-    trainer = host(args=args, keys=keys, padding_free=batch.layout == "packed")
+    trainer = host(config_of(**flags), keys=keys, padding_free=batch.layout == "packed")
     grpo_batch = batch.grpo_batch()
     whole = []
 
@@ -163,7 +163,7 @@ def test_ranks_that_share_weights_go_one_way(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ShardRanks, "all", lambda _, holds: holds and elsewhere)
     mask = torch.ones(2, 6, dtype=torch.bool)
     model = build("Qwen2")
-    wanted = logps.WantedLogps(model, LogitsShim(model), mask)
+    wanted = logps.CompletionModel(model, LogitsShim(model), mask)
     assert not wanted.is_as_upstream
     elsewhere = True
     assert wanted.is_as_upstream
@@ -199,36 +199,32 @@ def test_off_with_chunks_computes_in_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "liger", "told"),
-    [(2, False, "sequence_parallel_size 2"), (1, True, "use_liger_kernel"), (1, False, "")],
+    ("flags", "parallel", "told"),
+    [
+        ({}, 2, "sequence_parallel_size 2"),
+        ({"use_liger_kernel": True}, 1, "use_liger_kernel"),
+        ({"use_liger_kernel": True}, 2, "sequence_parallel_size 2"),
+        ({}, 1, ""),
+        ({"logps_chunk_size": 0, "logits_shim": "off", "use_liger_kernel": True}, 2, ""),
+    ],
 )
-def test_what_is_left_alone_is_said_once(
-    parallel: int, liger: bool, told: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_left_alone_is_said(
+    flags: dict[str, Any], parallel: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned: list[str] = []
     monkeypatch.setattr(logps.logger, "warning", warned.append)
-    args = SimpleNamespace(logits_shim="auto", logps_chunk_size=8)
-    trainer = Ours(args=args, keys=set(), padding_free=False, parallel=parallel)
-    trainer.use_liger_loss = liger
-    model, batch = build("Qwen2"), Batch(EQUAL)
-    for _ in range(2):
-        found, _ = trainer._get_per_token_logps_and_entropies_single(
-            model, dict(batch.inputs), batch.grpo_batch()
-        )
-    if parallel > 1:
-        assert found is model, "sequence parallelism is given the model itself"
-    if told:
-        (text,) = warned
-        assert told in text
-    else:
-        assert not warned
+    template = SimpleNamespace(padding_free=False, sequence_parallel_size=parallel)
+    ours = CompletionLogps(config_of(**{"logps_chunk_size": 8, **flags}), template)
+    model, batch = build("Qwen2"), Batch(EQUAL).grpo_batch()
+    assert (ours.restrict(model, batch) is model) == (parallel > 1)
+    assert [told in text for text in warned] == ([True] if told else [])
 
 
 def test_one_shim_for_each_model() -> None:
-    args = SimpleNamespace(logits_shim="auto", logps_chunk_size=0)
-    trainer = Ours(args=args, keys=set(), padding_free=False)
+    template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
+    ours, batch = CompletionLogps(config_of(), template), Batch(EQUAL).grpo_batch()
     policy, reference = build("Qwen2", lora=True), build("Qwen2")
-    shim = trainer._logits_shim(policy)
-    assert trainer._logits_shim(policy) is shim
-    assert trainer._logits_shim(policy.get_base_model()) is shim
-    assert trainer._logits_shim(reference) is not shim
+    shim = ours.restrict(policy, batch).shim
+    assert ours.restrict(policy, batch).shim is shim
+    assert ours.restrict(policy.get_base_model(), batch).shim is shim
+    assert ours.restrict(reference, batch).shim is not shim

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from swift_grpo_ext.logits import LogitsShim, UnsupportedModelError, base_model
 from tests.logits import models
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
-from tests.logits.models import HOPELESS, MODELS, UNKNOWN_TAIL, add_lora, build, inputs_of
+from tests.logits.models import HOPELESS, MODELS, UNKNOWN_TRANSFORM, add_lora, build, inputs_of
 
 KEPT = 6
 ROWS = 2
@@ -106,13 +106,13 @@ def test_log_probabilities(name: str, chunk_size: int, lora: bool, warned: list[
         assert_close(values_and_gradients(model, ours), expected)
     with torch.no_grad():
         torch.testing.assert_close(ours(), expected[0], rtol=1e-5, atol=1e-5)
-    if chunk_size and name not in UNKNOWN_TAIL:
+    if chunk_size and name not in UNKNOWN_TRANSFORM:
         # 11 positions, one more that the model goes on with, and once more for the backward.
         assert counts == [4, 4, 3, 1, *reversed([4, 4, 3])]
     else:
         assert counts == [11]
     assert ["--logps_chunk_size has no effect" in text for text in warned] == (
-        [True] if chunk_size and name in UNKNOWN_TAIL else []
+        [True] if chunk_size and name in UNKNOWN_TRANSFORM else []
     )
 
 

@@ -1,7 +1,8 @@
 """What a model does to logits after its head: nothing, soft-capping, or scaling by a constant.
 
 Chunked log-probabilities need it as a function. It is found by what the configuration says and
-held against the model's own logits, so that a model with another tail is recognized, not guessed.
+held against the model's own logits, so that a model with another transform is recognized, not
+guessed.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Tail = Callable[[Tensor], Tensor]
+Transform = Callable[[Tensor], Tensor]
 
 
-def find_tail(
+def find_transform(
     config: Any,
     raw: Tensor,
     final: Tensor,
     highest: Callable[[Tensor], Tensor] = lambda errors: errors,
-) -> Tail | None:
-    """The tail that turns the head's logits `raw` into the model's `final`; None if none is known.
+) -> Transform | None:
+    """The transform that turns the head's logits `raw` into the model's `final`, or None.
 
     Args:
         config: the model's configuration (its text model's counts, where it has one).
         raw: logits as the head made them, of any shape.
         final: the same logits as the model returned them.
-        highest: makes errors those of the rank where they are highest: all ranks find one tail.
+        highest: the maximum over ranks, so that all of them find one transform.
     """
     precision = max(torch.finfo(raw.dtype).eps, torch.finfo(final.dtype).eps)
     raw, final = raw.flatten().float(), final.flatten().float()
-    tails = list(known_tails(config))
-    errors = highest(torch.tensor([_error(tail(raw), final) for tail in tails]))
+    transforms = list(known_transforms(config))
+    errors = highest(torch.tensor([_error(transform(raw), final) for transform in transforms]))
     best = int(errors.argmin())
-    return tails[best] if errors[best] <= 4 * precision else None
+    return transforms[best] if errors[best] <= 4 * precision else None
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
@@ -50,7 +51,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return float(relative.masked_fill(found == expected, 0).max())
 
 
-def known_tails(config: Any) -> Iterator[Tail]:
+def known_transforms(config: Any) -> Iterator[Transform]:
     """`final_logit_softcapping` as in Gemma, `logit_scale` as in Cohere, `logits_scaling` as in
     Granite (their modelling files in transformers)."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
