@@ -89,5 +89,6 @@ def test_peak_memory(device: str, num_positions: int, vocabulary: int, dtype: to
     logits = num_positions * vocabulary * dtype.itemsize
     weight = head.weight.numel() * dtype.itemsize
     assert whole > logits
-    assert chunked - 2 * weight < whole / 5
+    # The head's gradient: the sum so far, a chunk's, and the sum of both.
+    assert chunked - 3 * weight < whole / 5
     print(f"{device}, {dtype}: {whole / 2**30:.2f} GiB at once, {chunked / 2**30:.2f} in chunks")
