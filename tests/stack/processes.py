@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
 from tests.stack.memory import needed, reserved
+from tests.stack.zygote import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
@@ -50,7 +52,7 @@ def ending(output: str) -> str:
 class Running:
     """A process, the file that its output goes to, and the mark that its descendants bear."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path
     marker: str
 
@@ -72,7 +74,7 @@ class Running:
     def survivors(self, seconds: float) -> list[psutil.Process]:
         """The processes of this family that still live after `seconds`; returns once none does."""
         deadline = time.monotonic() + seconds
-        while (alive := family(self.marker)) and time.monotonic() < deadline:
+        while (alive := family(self.marker, self.process.pid)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return alive
 
@@ -81,46 +83,64 @@ class Running:
         os.killpg(self.process.pid, signal.SIGINT)
 
 
-def family(marker: str) -> list[psutil.Process]:
-    """All living processes that inherited `marker`, whoever their parent is by now."""
+def family(marker: str, session: int) -> list[psutil.Process]:
+    """All living processes that inherited `marker`, or are of this session, whoever their parent is
+    by now. What was forked has the environment that the zygote began with, but a session."""
     members = []
     for p in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if p.environ().get(MARKER) == marker and p.status() != psutil.STATUS_ZOMBIE:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+            is_one = p.environ().get(MARKER) == marker or os.getsid(p.pid) == session
+            if is_one and p.status() != psutil.STATUS_ZOMBIE:
                 members.append(p)
     return members
 
 
 @contextmanager
-def started(command: list[str], log: Path, env: dict[str, str] | None = None) -> Iterator[Running]:
-    """A process with a process group of its own; it and all that it started end with the block."""
+def started(
+    command: list[str], log: Path, env: dict[str, str] | None = None, *, real: bool = False
+) -> Iterator[Running]:
+    """A process with a process group of its own; it and all that it started end with the block.
+
+    Python and `swift` are forked from the zygote, with what they import, unless they are to be
+    `real`.
+    """
     marker = uuid.uuid4().hex
     with reserved(needed(command, env or {})):
+        environment = {
+            **os.environ,
+            **_OWN,
+            "MASTER_PORT": str(free_port()),
+            **(env or {}),
+            MARKER: marker,
+        }
         with log.open("wb") as f:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    **_OWN,
-                    "MASTER_PORT": str(free_port()),
-                    **(env or {}),
-                    MARKER: marker,
-                },
-                stdout=f,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                # A shell's background jobs, and all below, ignore SIGINT: not so in a terminal.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
+            start = _start if real or command[0] not in (str(SWIFT), sys.executable) else _fork
+            process = start(command, environment, f)
         try:
             yield Running(process, log, marker)
         finally:
-            for member in family(marker):
+            for member in family(marker, process.pid):
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
             process.wait()
+
+
+def _fork(command: list[str], env: dict[str, str], output: BinaryIO) -> Forked:
+    return Forked(command, cwd=ROOT, env=env, output=output.fileno())
+
+
+def _start(command: list[str], env: dict[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell's background jobs, and all below, ignore SIGINT: not so in a terminal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def swift(

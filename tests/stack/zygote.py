@@ -1,0 +1,366 @@
+"""Real `swift` and `python` command lines without their imports: a process that has imported torch,
+transformers, vLLM and ms-swift once, and forks for each.
+
+    python -m tests.stack.zygote NAME PID
+
+listens on the abstract Unix socket NAME until process PID ends. A request is one line of JSON,
+`{"argv": [...], "env": {...}, "cwd": ...}`, and comes with a file descriptor for the output. The
+answer is a line with the process id, and a line with the exit status when it ends.
+
+A forked command line behaves as the real one: session, environment, working directory, output,
+signals, exit status, and `multiprocessing`'s spawned processes, which are forked from a process
+without plugins. Four things differ: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's;
+hash seeds are the same in all processes; nothing is read from the environment at import; and with
+`NPROC_PER_NODE` this module ends ranks by torchrun's rule. `test_launch.py` and
+`test_interrupt.py` start the real thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing import context, forkserver, popen_forkserver, resource_tracker, spawn
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PRELOADED = (
+    "swift.pipelines.train.rlhf",
+    "swift.rlhf_trainers.grpo_trainer",
+    "swift.rlhf_trainers.vllm_client",
+    "swift.cli.main",
+)
+NOT_PRELOADED = "swift.pipelines.infer.rollout"
+"""Whether it is loaded tells a server from a training."""
+
+SECONDS_TO_END = 30
+"""Which torchrun gives the other ranks when one has failed."""
+
+
+# --- the zygote ---
+
+
+def serve(name: str, owner: int) -> list[str]:
+    """Fork for each request; returns in a forked process, with what it is to run."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + name)
+        listener.listen(64)
+        owner_ends = os.pidfd_open(owner)
+        given = _preload()
+        started: list[int] = []
+        while True:
+            ready, _, _ = select.select([listener, owner_ends], [], [])
+            if owner_ends in ready:
+                for pid in started:
+                    _end_session(pid)
+                os._exit(0)
+            client, _ = listener.accept()
+            pid = os.fork()
+            if pid:
+                started.append(pid)
+                client.close()
+                continue
+            listener.close()
+            os.close(owner_ends)
+            return _become(client, given)
+
+
+def _preload() -> dict[str, str]:
+    """Import; returns what that has put into the environment."""
+    before = dict(os.environ)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    _spawn_by_forking()
+    gc.collect()
+    gc.freeze()  # pages stay shared
+    return {k: v for k, v in os.environ.items() if before.get(k) != v}
+
+
+def _end_session(leader: int) -> None:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(entry.name)) == leader:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+# --- a forked command line: its first process stands where `swift` or torchrun would ---
+
+
+def _become(client: socket.socket, given: Mapping[str, str]) -> list[str]:
+    """Start what is asked for and report its end; returns in the processes that are to run it."""
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    message, (output,), _, _ = socket.recv_fds(client, 2**20, 1)
+    while not message.endswith(b"\n"):
+        message += client.recv(2**20)
+    request = json.loads(message)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update({**given, **request["env"]})
+    os.chdir(request["cwd"])
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(output)
+    client.sendall(b"%d\n" % os.getpid())
+    if _is_forked_for_spawned(client):
+        return []  # its server has ended
+    argv: list[str] = request["argv"]
+    is_swift = Path(argv[0]).name == "swift"
+    try:
+        if is_swift:
+            argv = _command_of_swift(argv)
+        envs = _environments_of_ranks() if "torch.distributed.run" in argv else [{}]
+        if len(envs) > 1 or envs[0]:
+            argv = _without_torchrun(argv)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return _report(client, 1)
+    ranks: dict[int, int] = {}
+    for rank, env in enumerate(envs):
+        pid = os.fork()
+        if not pid:
+            client.close()
+            os.environ.update(env)
+            return argv
+        ranks[pid] = rank
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others have it too, and end
+    status = _wait(ranks)
+    return _report(client, status % 256 if is_swift else status)
+
+
+def _report(client: socket.socket, status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    client.sendall(b"%d\n" % status)
+    os._exit(0)
+
+
+def _is_forked_for_spawned(client: socket.socket) -> bool:
+    """Fork `multiprocessing`'s own fork server, before a plugin is imported.
+
+    From then on a process that is spawned is forked from it: with arguments that were pickled, and
+    the environment and the main module of who spawns it. True in the fork server, when it ends.
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0swift-grpo-ext-spawned-{os.getpid()}")
+    listener.listen()
+    alive_r, alive_w = os.pipe()
+    if not os.fork():
+        client.close()
+        os.close(alive_w)
+        with contextlib.suppress(SystemExit):
+            forkserver.main(listener.detach(), alive_r, preload=[])
+        return True
+    server._forkserver_address, server._forkserver_alive_fd = listener.getsockname(), alive_w
+    listener.close()
+    os.close(alive_r)
+    return False
+
+
+def _spawn_by_forking() -> None:
+    """Have `multiprocessing` fork what it would spawn."""
+    preparation_data, prepare = spawn.get_preparation_data, spawn.prepare
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**preparation_data(name), "environment": dict(os.environ)}
+
+    def prepare_with_environment(data: dict[str, Any]) -> None:
+        os.environ.clear()
+        os.environ.update(data["environment"])
+        _as_if_new()
+        prepare(data)
+
+    spawn.get_preparation_data, spawn.prepare = get_preparation_data, prepare_with_environment
+    forkserver.ForkServer.ensure_running = lambda self: resource_tracker.ensure_running()
+    context.SpawnProcess._Popen = staticmethod(popen_forkserver.Popen)  # type: ignore[assignment]
+
+
+def _as_if_new() -> None:
+    """What imports read of the environment, and what is not the same in two processes."""
+    from swift.utils.logger import _get_log_level, _is_local_master
+
+    for name in ("swift", "modelscope"):
+        logging.getLogger(name).setLevel(_get_log_level() if _is_local_master() else logging.ERROR)
+    np.random.seed()
+
+
+def _command_of_swift(argv: Sequence[str]) -> list[str]:
+    """What the `swift` command would start; it reads a YAML file, and sets `ENV` of it."""
+    from swift.cli import main
+
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    sys.argv = list(argv)
+    main.subprocess = SimpleNamespace(run=run)  # type: ignore[assignment]
+    main.cli_main()
+    return commands[0]
+
+
+def _environments_of_ranks() -> list[dict[str, str]]:
+    """As torchrun's, but rank 0 opens the store, and no rank is started again."""
+    num_ranks = int(os.environ["NPROC_PER_NODE"])
+    assert os.environ.get("NNODES", "1") == "1", "several nodes: start the real `swift`"
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    names = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+    return [{**shared, **dict.fromkeys(names, str(rank))} for rank in range(num_ranks)]
+
+
+def _without_torchrun(argv: list[str]) -> list[str]:
+    """`python -m torch.distributed.run --name value ... file ...` -> `python file ...`."""
+    first = 3
+    while argv[first].startswith("--"):
+        first += 2
+    return [argv[0], *argv[first:]]
+
+
+def _wait(ranks: dict[int, int]) -> int:
+    """The exit status of all; when one of several fails, the others are ended."""
+    several, failed, deadline = len(ranks) > 1, 0, float("inf")
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
+        if pid not in ranks:  # none yet, or the fork server
+            time.sleep(0.05)
+            if time.monotonic() > deadline:
+                _signal(ranks, signal.SIGKILL)
+            continue
+        rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed, deadline = code, time.monotonic() + SECONDS_TO_END
+            if several:
+                cause = f"Signal {-code} ({signal.Signals(-code).name})" if code < 0 else str(code)
+                print(f"zygote: rank {rank} has ended: {cause}", file=sys.stderr, flush=True)
+                _signal(ranks, signal.SIGTERM)
+    return 1 if several and failed else failed
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _run(argv: Sequence[str]) -> None:
+    """`python FILE ...` or `python -m MODULE ...`, in a process that was forked for it."""
+    _as_if_new()
+    if argv[1] == "-m":
+        sys.argv = list(argv[2:])
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(argv[1:])
+        sys.path[0] = str(Path(argv[1]).parent)
+        runpy.run_path(argv[1], run_name="__main__")
+
+
+# --- asking for it ---
+
+
+class Forked:
+    """A process as `subprocess.Popen` shows one."""
+
+    def __init__(
+        self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], output: int
+    ) -> None:
+        self._connection = _connect()
+        request = {"argv": list(map(str, argv)), "env": dict(env), "cwd": str(cwd)}
+        message = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(self._connection, [message], [output])
+        self._connection.sendall(message[sent:])
+        self._answers = self._connection.makefile("rb")
+        line = self._answers.readline()
+        assert line, f"the zygote has ended; see {_log()}"
+        self.pid = int(line)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            ready, _, _ = select.select([self._connection], [], [], timeout)
+            if not ready:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            line = self._answers.readline()
+            self.returncode = int(line) if line else -signal.SIGKILL
+        return self.returncode
+
+
+def _owner() -> int:
+    """The process that all of pytest's workers share."""
+    return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+
+
+def _log() -> Path:
+    return Path(tempfile.gettempdir()) / f"swift-grpo-ext-zygote-{_owner()}.log"
+
+
+def _connect() -> socket.socket:
+    """To the zygote of this session of pytest, which is started if it is not there."""
+    name = f"swift-grpo-ext-zygote-{_owner()}"
+    deadline = time.monotonic() + SECONDS_TO_END
+    with FileLock(f"{_log()}.lock"):
+        client = socket.socket(socket.AF_UNIX)
+        try:
+            client.connect("\0" + name)
+            return client
+        except ConnectionRefusedError:
+            command = [sys.executable, "-m", "tests.stack.zygote", name, str(_owner())]
+            with _log().open("wb") as log:
+                subprocess.Popen(
+                    command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+        while True:
+            try:
+                client.connect("\0" + name)
+                return client
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline, f"no zygote; see {_log()}"
+                time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    command_line = serve(sys.argv[1], int(sys.argv[2]))
+    if command_line:
+        _run(command_line)
