@@ -12,6 +12,7 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
+pytest_plugins = ("tests.times",)
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FILES = [
     *("launch", "logits", "stop_training", "stops", "invariance", "resume", "training", "replay"),

@@ -13,7 +13,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +22,7 @@ import psutil
 
 from tests.stack.memory import needed, reserved
 from tests.stack.zygote import Forked
+from tests.times import count_cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
@@ -97,12 +98,17 @@ def family(marker: str, session: int) -> list[psutil.Process]:
 
 @contextmanager
 def started(
-    command: list[str], log: Path, env: dict[str, str] | None = None, *, real: bool = False
+    command: list[str],
+    log: Path,
+    env: dict[str, str] | None = None,
+    *,
+    out: Path | None = None,
+    real: bool = False,
 ) -> Iterator[Running]:
     """A process with a process group of its own; it and all that it started end with the block.
 
     Python and `swift` are forked from the zygote, with what they import, unless they are to be
-    `real`.
+    `real`. Both outputs go to `log`, or standard output to `out`.
     """
     marker = uuid.uuid4().hex
     with reserved(needed(command, env or {})):
@@ -113,29 +119,34 @@ def started(
             **(env or {}),
             MARKER: marker,
         }
-        with log.open("wb") as f:
+        with log.open("wb") as f, out.open("wb") if out else nullcontext(f) as o:
             start = _start if real or command[0] not in (str(SWIFT), sys.executable) else _fork
-            process = start(command, environment, f)
+            process = start(command, environment, (o, f))
         try:
             yield Running(process, log, marker)
         finally:
             for member in family(marker, process.pid):
                 with suppress(psutil.NoSuchProcess):
+                    if member.pid != process.pid:
+                        count_cpu_seconds(sum(member.cpu_times()))
                     member.kill()
             process.wait()
 
 
-def _fork(command: list[str], env: dict[str, str], output: BinaryIO) -> Forked:
-    return Forked(command, cwd=ROOT, env=env, output=output.fileno())
+Outputs = tuple[BinaryIO, BinaryIO]
 
 
-def _start(command: list[str], env: dict[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
+def _fork(command: list[str], env: dict[str, str], outputs: Outputs) -> Forked:
+    return Forked(command, cwd=ROOT, env=env, outputs=[f.fileno() for f in outputs])
+
+
+def _start(command: list[str], env: dict[str, str], outputs: Outputs) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         cwd=ROOT,
         env=env,
-        stdout=output,
-        stderr=subprocess.STDOUT,
+        stdout=outputs[0],
+        stderr=outputs[1],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         # A shell's background jobs, and all below, ignore SIGINT: not so in a terminal.

@@ -1,4 +1,7 @@
-"""Ctrl-C ends everything that was started: trainer ranks, engine workers, servers."""
+"""Ctrl-C ends everything that was started: trainer ranks, engine workers, servers.
+
+Here the real commands start, with torchrun; most other tests fork theirs from the zygote.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def trainer(assets: Path, folder: Path) -> list[str]:
 
 def test_training_is_interrupted(assets: Path, tmp_path: Path) -> None:
     env = {"NPROC_PER_NODE": "2"}
-    with started(trainer(assets, tmp_path), tmp_path / "log", env) as running:
+    with started(trainer(assets, tmp_path), tmp_path / "log", env, real=True) as running:
         running.wait_for("'global_step/max_steps': '1/1000'", seconds=400)
         running.interrupt()
         assert running.survivors(SECONDS_TO_END) == []
@@ -40,7 +43,7 @@ def test_a_server_is_interrupted(assets: Path, tmp_path: Path) -> None:
         *("--vllm_max_model_len", "512", "--vllm_enforce_eager", "true"),
         *("--vllm_data_parallel_size", "2"),
     ]
-    with started(command, tmp_path / "log") as running:
+    with started(command, tmp_path / "log", real=True) as running:
         running.wait_for("Uvicorn running on", seconds=400)
         running.interrupt()
         assert running.survivors(SECONDS_TO_END) == []

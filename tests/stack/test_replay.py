@@ -59,8 +59,7 @@ def replay(run: Path, log: Path, *argv: str) -> tuple[Finished, str]:
     out = log.with_suffix(".out")
     main = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "replay", str(run), *argv]
-    shell = ["bash", "-c", 'out=$1; shift; exec "$@" > "$out"', "replay", str(out), *command]
-    with started(shell, log) as running:
+    with started(command, log, out=out) as running:
         finished = running.wait(300)
     return finished, out.read_text(encoding="utf-8")
 

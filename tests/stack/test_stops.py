@@ -7,8 +7,6 @@ in vLLM's sync and async engine, in every form of answer, and with transformers.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.stack.memory import COLOCATED_RANK, TRAINING_RANK, reserved
-from tests.stack.processes import ROOT
+from tests.stack.processes import started
 from tests.stack.spelled import END, expected_logprobs, write_speller
 from tests.stack.stop_cases import CASES, CONVERSATION, NEW_TOKEN, Case, one_token, sequences
 from tests.stack.stop_engines import COUNT
@@ -27,7 +24,7 @@ pytestmark = pytest.mark.stack
 ENGINES = {"sync": 3 * COUNT, "async": 3 * COUNT, "transformers": 1}
 """And how many completions each draws for a case: three forms of answer from vLLM's."""
 
-QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+QUIET = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +46,9 @@ def drawn(request: pytest.FixtureRequest, speller: Path) -> tuple[str, dict[str,
     engine = request.param
     output = speller.parent / f"{engine}.json"
     command = [sys.executable, "-m", "tests.stack.stop_engines", str(speller), engine, str(output)]
-    with reserved(TRAINING_RANK if engine == "transformers" else COLOCATED_RANK):
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **QUIET}, capture_output=True, text=True,
-            timeout=900, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    with started(command, speller.parent / f"{engine}.log", QUIET) as running:
+        finished = running.wait(900)
+    assert finished.returncode == 0, finished.cause
     return engine, json.loads(output.read_text(encoding="utf-8"))
 
 

@@ -4,8 +4,8 @@ transformers, vLLM and ms-swift once, and forks for each.
     python -m tests.stack.zygote NAME PID
 
 listens on the abstract Unix socket NAME until process PID ends. A request is one line of JSON,
-`{"argv": [...], "env": {...}, "cwd": ...}`, and comes with a file descriptor for the output. The
-answer is a line with the process id, and a line with the exit status when it ends.
+`{"argv": [...], "env": {...}, "cwd": ...}`, and comes with file descriptors for both outputs. The
+answer is a line with the process id, and one with exit status and CPU seconds when it ends.
 
 A forked command line behaves as the real one: session, environment, working directory, output,
 signals, exit status, and `multiprocessing`'s spawned processes, which are forked from a process
@@ -23,6 +23,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import runpy
 import select
 import signal
@@ -40,14 +41,40 @@ from typing import Any, NoReturn
 import numpy as np
 from filelock import FileLock
 
+from tests.times import count_cpu_seconds
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PRELOADED = (
-    "swift.pipelines.train.rlhf",
-    "swift.rlhf_trainers.grpo_trainer",
-    "swift.rlhf_trainers.vllm_client",
-    "swift.cli.main",
+    *("swift.cli.main", "swift.pipelines.train.rlhf"),
+    *("swift.rlhf_trainers.grpo_trainer", "swift.rlhf_trainers.vllm_client"),
+    *("vllm.v1.engine.llm_engine", "vllm.v1.engine.async_llm", "vllm.v1.executor.uniproc_executor"),
+    *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.plugins"),
+    *("vllm.model_executor.models.qwen2_5_vl", "vllm.lora.lora_model", "vllm.tokenizers.hf"),
+    *(
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        "vllm.renderers.hf",
+        "vllm._custom_ops",
+    ),
+    *("transformers.models.qwen2_5_vl.processing_qwen2_5_vl", "torch._inductor.compile_fx"),
+    *("transformers.models.qwen2.tokenization_qwen2", "transformers.tokenization_mistral_common"),
+    *("transformers.models.qwen2_vl.image_processing_qwen2_vl", "torch._dynamo.convert_frame"),
+    *("transformers.models.qwen2_vl.video_processing_qwen2_vl", "torch._export", "torch.export"),
+    *("compressed_tensors", "scipy.stats", "sacrebleu", "rapidfuzz.distance", "referencing"),
+    *("PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "PIL.JpegImagePlugin"),
+    *(
+        "scipy.io",
+        "sympy.combinatorics",
+        "docstring_parser",
+        "multiprocess.managers",
+        "vllm._custom_ops",
+    ),
+    *("torch.distributed.tensor.experimental", "torch.export._trace", "torch._export.db"),
+    *("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "tensorboard"),
+    *("fastapi", "uvicorn", "uvloop", "aiohttp", "peft.tuners.lora", "qwen_vl_utils", "deepspeed"),
 )
+"""What processes of these tests import sooner or later, as `sys.modules` showed at their end."""
+
 NOT_PRELOADED = "swift.pipelines.infer.rollout"
 """Whether it is loaded tells a server from a training."""
 
@@ -72,6 +99,8 @@ def serve(name: str, owner: int) -> list[str]:
             if owner_ends in ready:
                 for pid in started:
                     _end_session(pid)
+                for file in (_log(owner), Path(f"{_log(owner)}.lock")):
+                    file.unlink(missing_ok=True)
                 os._exit(0)
             client, _ = listener.accept()
             pid = os.fork()
@@ -88,7 +117,9 @@ def _preload() -> dict[str, str]:
     """Import; returns what that has put into the environment."""
     before = dict(os.environ)
     for module in PRELOADED:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # of another release; it is slower then
+            importlib.import_module(module)
+    assert NOT_PRELOADED not in sys.modules
     _spawn_by_forking()
     gc.collect()
     gc.freeze()  # pages stay shared
@@ -110,7 +141,7 @@ def _become(client: socket.socket, given: Mapping[str, str]) -> list[str]:
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    message, (output,), _, _ = socket.recv_fds(client, 2**20, 1)
+    message, outputs, _, _ = socket.recv_fds(client, 2**20, 2)
     while not message.endswith(b"\n"):
         message += client.recv(2**20)
     request = json.loads(message)
@@ -119,9 +150,9 @@ def _become(client: socket.socket, given: Mapping[str, str]) -> list[str]:
     os.environ.update({**given, **request["env"]})
     os.chdir(request["cwd"])
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+    for target, source in enumerate((nothing, *outputs)):
         os.dup2(source, target)
-    os.close(output)
+        os.close(source)
     client.sendall(b"%d\n" % os.getpid())
     if _is_forked_for_spawned(client):
         return []  # its server has ended
@@ -152,7 +183,8 @@ def _become(client: socket.socket, given: Mapping[str, str]) -> list[str]:
 def _report(client: socket.socket, status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    client.sendall(b"%d\n" % status)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    client.sendall(b"%d %f\n" % (status, used.ru_utime + used.ru_stime))
     os._exit(0)
 
 
@@ -278,12 +310,16 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """`python FILE ...` or `python -m MODULE ...`, in a process that was forked for it."""
+    """`python FILE ...`, `-m MODULE ...` or `-c CODE ...`, in a process that was forked for it."""
     _as_if_new()
-    if argv[1] == "-m":
+    if argv[1] in ("-m", "-c"):
         sys.argv = list(argv[2:])
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        if argv[1] == "-m":
+            runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[0] = "-c"
+            exec(argv[2], {"__name__": "__main__"})
     else:
         sys.argv = list(argv[1:])
         sys.path[0] = str(Path(argv[1]).parent)
@@ -297,16 +333,16 @@ class Forked:
     """A process as `subprocess.Popen` shows one."""
 
     def __init__(
-        self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], output: int
+        self, argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], outputs: Sequence[int]
     ) -> None:
         self._connection = _connect()
         request = {"argv": list(map(str, argv)), "env": dict(env), "cwd": str(cwd)}
         message = json.dumps(request).encode() + b"\n"
-        sent = socket.send_fds(self._connection, [message], [output])
+        sent = socket.send_fds(self._connection, [message], outputs)
         self._connection.sendall(message[sent:])
         self._answers = self._connection.makefile("rb")
         line = self._answers.readline()
-        assert line, f"the zygote has ended; see {_log()}"
+        assert line, f"the zygote has ended; see {_log(_owner())}"
         self.pid = int(line)
         self.returncode: int | None = None
 
@@ -320,8 +356,9 @@ class Forked:
             ready, _, _ = select.select([self._connection], [], [], timeout)
             if not ready:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            line = self._answers.readline()
-            self.returncode = int(line) if line else -signal.SIGKILL
+            status, cpu_seconds = self._answers.readline().split() or (-signal.SIGKILL, 0)
+            self.returncode = int(status)
+            count_cpu_seconds(float(cpu_seconds))
         return self.returncode
 
 
@@ -330,22 +367,23 @@ def _owner() -> int:
     return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
 
 
-def _log() -> Path:
-    return Path(tempfile.gettempdir()) / f"swift-grpo-ext-zygote-{_owner()}.log"
+def _log(owner: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"swift-grpo-ext-zygote-{owner}.log"
 
 
 def _connect() -> socket.socket:
     """To the zygote of this session of pytest, which is started if it is not there."""
-    name = f"swift-grpo-ext-zygote-{_owner()}"
+    owner = _owner()
+    name = f"swift-grpo-ext-zygote-{owner}"
     deadline = time.monotonic() + SECONDS_TO_END
-    with FileLock(f"{_log()}.lock"):
+    with FileLock(f"{_log(owner)}.lock"):
         client = socket.socket(socket.AF_UNIX)
         try:
             client.connect("\0" + name)
             return client
         except ConnectionRefusedError:
-            command = [sys.executable, "-m", "tests.stack.zygote", name, str(_owner())]
-            with _log().open("wb") as log:
+            command = [sys.executable, "-m", "tests.stack.zygote", name, str(owner)]
+            with _log(owner).open("wb") as log:
                 subprocess.Popen(
                     command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -356,7 +394,7 @@ def _connect() -> socket.socket:
                 client.connect("\0" + name)
                 return client
             except ConnectionRefusedError:
-                assert time.monotonic() < deadline, f"no zygote; see {_log()}"
+                assert time.monotonic() < deadline, f"no zygote; see {_log(owner)}"
                 time.sleep(0.1)
 
 
