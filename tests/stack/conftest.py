@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from filelock import FileLock
+from PIL import Image
 
 from tests.stack import rounds
 from tests.stack.processes import rollout_server
-from tests.stack.rounds import server_argv, train
+from tests.stack.rounds import LEARNING, LORA, server_argv, train
 
 STEPS = 6
+LEARNED_STEPS = 4
 
 
 @pytest.fixture(scope="session")
@@ -28,22 +35,66 @@ def rows(assets: Path, folder: Path) -> Path:
     return rounds.write_rows(source, folder / "rows.jsonl", [0, 0, 0, 1, 2, 3])
 
 
-@pytest.fixture(scope="session")
-def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one colocated rank, 6 rounds: three epochs. One for all of pytest's workers."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "reference"
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that the first of pytest's workers to ask for it makes, for all of them."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     done = folder / "done"
     with FileLock(f"{folder}.lock"):
         if not done.exists():
-            train(assets, rows, folder, steps=STEPS)
+            assert not folder.exists(), f"{folder}: another worker has failed to make it"
+            make(folder)
             done.touch()
     return folder
 
 
 @pytest.fixture(scope="session")
+def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one colocated rank, 6 rounds: three epochs."""
+    make = partial(train, assets, rows, steps=STEPS)
+    return once(tmp_path_factory, "reference", make)
+
+
+@pytest.fixture(scope="session")
 def reference(reference_folder: Path) -> rounds.Samples:
     return rounds.recorded(reference_folder)
+
+
+@pytest.fixture(scope="session")
+def learning_rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three rows, so that all are in each round; one image is given as base64, too long to log."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        path = rounds.write_rows(assets / "digits/train.jsonl", folder / "rows.jsonl", range(3))
+        lines = path.read_text(encoding="utf-8").splitlines()
+        row, content = json.loads(lines[1]), io.BytesIO()
+        noise = np.random.default_rng(0).integers(0, 256, (56, 56, 3), np.uint8)
+        Image.fromarray(noise).save(content, "PNG")
+        row["images"] = [base64.b64encode(content.getvalue()).decode()]
+        lines[1] = json.dumps(row, ensure_ascii=False)
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+    return once(tmp_path_factory, "learning-rows", write) / "rows.jsonl"
+
+
+@pytest.fixture(scope="session")
+def learned_full(
+    assets: Path, learning_rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """One colocated rank trains all weights for `LEARNED_STEPS`, each of which leaves a checkpoint.
+    Training, replay and resuming look at it."""
+    make = partial(train, assets, learning_rows, steps=LEARNED_STEPS)
+    return once(tmp_path_factory, "learned-full", lambda folder: make(folder, *LEARNING))
+
+
+@pytest.fixture(scope="session")
+def learned_lora(
+    assets: Path, learning_rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The same of two ranks, with LoRA."""
+    make = partial(train, assets, learning_rows, ranks=2, steps=LEARNED_STEPS)
+    return once(tmp_path_factory, "learned-lora", lambda folder: make(folder, *LEARNING, *LORA))
 
 
 @pytest.fixture(scope="module")  # no longer than they are needed: they hold memory

@@ -26,6 +26,14 @@ BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
 HOT = ("--temperature", "2.0")
 """At which the tiny model says anything: two equal completions are no accident."""
 
+LEARNING = (
+    *("--learning_rate", "2e-3", "--temperature", "1.0"),
+    *("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "5"),
+)
+"""For a run that learns, and keeps a checkpoint of each step."""
+
+LORA = ("--tuner_type", "lora", "--target_modules", "all-linear")
+
 
 def write_rows(source: Path, target: Path, order: Sequence[int]) -> Path:
     """A data set of the rows of `source` with these numbers, in this order."""

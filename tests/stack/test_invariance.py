@@ -13,7 +13,6 @@ import pytest
 
 from swift_grpo_ext.sampling.groups import parse_request_id
 from swift_grpo_ext.sampling.seeding import sample_seed
-from tests.stack import rounds
 from tests.stack.conftest import STEPS
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
@@ -73,55 +72,8 @@ def test_tensor_parallel(assets: Path, rows: Path, folder: Path, reference: Samp
     assert_same(train(assets, rows, folder / "tp", *tp, ranks=2), reference)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("one-replica", 1), ("two-replicas", 6), ("two-servers", 3)]
-)
-def test_servers(
-    name: str,
-    ranks: int,
-    assets: Path,
-    rows: Path,
-    folder: Path,
-    servers: tuple[int, int],
-    reference: Samples,
-) -> None:
-    """Two replicas and six training ranks are the seed case: 2 GPUs deploy, 6 train."""
-    one, two = servers
-    ports = {"one-replica": [one], "two-replicas": [two], "two-servers": [one, two]}[name]
-    samples = train(assets, rows, folder / name, *client_argv(*ports), ranks=ranks)
-    assert_same(samples, reference)
-    replicas = {sample["infos"]["replica"] for sample in samples.values()}
-    assert len(replicas) == {"one-replica": 1, "two-replicas": 2, "two-servers": 3}[name]
-
-
 def test_async_engine(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
     server = server_argv(assets, "--vllm_use_async_engine", "true")
     with rollout_server(*server, log=folder / "async.log") as port:
         samples = train(assets, rows, folder / "async-engine", *client_argv(port))
     assert_same(samples, reference)
-
-
-def test_async_generation(
-    assets: Path, rows: Path, folder: Path, servers: tuple[int, int], reference: Samples
-) -> None:
-    """A round is named by the step that uses it, and asks for the batch of the step before."""
-    argv = [*client_argv(servers[0]), "--async_generate", "true"]
-    samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
-    assert {0, 1, 2} <= {parse_request_id(name).step for name in samples}
-    for name, sample in samples.items():
-        sample_id = parse_request_id(name)
-        if sample_id.step > 0:
-            before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
-            assert sample["images"] == reference[before]["images"]
-
-
-def test_ms_swifts_own_seeds_freeze_the_noise(assets: Path, folder: Path) -> None:
-    """What all of this is about, and the proof that these tests see it."""
-    source = assets / "digits/train.jsonl"
-    rows = rounds.write_rows(source, folder / "one-row.jsonl", [0] * 6)
-    own = ("--rollout_seed_mode", "engine", "--vllm_tensor_parallel_size", "2")
-    samples = train(assets, rows, folder / "frozen", *own, ranks=2)
-    by_step: dict[int, list[list[int]]] = {}
-    for name in sorted(samples):
-        by_step.setdefault(parse_request_id(name).step, []).append(samples[name]["token_ids"])
-    assert by_step[0] == by_step[1] == by_step[2]

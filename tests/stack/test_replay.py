@@ -3,55 +3,29 @@ them, token by token."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from swift_grpo_ext.record.reader import read_group, read_samples
 from swift_grpo_ext.record.row import SampleRow, to_rows
 from tests.record.rows import write_session
 from tests.stack.processes import Finished, started
-from tests.stack.rounds import BATCH, GROUP_SIZE, train, write_rows
+from tests.stack.rounds import BATCH, GROUP_SIZE
 
 pytestmark = pytest.mark.stack
 
-STEPS = 3
-LEARNING = [
-    *("--learning_rate", "2e-3", "--save_strategy", "steps", "--save_steps", "1"),
-    *("--save_total_limit", "5"),
-]
 SAME = 1e-4
 """Nats: log-probabilities of the same weights in float32. LoRA's are merged anew."""
 
 
-@pytest.fixture(scope="module")
-def data(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three rows, so that all are in each round; one image is given as base64, too long to log."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    write_rows(assets / "digits/train.jsonl", path, range(3))
-    lines = path.read_text(encoding="utf-8").splitlines()
-    row, content = json.loads(lines[1]), io.BytesIO()
-    noise = np.random.default_rng(0).integers(0, 256, (56, 56, 3), np.uint8)
-    Image.fromarray(noise).save(content, "PNG")
-    row["images"] = [base64.b64encode(content.getvalue()).decode()]
-    lines[1] = json.dumps(row, ensure_ascii=False)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(assets: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("replay") / "full"
-    train(assets, data, folder, *LEARNING, steps=STEPS)
-    return folder / "run"
+@pytest.fixture
+def run(learned_full: Path) -> Path:
+    return learned_full / "run"
 
 
 def replay(run: Path, log: Path, *argv: str) -> tuple[Finished, str]:
@@ -140,10 +114,8 @@ def test_a_missing_checkpoint_and_a_missing_image_are_named(
     assert f"its media {rows[0].media[0]} were given as content" in finished.output
 
 
-def test_lora(assets: Path, data: Path, tmp_path: Path) -> None:
-    lora = ["--tuner_type", "lora", "--target_modules", "all-linear", "--lora_dropout", "0"]
-    train(assets, data, tmp_path / "lora", *LEARNING, *lora, steps=2)
-    run = tmp_path / "lora/run"
+def test_lora(learned_lora: Path, tmp_path: Path) -> None:
+    run = learned_lora / "run"
     before = sorted(path.name for path in run.iterdir())
     argv = ["--round", "1", "--group", "0", "--json"]
     finished, output = replay(run, tmp_path / "log", *argv)

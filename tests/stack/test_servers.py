@@ -1,0 +1,61 @@
+"""Trainings against the same two servers, of one replica and of two: the colocated rank's tokens,
+whoever draws them and for whomever, and the weights that training has made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swift_grpo_ext.sampling.groups import parse_request_id
+from tests.stack import policy
+from tests.stack.rounds import LEARNING, LORA, Samples, assert_same, client_argv, train
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("one-replica", 1), ("two-replicas", 6), ("two-servers", 3)]
+)
+def test_servers(
+    name: str,
+    ranks: int,
+    assets: Path,
+    rows: Path,
+    folder: Path,
+    servers: tuple[int, int],
+    reference: Samples,
+) -> None:
+    """Two replicas and six training ranks are the seed case: 2 GPUs deploy, 6 train."""
+    one, two = servers
+    ports = {"one-replica": [one], "two-replicas": [two], "two-servers": [one, two]}[name]
+    samples = train(assets, rows, folder / name, *client_argv(*ports), ranks=ranks)
+    assert_same(samples, reference)
+    replicas = {sample["infos"]["replica"] for sample in samples.values()}
+    assert len(replicas) == {"one-replica": 1, "two-replicas": 2, "two-servers": 3}[name]
+
+
+def test_async_generation(
+    assets: Path, rows: Path, folder: Path, servers: tuple[int, int], reference: Samples
+) -> None:
+    """A round is named by the step that uses it, and asks for the batch of the step before."""
+    argv = [*client_argv(servers[0]), "--async_generate", "true"]
+    samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
+    assert {0, 1, 2} <= {parse_request_id(name).step for name in samples}
+    for name, sample in samples.items():
+        sample_id = parse_request_id(name)
+        if sample_id.step > 0:
+            before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
+            assert sample["images"] == reference[before]["images"]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("one-replica", 1), ("two-replicas", 2)])
+def test_engine_samples_with_the_trained_weights(
+    name: str, ranks: int, assets: Path, learning_rows: Path, folder: Path, servers: tuple[int, int]
+) -> None:
+    """One rank trains LoRA, two train all weights; the servers had other weights before."""
+    argv = (*LEARNING, *(LORA if ranks == 1 else ()), *client_argv(servers[ranks - 1]))
+    run = folder / f"{name}-learning"
+    train(assets, learning_rows, run, *argv, ranks=ranks)
+    policy.assert_sampled_with_trained_weights(run, assets / "tiny_vlm", 3)
