@@ -9,6 +9,7 @@ import pytest
 
 from swift_grpo_ext.diversity.record import RoundRecord, read_records
 from swift_grpo_ext.diversity.report import write_report
+from swift_grpo_ext.record.reader import read_samples
 from tests.stack.processes import PLUGIN, Finished, swift
 from tests.stack.rounds import HOT, write_rows
 
@@ -44,7 +45,8 @@ def one_prompt(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_frozen_noise_stops_the_run_in_its_second_round(
     assets: Path, one_prompt: Path, tmp_path: Path
 ) -> None:
-    """ms-swift's own seeds with tensor parallel 2: every step draws what the first one drew."""
+    """ms-swift's own seeds with tensor parallel 2: every step draws what the first one drew. It is
+    what all of this is about, and the proof that the tests of invariance see it."""
     finished, records = train(
         *(assets, one_prompt, tmp_path, *SMALL),
         *("--rollout_seed_mode", "engine", "--rollout_group_requests", "false"),
@@ -57,6 +59,12 @@ def test_frozen_noise_stops_the_run_in_its_second_round(
     assert "(frozen noise)" in finished.output
     assert (tmp_path / "run/checkpoint-2/model.safetensors").is_file()
     assert {s["replica"] for found in records[1].collisions for s in found["samples"]} == {"rank 0"}
+    rows = read_samples(tmp_path / "run", columns=["step", "token_ids"]).to_pylist()
+    by_step: dict[int, list[list[int]]] = {}
+    for row in rows:
+        by_step.setdefault(row["step"], []).append(row["token_ids"])
+    assert len(by_step[0]) == 12
+    assert sorted(by_step[0]) == sorted(by_step[1])
 
 
 def test_sound_noise_is_no_alarm_and_reaches_the_log(
@@ -77,6 +85,7 @@ def test_sound_noise_is_no_alarm_and_reaches_the_log(
     )
 
 
+@pytest.mark.extra
 def test_a_reward_that_favours_one_answer_collapses_the_policy(
     assets: Path, tmp_path: Path
 ) -> None:

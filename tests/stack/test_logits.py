@@ -95,29 +95,41 @@ def test_the_same_training_to_the_last_bit(assets: Path, equal: Path, tmp_path: 
     assert [s["loss"] for s in strict] == [o["loss"] for o in off]
     assert all(o["kept"] == o["completion"] for o in off), "there was something to leave out"
     assert all(set(s["ways"]) == {"logits_to_keep"} for s in strict)
+
+
+@pytest.mark.extra
+def test_chunks_where_vllm_draws(assets: Path, equal: Path, tmp_path: Path) -> None:
+    off = losses(assets, equal, tmp_path / "off", *OFF, *SHORT, use_vllm=True)
     argv = (*STRICT, *CHUNKS, *SHORT)
     chunked = losses(assets, equal, tmp_path / "chunked", *argv, use_vllm=True)
     assert_same_training(chunked, off)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_unequal_prompts(side: str, assets: Path, unequal: Path, tmp_path: Path) -> None:
-    padding = ("--padding_side", side)
-    off = losses(assets, unequal, tmp_path / "off", *OFF, *padding)
-    if side == "right":
+WAYS = {
+    "right": ("--padding_side", "right"),
+    "left": ("--padding_side", "left"),
+    "LoRA": (*LORA, "--gradient_checkpointing", "true"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_over_unequal_prompts(way: str, assets: Path, unequal: Path, tmp_path: Path) -> None:
+    off = losses(assets, unequal, tmp_path / "off", *OFF, *WAYS[way])
+    if way == "right":
         assert sum(o["kept"] for o in off) > 1.5 * sum(o["completion"] for o in off)
-    for name, argv in {"strict": STRICT, "chunked": (*STRICT, *CHUNKS)}.items():
-        found = losses(assets, unequal, tmp_path / name, *argv, *padding)
-        assert_same_training(found, off)
+    chunked = losses(assets, unequal, tmp_path / "chunked", *STRICT, *CHUNKS, *WAYS[way])
+    assert_same_training(chunked, off)
 
 
-def test_lora_with_gradient_checkpointing(assets: Path, unequal: Path, tmp_path: Path) -> None:
-    argv = (*LORA, "--gradient_checkpointing", "true")
-    off = losses(assets, unequal, tmp_path / "off", *OFF, *argv)
-    for name, more in {"strict": STRICT, "chunked": (*STRICT, *CHUNKS)}.items():
-        assert_same_training(losses(assets, unequal, tmp_path / name, *more, *argv), off)
+@pytest.mark.extra
+@pytest.mark.parametrize("way", WAYS)
+def test_unequal_prompts(way: str, assets: Path, unequal: Path, tmp_path: Path) -> None:
+    off = losses(assets, unequal, tmp_path / "off", *OFF, *WAYS[way])
+    strict = losses(assets, unequal, tmp_path / "strict", *STRICT, *WAYS[way])
+    assert_same_training(strict, off)
 
 
+@pytest.mark.extra
 def test_two_ranks(assets: Path, unequal: Path, tmp_path: Path) -> None:
     off = losses(assets, unequal, tmp_path / "off", *OFF, ranks=2)
     chunked = losses(assets, unequal, tmp_path / "chunked", *STRICT, *CHUNKS, ranks=2)

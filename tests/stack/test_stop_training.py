@@ -7,9 +7,9 @@ The model spells ` find it</search>` with two line breaks in its last token, `Mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from transformers import AutoTokenizer
@@ -81,45 +81,62 @@ def train(rows: Path, speller: list[str], tmp_path: Path) -> Train:
     return run
 
 
-@pytest.mark.parametrize("way", ["colocate", "transformers", "server"])
-def test_a_training_stops(
-    way: str,
-    assets: Path,
-    train: Train,
-    speller: list[str],
-    search_ids: list[int],
-    tmp_path: Path,
+class Ends(NamedTuple):
+    """Settings of stops, and how each completion ends with them."""
+
+    argv: tuple[str, ...]
+    num_tokens: int
+    text: str
+    reason: str | int
+
+
+ENDS = {
+    "string": Ends((*STRING, "--max_completion_length", "5"), 5, SEARCH_TEXT, "</search>"),
+    "token": Ends(
+        ("--stop_token_ids", "1836", "--include_stop_str_in_output", "false"), 4, " find it</", 1836
+    ),
+    "new": Ends(("--stop_words", NEW_TOKEN), 7, f"{SEARCH_TEXT}\n\nMore{NEW_TOKEN}", NEW_TOKEN),
+}
+"""At a stop string, at the last possible token; at a stop token that does not show; at a new
+token."""
+
+
+def check(way: Train, name: str, spelled: list[int], *argv: str, **more: Any) -> None:
+    ends = ENDS[name]
+    told, logged = way(name, *argv, *NEW, *ends.argv, **more)
+    ids = spelled[: ends.num_tokens]
+    assert told == [[ends.text, ends.reason, ids, False]] * TOLD
+    row = {"text": ends.text, "token_ids": ids, "finish_reason": "stop"}
+    assert logged == [{**row, "stop_reason": str(ends.reason)}] * TOLD
+
+
+@pytest.mark.parametrize("name", [pytest.param("string", marks=pytest.mark.extra), "token", "new"])
+def test_a_training_stops(name: str, train: Train, search_ids: list[int]) -> None:
+    """Colocated; a stop string is in the conversations below."""
+    check(train, name, [*search_ids, NEW_ID])
+
+
+@pytest.mark.parametrize(
+    "name", ["string", *(pytest.param(n, marks=pytest.mark.extra) for n in ("token", "new"))]
+)
+def test_a_training_without_vllm_stops(
+    name: str, train: Train, search_ids: list[int], tmp_path: Path
 ) -> None:
-    """At a stop string; at the last possible token; at a stop token that does not show; at a new
-    token."""
-    preset = without_vllm(tmp_path) if way == "transformers" else PRESET
+    check(train, name, [*search_ids, NEW_ID], preset=without_vllm(tmp_path))
 
-    def check(name: str, argv: tuple[str, ...], ids: list[int], text: str, reason: Any) -> None:
-        told, logged = train(name, *argv, preset=preset)
-        assert told == [[text, reason, ids, False]] * TOLD
-        row = {"text": text, "token_ids": ids, "finish_reason": "stop", "stop_reason": str(reason)}
-        assert logged == [row] * TOLD
 
-    def check_all(*argv: str) -> None:
-        short = (*STRING, "--max_completion_length", "5")
-        check("string", (*argv, *short), search_ids[:5], SEARCH_TEXT, "</search>")
-        bare = ("--stop_token_ids", "1836", "--include_stop_str_in_output", "false")
-        check("token", (*argv, *bare), search_ids[:4], " find it</", 1836)
+@pytest.fixture(scope="module")
+def port(
+    assets: Path, speller: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with rollout_server(*server_argv(assets, *speller, *NEW), log=log) as port:
+        yield port
 
-    def check_new(*argv: str) -> None:
-        text = f"{SEARCH_TEXT}\n\nMore{NEW_TOKEN}"
-        argv = (*argv, *NEW, "--stop_words", NEW_TOKEN)
-        check("new", argv, [*search_ids, NEW_ID], text, NEW_TOKEN)
 
-    if way == "server":
-        with rollout_server(*server_argv(assets, *speller), log=tmp_path / "server.log") as port:
-            check_all(*client_argv(port))
-        new = server_argv(assets, *speller, *NEW)
-        with rollout_server(*new, log=tmp_path / "new.log") as port:
-            check_new(*client_argv(port))
-    else:
-        check_all()
-        check_new()
+@pytest.mark.parametrize("name", [pytest.param("string", marks=pytest.mark.extra), "token", "new"])
+def test_a_served_training_stops(name: str, port: int, train: Train, search_ids: list[int]) -> None:
+    check(train, name, [*search_ids, NEW_ID], *client_argv(port))
 
 
 @pytest.mark.parametrize("way", ["colocate", "server"])
@@ -134,15 +151,16 @@ def test_conversations_whose_turns_stop(
     """Training takes the tokens of both turns, and no end of a turn that was not sampled: counts
     that disagree with the log-probabilities would end it."""
     turn = search_ids[:5]
+    string = ENDS["string"].argv
     if way == "server":
         plugins = PLUGINS[1:]
         server = server_argv(
             assets, *speller, "--vllm_use_async_engine", "true", *TURNS, plugins=plugins
         )
         with rollout_server(*server, log=tmp_path / "server.log") as port:
-            told, _ = train("turns", *client_argv(port), *STRING)
+            told, _ = train("turns", *client_argv(port), *string)
     else:
-        told, logged = train("turns", *TURNS, *STRING)
+        told, logged = train("turns", *TURNS, *string)
         row = {"text": SEARCH_TEXT, "token_ids": turn, "finish_reason": "stop"}
         assert logged == [{**row, "stop_reason": "</search>"}] * (2 * TOLD)
     assert told == [[SEARCH_TEXT, "</search>", [turn, turn], False]] * TOLD
