@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Lint, types and tests; sets up what it needs. Arguments go to pytest:
-#   bash scripts/test.sh -m "not stack"    the unit tests, about a minute
+# Lint, types and tests; sets up what it needs.
+#   bash scripts/test.sh                   unit tests and the core tier of the stack tests
+#   bash scripts/test.sh --all             all tests
+#   bash scripts/test.sh -m "not stack"    other arguments go to pytest: the unit tests
 bash "$(dirname "$0")/setup.sh"
 # shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
@@ -15,4 +17,8 @@ mypy
 step "Tiny model and data"
 make_assets
 step "Tests"
+case "${1:-}" in
+  "") set -- -m "not extra" ;;
+  --all) shift ;;
+esac
 exec python -m pytest -n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"

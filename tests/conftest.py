@@ -15,9 +15,9 @@ settings.load_profile("repeatable")
 pytest_plugins = ("tests.times",)
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FILES = [
-    *("launch", "logits", "stop_training", "stops", "invariance", "resume", "training", "replay"),
-    *("../diversity/test_real_runs", "restarts", "failures", "scenarios", "placeholders"),
-    *("refusals", "api_key", "interrupt", "bad_data", "tool_call"),
+    *("launch", "servers", "stop_training", "stops", "resume", "logits", "replay", "training"),
+    *("scenarios", "failures", "invariance", "../diversity/test_real_runs", "restarts"),
+    *("interrupt", "api_key", "placeholders", "refusals", "bad_data", "tool_call"),
 ]
 """Files of `tests/stack` in the order in which pytest's workers get them: long ones first, and
 those apart that take much of the machine's memory, since they would wait for one another."""

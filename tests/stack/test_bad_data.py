@@ -81,7 +81,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["one rank, LoRA", pytest.param("two ranks, tensor parallel", marks=pytest.mark.extra)]
+)
 def test_bad_rows_leave_as_whole_groups(
     way: str, assets: Path, kinds: tuple[Path, set[str], set[str]], tmp_path: Path
 ) -> None:

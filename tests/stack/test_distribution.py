@@ -13,7 +13,7 @@ import pytest
 
 from tests.stack.processes import ROOT
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
 SOURCES = ("swift_grpo_ext", "plugins", "examples", "scripts")
 FILES = ("pyproject.toml", "README.md", "LICENSE")

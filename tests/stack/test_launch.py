@@ -76,6 +76,7 @@ def test_two_deploy_and_six_train(assets: Path, tmp_path: Path) -> None:
 SMALL = ("--rollout-gpus", "0", "--train-gpus", "1,2")
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("phase", ["[server0] ", "[train] ", "'global_step/max_steps': '1/1000'"])
 def test_ctrl_c_in_each_phase(phase: str, assets: Path, tmp_path: Path) -> None:
     more = ("--", "--max_steps", "1000", "--output_dir", str(tmp_path / "run"))
@@ -89,6 +90,7 @@ def test_ctrl_c_in_each_phase(phase: str, assets: Path, tmp_path: Path) -> None:
         assert_gone(running)
 
 
+@pytest.mark.extra
 def test_a_server_that_does_not_get_healthy(assets: Path, tmp_path: Path) -> None:
     argv = (*SMALL, "--wait", "4")
     with launched("launch.sh", assets, tmp_path, *argv, replicas=1, ranks=0) as running:
@@ -101,6 +103,7 @@ def test_a_server_that_does_not_get_healthy(assets: Path, tmp_path: Path) -> Non
     assert "[train]" not in running.output
 
 
+@pytest.mark.extra
 def test_a_server_that_ends(assets: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -114,6 +117,7 @@ def test_a_server_that_ends(assets: Path, tmp_path: Path) -> None:
     assert "[train]" not in running.output
 
 
+@pytest.mark.extra
 def test_two_nodes(assets: Path, tmp_path: Path) -> None:
     """One serves, one trains: each is launched by itself, and both end together."""
     hosts = ("--hosts", "127.0.0.1,127.0.0.1", "--rollout-nodes", "1", *SMALL)

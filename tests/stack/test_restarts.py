@@ -70,6 +70,7 @@ def test_trainer_and_server_come_back(
     assert_same(recorded(tmp_path / "b"), reference, range(1, 3))
 
 
+@pytest.mark.extra
 def test_a_full_disk_is_named_and_the_run_resumes(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:

@@ -143,6 +143,7 @@ def test_conversations(assets: Path, rows: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.extra
 def test_gym_environments(assets: Path, rows: Path, tmp_path: Path) -> None:
     """An environment's questions make a group's rows differ: they are asked singly, in peace."""
     argv = [

@@ -16,7 +16,12 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("one-replica", 1), ("two-replicas", 6), ("two-servers", 3)]
+    ("name", "ranks"),
+    [
+        pytest.param("one-replica", 1, marks=pytest.mark.extra),
+        ("two-replicas", 6),
+        ("two-servers", 3),
+    ],
 )
 def test_servers(
     name: str,

@@ -100,6 +100,8 @@ ENDS = {
 """At a stop string, at the last possible token; at a stop token that does not show; at a new
 token."""
 
+EXTRA = [pytest.param(name, marks=pytest.mark.extra) for name in ("token", "new")]
+
 
 def check(way: Train, name: str, spelled: list[int], *argv: str, **more: Any) -> None:
     ends = ENDS[name]
@@ -116,9 +118,7 @@ def test_a_training_stops(name: str, train: Train, search_ids: list[int]) -> Non
     check(train, name, [*search_ids, NEW_ID])
 
 
-@pytest.mark.parametrize(
-    "name", ["string", *(pytest.param(n, marks=pytest.mark.extra) for n in ("token", "new"))]
-)
+@pytest.mark.parametrize("name", ["string", *EXTRA])
 def test_a_training_without_vllm_stops(
     name: str, train: Train, search_ids: list[int], tmp_path: Path
 ) -> None:
