@@ -28,7 +28,8 @@ def test_two_steps_and_two_more_are_four(
     ranks, argv = WAYS[way]
     folder = request.getfixturevalue(f"learned_{way}")
     halfway = folder / "run/checkpoint-2"
-    best = (*BEST, "--val_dataset", str(learning_rows), "--per_device_eval_batch_size", "12")
+    batch = ("--per_device_eval_batch_size", str(12 // ranks))
+    best = (*BEST, "--val_dataset", str(learning_rows), *batch)
     more = (*LEARNING, *argv, "--save_steps", "2", *best, "--resume_from_checkpoint", str(halfway))
     resumed = train(assets, learning_rows, tmp_path, *more, ranks=ranks, steps=LEARNED_STEPS)
 
