@@ -67,6 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Times(config.getoption("--times")))
 
 
+def pytest_collection_finish() -> None:
+    global _told
+    _told = _cpu_seconds()  # what imports took is no file's
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     global _told
