@@ -15,9 +15,9 @@ settings.load_profile("repeatable")
 pytest_plugins = ("tests.times",)
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FILES = [
-    *("launch", "servers", "stop_training", "stops", "resume", "logits", "replay", "training"),
-    *("scenarios", "failures", "invariance", "../diversity/test_real_runs", "restarts"),
-    *("interrupt", "api_key", "placeholders", "refusals", "bad_data", "tool_call"),
+    *("launch", "scenarios", "restarts", "servers", "stop_training", "invariance", "failures"),
+    *("resume", "replay", "training", "stops", "interrupt", "logits", "../test_launch_script"),
+    *("../diversity/test_real_runs", "placeholders", "tool_call", "bad_data", "api_key"),
 ]
 """Files of `tests/stack` in the order in which pytest's workers get them: long ones first, and
 those apart that take much of the machine's memory, since they would wait for one another."""

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import swift.infer_engine
@@ -334,15 +334,18 @@ def _pack(response: PackedResponse, replica: str) -> RolloutOutput:
     return RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
 
 
+_verify_once = cache(verify)  # of a second training in one process, the hooks are ours
+
+
 def install() -> None:
     """Put `RolloutEngine` where the trainer and `swift rollout` look for their engine.
 
     Raises:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
-    verify((*pins.ENGINE, *(() if has_accelerator() else pins.CPU)))
+    _verify_once((*pins.ENGINE, *(() if has_accelerator() else pins.CPU)))
     swift.infer_engine.GRPOVllmEngine = RolloutEngine
     if ROLLOUT_MODULE in sys.modules:
-        verify(pins.SERVER)
+        _verify_once(pins.SERVER)
         sys.modules[ROLLOUT_MODULE].GRPOVllmEngine = RolloutEngine  # type: ignore[attr-defined]
         server.install()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import swift.infer_engine
 import torch
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, serialize_ndarray
@@ -442,6 +443,16 @@ def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.Mo
         RecordingVllm([]), engine_kwargs={"worker_extension_cls": "mine"}, use_async=False
     )
     assert own.engine_kwargs == {"worker_extension_cls": "mine"}  # type: ignore[attr-defined]
+
+
+def test_a_second_training_of_a_process_installs_the_engine_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it finds is ours, and no upstream that we do not know."""
+    monkeypatch.setattr(swift.infer_engine, "GRPOVllmEngine", GRPOVllmEngine)
+    for _ in range(2):
+        engine_module.install()
+        assert swift.infer_engine.GRPOVllmEngine is RolloutEngine
 
 
 # --- weights ---

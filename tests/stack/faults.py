@@ -85,13 +85,10 @@ def spoil(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tens
 def install() -> None:
     import sys
 
-    import swift.infer_engine
-
     from swift_grpo_ext.rollout import engine
 
     orms["fate"] = Fate
-    engine.RolloutEngine = FailingEngine  # type: ignore[misc]
-    swift.infer_engine.GRPOVllmEngine = FailingEngine
+    engine.RolloutEngine = FailingEngine  # type: ignore[misc]  # the trainer installs it
     rollout = sys.modules.get("swift.pipelines.infer.rollout")
     if rollout is not None:
         rollout.GRPOVllmEngine = FailingEngine  # type: ignore[attr-defined]
