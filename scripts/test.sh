@@ -3,6 +3,7 @@
 #   bash scripts/test.sh                   unit tests and the core tier of the stack tests
 #   bash scripts/test.sh --all             all tests
 #   bash scripts/test.sh -m "not stack"    other arguments go to pytest: the unit tests
+#   bash scripts/test.sh --all --times     seconds of every test file, at the end
 bash "$(dirname "$0")/setup.sh"
 # shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
