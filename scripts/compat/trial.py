@@ -13,8 +13,11 @@ from compat.environment import Environment, run
 UNIT_TESTS = ("-m", "not stack", "--ignore=tests/test_compatibility.py")
 """All but those that hold the table against the rest: they pass when it is written."""
 
-TRAINING = ("tests/stack/test_training.py", "-k", "colocate] or server] or without_vllm")
-"""Three steps with a colocated engine, three against a server, one without vLLM."""
+TRAINING = (
+    *("tests/stack/test_training.py", "tests/stack/test_servers.py"),
+    *("-k", "trained_weights and (full or one-replica) or without_vllm"),
+)
+"""Steps with a colocated engine, against a server, and without vLLM."""
 
 
 @dataclass(frozen=True)
