@@ -64,6 +64,11 @@ def test_a_row_comes_back_as_it_was(tmp_path: Path, change: dict[str, Any]) -> N
     )
 
 
+def test_what_must_be_known_of_a_sample() -> None:
+    nullable = {field.name for field in SCHEMA if field.nullable}
+    assert nullable == {"seed", "finish_reason", "stop_reason", "logprobs"}
+
+
 def test_arrays_are_as_good_as_lists(tmp_path: Path) -> None:
     ids = np.array(ROW.token_ids)
     write_session(tmp_path, [replace(ROW, token_ids=ids, logprobs=np.array(ROW.logprobs))])

@@ -84,6 +84,15 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     ]
 
 
+def test_what_must_be_known_of_a_sample(tmp_path: Path) -> None:
+    record(tmp_path, sample_id())
+    assert (tmp_path / "rewards/session-0000-rank-00000.arrows").is_file()
+    schema = read_rewards(tmp_path).schema
+    assert {field.name for field in schema if field.nullable} == {
+        *("reward", "advantage", "gap_mean", "gap_max")
+    }
+
+
 @pytest.mark.parametrize(
     ("values", "reward"),
     [([1.0, 1.0], 1.5), ([math.nan, 1.0], 0.5), ([1.0, math.nan], 1.0), ([math.nan] * 2, None)],
@@ -202,14 +211,14 @@ def test_what_training_adds() -> None:
     first.advantages, second.advantages = torch.tensor(0.5), torch.tensor(-1.5)
     batch = SimpleNamespace(
         rollout_per_token_logps=torch.tensor([[-1.0, -2.0, 0.0], [-1.0, 9.0, 9.0]]),
-        old_per_token_logps=torch.tensor([[-1.5, -1.0, 7.0], [-1.0, 0.0, 0.0]]),
+        old_per_token_logps=torch.tensor([[-1.5, -1.0, 7.0], [-1.25, 0.0, 0.0]]),
         completion_mask=torch.tensor([[1, 1, 0], [1, 0, 0]]),
     )
     unknown = SimpleNamespace(rollout_per_token_logps=None, old_per_token_logps=torch.zeros(1, 1))
     scores = training_scores([first, second, third], [[first, second], [third]], [batch, unknown])
     assert scores == {
         "train-0.0-0-0": {"advantage": 0.5, "gap_mean": 0.75, "gap_max": 1.0},
-        "train-0.0-0-1": {"advantage": -1.5, "gap_mean": 0.0, "gap_max": 0.0},
+        "train-0.0-0-1": {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
         "train-0.0-0-2": {"advantage": 0.0},
     }
 
