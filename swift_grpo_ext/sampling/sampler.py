@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 
 class EpochSampler(Sampler[int]):
-    """Yields the indices that an uninterrupted `RepeatSampler` would, for the epoch asked for.
+    """Yields what an uninterrupted `RepeatSampler` would, in the epoch that `epoch` names.
 
     Args:
         upstream: the `RepeatSampler` whose settings are taken over; a seed of None counts as 0.

@@ -14,7 +14,7 @@ function, `key = (phase, step, number, turn)` and phase 0 for train, 1 for eval:
     seed = high * 2**32 + (low + group * 2**14) mod 2**32 + index
 
 - Child k of a vLLM request for n samples with seed s draws with s + k (vllm/v1/engine/
-  parallel_sampling.py), so samples of a group have consecutive seeds, asked for together or singly.
+  parallel_sampling.py), so samples of a group have consecutive seeds, in one request or in several.
 - Where only the low 32 bits of a seed count (torch's generator on CPU), noise is still distinct
   within a round, for up to 2**14 samples a group and 2**18 groups.
 - Over a run, the 62 bits of a group's base keep groups apart: with a million groups of 64, the

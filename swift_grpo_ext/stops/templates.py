@@ -69,12 +69,12 @@ class TemplateStops:
     def text(self, token_ids: Sequence[int], ending: Ending, template_inputs: Any) -> Any:
         """What ms-swift's template makes of a completion, ending. No text for a few templates that
         generate images, which are left as they are."""
-        spoken = list(token_ids[: ending.num_text_tokens])
-        if spoken and spoken[-1] in self.end_ids:
+        visible = list(token_ids[: ending.num_text_tokens])
+        if visible and visible[-1] in self.end_ids:
             # The end of a stop string: the template would leave it out.
             prefix = self._template._get_response_prefix(template_inputs) or ""
             return prefix + ending.text(token_ids, self.decode)
-        text = self._template.decode_generate_ids(spoken, template_inputs=template_inputs)
+        text = self._template.decode_generate_ids(visible, template_inputs=template_inputs)
         return text.removesuffix(ending.trailing_text) if isinstance(text, str) else text
 
 
@@ -135,7 +135,7 @@ def check_template_stops(args: Any, template: Any) -> None:
 def with_stop_reason(
     choice: ChatCompletionResponseChoice, text: Any, finish_reason: Any, reason: StopReason
 ) -> StoppedChoice:
-    """A choice of ms-swift's with its text cut, and why it ended."""
+    """A choice of ms-swift's with its text up to its end, and why it ended."""
     values = {f.name: getattr(choice, f.name) for f in fields(ChatCompletionResponseChoice)}
     choice.message.content = text
     return StoppedChoice(**{**values, "finish_reason": finish_reason}, stop_reason=reason)

@@ -173,7 +173,7 @@ class UnevenGroupsWarning:
             self._has_warned = True
             logger.warning(
                 f"{len(unequal)} groups hold rows that differ, the first in "
-                f"{unequal[0]}: their samples are asked for singly. Advantages compare "
+                f"{unequal[0]}: each sample is a request. Advantages compare "
                 "the samples of a group; a custom sampler must repeat each row --num_generations "
                 "times. (Said once.)"
             )
