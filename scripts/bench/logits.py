@@ -4,8 +4,9 @@
 
 Writes the JSON and, beside it, the tables as Markdown. A Qwen2 with random weights, of Qwen's
 vocabulary and next to nothing else, so that logits are what is measured: forward and backward of
-the sum of all log-probabilities, in float32. Each measurement has a process of its own; ways take
-turns within a repetition. Peaks are of torch's allocator, beyond the model (`peak.py`).
+the sum of all log-probabilities, in float32 on CPU (`--dtype`, `--device cuda`). Each measurement
+has a process of its own; ways take turns within a repetition. Peaks are of torch's allocator,
+beyond the model (`peak.py`).
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def main() -> None:
         help="completion tokens, after a prompt of 512")  # fmt: skip
     add("--sweep-vocabulary", type=int, default=QWEN_VOCABULARY // 4,
         help="of other cases than the first; with Qwen's own, ms-swift takes 19 GB")  # fmt: skip
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--output", type=Path, help="FILE.json; FILE.md is written beside it")
     add("--turn", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -87,6 +90,7 @@ def main() -> None:
         ),
     ]
     result = {"command": command(), "environment": environment(), "chunk_size": options.chunk_size}
+    result |= {"device": options.device, "dtype": options.dtype}
     result["rows"] = list(measured(cases, options))
     markdown = as_markdown(result)
     print(markdown)
@@ -103,7 +107,8 @@ def measured(
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for case, ways, r in tqdm(turns, desc="Cases", unit="repetition", dynamic_ncols=True):
         for way in (*ways[r % len(ways) :], *ways[: r % len(ways)]):
-            found = in_a_process(case, way, options.chunk_size)
+            where = {"device": options.device, "dtype": options.dtype}
+            found = in_a_process(case, way, chunk_size=options.chunk_size, **where)
             row = rows.setdefault(
                 (case.name, way),
                 {"case": asdict(case), "way": way, "seconds": [], **found},
@@ -115,8 +120,8 @@ def measured(
         yield row
 
 
-def in_a_process(case: Case, way: str, chunk_size: int) -> dict[str, Any]:
-    turn = json.dumps({"case": asdict(case), "way": way, "chunk_size": chunk_size})
+def in_a_process(case: Case, way: str, **options: Any) -> dict[str, Any]:
+    turn = json.dumps({"case": asdict(case), "way": way, **options})
     finished = subprocess.run(
         [sys.executable, __file__, "--turn", turn],
         capture_output=True,
@@ -136,8 +141,11 @@ def in_a_process(case: Case, way: str, chunk_size: int) -> dict[str, Any]:
 # --- in the process of a turn ---
 
 
-def measure(case: dict[str, Any], way: str, chunk_size: int) -> dict[str, Any]:
-    work, head = make_work(Case(**case), way, chunk_size)
+def measure(
+    case: dict[str, Any], way: str, chunk_size: int, device: str, dtype: str
+) -> dict[str, Any]:
+    torch.set_default_device(device)
+    work, head = make_work(Case(**case), way, chunk_size, getattr(torch, dtype))
     positions: list[int] = []
     hook = head.register_forward_hook(lambda _, __, out: positions.append(out[..., 0].numel()))
     work()  # warms up; gradients are there from now on
@@ -145,6 +153,7 @@ def measure(case: dict[str, Any], way: str, chunk_size: int) -> dict[str, Any]:
     seconds = []
     for _ in range(TURNS):
         gc.collect()
+        synchronize()
         start = time.perf_counter()
         work()
         synchronize()
@@ -160,11 +169,13 @@ def measure(case: dict[str, Any], way: str, chunk_size: int) -> dict[str, Any]:
     }
 
 
-def make_work(case: Case, way: str, chunk_size: int) -> tuple[Callable[[], None], Any]:
+def make_work(
+    case: Case, way: str, chunk_size: int, dtype: torch.dtype
+) -> tuple[Callable[[], None], Any]:
     """Forward and backward of one way; and the model's head."""
     from swift_grpo_ext.logits import LogitsShim
 
-    model = make_model(case.vocabulary)
+    model = make_model(case.vocabulary).to(dtype)
     lengths = [prompt + case.new for prompt in case.prompts]
     input_ids = torch.randint(case.vocabulary, (len(lengths), max(lengths)))
     attention_mask = torch.zeros_like(input_ids)
@@ -235,8 +246,9 @@ def as_markdown(result: dict[str, Any]) -> str:
         f"`{result['command']}`, {made['date']}, {machine}, Python {made['python']}, {versions}, "
         f"OpenMP settings {made['openmp'] or 'unset'}, load average at the start "
         f"{made['load_at_start']}.",
-        "Forward and backward, float32. *No keyword*: a model whose `forward` does not name "
-        "`logits_to_keep`, where ms-swift computes the logits of all positions. Ratios are of one "
+        f"Forward and backward, {result['dtype']}, on {result['device']}. *No keyword*: a model "
+        "whose `forward` does not name `logits_to_keep`, where ms-swift computes the logits of "
+        "all positions. Ratios are of one "
         "run; of times, the median of the turns' ratios, with the lowest and the highest.",
     ]
     text += [case_table(by_way[n]) for n in names if n not in sweep]
@@ -262,15 +274,17 @@ def case_table(ways: dict[str, Any]) -> str:
         [
             way,
             str(row["positions"]),
-            gigabytes(row),
+            gibibytes(row),
             ratio(row, full, "peak_bytes"),
-            f"{median(row['seconds']):.2f}",
+            f"{median(row['seconds']):.3f}",
+            f"{len(case['prompts']) * new / median(row['seconds']):,.0f}",
             ratio(row, full, "seconds"),
         ]
         for way, row in ways.items()
     ]
     return head + table(
-        "way, positions, peak GB, peak / no keyword, seconds, seconds / no keyword", lines
+        "way, positions, peak GiB, peak / no keyword, seconds, tokens / s, seconds / no keyword",
+        lines,
     )
 
 
@@ -279,7 +293,7 @@ def sweep_table(cases: Sequence[dict[str, Any]], chunk_size: int) -> str:
     lines = [
         [
             str(ways[KEYWORD]["case"]["new"]),
-            *(gigabytes(ways[way]) for way in (KEYWORD, OURS, CHUNKED)),
+            *(gibibytes(ways[way]) for way in (KEYWORD, OURS, CHUNKED)),
             *(ratio(ways[way], ways[KEYWORD], "peak_bytes") for way in (OURS, CHUNKED)),
             *(f"{median(ways[way]['seconds']):.2f}" for way in (KEYWORD, OURS, CHUNKED)),
             *(ratio(ways[way], ways[KEYWORD], "seconds") for way in (OURS, CHUNKED)),
@@ -287,7 +301,7 @@ def sweep_table(cases: Sequence[dict[str, Any]], chunk_size: int) -> str:
         for ways in cases
     ]
     head = (
-        "new tokens, peak GB: ms-swift with its keyword, ours at the head, ours in chunks, "
+        "new tokens, peak GiB: ms-swift with its keyword, ours at the head, ours in chunks, "
         "peak: at the head / keyword, chunks / keyword, "
         "seconds: keyword, at the head, chunks, "
         "seconds: at the head / keyword, chunks / keyword"
@@ -298,8 +312,8 @@ def sweep_table(cases: Sequence[dict[str, Any]], chunk_size: int) -> str:
     )
 
 
-def gigabytes(row: dict[str, Any]) -> str:
-    return f"{row['peak_bytes'] / 1e9:.2f}"
+def gibibytes(row: dict[str, Any]) -> str:
+    return f"{row['peak_bytes'] / 2**30:.2f}"
 
 
 def ratio(ours: dict[str, Any], theirs: dict[str, Any], measure: str) -> str:
