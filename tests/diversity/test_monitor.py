@@ -89,6 +89,13 @@ def test_evaluation_is_logged_as_such(tmp_path: Path) -> None:
     assert not run.logged
 
 
+def test_an_alarm_of_an_evaluation_stops_too(tmp_path: Path) -> None:
+    run = Run(tmp_path, diversity_action="stop")
+    run.draw(group_of(LONG, LONG, phase="eval"))
+    run.monitor.on_prediction_step(run.args, run.state, run.control)
+    assert (run.control.should_save, run.control.should_training_stop) == (True, True)
+
+
 def test_alarms_are_said_once_until_they_end(tmp_path: Path, said: list[str]) -> None:
     run = Run(tmp_path)
     for step in (0, 1):
@@ -263,7 +270,9 @@ def test_a_failure_of_one_rank_is_its_own_error(tmp_path: Path) -> None:
 
 
 def test_other_trainers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"--rlhf_type grpo.*Leave it out"):
+    with pytest.raises(
+        ValueError, match=r"--rlhf_type grpo; this is a SimpleNamespace,.*Leave it out"
+    ):
         DiversityMonitor(SimpleNamespace(), SimpleNamespace())
 
 
