@@ -147,8 +147,22 @@ if [ "${VLLM_API_KEY:-}" ]; then
 fi
 ! grep -q '^api_key:' "$config.rollout.yaml" ||
   fail "$config.rollout.yaml: take api_key out and set VLLM_API_KEY, which reaches the training too"
+
+# No environment is active: the one of this clone, or the one that this file was installed to.
+enter_environment() {
+  local own bin
+  own=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+  for bin in ${VENV:+"$VENV/bin"} "$own/../.venv/bin" "$own/../../../../../../bin"; do
+    [ -x "$bin/swift" ] || continue
+    PATH=$(cd "$bin" && pwd):$PATH
+    export PATH
+    return
+  done
+}
+command -v swift >/dev/null || enter_environment
 [ "$dry_run" ] || command -v swift >/dev/null ||
-  fail "swift is not on the PATH: activate the environment that holds ms-swift"
+  fail "swift is not on the PATH: activate the environment that holds ms-swift, for example" \
+    "source .venv/bin/activate"
 
 # --- which node this is ---
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -335,3 +336,31 @@ def test_a_serving_node_that_fails_ends_the_training(tmp_path: Path) -> None:
 def test_a_process_that_ignores_the_signal_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path, PRESET, SERVER_0="stubborn") as run:
         assert run.end() == 0
+
+
+def in_a_clean_shell(script: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """A launch without an activated environment, in the folder of a preset."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(script.parent)}
+    command = ["bash", str(script), *argv, str(ROOT / PRESET)]
+    return subprocess.run(command, env=env, cwd=script.parent, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "environment"),
+    [("scripts/launch.sh", ".venv"), ("e/lib/python3/site-packages/p/share/s/launch.sh", "e")],
+    ids=["clone", "installed"],
+)
+def test_the_environment_is_found(script: str, environment: str, tmp_path: Path) -> None:
+    copy, bin_ = tmp_path / script, tmp_path / environment / "bin"
+    copy.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/launch.sh", copy)
+    without = in_a_clean_shell(copy)
+    assert without.returncode == 1
+    assert "activate the environment that holds ms-swift" in without.stderr
+    bin_.mkdir(parents=True)
+    for name, text in (("swift", ""), ("swift-grpo-ext", f'echo "$*" >{tmp_path}/calls')):
+        (bin_ / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin_ / name).chmod(0o755)
+    launch = in_a_clean_shell(copy, "--dry-run")
+    assert launch.returncode == 0, launch.stderr
+    assert (tmp_path / "calls").read_text().startswith("check ")
