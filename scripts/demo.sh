@@ -15,7 +15,7 @@ run=${RUN:-output/digits-seed$seed}
 
 step "Tiny model and data (in $ASSETS)"
 make_assets
-step "Training: $steps steps of GRPO, seed $seed (about 8 minutes on 2 cores)"
+step "Training: $steps steps of GRPO, seed $seed"
 "$PYTHON" examples/digits/train.py --model "$ASSETS/tiny_vlm" --data "$ASSETS/digits" \
   --output "$run" --seed "$seed" --max-steps "$steps" -- "$@"
 step "Held-out images, before and after"

@@ -33,6 +33,7 @@ from swift_grpo_ext.sampling.groups import fingerprints, sample_ids_at
 from swift_grpo_ext.sampling.rounds import RoundNames
 from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
+from swift_grpo_ext.training.banner import banner
 from swift_grpo_ext.training.batch import (
     RolloutGap,
     ZeroGradientWarning,
@@ -103,17 +104,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         for model in filter(None, (self.model, self.ref_model)):
             mask_placeholders(model, placeholder_ids(template))
-        if dropouts := switch_off_dropout(self.model):
-            logger.warning(
-                f"Dropout is switched off in {dropouts} places of the model (--lora_dropout is "
-                "ignored): with it, importance ratios would differ from 1 at equal weights."
-            )
-        if not config.use_vllm and config.rollout_seed_mode == "sample":
-            logger.warning(
-                "--rollout_seed_mode sample and --rollout_group_requests have no effect with "
-                "--use_vllm false: transformers draws all samples of a rank with one generator, "
-                "which --seed sets at the start."
-            )
+        num_dropouts = switch_off_dropout(self.model)
+        if self.is_world_process_zero():
+            logger.info(banner(config, num_dropouts=num_dropouts))
 
     @property
     def _mode(self) -> str:

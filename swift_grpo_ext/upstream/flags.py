@@ -13,11 +13,13 @@ Can go when ms-swift imports plugins before it parses arguments.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import json
 import logging
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -154,7 +156,7 @@ def _adopt_command_line(args: Any, extended: type) -> list[str]:
     for name in flag_names():
         setattr(args, name, getattr(namespace, name))
     _checked.add(id(args))
-    _tell_truth_about_leftovers()
+    _tell_truth_about_leftovers(in_banner=extended is RLHFExtArguments)
     return _given(argv, parser)
 
 
@@ -203,13 +205,19 @@ def _refuse(leftover: list[str], parser: HfArgumentParser) -> NoReturn:
     raise ValueError(f"Unknown argument {unknown} (left over: {' '.join(leftover)}); {hint}")
 
 
-def _tell_truth_about_leftovers() -> None:
-    """ms-swift warns `remaining_argv: [...]`, as if our flags had been ignored."""
+def _tell_truth_about_leftovers(*, in_banner: bool) -> None:
+    """ms-swift warns `remaining_argv: [...]`, as if our flags had been ignored.
+
+    Args:
+        in_banner: the training's banner says what holds: the line goes.
+    """
 
     def reword(record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith("remaining_argv: "):
-            record.msg = "Flags of swift-grpo-ext: " + str(record.msg).partition(": ")[2]
-            record.levelno, record.levelname = logging.INFO, "INFO"
-        return True
+        what, _, argv = str(record.msg).partition(": ")
+        if what != "remaining_argv":
+            return True
+        record.msg = f"Flags of swift-grpo-ext: {shlex.join(ast.literal_eval(argv))}"
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        return not in_banner
 
     logger.addFilter(reword)

@@ -15,9 +15,6 @@ from tests.stack.processes import ROOT
 
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
-SOURCES = ("swift_grpo_ext", "plugins", "examples", "scripts")
-FILES = ("pyproject.toml", "README.md", "LICENSE")
-
 
 def build(kind: str, source: Path, target: Path) -> Path:
     """An sdist or a wheel of a source folder; neither network nor isolation."""
@@ -27,25 +24,37 @@ def build(kind: str, source: Path, target: Path) -> Path:
     return max(target.iterdir(), key=lambda path: path.stat().st_mtime_ns)
 
 
+def tracked() -> list[str]:
+    """The files of this folder: those of the commit and new ones that are not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the wheel, built from the sdist, was installed to."""
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an sdist that was made from a copy of this one."""
     folder = tmp_path_factory.mktemp("distribution")
-    source = folder / "source"
-    ignore = shutil.ignore_patterns("__pycache__", "results")
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
-    for name in FILES:
-        shutil.copy(ROOT / name, source)
-    sdist = build("sdist", source, folder / "sdist")
+    for name in tracked():
+        target = folder / "source" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target, follow_symlinks=False)
+    sdist = build("sdist", folder / "source", folder / "sdist")
     with tarfile.open(sdist) as archive:
         assert not [member.name for member in archive if member.issym()]
         archive.extractall(folder / "unpacked", filter="data")
-    [unpacked] = (folder / "unpacked").iterdir()
-    wheel = build("wheel", unpacked, folder / "wheel")
+    [content] = (folder / "unpacked").iterdir()
+    return content
+
+
+@pytest.fixture(scope="module")
+def installed(unpacked: Path) -> Path:
+    """The folder that the wheel, built from the sdist, was installed to."""
+    site = unpacked.parent / "site"
+    wheel = build("wheel", unpacked, unpacked.parent / "wheel")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*command, "--target", str(folder / "site"), str(wheel)], check=True)
-    return folder / "site"
+    subprocess.run([*command, "--target", str(site), str(wheel)], check=True)
+    return site
 
 
 def run(installed: Path, cwd: Path, *argv: str) -> str:
@@ -55,6 +64,26 @@ def run(installed: Path, cwd: Path, *argv: str) -> str:
     command = [sys.executable, "-P", "-c", code, *argv]
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=True)
     return done.stdout
+
+
+def test_the_sdist_holds_what_is_tracked(unpacked: Path) -> None:
+    """But for what git itself reads; `share`'s links are files there."""
+    left_out = [name for name in tracked() if not (unpacked / name).exists()]
+    assert left_out == [".gitignore"]
+
+
+def test_the_sdist_passes_its_own_quick_tests(unpacked: Path) -> None:
+    """With its own package, helpers and settings of pytest."""
+    quick = ["tests/sampling", "tests/rollout/test_wire.py", "tests/test_translations.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *quick]
+    env = {**os.environ, "PYTHONPATH": str(unpacked)}
+    done = subprocess.run(command, cwd=unpacked, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+    code = "import swift_grpo_ext; print(swift_grpo_ext.__file__)"
+    command = [sys.executable, "-c", code]
+    where = subprocess.run(command, cwd=unpacked, env=env, capture_output=True, text=True)
+    assert Path(where.stdout.strip()).is_relative_to(unpacked)
 
 
 def test_the_plugin_file_is_found(installed: Path, tmp_path: Path) -> None:

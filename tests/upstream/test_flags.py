@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from swift.arguments import RLHFArguments, RolloutArguments
 from swift.utils.utils import _patch_get_type_hints
@@ -84,3 +86,23 @@ def test_registering_twice_is_harmless() -> None:
     swift_grpo_ext.register()
     assert once == (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
     assert TrainerFactory.TRAINER_MAPPING["grpo"] == "swift_grpo_ext.training.RolloutGRPOTrainer"
+
+
+@pytest.mark.parametrize("in_banner", [True, False])
+def test_flags_that_ms_swift_calls_left_over(
+    in_banner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not ignored: the training's banner says them, a server says them in words."""
+    monkeypatch.setattr(flags, "logger", logging.Logger("swift"))
+    flags._tell_truth_about_leftovers(in_banner=in_banner)
+    said = "remaining_argv: ['--rollout_seed_mode', 'sample', '--stop_token_ids', '7']"
+    record = logging.LogRecord("swift", logging.WARNING, "", 0, said, None, None)
+    assert bool(flags.logger.filter(record)) is not in_banner
+    assert record.levelname == "INFO"
+    assert record.getMessage() == (
+        "Flags of swift-grpo-ext: --rollout_seed_mode sample --stop_token_ids 7"
+    )
+    other = logging.LogRecord("swift", logging.WARNING, "", 0, "other: [1]", None, None)
+    assert flags.logger.filter(other)
+    assert other.getMessage() == "other: [1]"
+    assert other.levelname == "WARNING"
