@@ -15,7 +15,7 @@ import docstring_parser
 
 @dataclass(kw_only=True)
 class RolloutFlags:
-    """How completions are asked for."""
+    """How completions are drawn."""
 
     rollout_seed_mode: Literal["sample", "engine"] = "sample"
     """`sample`: every sample draws with a seed of its own, made from `--seed` and its place in the
@@ -58,7 +58,7 @@ class LogitsFlags:
     slices where nothing works, `strict` stops there, `off` is ms-swift's own behaviour."""
 
     logps_chunk_size: int = 0
-    """Number of positions whose log-probabilities are computed at a time; 0 computes all."""
+    """Number of positions whose log-probabilities are computed at a time. 0 computes all at once."""
 
 
 @dataclass(kw_only=True)
@@ -73,8 +73,8 @@ class DiversityFlags:
     """p-value of a round below which shared prefixes count as broken randomness."""
 
     diversity_patience: int = 3
-    """Rounds in a row that must look collapsed before that is an alarm; 0: it is none. Broken
-    randomness is one at once."""
+    """Rounds in a row that must look collapsed before an alarm (0: no such alarm). Broken randomness
+    raises one at once."""
 
 
 FLAG_GROUPS: tuple[type, ...] = (RolloutFlags, StopFlags, LogitsFlags, DiversityFlags)
