@@ -58,7 +58,8 @@ class LogitsFlags:
     slices where nothing works, `strict` stops there, `off` is ms-swift's own behaviour."""
 
     logps_chunk_size: int = 0
-    """Number of positions whose log-probabilities are computed at a time. 0 computes all at once."""
+    """Number of positions whose log-probabilities are computed at a time. 0 computes all at
+    once."""
 
 
 @dataclass(kw_only=True)
@@ -73,8 +74,8 @@ class DiversityFlags:
     """p-value of a round below which shared prefixes count as broken randomness."""
 
     diversity_patience: int = 3
-    """Rounds in a row that must look collapsed before an alarm (0: no such alarm). Broken randomness
-    raises one at once."""
+    """Rounds in a row that must look collapsed before an alarm (0: no such alarm). Broken
+    randomness raises one at once."""
 
 
 FLAG_GROUPS: tuple[type, ...] = (RolloutFlags, StopFlags, LogitsFlags, DiversityFlags)

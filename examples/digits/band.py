@@ -1,4 +1,4 @@
-"""The band in which one more run of the demo should end, from the runs that were published.
+"""A prediction interval (the band) for one more run of the demo, from the published runs.
 
 Runs of one model and data set differ by their seed: the order of prompts, and every sample drawn.
 If a figure is normally distributed over seeds, and n runs gave the mean m and the standard
