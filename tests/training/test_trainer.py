@@ -181,12 +181,16 @@ def names(rounds: list[list[tuple[str, RequestMetadata]]]) -> list[list[str]]:
 
 
 TRAIN = [["train-0.0-0-0", "train-0.0-1-0"], ["train-2.0-0-0", "train-2.0-1-0"]]
-EVAL = [[f"eval-2.0-{group}-0" for group in groups] for groups in ((0, 1), (2, 3))]
+
+
+def evaluation(step: int) -> list[list[str]]:
+    return [[f"eval-{step}.0-{group}-0" for group in groups] for groups in ((0, 1), (2, 3))]
 
 
 def test_rounds_and_requests(whole: Trained) -> None:
-    """A round serves both of its iterations; an evaluation counts its groups over batches."""
-    assert names(whole.rounds) == [TRAIN[0], *EVAL, TRAIN[1]]
+    """A round serves both of its iterations; an evaluation counts its groups over batches. The last
+    step is evaluated too."""
+    assert names(whole.rounds) == [TRAIN[0], *evaluation(2), TRAIN[1], *evaluation(3)]
     for pairs in whole.rounds:
         for words, metadata in pairs:
             assert words in ("one", "two", "three")
@@ -208,12 +212,12 @@ def test_prompts_that_are_too_long_are_replaced(whole: Trained) -> None:
     replaced = [warning for warning in whole.warnings if "cannot be encoded" in warning]
     assert "eval round 2.0" in {warning.split(",")[0] for warning in replaced}
     logged = [line["eval_prompts/replaced"] for line in whole.log if "eval_loss" in line]
-    assert logged == [0.5]  # one of two batches
+    assert logged == [0.5, 0.5]  # each time one of two batches
 
 
 def test_weights_go_to_the_engine_once_they_have_changed(whole: Trained) -> None:
-    """Before the rounds of the steps 0 and 2; the evaluation shares those of its step."""
-    assert len(whole.weights) == len(set(whole.weights)) == 2
+    """Before the rounds of the steps 0, 2 and 3; the evaluation shares those of its step."""
+    assert len(whole.weights) == len(set(whole.weights)) == 3
 
 
 def test_the_gap_is_logged_and_said(whole: Trained) -> None:
