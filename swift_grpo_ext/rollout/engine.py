@@ -15,6 +15,7 @@ from typing import Any
 
 import swift.infer_engine
 import torch
+from PIL import UnidentifiedImageError
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -27,6 +28,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.dispatch import RequestError
 from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
@@ -35,7 +37,7 @@ from swift_grpo_ext.upstream import pins, processor_copies, server, shared_memor
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.exif import drop_orientation
-from swift_grpo_ext.upstream.replicas import FAILURE
+from swift_grpo_ext.upstream.replicas import FAILURE, REQUEST_FAULT
 from swift_grpo_ext.upstream.tool_calls import tool_calls
 from swift_grpo_ext.upstream.video import add_video_metadata
 
@@ -93,13 +95,15 @@ class RolloutEngine(GRPOVllmEngine):
         except Exception as e:
             return self._failure(infer_requests, e)
 
-    def _failure(self, infer_requests: Any, error: Exception) -> dict[str, str]:
+    def _failure(self, infer_requests: Any, error: Exception) -> dict[str, Any]:
         """A replica's answer instead of outputs; ms-swift's replica would answer None."""
         metadatas = (wire.read_metadata(wire.data_dict_of(request)) for request in infer_requests)
         if not self._serves or not all(metadata and metadata.packed for metadata in metadatas):
             raise error
         logger.error("The rollout failed.", exc_info=error)
-        return {FAILURE: f"{type(error).__name__}: {error}"}
+        cause = error.__cause__ if isinstance(error, RequestError) else error
+        is_fault = isinstance(error, RequestError)
+        return {FAILURE: f"{type(cause).__name__}: {cause}", REQUEST_FAULT: is_fault}
 
     async def infer_async(
         self,
@@ -123,7 +127,15 @@ class RolloutEngine(GRPOVllmEngine):
         )
 
     def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
-        batched_inputs, errors = super()._batch_encode(infer_requests, strict)
+        try:
+            batched_inputs, errors = super()._batch_encode(infer_requests, strict)
+        except Exception as e:
+            # A file that this machine cannot read may be there on another's.
+            if not self._serves or (
+                isinstance(e, OSError) and not isinstance(e, UnidentifiedImageError)
+            ):
+                raise
+            raise RequestError(str(e)) from e
         failed = {i for i, _ in errors}
         encoded = (request for i, request in enumerate(infer_requests) if i not in failed)
         samples_ahead = 0

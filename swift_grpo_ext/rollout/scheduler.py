@@ -8,7 +8,7 @@ several replicas counts as one that is so many times as fast.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 CHARACTERS_PER_TOKEN = 4
@@ -67,12 +67,3 @@ def _media_tokens(media: Any) -> float:
     if isinstance(media, str) and len(media) > 4096:  # base64, not a path
         return len(media) * 3 / 4 / BYTES_PER_IMAGE_TOKEN
     return TOKENS_OF_UNSEEN_MEDIA
-
-
-def positions(shares: Iterable[Sequence[int]], count: int) -> list[tuple[int, int]]:
-    """For each of `count` requests: its replica, and its place in that replica's share."""
-    found: list[tuple[int, int]] = [(-1, -1)] * count
-    for replica, share in enumerate(shares):
-        for sample_id, request in enumerate(share):
-            found[request] = (replica, sample_id)
-    return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import time
+import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -12,11 +14,19 @@ import requests
 from requests.adapters import HTTPAdapter
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.utils import get_logger
+from urllib3.exceptions import NewConnectionError
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.dispatch import (
+    NoWorkerError,
+    RequestError,
+    WorkerError,
+    WorkerLostError,
+    dispatch,
+)
 from swift_grpo_ext.rollout.new_tokens import check_served_tokens
 from swift_grpo_ext.rollout.rank_group import RolloutError
-from swift_grpo_ext.rollout.scheduler import balance, estimate_cost
+from swift_grpo_ext.rollout.scheduler import estimate_cost
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.upstream.api_key import REMEDY
 from swift_grpo_ext.weights.checksums import WeightChecksums
@@ -25,34 +35,34 @@ logger = get_logger()
 
 CHECKSUMS_PATH = "swift_grpo_ext/weight_receipts/"
 SECONDS_TO_CONNECT = 10.0
+BACKOFF = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each further try after a connection that failed."""
+
+REPEATABLE = ("/infer/", "/get_", "/reset_", "/close_communicator/", CHECKSUMS_PATH)
+"""In the paths of requests that may be sent twice: their answers are the same (SPEC S2)."""
+
+CALLERS_FAULTS = (400, 413, 415, 422)
+"""Statuses of requests that no server can answer."""
 
 Answer = tuple[list[Completion], list[int]]
 """The samples of a request, and its prompt's token ids."""
 
 
-class ServerError(RuntimeError):
-    """A server gave no usable answer; names it and the cause."""
-
-
-class ServerLostError(ServerError):
-    """A server does not answer."""
-
-
 class RolloutServers:
-    """Sends requests to the servers of a connected `VLLMClient`, and reads their lean answers.
+    """Sends requests to the servers of a connected `VLLMClient`, and reads their packed answers.
 
-    What a server cannot answer, another is asked for: the tokens are the same (SPEC S2). A server
-    that does not answer at all is let go.
+    Another server answers what one cannot: the tokens are the same (SPEC S2). A server that does
+    not answer at all is dropped.
 
     Args:
         client: ms-swift's client; its sessions and addresses are used.
-        timeout: seconds that a server has for an answer.
+        timeout: seconds that a replica has for an answer (`--rollout_timeout`).
         connect: makes the communicator of a client that knows one server; for weights.
         new_special_tokens: of the training; each server must have been given the same.
 
     Raises:
         WireError: a server has no swift-grpo-ext, or another version of it.
-        ServerError: a server does not say what it is.
+        WorkerError: a server does not say what it is.
     """
 
     def __init__(
@@ -65,11 +75,12 @@ class RolloutServers:
         self._client = client
         self._connect = connect
         for session in client.sessions:
+            session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
             for scheme in ("http://", "https://"):
-                session.mount(scheme, _BoundedAdapter(timeout))
+                session.mount(scheme, _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout))
         self._new_special_tokens = new_special_tokens
         self._urls = list(client.base_urls)
-        known = [self._identify(i) for i in range(len(client.base_urls))]
+        known = [self._identify(url) for url in client.base_urls]
         self.replicas = [replicas for replicas, _ in known]
         for session, (_, instance) in zip(client.sessions, known, strict=True):
             session.headers[wire.INSTANCE_HEADER] = instance
@@ -85,88 +96,55 @@ class RolloutServers:
         """The samples of each request, in the order of the requests.
 
         Raises:
-            RolloutError: no server is left that could answer; names them and the causes.
+            RolloutError: a request is at fault, or no server is left that could answer; names the
+                sample or the servers, and the causes.
         """
-        messages = [asdict(request) for request in requests]
+        messages = [_message(r, metadata) for r, metadata in zip(requests, metadatas, strict=True)]
         costs = [
             estimate_cost(message, metadata.count, config.max_tokens or 0)
             for message, metadata in zip(messages, metadatas, strict=True)
         ]
-        answers: dict[int, Answer] = {}
-        failures: dict[str, ServerError] = {}
-        while len(answers) < len(messages):
-            usable = [i for i, url in enumerate(self._client.base_urls) if url not in failures]
-            if not usable:
-                raise RolloutError("; ".join(map(str, failures.values())))
-            left = [i for i in range(len(messages)) if i not in answers]
-            shares = [
-                [left[k] for k in share]
-                for share in balance(
-                    [costs[i] for i in left], [float(self.replicas[i]) for i in usable]
-                )
-            ]
-            with ThreadPoolExecutor(max_workers=len(usable)) as pool:
-                outcomes = list(
-                    pool.map(
-                        lambda server, share: self._try(
-                            server,
-                            [messages[i] for i in share],
-                            [metadatas[i] for i in share],
-                            config,
-                        ),
-                        usable,
-                        shares,
-                    )
-                )
-            urls = [self._client.base_urls[i] for i in usable]
-            for url, share, outcome in zip(urls, shares, outcomes, strict=True):
-                if isinstance(outcome, ServerError):
-                    failures[url] = outcome
-                    self._note_failure(url, outcome)
-                else:
-                    answers.update(zip(share, outcome, strict=True))
-        return [answers[i] for i in range(len(messages))]
 
-    def _try(
-        self,
-        server: int,
-        messages: list[dict[str, Any]],
-        metadatas: list[RequestMetadata],
-        config: RequestConfig,
-    ) -> list[Answer] | ServerError:
+        def workers() -> dict[str, float]:
+            return dict(zip(self._client.base_urls, map(float, self.replicas), strict=True))
+
+        def send(url: str, share: list[int]) -> list[Answer]:
+            own = [messages[i] for i in share]
+            return self._infer(url, own, [metadatas[i] for i in share], config)
+
         try:
-            return self._infer(server, messages, metadatas, config) if messages else []
-        except ServerError as e:
-            return e
+            return dispatch(costs, workers, send, self._note_failure)
+        except (NoWorkerError, RequestError) as e:
+            raise RolloutError(str(e)) from e
 
     def _infer(
         self,
-        server: int,
+        url: str,
         messages: list[dict[str, Any]],
         metadatas: list[RequestMetadata],
         config: RequestConfig,
     ) -> list[Answer]:
-        name = self._name(server)
+        name = self._name(url)
         body = {"infer_requests": messages, "request_config": asdict(config)}
-        answers = self._ask(server, "post", "infer/", json=body)
+        answers = self._request(url, "post", "infer/", json=body)
         if not isinstance(answers, list) or len(answers) != len(messages):
             count = len(answers) if isinstance(answers, list) else "no list of"
-            raise ServerError(f"{name} gave {count} answers to {len(messages)} requests.")
+            raise WorkerError(f"{name} gave {count} answers to {len(messages)} requests.")
         try:
             return [
                 wire.unpack_answer(answer["rollout_infos"][wire.KEY], metadata, name)
                 for answer, metadata in zip(answers, metadatas, strict=True)
             ]
         except (WireError, KeyError, TypeError) as e:
-            raise ServerError(f"{name} gave an answer that makes no sense: {e}") from e
+            raise WorkerError(f"{name} gave an answer that makes no sense: {e}") from e
 
-    def _note_failure(self, url: str, error: ServerError) -> None:
-        logger.warning(f"{error} Others are asked for its groups, if there are any.")
-        if isinstance(error, ServerLostError) and len(self._client.base_urls) > 1:
-            self._let_go(self._client.base_urls.index(url))
+    def _note_failure(self, url: str, error: WorkerError) -> None:
+        logger.warning(f"{error} Others draw its groups, if there are any.")
+        if isinstance(error, WorkerLostError) and len(self._client.base_urls) > 1:
+            self._drop(self._client.base_urls.index(url))
 
-    def _let_go(self, server: int) -> None:
-        """Ask a server no more, and send it no weights."""
+    def _drop(self, server: int) -> None:
+        """Send a server neither requests nor weights any more."""
         client = self._client
         for values in (
             client.base_urls,
@@ -182,29 +160,30 @@ class RolloutServers:
     # --- weights ---
 
     def reconnect(self) -> None:
-        """Before weights are sent: let go of servers that are lost, and reach those that were
-        started anew, or whose replicas are no longer the same.
+        """Before weights are sent: drop servers that are lost, and connect again to those that were
+        started anew or have fewer replicas.
 
         Raises:
             RolloutError: no server is left.
         """
-        for server in reversed(range(len(self._client.base_urls))):
+        for url in list(self._client.base_urls):
             try:
-                replicas, instance = self._identify(server)
+                replicas, instance = self._identify(url)
                 if replicas == 0:
-                    raise ServerLostError(f"{self._name(server)} has no replica left.")
-            except ServerLostError as e:
+                    raise WorkerLostError(f"{self._name(url)} has no replica left.")
+            except WorkerLostError as e:
                 if len(self._client.base_urls) == 1:
                     raise RolloutError(str(e)) from e
-                self._note_failure(self._client.base_urls[server], e)
+                self._note_failure(url, e)
                 continue
+            server = self._client.base_urls.index(url)
             headers = self._client.sessions[server].headers
             if instance != headers[wire.INSTANCE_HEADER]:
-                logger.warning(f"{self._name(server)} was started anew; it is given the weights.")
+                logger.warning(f"{self._name(url)} was started anew; it is given the weights.")
             elif replicas != self.replicas[server]:
                 logger.warning(
-                    f"{self._name(server)} has {replicas} of {self.replicas[server]} replicas "
-                    "left; weights go to these."
+                    f"{self._name(url)} has {replicas} of {self.replicas[server]} replicas left; "
+                    "weights go to these."
                 )
             else:
                 continue
@@ -217,7 +196,7 @@ class RolloutServers:
         alone.num_servers = 1
         for name in ("base_urls", "hosts", "sessions", "group_ports"):
             setattr(alone, name, [getattr(client, name)[server]])
-        self._ask(server, "post", "close_communicator/")
+        self._request(client.base_urls[server], "post", "close_communicator/")
         client.pynccl_comms[server] = None  # it holds on to the store of the group that was
         assert self._connect is not None
         self._connect(alone)
@@ -225,64 +204,122 @@ class RolloutServers:
         self.replicas[server] = replicas
 
     def loaded_checksums(self) -> list[tuple[str, WeightChecksums]]:
-        """Of each worker of each server since this was last asked, with the server's name.
+        """What each worker of each server loaded in the last update, with the worker's name.
 
         Raises:
-            ServerError: a server does not tell.
+            WorkerError: a server does not tell.
         """
         return [
-            (f"worker {number} of {self._name(server)}", weight_checksums)
-            for server in range(len(self._client.base_urls))
-            for number, weight_checksums in enumerate(self._ask(server, "get", CHECKSUMS_PATH))
+            (f"worker {number} of {self._name(url)}", weight_checksums)
+            for url in self._client.base_urls
+            for number, weight_checksums in enumerate(self._request(url, "get", CHECKSUMS_PATH))
         ]
 
     # --- one server ---
 
-    def _identify(self, server: int) -> tuple[int, str]:
+    def _identify(self, url: str) -> tuple[int, str]:
         """How many replicas it has, and which start of the server it is."""
-        ours = self._ask(server, "post", "get_engine_type/").get(wire.KEY)
+        ours = self._request(url, "post", "get_engine_type/").get(wire.KEY)
         if ours is None:
             raise WireError(
-                f"{self._name(server)} runs without swift-grpo-ext: start it with the plugin file "
+                f"{self._name(url)} runs without swift-grpo-ext: start it with the plugin file "
                 "that this training uses (swift rollout --external_plugins ... ), or train with "
                 "--rollout_seed_mode engine --rollout_group_requests false."
             )
-        wire.check_version(ours, self._name(server))
+        wire.check_version(ours, self._name(url))
         check_served_tokens(
-            self._new_special_tokens, ours.get("new_special_tokens", []), self._name(server)
+            self._new_special_tokens, ours.get("new_special_tokens", []), self._name(url)
         )
         return int(ours["replicas"]), str(ours["instance"])
 
-    def _ask(self, server: int, method: str, path: str, **kwargs: Any) -> Any:
-        url = f"{self._client.base_urls[server]}/{path}"
+    def _request(self, url: str, method: str, path: str, **kwargs: Any) -> Any:
+        """A server's answer.
+
+        Raises:
+            WorkerLostError: it does not answer, or has no replica left.
+            RequestError: it refuses the request itself (SPEC F5).
+            WorkerError: it answers something else.
+        """
+        session = self._client.sessions[self._client.base_urls.index(url)]
+        name, number = self._name(url), uuid.uuid4().hex
+        headers = {wire.MESSAGE_HEADER: number}
         try:
-            response = getattr(self._client.sessions[server], method)(url, **kwargs)
+            response = getattr(session, method)(f"{url}/{path}", headers=headers, **kwargs)
         except requests.RequestException as e:
-            raise ServerLostError(
-                f"{self._name(server)} does not answer ({type(e).__name__}: {e})."
-            ) from e
+            raise WorkerLostError(f"{name} does not answer ({type(e).__name__}: {e}).") from e
+        if response.headers.get(wire.MESSAGE_HEADER, number) != number:
+            raise WorkerLostError(f"{name} gave the answer to another request.")
         if response.status_code != 200:
-            text = response.text[:2000]
-            if response.status_code == 401 and REMEDY not in text:
-                text += f" {REMEDY}."
-            raise ServerError(f"{self._name(server)} answered {response.status_code}: {text}")
+            raise _refusal(name, response)
         try:
             return response.json()
         except ValueError as e:
-            raise ServerError(f"{self._name(server)} answered with no JSON ({e}).") from e
+            raise WorkerError(f"{name} answered with no JSON ({e}).") from e
 
-    def _name(self, server: int) -> str:
-        url = self._client.base_urls[server]
+    def _name(self, url: str) -> str:
         return f"server {self._urls.index(url)} ({url})"
 
 
+def _message(request: RolloutInferRequest, metadata: RequestMetadata) -> dict[str, Any]:
+    """A request as JSON takes it.
+
+    Raises:
+        RolloutError: the row holds a value that JSON has no word for, such as NaN; names it.
+    """
+    message = asdict(request)
+    for name, value in message.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as e:
+            raise RolloutError(
+                f"{metadata.sample_id}: the row's `{name}` cannot be sent to a server ({e}); "
+                "expected text, finite numbers, lists and objects. Mend or drop the row."
+            ) from e
+    return message
+
+
+def _refusal(name: str, response: requests.Response) -> Exception:
+    status, text = response.status_code, response.text[:2000]
+    if status in CALLERS_FAULTS:
+        return RequestError(f"{name} refused the request ({status}): {text}")
+    if status == 401 and REMEDY not in text:
+        text += f" {REMEDY}."
+    kind = WorkerLostError if status == 503 else WorkerError
+    return kind(f"{name} answered {status}: {text}")
+
+
 class _BoundedAdapter(HTTPAdapter):
-    """Waits for an answer, but not for ever; ms-swift's client sets no limit."""
+    """Bounds each request, and sends it again where a connection fails; ms-swift's client sets no
+    limit, and gives up at once.
+
+    Args:
+        timeout: seconds for a request, all tries included.
+    """
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = (SECONDS_TO_CONNECT, timeout)
+        self._timeout = timeout
         super().__init__()
 
     def send(self, request: Any, *args: Any, **kwargs: Any) -> requests.Response:
-        kwargs["timeout"] = kwargs.get("timeout") or self._timeout
-        return super().send(request, *args, **kwargs)
+        deadline, given = time.monotonic() + self._timeout, kwargs.get("timeout")
+        for pause in (*BACKOFF, None):
+            left = max(deadline - time.monotonic(), 0.001)
+            kwargs["timeout"] = given or (min(SECONDS_TO_CONNECT, left), left)
+            try:
+                response = super().send(request, *args, **kwargs)
+            except requests.ConnectionError as e:
+                if pause is None or pause > left or not _may_repeat(request, e):
+                    raise
+            else:
+                busy = response.status_code == 503 and "Retry-After" in response.headers
+                if pause is None or pause > left or not busy:
+                    return response
+            time.sleep(pause)
+        raise AssertionError("unreachable")
+
+
+def _may_repeat(request: Any, error: requests.ConnectionError) -> bool:
+    """Whether a request may be sent again: it never left, or its answer stays the same."""
+    cause = getattr(error.args[0] if error.args else None, "reason", None)
+    never_left = isinstance(error, requests.ConnectTimeout) or isinstance(cause, NewConnectionError)
+    return never_left or any(part in request.path_url for part in REPEATABLE)

@@ -23,6 +23,18 @@ VERSION = 2
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 """Of HTTP requests that rest on weights: the start of the server that was given them."""
 
+TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
+"""The trainer's `--rollout_timeout`, in seconds: a replica gets the lesser of both sides'."""
+
+MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
+"""Names a request; its answer has the same name (SPEC F1)."""
+
+SERVER_TIMEOUTS = 2.5
+TRAINER_TIMEOUTS = 3.0
+"""How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
+(SPEC F2): a server has half a unit to wait for its turn, and two for a replica that hangs and for
+the one that draws its groups instead."""
+
 WIRE_NAMES = {"sample_id": "place", "packed": "lean"}
 """Fields of `RequestMetadata` that have another name in JSON."""
 

@@ -36,12 +36,17 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     """ms-swift's own, until `init_communicator` has put a `GlooCommunicator` in its place."""
 
     def init_communicator(
-        self, host: str, port: int, world_size: int, replica: int | None = None
+        self,
+        host: str,
+        port: int,
+        world_size: int,
+        replica: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         if self.communicator is None:
-            super().init_communicator(host, port, world_size, replica)
+            super().init_communicator(host, port, world_size, replica, timeout)
             disabled: Any = self.communicator
-            self.communicator = GlooCommunicator(disabled.group)
+            self.communicator = GlooCommunicator(disabled.group, timeout)
             self._received: list[tuple[str, torch.Tensor]] = []
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
@@ -57,9 +62,9 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
         received, self._received = self._received, []
         new = weight_checksums_in_background(received)
         self.model_runner.reload_weights(weights_iterator=iter(received))
+        self.record_loaded(new())
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()
-        self.record_loaded(new())
 
     def _receive(self, tensor: torch.Tensor) -> None:
         if self.communicator is None:

@@ -176,10 +176,23 @@ CPU = (
 SERVER = (
     *_pins("swift.pipelines.infer.rollout", "SwiftRolloutDeploy", {
         "_register_rl_rollout_app": "self",
+        "_start_data_parallel_workers": "self",
         "get_engine_type": "self",
+        "get_model_state_keys": "self",
         "get_world_size": "self",
         "infer": "self infer_requests request_config use_tqdm",
         "init_communicator": "self request",
+        "process_weights_after_loading": "self",
+        "reset_encoder_cache": "self",
+        "reset_mm_cache": "self",
+        "reset_prefix_cache": "self",
+    }),
+    *_pins("swift.pipelines.infer.rollout", "", {
+        "llm_worker": "args data_parallel_rank master_port connection",
+        "llm_worker_entry": "args kwargs",
+    }),
+    *_pins("swift.pipelines.infer.rollout", "StatelessProcessGroup", {
+        "create": "host port rank world_size data_expiration_seconds store_timeout",
     }),
     Pin("swift.pipelines.infer.rollout", "SwiftRolloutDeploy._require_api_key", ("self",),
         since="4.6"),

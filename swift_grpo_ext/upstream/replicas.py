@@ -1,146 +1,301 @@
-"""The replicas of a `swift rollout`: asked within a bounded time, and let go where they have ended.
+"""The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time.
 
-Symptom: a replica that was killed answers every later request with an error while `/health` says
-that all is well; one that hangs is waited for without limit.
+Symptom: after one lost or late reply a replica answers every request with the reply before. A
+replica that was killed answers with an error while `/health` says that all is well; one that hangs
+is waited for without limit.
 Upstream: ms-swift 4.6, pipelines/infer/rollout.py, `SwiftRolloutDeploy.connections` and
-`.processes`: a pipe and a process for each replica (one for all with the async engine).
-Can go when ms-swift watches its workers.
+`.processes`: a pipe and a process for each replica (one for all with the async engine);
+`llm_worker` and `async_llm_worker` answer commands in turn, without a name.
+Adaptation: both ends of a pipe number their messages. A replica whose reply is missing, late or to
+another message is ended.
+Can go when ms-swift pairs messages and watches its workers.
 """
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from itertools import count
+from time import monotonic
 from typing import Any
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.rollout.scheduler import balance
+from swift_grpo_ext.rollout.dispatch import (
+    NoWorkerError,
+    RequestError,
+    WorkerError,
+    WorkerLostError,
+    dispatch,
+)
 
 logger = get_logger()
-
 
 FAILURE = "swift_grpo_ext.failure"
 """Key under which a replica answers why it failed, where ms-swift's would answer None."""
 
+REQUEST_FAULT = "swift_grpo_ext.request_fault"
+"""Beside it where the request itself is at fault."""
 
-class ReplicaError(Exception):
-    """A replica gave no usable answer, and lives on."""
+PING = "ping"
+SECONDS_TO_END = 10.0
+
+Message = tuple[int | None, Any]
+"""The number of a message and its content; a reply has its command's number, `ready` has None."""
 
 
-class ReplicaLostError(ReplicaError):
-    """A replica has ended, or does not answer."""
+# --- the worker's end ---
 
 
-class NoReplicaError(ReplicaError):
-    """No replica is left to ask; says what became of them."""
+class WorkerConnection:
+    """A worker's end of its pipe: ms-swift's loop sees commands, and its replies get their
+    numbers."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._number: int | None = None
+
+    def recv(self) -> Any:
+        """The next command; a ping gets its answer here."""
+        while True:
+            self._number, command = self._connection.recv()
+            if command != PING:
+                return command
+            self.send(PING)
+
+    def send(self, reply: Any) -> None:
+        self._connection.send((self._number, reply))
+
+
+def run_worker(args: Any, rank: int, port: int, connection: Any) -> None:
+    """ms-swift's `llm_worker`, at a numbered pipe."""
+    _upstream_worker("llm_worker")(args, rank, port, WorkerConnection(connection))
+
+
+def run_async_worker(args: Any, rank: int, port: int, connection: Any) -> None:
+    """ms-swift's `llm_worker_entry`, at a numbered pipe."""
+    _upstream_worker("llm_worker_entry")(args, rank, port, WorkerConnection(connection))
+
+
+def _upstream_worker(name: str) -> Any:
+    from swift.pipelines.infer import rollout
+
+    worker = getattr(rollout, name)
+    return getattr(worker, "__wrapped__", worker)  # ours stands there in a forked process
+
+
+def install() -> None:
+    """Let `swift rollout` number its messages. Call before a server is made."""
+    from swift.pipelines.infer import rollout
+    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
+
+    for name, ours in (("llm_worker", run_worker), ("llm_worker_entry", run_async_worker)):
+        ours.__wrapped__ = _upstream_worker(name)  # type: ignore[attr-defined]
+        setattr(rollout, name, ours)
+    start = SwiftRolloutDeploy._start_data_parallel_workers
+
+    def _start_data_parallel_workers(self: Any) -> None:
+        start(self)
+        pairs = zip(self.connections, self.processes, strict=True)
+        self.connections = [ReplicaConnection(c, process) for c, process in pairs]
+
+    SwiftRolloutDeploy._start_data_parallel_workers = _start_data_parallel_workers
+
+
+# --- the server's end ---
+
+
+class ReplicaConnection:
+    """The server's end of a replica's pipe.
+
+    Args:
+        connection: of `multiprocessing.Pipe`.
+        process: the replica's.
+    """
+
+    def __init__(self, connection: Any, process: Any) -> None:
+        self._connection, self._process = connection, process
+        self._numbers = count(1)
+        self._is_free = threading.Lock()
+        # Writes in order, and off the event loop: a pipe that nobody reads is full at some point.
+        self._writer = ThreadPoolExecutor(1)
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        return bool(self._connection.poll(timeout))
+
+    def recv(self) -> Any:
+        """What the worker says unasked: that it is ready, or why it is not."""
+        return self._connection.recv()[1]
+
+    def send(self, command: Any) -> None:
+        """A command without a reply (ms-swift's `fire_and_forget`)."""
+        self._write(command)
+
+    def _write(self, command: Any) -> tuple[int, Future[None]]:
+        number = next(self._numbers)
+        return number, self._writer.submit(self._connection.send, (number, command))
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=False)
+        self._connection.close()
+
+    def call(self, command: Any, timeout: float) -> Any:
+        """The reply to one of ms-swift's commands of type `call`.
+
+        Raises:
+            WorkerLostError: the replica has ended, has not answered for `timeout` seconds, or has
+                answered something else. It can be used no more.
+        """
+        deadline = monotonic() + timeout
+        late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
+        if not self._is_free.acquire(timeout=timeout):
+            raise late
+        # Ends a write that the replica does not read, and a reply that stops halfway.
+        ends = threading.Timer(timeout + 1.0, self._process.kill)
+        ends.daemon = True
+        ends.start()
+        try:
+            number, written = self._write(command)
+            written.result(max(deadline - monotonic(), 0.0))
+            if not self._connection.poll(max(deadline - monotonic(), 0.0)):
+                raise late
+            answered, reply = self._connection.recv()
+        except FutureTimeoutError as e:
+            raise late from e
+        except (EOFError, OSError) as e:
+            raise WorkerLostError(f"a replica has ended ({type(e).__name__})") from e
+        except (TypeError, ValueError) as e:
+            raise WorkerLostError(f"a replica sent no numbered reply ({e})") from e
+        finally:
+            ends.cancel()
+            self._is_free.release()
+        if answered != number:
+            raise WorkerLostError(f"a replica answered message {answered}, expected {number}")
+        return reply
 
 
 def prune(server: Any) -> None:
-    """Let go of replicas that have ended."""
+    """Remove replicas that have ended."""
     for number in reversed(range(len(server.processes))):
         if not server.processes[number].is_alive():
             code = server.processes[number].exitcode
-            let_go(server, server.connections[number], f"its process ended with status {code}")
+            remove(server, server.connections[number], f"its process ended with status {code}")
 
 
-def let_go(server: Any, connection: Any, cause: str) -> None:
-    """End what is left of a replica, and ask it no more."""
+def remove(server: Any, connection: Any, cause: object) -> None:
+    """End what is left of a replica, and use it no more."""
     if connection not in server.connections:
         return
     number = server.connections.index(connection)
-    server.connections.pop(number).close()
+    server.connections.pop(number)
     process = server.processes.pop(number)
     process.kill()
-    process.join()
+    process.join(SECONDS_TO_END)
+    connection.close()
     logger.error(
         f"A replica is lost ({cause}); {len(server.connections)} are left. Weights reach these "
         "once the trainer has connected to them anew."
     )
 
 
-async def infer(
+def call_all(server: Any, command: Any, timeout: float) -> list[Any]:
+    """The replies of all replicas; those that fail are removed.
+
+    Raises:
+        NoWorkerError: no replica is left; says what became of them.
+    """
+
+    def attempt(connection: Any) -> Any:
+        try:
+            return connection.call(command, timeout)
+        except WorkerLostError as e:
+            return e
+
+    connections = list(server.connections)
+    with ThreadPoolExecutor(max(len(connections), 1)) as pool:
+        outcomes = list(pool.map(attempt, connections))
+    lost = [outcome for outcome in outcomes if isinstance(outcome, WorkerLostError)]
+    for connection, outcome in zip(connections, outcomes, strict=True):
+        if isinstance(outcome, WorkerLostError):
+            remove(server, connection, outcome)
+    if len(lost) == len(connections):
+        raise NoWorkerError("; ".join(map(str, lost)) or "it has no replica left")
+    return [outcome for outcome in outcomes if not isinstance(outcome, WorkerLostError)]
+
+
+def infer(
     server: Any,
-    requests: Sequence[dict[str, Any]],
+    batches: Sequence[list[dict[str, Any]]],
     request_config: Any,
     costs: Sequence[float],
     timeout: float,
-) -> list[Any]:
-    """Answers to `requests`, in their order. What one replica cannot answer, another is asked for.
+    is_abandoned: threading.Event | None = None,
+    *,
+    counted: bool = True,
+) -> list[list[Any]]:
+    """The outputs of each batch of requests, in order. Others draw what one replica cannot.
 
     Args:
-        costs: of the requests, for balance.
-        timeout: seconds that a replica has for its share.
+        batches: of requests; one batch goes to one replica.
+        costs: of the batches, for the balance.
+        timeout: seconds that a replica has; twice that for all tries.
+        is_abandoned: set when nobody waits for the outputs any more.
+        counted: whether there is one output for each request.
 
     Raises:
-        NoReplicaError: names what became of the replicas.
+        NoWorkerError: names what became of the replicas.
+        RequestError: a request is at fault.
     """
-    answers: dict[int, Any] = {}
-    failures: list[str] = []
-    tried: list[Any] = []
-    while len(answers) < len(requests):
-        usable = [c for c in server.connections if c not in tried]
-        if not usable:
-            raise NoReplicaError("; ".join(failures) or "it has no replica left")
-        left = [i for i in range(len(requests)) if i not in answers]
-        shares = [
-            [left[k] for k in share]
-            for share in balance([costs[i] for i in left], [1.0] * len(usable))
-        ]
-        outcomes = await asyncio.gather(
-            *(
-                _ask(server, connection, [requests[i] for i in share], request_config, timeout)
-                for connection, share in zip(usable, shares, strict=True)
-            ),
-            return_exceptions=True,
-        )
-        for connection, share, outcome in zip(usable, shares, outcomes, strict=True):
-            if isinstance(outcome, ReplicaError):
-                failures.append(str(outcome))
-                tried.append(connection)
-                if isinstance(outcome, ReplicaLostError):
-                    let_go(server, connection, str(outcome))
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                answers.update(zip(share, outcome, strict=True))
-    return [answers[i] for i in range(len(requests))]
+    deadline = monotonic() + 2 * timeout
+
+    def workers() -> dict[Any, float]:
+        if is_abandoned is not None and is_abandoned.is_set():
+            raise RequestError("the client has left")
+        return dict.fromkeys(server.connections, 1.0)
+
+    def send(connection: Any, share: list[int]) -> list[list[Any]]:
+        bound = min(timeout, deadline - monotonic())
+        if bound <= 0:
+            raise WorkerError(f"no time is left of {2 * timeout:g} s (2 x --rollout_timeout)")
+        is_async = server.use_async_engine
+        if not counted:
+            return [
+                _generate(connection, is_async, batches[i], request_config, bound) for i in share
+            ]
+        requests = [request for i in share for request in batches[i]]
+        outputs = _generate(connection, is_async, requests, request_config, bound)
+        if len(outputs) != len(requests):
+            raise WorkerError(
+                f"a replica gave {len(outputs)} answers to {len(requests)} requests; the log of "
+                "`swift rollout` tells why"
+            )
+        rest = iter(outputs)
+        return [[next(rest) for _ in batches[i]] for i in share]
+
+    def on_failure(connection: Any, error: WorkerError) -> None:
+        if isinstance(error, WorkerLostError):
+            remove(server, connection, error)
+
+    try:
+        return dispatch(costs, workers, send, on_failure)
+    except NoWorkerError as e:
+        raise NoWorkerError(str(e).replace("no worker is left", "it has no replica left")) from e
 
 
-async def _ask(
-    server: Any, connection: Any, requests: list[Any], request_config: Any, timeout: float
+def _generate(
+    connection: Any, use_async: bool, requests: list[Any], request_config: Any, timeout: float
 ) -> list[Any]:
-    if not requests:
-        return []  # an idle replica is left alone
     kwargs = {"infer_requests": requests, "request_config": request_config, "use_tqdm": False}
-    method = "async_infer" if server.use_async_engine else "infer"
-    command = {"type": "call", "method": method, "kwargs": kwargs}
-    answer = await asyncio.get_running_loop().run_in_executor(
-        None, call, connection, command, timeout
-    )
+    method = "async_infer" if use_async else "infer"
+    answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, timeout)
     if isinstance(answer, dict) and FAILURE in answer:
-        raise ReplicaError(f"a replica failed: {answer[FAILURE]}")
-    if not isinstance(answer, list) or len(answer) != len(requests):
-        count = f"{len(answer)} answers" if isinstance(answer, list) else "no answer"
-        raise ReplicaError(
-            f"a replica gave {count} to {len(requests)} requests; the log of `swift rollout` tells "
-            "why"
+        error = RequestError if answer.get(REQUEST_FAULT) else WorkerError
+        raise error(f"a replica failed: {answer[FAILURE]}")
+    if not isinstance(answer, list):
+        raise WorkerError(
+            f"a replica gave no answer to {len(requests)} requests; the log of `swift rollout` "
+            "tells why"
         )
     return answer
-
-
-def call(connection: Any, command: dict[str, Any], timeout: float) -> Any:
-    """What a replica answers to one of ms-swift's commands.
-
-    Raises:
-        ReplicaLostError: it has ended, or not answered for `timeout` seconds.
-    """
-    try:
-        connection.send(command)
-        if not connection.poll(timeout):
-            raise ReplicaLostError(
-                f"a replica has not answered for {timeout:g} s (--rollout_timeout)"
-            )
-        return connection.recv()
-    except (EOFError, OSError) as e:
-        raise ReplicaLostError(f"a replica has ended ({type(e).__name__})") from e

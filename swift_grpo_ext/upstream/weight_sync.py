@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from swift.rlhf_trainers import vllm_client as upstream_client
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-BROADCAST_TIMEOUT = datetime.timedelta(minutes=30)
+DEFAULT_SECONDS = 1800.0
+"""Of a broadcast, where neither side has a bound of its own."""
 
 
 class GlooCommunicator:
@@ -28,10 +30,12 @@ class GlooCommunicator:
     Args:
         group: vLLM's `StatelessProcessGroup`; its store is the rendezvous, and its barrier the
             barrier.
+        timeout: seconds for each wait.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, timeout: float | None = None) -> None:
         self.group = group
+        self._timeout = datetime.timedelta(seconds=timeout or DEFAULT_SECONDS)
         self.rank: int = group.rank
         self.world_size: int = group.world_size
         self.device = torch.device("cpu")
@@ -47,17 +51,40 @@ class GlooCommunicator:
         """
         if not self._gloo:
             store = PrefixStore("swift_grpo_ext/weights", self.group.store)
-            size, timeout = self.world_size, BROADCAST_TIMEOUT
-            self._gloo.append(ProcessGroupGloo(store, self.rank, size, timeout))
+            group = ProcessGroupGloo(store, self.rank, self.world_size, self._timeout)
+            self._gloo.append(group)
         options = dist.BroadcastOptions()
         options.rootRank = src
         self._gloo[0].broadcast([tensor], options).wait()
 
 
-def connect_client(client: Any) -> None:
+def connect_client(client: Any, timeout: float | None = None) -> None:
     """Let a connected `VLLMClient` send through gloo; the servers' workers do the same."""
-    client.pynccl_comms = [GlooCommunicator(comm.group) for comm in client.pynccl_comms]
+    client.pynccl_comms = [GlooCommunicator(comm.group, timeout) for comm in client.pynccl_comms]
     upstream_client._broadcast_tensors_for_vllm_weight_sync = _broadcast_tensors
+
+
+@contextmanager
+def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
+    """Bound the wait of ms-swift's `module` for the others of a weight group.
+
+    vLLM's `StatelessProcessGroup.create` waits 300 s, and ms-swift gives it no other bound.
+    """
+    if timeout is None:
+        yield
+        return
+    upstream, seconds = module.StatelessProcessGroup, max(int(timeout), 1)  # the store takes whole
+
+    class Bounded(upstream):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def create(*args: Any, **kwargs: Any) -> Any:
+            return upstream.create(*args, **kwargs, store_timeout=seconds)
+
+    module.StatelessProcessGroup = Bounded
+    try:
+        yield
+    finally:
+        module.StatelessProcessGroup = upstream
 
 
 def _broadcast_tensors(communicator: GlooCommunicator, tensors: Iterable[torch.Tensor]) -> None:

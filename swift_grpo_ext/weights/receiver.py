@@ -1,10 +1,15 @@
-"""Weight updates at the server's end: noted, for the trainer to compare, and open to newcomers.
+"""Weight updates at the engine's end: loaded, and recorded as checksums for the trainer.
 
-Symptom: a failed update is only logged, and rollouts go on from old weights. A replica's rank among
-those that receive is its number at the start, which leaves a hole where a replica has ended.
+The trainer (`updates.py`) sends tensors and compares their checksums (`checksums.py`) with those
+that each worker recorded here.
+
+Symptom: a failed update is only logged, and rollouts go on from old weights. A replica's rank in
+the group is its number at the start, which leaves a hole where a replica has ended. A worker waits
+up to 5 minutes for a trainer that does not come.
 Upstream: ms-swift 4.6, pipelines/infer/rollout.py, `WeightSyncWorkerExtension`.
-Adaptation: a replica notes what it has loaded, and is told its number among those that live.
-Can go when ms-swift verifies its updates, and numbers the replicas that live.
+Adaptation: a worker records what it has loaded. The server gives each replica its number among the
+living ones, and the bound of its waits.
+Can go when ms-swift verifies its updates, numbers the living replicas and bounds its waits.
 """
 
 from __future__ import annotations
@@ -15,36 +20,47 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
+from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous
 from swift_grpo_ext.weights.checksums import WeightChecksums, recorded_loads, weight_checksums
 
 REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
 
 
 class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
-    """ms-swift's worker extension, which notes the weights that it has loaded."""
+    """ms-swift's worker extension, which records the weights that it has loaded."""
 
-    loaded_weights: WeightChecksums | None = None
+    _loaded: WeightChecksums | None = None
+    """Of the current update, or of the last one until another begins."""
 
-    def take_weight_checksums(self) -> WeightChecksums:
-        """Of all that was loaded since this was last asked."""
-        taken, self.loaded_weights = self.loaded_weights or {}, None
-        return taken
+    _update_has_ended = False
+
+    def read_weight_checksums(self) -> WeightChecksums:
+        """Of all that the last update loaded. Reading them again gives the same."""
+        return self._loaded or {}
 
     def record_loaded(self, new: WeightChecksums) -> None:
-        self.loaded_weights = {**(self.loaded_weights or {}), **new}
+        before = {} if self._update_has_ended else self._loaded or {}
+        self._loaded, self._update_has_ended = {**before, **new}, False
 
     def init_communicator(
-        self, host: str, port: int, world_size: int, replica: int | None = None
+        self,
+        host: str,
+        port: int,
+        world_size: int,
+        replica: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Join the trainer's group.
 
         Args:
-            replica: the number of this replica among those that live; None where there is one
-                engine for all, which numbers them itself.
+            replica: the number of this replica among the living ones; None where one engine
+                numbers its replicas itself.
+            timeout: seconds for each wait of this group; None leaves vLLM's bounds.
         """
-        with _replica_number(replica):
+        with _replica_number(replica), bounded_rendezvous(rollout, timeout):
             super().init_communicator(host, port, world_size)
 
     def close_communicator(self) -> None:
@@ -58,6 +74,10 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
         with self._recorded_loads():
             super().update_flattened_params(metadatas)
+
+    def process_weights_after_loading(self) -> None:
+        super().process_weights_after_loading()
+        self._update_has_ended = True
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:

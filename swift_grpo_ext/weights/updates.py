@@ -1,12 +1,18 @@
-"""Weight updates: verified on every engine, and failing on every rank if they fail on one."""
+"""Weight updates at the trainer's end: sent, verified on every engine, failing on every rank.
+
+Each engine (`receiver.py`, or the colocated one) loads the tensors; their checksums
+(`checksums.py`) must be the trainer's. A failure on one rank is logged there at once, and raised
+where all ranks meet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from swift.utils import get_current_device
+from swift.utils import get_current_device, get_logger
 
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.servers import RolloutServers
@@ -19,6 +25,8 @@ from swift_grpo_ext.weights.checksums import (
     recorded_loads,
     weight_checksums_in_background,
 )
+
+logger = get_logger()
 
 StateDict = dict[str, torch.Tensor]
 Load = Callable[[StateDict], None]
@@ -37,6 +45,7 @@ class WeightUpdates:
         self._ranks = ranks
         self._servers = servers
         self._sent: WeightChecksums = {}
+        self._failure: Exception | None = None
 
     def update(self, move: Callable[[], None]) -> None:
         """One update, on every rank.
@@ -47,19 +56,41 @@ class WeightUpdates:
         Raises:
             WeightUpdateError: on every rank, where it failed on one.
         """
-        failure: Exception | None = None
-        self._sent = {}
+        self._sent, self._failure = {}, None
+        if self._servers is not None:
+            self._attempt(self._servers.reconnect)
+        # Before the first rank gathers weights: the others would wait there for one that failed.
+        self._raise_on_all_ranks()
         try:
-            if self._servers is not None:
-                self._servers.reconnect()
             move()
-            if self._servers is not None and self._sent:
-                # Adapters that stay apart (`--vllm_enable_lora`) have no names to compare.
-                for name, loaded in self._servers.loaded_checksums():
-                    compare(self._sent, loaded, name)
         except Exception as e:
-            failure = e  # not raised yet: the other ranks would wait
-        failures = self._ranks.all_gather(failure and f"{type(failure).__name__}: {failure}")
+            self._note(e)
+        self._attempt(self._verify)
+        self._raise_on_all_ranks()
+
+    def _verify(self) -> None:
+        # Adapters that stay apart (`--vllm_enable_lora`) have no names to compare.
+        if self._servers is not None and self._sent:
+            for worker, loaded in self._servers.loaded_checksums():
+                compare(self._sent, loaded, worker)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Do a step, unless one has failed; a failure is raised where all ranks meet."""
+        if self._failure is None:
+            try:
+                step()
+            except Exception as e:
+                self._note(e)
+
+    def _note(self, failure: Exception) -> None:
+        """Log a failure where it happened, at once: the launcher may end this rank first."""
+        if self._failure is None:
+            self._failure = failure
+            logger.error(f"The weight update failed on rank {self._ranks.rank}: {_text(failure)}")
+
+    def _raise_on_all_ranks(self) -> None:
+        failure = self._failure
+        failures = self._ranks.all_gather(failure and _text(failure))
         if failure is not None:
             raise failure
         for rank, text in enumerate(failures):
@@ -67,7 +98,7 @@ class WeightUpdates:
                 raise WeightUpdateError(f"The weight update failed on rank {rank}: {text}")
 
     def load_colocated(self, state_dict: StateDict, engine: Any, load: Load) -> None:
-        """Give tensors to this process's engine, and compare what it has taken."""
+        """Give tensors to this process's engine, and compare what it loaded."""
         if has_accelerator():
             with recorded_loads(engine.inner_model) as taken:
                 load(state_dict)
@@ -77,24 +108,37 @@ class WeightUpdates:
         compare_tensors(state_dict, dict(taken), name)
 
     def send(self, state_dict: StateDict, load: Load) -> None:
-        """Send tensors to the servers, and take their checksums beside it."""
+        """Send tensors to the servers, and take their checksums beside it. After a failure rank 0
+        still gathers with the others, and sends nothing."""
         if self._ranks.rank > 0:
             load(state_dict)  # takes part in what rank 0 sends
-            return
+        else:
+            self._attempt(lambda: self._send(state_dict, load))
+
+    def _send(self, state_dict: StateDict, load: Load) -> None:
         sent = weight_checksums_in_background(list(state_dict.items()))
         load(state_dict)
         self._sent.update(sent())
 
 
+def _text(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"
+
+
 def connect_servers(client: Any, args: Any) -> RolloutServers:
     """The servers of ms-swift's connected `VLLMClient`, each with the plugin."""
-    return RolloutServers(client, args.rollout_timeout, _connect, args.new_special_tokens)
+    timeout = args.rollout_timeout
+    connect = partial(_connect, timeout=timeout)
+    return RolloutServers(client, timeout, connect, args.new_special_tokens)
 
 
-def _connect(client: Any) -> None:
-    """Make the communicator of a client that knows one server."""
-    client.init_communicator(device=get_current_device())
+def _connect(client: Any, timeout: float) -> None:
+    """Make the communicator of a client that knows one server; each wait has `timeout` seconds."""
+    from swift.rlhf_trainers import vllm_client
+
+    from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous, connect_client
+
+    with bounded_rendezvous(vllm_client, timeout):
+        client.init_communicator(device=get_current_device())
     if not has_accelerator():
-        from swift_grpo_ext.upstream.weight_sync import connect_client
-
-        connect_client(client)
+        connect_client(client, timeout)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext.rollout.scheduler import balance, estimate_cost, positions
+from swift_grpo_ext.rollout.scheduler import balance, estimate_cost
 
 costs_of_requests = st.lists(st.integers(1, 1000), max_size=30)
 capacities_of_replicas = st.lists(st.integers(1, 8), min_size=1, max_size=6)
@@ -149,18 +149,3 @@ def test_costs_grow_with_all_that_costs(
     assert base < cost(length, num_images + 1, count, max_tokens)
     assert base < cost(length, num_images, count + 1, max_tokens)
     assert base < cost(length, num_images, count, max_tokens + 1)
-
-
-@settings(deadline=None)
-@given(costs_of_requests, capacities_of_replicas)
-def test_answers_are_found_where_their_requests_went(
-    costs: list[float], capacities: list[float]
-) -> None:
-    shares = balance(costs, capacities)
-    answers = [[f"answer {i}" for i in share] for share in shares]
-    found = [answers[replica][sample_id] for replica, sample_id in positions(shares, len(costs))]
-    assert found == [f"answer {i}" for i in range(len(costs))]
-
-
-def test_positions_by_example() -> None:
-    assert positions([[1, 3], [], [0, 2]], 4) == [(2, 0), (0, 0), (2, 1), (0, 1)]

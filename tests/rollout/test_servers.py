@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import requests
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 
+from swift_grpo_ext.rollout import servers as servers_module
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.rollout.servers import RolloutServers
@@ -23,7 +24,7 @@ from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.sampling.seeding import SampleId
 
 TIMEOUT = 60.0  # seconds
-OF_ONE_THAT_HANGS = 3.0
+OF_ONE_THAT_HANGS = 2.0
 
 
 def ours_of(replicas: int = 1, instance: str = "first start") -> dict[str, Any]:
@@ -36,7 +37,13 @@ class Server:
 
     ours: Any = field(default_factory=ours_of)
     status: int = 200
-    fault: Literal["", "closes", "hangs", "no JSON", "half", "nonsense"] = ""
+    fault: str = ""
+    closes: int = 0
+    """Connections of `/infer/` to close before one is answered."""
+
+    message: str | None = None
+    """The name that answers have, in the place of their requests'."""
+
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -87,15 +94,18 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             answer = json.dumps(server.answer(self.path, json.loads(body or "null"))).encode()
-            if self.path == "/infer/" and server.fault == "closes":
+            server.closes -= self.path == "/infer/"
+            if self.path == "/infer/" and (server.fault == "closes" or server.closes >= 0):
                 self.connection.close()
                 return
             if self.path == "/infer/" and server.fault == "hangs":
-                time.sleep(2 * OF_ONE_THAT_HANGS)
+                time.sleep(OF_ONE_THAT_HANGS)
             if self.path == "/infer/" and server.fault == "no JSON":
                 answer = b"Bad gateway"
             failed = self.path == "/infer/" and server.status != 200
             self.send_response(server.status if failed else 200)
+            if server.message is not None:
+                self.send_header(wire.MESSAGE_HEADER, server.message)
             self.end_headers()
             self.wfile.write(b'{"detail": "replica 1 gave no answer"}' if failed else answer)
 
@@ -159,6 +169,11 @@ def test_a_server_of_another_version_is_refused() -> None:
         RolloutServers(client, TIMEOUT)
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers_module, "BACKOFF", (0.01, 0.02, 0.04))
+
+
 FAULTS = {
     "closes": r"server 0 \(.*\) does not answer \(ConnectionError",
     "hangs": r"server 0 \(.*\) does not answer \(ReadTimeout",
@@ -175,7 +190,7 @@ def failing_server(fault: Any) -> Server:
 
 
 def timeout_for(fault: str) -> float:
-    return OF_ONE_THAT_HANGS if fault == "hangs" else TIMEOUT
+    return 0.3 if fault == "hangs" else TIMEOUT
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -253,3 +268,128 @@ def test_with_no_server_left_weights_go_nowhere() -> None:
         server.ours = ours_of(0)
         with pytest.raises(RolloutError, match=r"server 0 .*has no replica left"):
             servers.reconnect()
+
+
+def test_a_lost_server_0_leaves_server_1_its_own_group_and_name() -> None:
+    """Between rounds: weights, requests and replica counts go on with the other's."""
+    lost, healthy = Server(ours=ours_of(3)), Server(ours=ours_of(2, "second"))
+    with running(lost, healthy) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        lost.ours = ours_of(0)
+        servers.reconnect()
+        assert client.base_urls == [healthy.url]
+        assert client.group_ports == [1]
+        assert client.hosts == ["127.0.0.1"]
+        assert client.pynccl_comms == ["group 1"]
+        assert client.num_servers == 1
+        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second"
+        assert servers.replicas == [2]
+        servers.reconnect()  # nothing has changed: no new group
+        completions, _ = ask(servers, 1)[0]
+        assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
+
+
+def test_a_replica_that_was_lost_counts_no_more() -> None:
+    small, large = Server(), Server(ours=ours_of(3))
+    with running(small, large) as client:
+
+        def connect(alone: Any) -> None:
+            alone.pynccl_comms = ["new"]
+
+        servers = RolloutServers(client, TIMEOUT, connect)
+        large.ours = ours_of(1)
+        servers.reconnect()
+        assert servers.replicas == [1, 1]
+        ask(servers, 8)
+    assert (len(small.asked), len(large.asked)) == (4, 4)
+
+
+def test_a_server_with_other_special_tokens_is_refused() -> None:
+    ours = ours_of() | {"new_special_tokens": ["<b>"]}
+    with (
+        running(Server(), Server(ours=ours)) as client,
+        pytest.raises(ValueError, match=r"server 1 .* --new_special_tokens <b>, this"),
+    ):
+        RolloutServers(client, TIMEOUT, new_special_tokens=())
+    with (
+        running(Server()) as client,
+        pytest.raises(ValueError, match=r"server 0 .* \(none\), this training with <a>"),
+    ):
+        RolloutServers(client, TIMEOUT, new_special_tokens=["<a>"])
+
+
+def test_a_connection_that_is_cut_is_tried_again() -> None:
+    server = Server(closes=3)
+    with running(server) as client:
+        answers = ask(RolloutServers(client, TIMEOUT), 2)
+    assert [cs[3].text for cs, _ in answers] == ["0.3", "1.3"]
+    with running(Server(closes=4)) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        with pytest.raises(RolloutError, match=r"server 0 .* does not answer"):
+            ask(servers, 2)
+
+
+def test_only_what_may_be_repeated_is_tried_again() -> None:
+    cut = requests.ConnectionError("reset")
+    for path, repeats in [
+        ("/infer/", True),
+        ("/reset_mm_cache/", True),
+        ("/get_engine_type/", True),
+        ("/update_flattened_params/", False),
+        ("/init_communicator/", False),
+    ]:
+        request = requests.Request("POST", f"http://a{path}").prepare()
+        assert servers_module._may_repeat(request, cut) == repeats
+        assert servers_module._may_repeat(request, requests.ConnectTimeout())
+
+
+def test_the_callers_fault_is_tried_nowhere_else() -> None:
+    healthy = Server()
+    with running(Server(status=400), healthy) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        with pytest.raises(
+            RolloutError, match=r"server 0 .* refused the request \(400\): .*gave no"
+        ):
+            ask(servers, 1)
+        assert client.num_servers == 2
+    assert healthy.asked == []
+
+
+def test_a_server_without_replicas_is_dropped() -> None:
+    with running(Server(status=503), Server()) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        assert len(ask(servers, 4)) == 4
+        assert client.num_servers == 1
+
+
+def test_an_answer_to_another_request_is_never_data() -> None:
+    server = Server()
+    with running(server, Server()) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        server.message = "another"
+        answers = ask(servers, 4)
+        assert [cs[0].text for cs, _ in answers] == ["0.0", "1.0", "2.0", "3.0"]
+        assert client.num_servers == 1
+
+
+def test_a_row_that_json_cannot_hold_is_named() -> None:
+    with running(Server()) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        sample_id = SampleId(phase="train", step=3, number=0, group=2, index=0)
+        metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=42, packed=True)
+        row = RolloutInferRequest(messages=[], data_dict={"answer": float("nan")})
+        message = r"round 3\.0, group 2, sample 0: the row's `data_dict` cannot be sent .*Mend"
+        with pytest.raises(RolloutError, match=message):
+            servers.infer([row], [metadata], RequestConfig())
+
+
+def test_bounds_grow_outwards() -> None:
+    """SPEC F2: with one flag on both sides the trainer outlasts its server."""
+    assert 1.0 < 2.0 < wire.SERVER_TIMEOUTS < wire.TRAINER_TIMEOUTS
+    with running(Server()) as client:
+        RolloutServers(client, 7.5)
+        [session] = client.sessions
+        assert session.headers[wire.TIMEOUT_HEADER] == "7.5"
+        adapter = session.get_adapter("https://a")
+        assert adapter is not session.get_adapter("http://a")
+        assert adapter._timeout == session.get_adapter("http://a")._timeout == 22.5

@@ -70,7 +70,7 @@ def test_servers_are_lost_one_by_one_and_the_run_resumes(
         ended = time.time()
     assert finished.returncode != 0
     assert "RolloutError" in finished.output, finished.cause
-    assert f"server 0 (http://127.0.0.1:{one}) answered 500: " in finished.output
+    assert f"server 0 (http://127.0.0.1:{one}) answered 503: " in finished.output
     assert "a replica has ended (EOFError)" in finished.output
     assert f"server 1 (http://127.0.0.1:{two})" in finished.output
     before = recorded(tmp_path / "run")

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
-from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
 from swift_grpo_ext.upstream import api_key, server
 from swift_grpo_ext.upstream.api_key import MASK, VARIABLE, is_authorized, key_of, take
+from tests.upstream.served import Deployed, Replica
 
 KEY = "k:e=y/+~._-1"
 
@@ -129,22 +128,17 @@ def test_a_key_in_a_url_is_refused() -> None:
 # --- the routes ---
 
 
-class Deployed(SwiftRolloutDeploy):
-    """ms-swift's server with its routes, without workers."""
-
-    def __init__(self, key: str | None) -> None:
-        self.args = arguments(key)
-        take(self.args, on_command_line=False)
-        self.app = FastAPI()
-        self.use_async_engine = False
-        self.connections, self.processes = [SimpleNamespace()], []
-        self._register_rl_rollout_app()
+def deployed(key: str | None) -> Deployed:
+    """A server that has taken its key, without workers."""
+    made = Deployed()
+    made.args.api_key = key
+    take(made.args, on_command_line=False)
+    return Deployed(Replica(), key=made.args.api_key)
 
 
 @pytest.fixture
 def client() -> Iterator[TestClient]:
-    server.install()
-    with TestClient(Deployed(KEY).app) as client:
+    with TestClient(deployed(KEY).app) as client:
         yield client
 
 
@@ -163,6 +157,12 @@ def test_every_route_but_health_asks_for_the_key(client: TestClient) -> None:
     assert "401 Unauthorized: the API key is not this server's" in wrong.json()["detail"]
 
 
+@pytest.mark.parametrize("host", ["a/health?", "a/health", "/health/?x="])
+def test_a_host_that_looks_like_a_path_opens_nothing(client: TestClient, host: str) -> None:
+    """starlette up to 1.0.0 made `request.url` of it."""
+    assert client.post("/infer/", headers={"Host": host}).status_code == 401
+
+
 @pytest.mark.parametrize("authorization", [f"Bearer {KEY}", basic(f"swift:{KEY}")])
 def test_with_the_key_all_is_answered(client: TestClient, authorization: str) -> None:
     answer = client.post("/infer/", headers={"Authorization": authorization}, content=b"no JSON")
@@ -171,8 +171,7 @@ def test_with_the_key_all_is_answered(client: TestClient, authorization: str) ->
 
 
 def test_without_a_key_none_is_asked_for() -> None:
-    server.install()
-    with TestClient(Deployed(None).app) as client:
+    with TestClient(deployed(None).app) as client:
         assert client.post("/infer/", content=b"no JSON").status_code == 422
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import swift.utils
-from fastapi import HTTPException
-from swift.pipelines.infer.rollout import SwiftRolloutDeploy
+from fastapi.testclient import TestClient
 
-from swift_grpo_ext.upstream import server
 from swift_grpo_ext.upstream.media_paths import LONGEST_PATH, VARIABLE, check_media
+from tests.upstream import served
+from tests.upstream.served import Deployed, Replica
 
 pytestmark = pytest.mark.skipif(
     not hasattr(swift.utils, "SafeMediaPath"), reason="ms-swift 4.5 has no such rule"
@@ -57,12 +55,11 @@ def test_a_file_elsewhere_is_refused_wherever_it_is_named(allowed: Path) -> None
 
 
 def test_a_server_refuses_the_request(allowed: Path) -> None:
-    server.install()
-    deployed = SimpleNamespace(connections=[], args=SimpleNamespace(rollout_timeout=1.0))
-    asked = [{"images": [str(allowed.parent / "secret.png")]}]
-    with pytest.raises(HTTPException, match=REFUSED) as refused:
-        asyncio.run(SwiftRolloutDeploy.infer(deployed, asked))
-    assert refused.value.status_code == 400
+    replica = Replica()
+    asked = [served.request(0) | {"images": [str(allowed.parent / "secret.png")]}]
+    refused = TestClient(Deployed(replica).app).post("/infer/", json={"infer_requests": asked})
+    assert (refused.status_code, replica.groups) == (400, [])
+    assert REFUSED in refused.json()["detail"]
 
 
 @pytest.mark.parametrize(

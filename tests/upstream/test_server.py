@@ -1,117 +1,46 @@
-"""`swift rollout` with our dispatching: whole requests, over replicas, by cost."""
+"""`swift rollout` over its real routes: whole requests, over replicas, in turn, bounded in time."""
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
-from multiprocessing import Pipe
-from threading import Lock, Thread
-from types import SimpleNamespace
-from typing import Any, Literal
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from fastapi import HTTPException
-from swift.infer_engine.protocol import (
-    ChatCompletionResponse,
-    RequestConfig,
-    RolloutOutput,
-    UsageInfo,
-)
-from swift.pipelines.infer.rollout import SwiftRolloutDeploy
+import requests
+from fastapi.testclient import TestClient
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.upstream import replicas, server
-from swift_grpo_ext.upstream.replicas import FAILURE
+from swift_grpo_ext.upstream import replicas, server, turns
+from tests.upstream.served import Deployed, Replica, listening, request
 
-CONFIG = RequestConfig(max_tokens=16)
-
-
-def request(group: int, words: int = 1) -> dict[str, Any]:
-    sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
-    metadata = RequestMetadata(sample_id=sample_id, count=4, run_seed=42, packed=True)
-    message = {"role": "user", "content": "word " * words}
-    return {"messages": [message], "data_dict": {wire.KEY: metadata.to_wire()}}
-
-
-Fault = Literal["raises", "answers nothing", "answers half", "ends", "hangs"]
-
-
-class Replica:
-    """A worker at the end of a pipe: answers each request with its group, or fails in its way."""
-
-    def __init__(self, fault: Fault | None = None) -> None:
-        self.connection, self._worker = Pipe()
-        self.groups: list[int] = []
-        self.exitcode = -9
-        self._fault = fault
-        self._alive = True
-        self._ending = Lock()
-        Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        with suppress(EOFError, OSError):
-            self._answer_until_killed()
-
-    def _answer_until_killed(self) -> None:
-        while self._alive:
-            requests = self._worker.recv()["kwargs"]["infer_requests"]
-            self.groups += [r["data_dict"][wire.KEY]["place"]["group"] for r in requests]
-            if self._fault == "ends":
-                self.kill()
-            elif self._fault != "hangs":
-                self._worker.send(self._answers(requests))
-
-    def _answers(self, requests: list[dict[str, Any]]) -> Any:
-        if self._fault == "raises":
-            return {FAILURE: "ValueError: no such image"}
-        answers = [self._answer(r) for r in requests]
-        if self._fault == "answers nothing":
-            return None
-        return answers[:-1] if self._fault == "answers half" else answers
-
-    # What is asked of its process:
-
-    def is_alive(self) -> bool:
-        return self._alive
-
-    def kill(self) -> None:
-        with self._ending:  # both sides may want it at the same moment
-            self._alive = False
-            self._worker.close()
-
-    def join(self) -> None:
-        pass
-
-    @staticmethod
-    def _answer(asked: dict[str, Any]) -> RolloutOutput:
-        group = asked["data_dict"][wire.KEY]["place"]["group"]
-        response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
-        return RolloutOutput(response=response, rollout_infos={"group": group})
-
-
-def deploy(replicas: list[Replica], timeout: float = 60.0) -> Any:
-    server.install()
-    return SimpleNamespace(
-        connections=[replica.connection for replica in replicas],
-        processes=list(replicas),
-        use_async_engine=False,
-        args=SimpleNamespace(rollout_timeout=timeout, vllm_tensor_parallel_size=2),
-    )
+CONFIG = {"max_tokens": 16}
+RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
 
 
 def infer(
-    replicas: list[Replica], requests: list[dict[str, Any]], timeout: float = 60.0
-) -> list[dict[str, Any]]:
-    deployed = deploy(replicas, timeout)
-    return list(asyncio.run(SwiftRolloutDeploy.infer(deployed, requests, CONFIG)))
+    replicas: list[Replica], asked: list[dict[str, Any]], timeout: float = 60.0, **headers: str
+) -> Any:
+    client = TestClient(Deployed(*replicas, timeout=timeout).app)
+    body = {"infer_requests": asked, "request_config": CONFIG}
+    return client.post("/infer/", json=body, headers=headers)
+
+
+def groups_of(response: Any) -> list[int]:
+    assert response.status_code == 200, response.text
+    return [answer["rollout_infos"]["group"] for answer in response.json()]
+
+
+# --- dispatching ---
 
 
 def test_answers_come_in_the_order_of_requests() -> None:
     three = [Replica(), Replica(), Replica()]
-    answers = infer(three, [request(group) for group in range(8)])
-    assert [answer["rollout_infos"]["group"] for answer in answers] == list(range(8))
+    assert groups_of(infer(three, [request(group) for group in range(8)])) == list(range(8))
     assert sorted(g for replica in three for g in replica.groups) == list(range(8))
     assert {len(replica.groups) for replica in three} == {2, 3}
 
@@ -122,58 +51,341 @@ def test_a_costly_prompt_is_a_replicas_only_one() -> None:
     assert sorted(len(replica.groups) for replica in two) == [1, 5]
 
 
+def test_a_costly_group_is_a_replicas_only_one() -> None:
+    two = [Replica(), Replica()]
+    infer(two, [request(0, count=64), *(request(group) for group in range(1, 6))])
+    assert sorted(len(replica.groups) for replica in two) == [1, 5]
+
+
 def test_an_idle_replica_gets_no_placeholder() -> None:
     two = [Replica(), Replica()]
     infer(two, [request(0)])
     assert sorted(len(replica.groups) for replica in two) == [0, 1]
 
 
-FAULTS: dict[Fault, str] = {
-    "raises": "a replica failed: ValueError: no such image",
+def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
+    """Schedulers of a server may answer with more outputs than requests."""
+    two = [Replica(), Replica("answers half")]
+    asked = [request(group, packed=False) for group in range(5)]
+    asked[0]["data_dict"] = {}
+    assert groups_of(infer(two, asked)) == [-1, 1, 2, 3]
+    assert [replica.groups for replica in two] == [[-1, 1, 2], [3, 4]]
+    assert groups_of(infer([Replica(), Replica("ends")], asked)) == [-1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("count", "slices"),
+    [(0, [[1, 2, 3]]), (1, [[1, 2, 3]]), (2, [[1, 2], [3]]), (5, [[1], [2], [3]])],
+)
+def test_slices(count: int, slices: list[list[int]]) -> None:
+    assert server._slices([1, 2, 3], count) == slices
+    assert server._slices([], count) == []
+
+
+FAULTS = {
+    "raises": "a replica failed: OSError: the disk is gone",
     "answers nothing": "a replica gave no answer to 4 requests",
     "answers half": "a replica gave 3 answers to 4 requests",
-    "ends": r"a replica has ended \(EOFError\)",
-    "hangs": r"a replica has not answered for 0\.5 s \(--rollout_timeout\)",
+    "ends": "a replica has ended (EOFError)",
+    "hangs": "a replica has not answered for 0.5 s (--rollout_timeout)",
+    "answers another": "a replica answered message 0, expected 1",
+    "answers without a number": "a replica sent no numbered reply",
 }
+LOST = ("ends", "hangs", "answers another", "answers without a number")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_one_replica_cannot_answer_another_does(fault: Fault) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_one_replica_cannot_answer_another_does(fault: str, number: int) -> None:
     failing, healthy = Replica(fault), Replica()
-    deployed = deploy([failing, healthy], timeout=5.0 if fault == "hangs" else 60.0)
-    asked = [request(group) for group in range(8)]
-    answers = asyncio.run(SwiftRolloutDeploy.infer(deployed, asked, CONFIG))
-    assert [answer["rollout_infos"]["group"] for answer in answers] == list(range(8))
+    both = [failing, healthy] if number == 0 else [healthy, failing]
+    deployed = Deployed(*both, timeout=0.5 if fault == "hangs" else 60.0)
+    client = TestClient(deployed.app)
+    asked = {"infer_requests": [request(group) for group in range(8)]}
+    assert groups_of(client.post("/infer/", json=asked)) == list(range(8))
     assert sorted(healthy.groups) == list(range(8))
-    is_lost = fault in ("ends", "hangs")
+    is_lost = fault in LOST
     assert deployed.connections == [healthy.connection] or not is_lost
     assert failing.is_alive() != is_lost
-    world = asyncio.run(SwiftRolloutDeploy.get_world_size(deployed))
-    assert world == {"world_size": 2 if is_lost else 4}
+    assert client.get("/get_world_size/").json() == {"world_size": 2 if is_lost else 4}
+    ours = client.post("/get_engine_type/").json()[wire.KEY]
+    assert ours["replicas"] == (1 if is_lost else 2)
+    assert groups_of(client.post("/infer/", json=asked)) == list(range(8))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_with_no_replica_left_the_cause_is_named(fault: Fault) -> None:
+def test_with_no_replica_left_the_cause_is_named(fault: str) -> None:
     timeout = 0.5 if fault == "hangs" else 60.0
-    with pytest.raises(HTTPException, match=FAULTS[fault]) as failed:
-        infer([Replica(fault)], [request(group) for group in range(4)], timeout)
-    assert failed.value.status_code == 500
-    with pytest.raises(HTTPException, match="it has no replica left"):
-        infer([], [request(0)])
+    failed = infer([Replica(fault)], [request(group) for group in range(4)], timeout)
+    assert FAULTS[fault] in failed.json()["detail"]
+    assert failed.status_code == (503 if fault in LOST else 500)
+    none = infer([], [request(0)])
+    assert (none.status_code, none.json()["detail"]) == (503, "it has no replica left")
 
 
-def test_a_replica_that_has_ended_is_let_go() -> None:
+def test_a_request_is_not_given_to_a_third_replica() -> None:
+    """SPEC F5: it may be what ended the two before."""
+    third = Replica()
+    refused = infer([Replica("ends"), Replica("ends"), third], [request(0)])
+    assert refused.status_code == 400
+    assert "requests 0 of the batch were with 2 workers when these" in refused.json()["detail"]
+    assert third.groups == []
+
+
+def test_a_replica_that_has_ended_is_removed() -> None:
     ended, healthy = Replica(), Replica()
-    deployed = deploy([ended, healthy])
+    deployed = Deployed(ended, healthy)
     ended.kill()
     replicas.prune(deployed)
     assert deployed.processes == [healthy]
     assert deployed.connections == [healthy.connection]
 
 
-def test_a_request_of_another_version_is_refused() -> None:
-    other = request(0)
-    other["data_dict"][wire.KEY]["version"] = 99
-    with pytest.raises(HTTPException, match="speaks version 99") as refused:
-        infer([Replica()], [other])
-    assert refused.value.status_code == 400
+# --- answers are paired (SPEC F1) ---
+
+
+@pytest.mark.parametrize("method", [*RESETS, "process_weights_after_loading"])
+def test_a_late_reply_is_never_the_answer_to_another_message(method: str) -> None:
+    late, healthy = Replica(**{method: "is late"}), Replica()
+    deployed = Deployed(late, healthy, timeout=0.3)
+    client = TestClient(deployed.app)
+    assert client.post(f"/{method}/").status_code == 200
+    late.goes_on.set()
+    assert deployed.connections == [healthy.connection]
+    assert not late.is_alive()
+    asked = {"infer_requests": [request(group) for group in range(3)]}
+    assert groups_of(client.post("/infer/", json=asked)) == [0, 1, 2]
+
+
+def test_an_answer_has_the_name_of_its_request() -> None:
+    answer = infer([Replica()], [request(0)], **{wire.MESSAGE_HEADER: "abc"})
+    assert answer.headers[wire.MESSAGE_HEADER] == "abc"
+    assert wire.MESSAGE_HEADER not in infer([Replica()], [request(0)]).headers
+
+
+# --- time (SPEC F2) ---
+
+
+def test_the_trainers_bound_counts_where_it_is_shorter() -> None:
+    began = time.monotonic()
+    failed = infer([Replica("hangs")], [request(0)], **{wire.TIMEOUT_HEADER: "0.2"})
+    assert "has not answered for 0.2 s" in failed.json()["detail"]
+    assert time.monotonic() - began < 10
+    for value in ("soon", "0", "-1", "nan"):
+        refused = infer([Replica()], [request(0)], **{wire.TIMEOUT_HEADER: value})
+        assert refused.status_code == 400
+        assert f"{wire.TIMEOUT_HEADER}: '{value}'" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("path", [*(f"/{name}/" for name in RESETS), "/get_engine_type/"])
+def test_every_call_is_bounded(path: str) -> None:
+    method = path.strip("/")
+    stuck = Replica(**{method: "hangs"})
+    if method == "get_engine_type":  # a replica whose loop hangs answers no ping
+        stuck = Replica("hangs")
+        stuck.connection.send({"type": "call", "method": "infer", "kwargs": {"infer_requests": []}})
+    deployed = Deployed(stuck, timeout=0.3)
+    failed = TestClient(deployed.app).post(path)
+    assert failed.status_code == 503
+    assert "has not answered for 0.3 s" in failed.json()["detail"]
+    assert deployed.connections == []
+
+
+def in_thread(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("path", ["/infer/", "/reset_prefix_cache/", "/get_engine_type/"])
+def test_health_answers_while_replicas_hang(path: str) -> None:
+    stuck = Replica("hangs", reset_prefix_cache="hangs")
+    with listening(Deployed(stuck, timeout=5.0)) as url:
+        body = {"infer_requests": [request(0)]}
+        in_thread(lambda: requests.post(url + "/infer/", json=body, timeout=20))
+        wait_until(lambda: stuck.groups == [0])
+        in_thread(lambda: requests.post(url + path, json=body, timeout=20))
+        for _ in range(3):
+            assert requests.get(f"{url}/health/", timeout=1).status_code == 200
+        stuck.kill()
+        assert requests.get(f"{url}/health", timeout=1).status_code == 503
+
+
+def test_a_body_that_never_ends_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SECONDS_BETWEEN_PARTS", 0.5)
+    replica = Replica()
+    with listening(Deployed(replica)) as url, socket.socket() as half:
+        half.connect((urlsplit(url).hostname, urlsplit(url).port))
+        half.sendall(b"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        body = {"infer_requests": [request(0)]}
+        assert groups_of(requests.post(f"{url}/infer/", json=body, timeout=10)) == [0]
+        half.settimeout(10)
+        assert half.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_work_whose_client_has_left_is_given_up() -> None:
+    """It leaves the queue; what a replica has begun ends, and nothing follows it."""
+    slow, other = Replica("is late"), Replica("raises")
+    with listening(Deployed(slow, other)) as url:
+        bodies = [{"infer_requests": [request(group), request(group)]} for group in range(2)]
+        for body, first in zip(bodies, (slow, None), strict=True):
+            data = json.dumps(body).encode()
+            client = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port))
+            head = f"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n"
+            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            if first is not None:
+                wait_until(lambda: slow.groups == [0] and other.groups == [0])
+            else:
+                time.sleep(0.2)
+            client.close()
+        time.sleep(0.2)
+        slow.faults["infer"] = ""
+        slow.goes_on.set()
+        other.faults["infer"] = ""
+        body = {"infer_requests": [request(2), request(3)]}
+        answer = requests.post(f"{url}/infer/", json=body, timeout=10)
+    assert groups_of(answer) == [2, 3]
+    assert sorted(slow.groups + other.groups) == [0, 0, 2, 3]
+
+
+def test_a_server_that_is_busy_says_so() -> None:
+    slow = Replica("is late")
+    with listening(Deployed(slow)) as url:
+        body = {"infer_requests": [request(0)]}
+        first: list[Any] = []
+        thread = in_thread(
+            lambda: first.append(requests.post(f"{url}/infer/", json=body, timeout=20))
+        )
+        wait_until(lambda: slow.groups == [0])
+        headers = {wire.TIMEOUT_HEADER: "0.2"}
+        busy = requests.post(f"{url}/reset_mm_cache/", headers=headers, timeout=20)
+        assert (busy.status_code, busy.headers["Retry-After"]) == (503, "1")
+        assert "busy with another request" in busy.json()["detail"]
+        slow.goes_on.set()
+        thread.join(20)
+        assert groups_of(first[0]) == [0]
+        assert requests.post(f"{url}/reset_mm_cache/", timeout=20).status_code == 200
+
+
+# --- the caller's fault (SPEC F5) ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": None}, "infer_requests[1].messages: null; expected a list of messages"),
+        ({"messages": []}, "infer_requests[1].messages: []; expected at least one message"),
+        ({"messages": ["hi"]}, 'infer_requests[1].messages[0]: "hi"; expected an object'),
+        ({"messages": [{"content": ""}]}, "infer_requests[1].messages[0]"),
+        ({"images": 7}, "infer_requests[1].images: 7; expected a list of media"),
+        ({"videos": {}}, "infer_requests[1].videos: {}; expected a list of media"),
+        ({"audios": True}, "infer_requests[1].audios: true; expected a list of media"),
+        ({"data_dict": []}, "infer_requests[1].data_dict: []; expected an object"),
+        ({"data_dict": {wire.KEY: {"version": 99}}}, "speaks version 99"),
+    ],
+)
+def test_a_bad_request_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
+    replica = Replica()
+    refused = infer([replica], [request(0), request(1) | fields])
+    assert refused.status_code == 400
+    assert message in refused.json()["detail"]
+    assert replica.groups == []
+    assert infer([replica], [request(0) | {"images": None, "videos": "a"}]).status_code == 200
+
+
+def test_what_cannot_be_encoded_is_tried_once() -> None:
+    two = [Replica("cannot encode"), Replica("cannot encode")]
+    refused = infer(two, [request(0)])
+    assert (refused.status_code, refused.json()["detail"]) == (
+        400,
+        "a replica failed: ValueError: no such image",
+    )
+    assert sorted(len(replica.groups) for replica in two) == [0, 1]
+    assert all(replica.is_alive() for replica in two)
+
+
+# --- weights ---
+
+
+def test_a_server_that_was_started_anew_takes_no_work() -> None:
+    """409 until the trainer has given it weights; what needs none is answered."""
+    client = TestClient(Deployed(Replica()).app, headers={wire.INSTANCE_HEADER: "another start"})
+    for path in ("/infer/", "/update_flattened_params/", "/process_weights_after_loading/"):
+        refused = client.post(path, json={})
+        assert refused.status_code == 409, path
+        assert "started anew, and has the base model's weights" in refused.json()["detail"]
+    assert client.post("/reset_prefix_cache/").status_code == 200
+    same = {wire.INSTANCE_HEADER: server.INSTANCE}
+    assert client.post("/process_weights_after_loading/", headers=same).status_code == 200
+
+
+def test_replicas_join_the_group_under_their_numbers() -> None:
+    two = [Replica(), Replica()]
+    client = TestClient(Deployed(*two, timeout=9.0).app)
+    asked = {"host": "0.0.0.0", "port": 7, "world_size": 5}
+    assert client.post("/init_communicator/", json=asked).status_code == 200
+    wait_until(lambda: all(replica.calls for replica in two))
+    assert [replica.commands for replica in two] == [
+        [("127.0.0.1", 7, 5, 0, 9.0)],
+        [("127.0.0.1", 7, 5, 1, 9.0)],
+    ]
+    one = Replica()
+    engine = TestClient(Deployed(one, use_async=True).app)
+    engine.post("/init_communicator/", json=asked)
+    wait_until(lambda: bool(one.calls))
+    assert one.commands == [("127.0.0.1", 7, 5, None, 60.0)]
+    assert engine.get("/get_world_size/").json() == {"world_size": 6}
+    assert engine.post("/get_engine_type/").json()[wire.KEY]["replicas"] == 3
+    assert groups_of(engine.post("/infer/", json={"infer_requests": [request(0)]})) == [0]
+    assert one.calls[-1] == "async_infer"
+
+
+def test_checksums_are_those_of_each_worker_of_each_replica() -> None:
+    one, two = Replica(), Replica()
+    one.checksums = [{"a": "1"}, {"a": "2"}]
+    two.checksums = [{"a": "3"}]
+    client = TestClient(Deployed(one, two).app)
+    for _ in range(2):  # a trainer may ask twice
+        answer = client.get(server.CHECKSUMS_PATH)
+        assert answer.json() == [{"a": "1"}, {"a": "2"}, {"a": "3"}]
+    one.faults["read_weight_checksums"] = "raises"
+    assert client.get(server.CHECKSUMS_PATH).json() == [{}, {"a": "3"}]
+
+
+def test_the_workers_have_the_method_that_is_called_for_checksums() -> None:
+    from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
+
+    replica = Replica()
+    TestClient(Deployed(replica).app).get(server.CHECKSUMS_PATH)
+    assert callable(getattr(VerifiedWeightSyncWorkerExtension, replica.calls[0]))
+
+
+def test_weights_that_a_replica_could_not_load_are_an_error() -> None:
+    client = TestClient(Deployed(Replica(), Replica(process_weights_after_loading="raises")).app)
+    failed = client.post("/process_weights_after_loading/")
+    assert (failed.status_code, "could not load its weights" in failed.text) == (500, True)
+
+
+def test_parameter_names_are_those_of_a_worker() -> None:
+    client = TestClient(Deployed(Replica(), Replica()).app)
+    assert client.get("/get_model_state_keys/").json() == {"keys": ["model.w"]}
+    silent = Replica(get_state_keys="raises")
+    assert TestClient(Deployed(silent).app).get("/get_model_state_keys/").json() == {"keys": []}
+
+
+def test_what_a_server_says_of_itself() -> None:
+    answer = TestClient(Deployed(Replica()).app).post("/get_engine_type/").json()
+    assert answer["engine_type"] == "LLMEngine"
+    assert answer[wire.KEY] == {
+        "version": wire.VERSION,
+        "instance": server.INSTANCE,
+        "replicas": 1,
+        "new_special_tokens": [],
+    }

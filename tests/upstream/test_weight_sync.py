@@ -1,0 +1,60 @@
+"""Tensors through gloo: from the trainer's end to every other, within a bound."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from swift.rlhf_trainers import vllm_client
+from torch.distributed import TCPStore
+
+from swift_grpo_ext.upstream import weight_sync
+from swift_grpo_ext.upstream.weight_sync import DEFAULT_SECONDS, GlooCommunicator, connect_client
+
+
+def groups(world_size: int) -> list[Any]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    return [
+        SimpleNamespace(rank=rank, world_size=world_size, store=store.clone())
+        for rank in range(world_size)
+    ]
+
+
+def test_the_last_rank_sends_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_client, "_broadcast_tensors_for_vllm_weight_sync", None)
+    *receiving, sending = groups(3)
+    client = SimpleNamespace(pynccl_comms=[SimpleNamespace(group=sending)])
+    connect_client(client, 20.0)
+    [communicator] = client.pynccl_comms
+    tensors = [torch.arange(4.0).reshape(2, 2).T, torch.full((3,), 7, dtype=torch.int32)]
+
+    def receive(group: Any) -> list[torch.Tensor]:
+        end = GlooCommunicator(group, 20.0)
+        received = [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
+        for tensor in received:
+            end.broadcast(tensor, src=2)
+        return received
+
+    with ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(receive, group) for group in receiving]
+        vllm_client._broadcast_tensors_for_vllm_weight_sync(communicator, iter(tensors))
+        for end in ends:
+            received = end.result(20)
+            assert all(torch.equal(a, b) for a, b in zip(received, tensors, strict=True))
+
+
+def test_a_wait_for_the_others_is_bounded() -> None:
+    alone, _ = groups(2)
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        GlooCommunicator(alone, 0.2).broadcast(torch.zeros(1), src=0)
+    assert GlooCommunicator(alone)._timeout.total_seconds() == DEFAULT_SECONDS
+
+
+def test_no_bound_leaves_vllms() -> None:
+    module = SimpleNamespace(StatelessProcessGroup=object)
+    with weight_sync.bounded_rendezvous(module, None):
+        assert module.StatelessProcessGroup is object
