@@ -1,11 +1,14 @@
-"""Which local files a request to `swift rollout` may name.
+"""Which files and addresses a request to `swift rollout` may name (SPEC F7).
 
 Symptom: `SWIFT_MEDIA_ALLOWED_DIRS` keeps callers of `swift deploy` from files elsewhere on the
-server's disk; `swift rollout` opens whatever a request names.
-Upstream: ms-swift 4.6, utils/media_utils.py (`SafeMediaPath`), pipelines/infer/deploy.py; nothing
-in pipelines/infer/rollout.py. ms-swift 4.5 has no such rule.
-Adaptation: requests are held against the same rule before a replica gets them.
-Can go when `swift rollout` asks `SafeMediaPath`.
+server's disk; `swift rollout` opens whatever a request names, and fetches from any address.
+Upstream: ms-swift 4.6, utils/media_utils.py (`SafeMediaPath`), utils/url_utils.py
+(`SafeUrlFetcher`), pipelines/infer/deploy.py; nothing in pipelines/infer/rollout.py. ms-swift 4.5
+has no such rules.
+Adaptation: ms-swift makes its list of media from a request, and the same rules judge the list
+before a replica gets the request. Only a string that begins as ms-swift fetches it counts as a URL;
+what can be a path is one (`data:/../..` names a file).
+Can go when `swift rollout` asks `SafeMediaPath` and `SafeUrlFetcher`.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import swift.utils
+from swift.template.template_inputs import StdTemplateInputs
 
 VARIABLE = "SWIFT_MEDIA_ALLOWED_DIRS"
+KINDS = ("images", "videos", "audios")
 LONGEST_PATH = 4096
 """Linux's PATH_MAX. A longer string is base64."""
 
@@ -27,28 +32,33 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
 
 def check_media(request: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a file outside the directories that `SWIFT_MEDIA_ALLOWED_DIRS` lists;
-    nothing is refused where it is not set."""
-    if not os.environ.get(VARIABLE) or not hasattr(swift.utils, "SafeMediaPath"):
-        return
-    for text in _media(request):
-        for path in _paths(text.strip()):
-            swift.utils.SafeMediaPath.check(str(path))
+    """Raise `ValueError` for a file outside the directories that `SWIFT_MEDIA_ALLOWED_DIRS` lists
+    (where it is set), and for a private address (unless `SWIFT_ALLOW_INTERNAL_URL` is set)."""
+    for text in map(str.strip, _media(request)):
+        if text.startswith(("http://", "https://")):
+            if hasattr(swift.utils, "SafeUrlFetcher"):
+                swift.utils.SafeUrlFetcher.check_url(text)
+        elif os.environ.get(VARIABLE) and hasattr(swift.utils, "SafeMediaPath"):
+            for path in _paths(text):
+                swift.utils.SafeMediaPath.check(str(path))
 
 
 def _media(request: Mapping[str, Any]) -> Iterator[str]:
-    """Every place of a request that ms-swift takes a medium from."""
-    for kind in ("images", "videos", "audios"):
-        yield from _texts(request.get(kind))
-    messages = request.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
+    """Every medium of a request, by ms-swift's own reading of it."""
+    # `rejected_images` and the like are media of further inputs.
+    for name, value in request.items():
+        if name.endswith(KINDS):
+            yield from _texts(value)
+    try:
+        inputs = StdTemplateInputs.from_dict({"messages": request.get("messages") or []})
+    except Exception as e:
+        raise ValueError(f"the messages cannot be read ({type(e).__name__}: {e})") from e
+    for kind in KINDS:
+        yield from _texts(getattr(inputs, kind))
+    contents = (message.get("content") for message in inputs.messages)
+    for content in (inputs.system, *contents):
         if isinstance(content, str):
             yield from re.findall(r"<img>(.+?)</img>", content)
-            continue
-        for item in content if isinstance(content, list) else ():
-            if isinstance(item, Mapping):
-                yield from _texts({k: v for k, v in item.items() if k not in ("type", "text")})
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -70,17 +80,18 @@ def _paths(text: str) -> list[Path]:
         ValueError: it names a protocol, some of which read files (ffmpeg's `concat:`).
     """
     scheme = _SCHEME.match(text)
-    if scheme and scheme[1].lower() in ("http", "https", "data"):
-        return []
-    if scheme and scheme[1].lower() != "file":
+    if scheme and scheme[1].lower() not in ("http", "https", "data", "file"):
         raise ValueError(f"Refusing to read {text[:60]!r}: {scheme[0]} is not supported.")
     if len(text) > LONGEST_PATH:
         return []
-    name = text[scheme.end() :] if scheme else text
+    name = text[scheme.end() :] if scheme and scheme[1].lower() == "file" else text
     root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths
     candidates = [Path(name), _expanded(Path(name)), _expanded(Path(root or "", name))]
+    # ms-swift takes `..` away by itself, and so leaves folders that do not exist.
+    candidates += [Path(os.path.abspath(path)) for path in candidates]  # noqa: PTH100
     existing = [path for path in candidates if _exists(path)]
-    return existing or ([] if _is_base64(text) else [Path(name)])
+    is_content = _is_base64(text) or re.match(r"data:(.+?);base64,", text)
+    return existing or ([] if is_content else [Path(name)])
 
 
 def _expanded(path: Path) -> Path:

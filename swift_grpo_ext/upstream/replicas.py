@@ -14,6 +14,7 @@ Can go when ms-swift pairs messages and watches its workers.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,6 +22,7 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
+from PIL import Image
 from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.dispatch import (
@@ -71,12 +73,20 @@ class WorkerConnection:
 
 def run_worker(args: Any, rank: int, port: int, connection: Any) -> None:
     """ms-swift's `llm_worker`, at a numbered pipe."""
+    _refuse_large_pictures()
     _upstream_worker("llm_worker")(args, rank, port, WorkerConnection(connection))
 
 
 def run_async_worker(args: Any, rank: int, port: int, connection: Any) -> None:
     """ms-swift's `llm_worker_entry`, at a numbered pipe."""
+    _refuse_large_pictures()
     _upstream_worker("llm_worker_entry")(args, rank, port, WorkerConnection(connection))
+
+
+def _refuse_large_pictures() -> None:
+    """Pillow knows a picture's size before it decodes it, and only warns of one that would take
+    gigabytes. A plugin may set `PIL.Image.MAX_IMAGE_PIXELS` (89 million)."""
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 def _upstream_worker(name: str) -> Any:

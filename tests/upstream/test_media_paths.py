@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import io
+import ipaddress
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import swift.utils
 from fastapi.testclient import TestClient
+from PIL import Image
 
+from swift_grpo_ext.upstream import replicas
 from swift_grpo_ext.upstream.media_paths import LONGEST_PATH, VARIABLE, check_media
 from tests.upstream import served
 from tests.upstream.served import Deployed, Replica
@@ -19,6 +24,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 REFUSED = f"outside the directories listed in the `{VARIABLE}`"
+
+
+@pytest.fixture(autouse=True)
+def _addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names without a network: `a.b` is public, all others are private."""
+
+    def resolve(host: str) -> list[Any]:
+        return [ipaddress.ip_address("8.8.8.8" if host == "a.b" else "10.0.0.1")]
+
+    monkeypatch.setattr(swift.utils.SafeUrlFetcher, "_resolve", resolve)
+    monkeypatch.delenv("SWIFT_ALLOW_INTERNAL_URL", raising=False)
 
 
 @pytest.fixture
@@ -39,6 +55,12 @@ def in_each_place(text: str) -> list[dict[str, Any]]:
 
     return [
         *({"images": [text]}, {"videos": [text]}, {"audios": text}, {"videos": [[text, text]]}),
+        {"rejected_images": [text]},
+        said([{"type": "text", "text": f"See <img>{text}</img>."}]),
+        said([{"type": "text", "text": f"See <img>{text}"}, {"type": "text", "text": "</img>."}]),
+        {"messages": [{"role": "system", "content": f"<img>{text}</img>"}]},
+        {"messages": [{"role": "tool", "content": {"found": f"<img>{text}</img>"}}]},
+        {"messages": [{"role": "tool_response", "content": [f"<img>{text}</img>"]}]},
         {"images": [{"bytes": None, "path": text}]},
         *(said(f"See <img>{text}</img>."), said([{"type": "image", "image": text}])),
         said([{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": text}}]),
@@ -66,6 +88,8 @@ def test_a_server_refuses_the_request(allowed: Path) -> None:
     "name",
     [
         *("{}/../secret.png", " {}/../secret.png ", "file://{}/../secret.png", "{}/link.png"),
+        *("data:/../../../../../../../..{}/../secret.png", "data:{}/../none.png"),
+        *("HTTP:/../../../../../../../..{}/../secret.png", "httpx/../{}/../none.png"),
         *("{}/../none.png", "~/none.png", "~nobody0/none.png", "/etc/passwd", "/////etc/hosts"),
         "/" * 3991 + "etc/hosts",  # a path, and base64 as well
     ],
@@ -86,7 +110,9 @@ def test_what_is_no_file_passes(allowed: Path) -> None:
     for text in (pixels, pixels * 100, f"data:image/png;base64,{pixels}", "https://a.b/c.png"):
         for request in in_each_place(text):
             check_media(request)
-    check_media({"messages": [None, {"content": 7}, {"content": [None]}], "images": 7})
+    check_media({"messages": [{"role": "user", "content": [1, 2]}], "images": 7})
+    with pytest.raises(ValueError, match=r"the messages cannot be read \(TypeError"):
+        check_media({"messages": [None]})
 
 
 def test_relative_paths_hold_from_ms_swifts_folder(
@@ -102,3 +128,29 @@ def test_without_the_rule_all_is_read(allowed: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(VARIABLE)
     for request in in_each_place(str(allowed.parent / "secret.png")):
         check_media(request)
+
+
+def test_private_addresses_are_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for request in in_each_place("http://inside/c.png")[:6]:
+        with pytest.raises(ValueError, match=r"resolves to 10\.0\.0\.1, which is not a public"):
+            check_media(request)
+    monkeypatch.setenv("SWIFT_ALLOW_INTERNAL_URL", "1")
+    check_media({"images": ["http://inside/c.png"]})
+
+
+def test_pictures_that_would_take_gigabytes_are_not_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def worker(*_: Any) -> None:
+        Image.open(picture)
+
+    picture = io.BytesIO()
+    Image.new("1", (300, 300)).save(picture, "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+    monkeypatch.setattr(replicas, "_upstream_worker", lambda name: worker)
+    for run in (replicas.run_worker, replicas.run_async_worker):
+        with (
+            warnings.catch_warnings(),
+            pytest.raises(Image.DecompressionBombWarning, match="90000 pixels"),
+        ):
+            run(None, 0, 0, None)

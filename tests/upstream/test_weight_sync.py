@@ -18,9 +18,10 @@ from swift_grpo_ext.upstream.weight_sync import DEFAULT_SECONDS, GlooCommunicato
 
 def groups(world_size: int) -> list[Any]:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    stores = [store, *(store.clone() for _ in range(1, world_size))]
     return [
-        SimpleNamespace(rank=rank, world_size=world_size, store=store.clone())
-        for rank in range(world_size)
+        SimpleNamespace(rank=rank, world_size=world_size, store=own)
+        for rank, own in enumerate(stores)
     ]
 
 
