@@ -111,7 +111,7 @@ def test_what_is_no_file_passes(allowed: Path) -> None:
         for request in in_each_place(text):
             check_media(request)
     check_media({"messages": [{"role": "user", "content": [1, 2]}], "images": 7})
-    with pytest.raises(ValueError, match=r"the messages cannot be read \(TypeError"):
+    with pytest.raises(ValueError, match="the messages cannot be read"):
         check_media({"messages": [None]})
 
 
