@@ -30,8 +30,9 @@ class RolloutFlags:
     included."""
 
     rollout_timeout: float = 1800.0
-    """Seconds that a rollout server, or one of its replicas, has for an answer before it counts as
-    lost: a round's completions, a weight update. `swift rollout` reads it too."""
+    """Seconds that a replica has for an answer before it counts as lost: a round's completions, a
+    weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads it
+    too. The lesser value of both sides counts."""
 
     require_images: bool = True
     """Refuse a data set in which no row holds an image, a video or an audio, where the model takes
