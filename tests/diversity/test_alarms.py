@@ -48,11 +48,12 @@ def test_a_line_says_cause_remedy_and_who() -> None:
     )
     assert alarm_line(record, 0) == (
         "diversity: broken randomness in train round 2.0: samples share noise (p = 3.2e-8). "
-        "Remedy: none of yours. The seed rule gives no two samples one seed: please report it. "
+        "Remedy: please report it. No setting of yours is at fault: the seed rule never gives two "
+        "samples one seed. "
         f"{who} {who} And 1 more."
     )
     record.collisions.pop()
-    assert alarm_line(record, 0).endswith(f"report it. {who} {who}")
+    assert alarm_line(record, 0).endswith(f"one seed. {who} {who}")
 
 
 def test_a_line_of_a_collapse_counts_its_rounds_and_names_nobody() -> None:
