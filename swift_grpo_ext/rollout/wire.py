@@ -1,8 +1,8 @@
-"""What travels between trainer and engine: the envelope of a request, and the lean answer. Pure.
+"""What travels between trainer and engine: a request's metadata, and the packed answer. Pure.
 
-The envelope rides in `RolloutInferRequest.data_dict` under one versioned key, so that it reaches
+The metadata travels in `RolloutInferRequest.data_dict` under one versioned key, so that it reaches
 the engine on every path of ms-swift (colocated and served, sync and async, through multi-turn
-schedulers). A lean answer holds all samples of a request: token ids and log-probabilities as packed
+schedulers). A packed answer holds all samples of a request: token ids and log-probabilities as packed
 arrays, not one JSON dictionary per token.
 """
 
@@ -86,7 +86,7 @@ class RequestMetadata:
 
 
 def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None:
-    """The envelope of a request; None where it has none.
+    """The metadata of a request; None where it has none.
 
     Raises:
         WireError: it is of another version, or malformed.
@@ -171,7 +171,7 @@ class Completion:
 def pack_answer(
     completions: Sequence[Completion], prompt_token_ids: Sequence[int] | None, replica: str
 ) -> dict[str, Any]:
-    """The lean form of all samples of one request; everything in it goes into JSON as it is.
+    """The packed answer: all samples of one request. Everything in it goes into JSON as it is.
 
     Raises:
         WireError: some samples have log-probabilities and others none, or not one for each token.
@@ -200,7 +200,7 @@ def pack_answer(
 def unpack_answer(
     answer: Mapping[str, Any], metadata: RequestMetadata, server: str
 ) -> tuple[list[Completion], list[int]]:
-    """The samples of a lean answer, and the ids of their prompt.
+    """The samples of a packed answer, and the ids of their prompt.
 
     Args:
         server: names the server that answered, for errors and logs.

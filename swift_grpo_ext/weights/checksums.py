@@ -1,7 +1,7 @@
 """Whether the weights that an engine was given are those of the trainer (SPEC M4).
 
 Each side takes a checksum of every tensor that it sends or loads, under the name that crosses the
-wire: a receipt. Receipts that differ name the tensors that were lost, or changed on the way.
+wire. Checksums that differ name the tensors that were lost, or changed on the way.
 Tensors that did not travel, since both sides hold the same memory, need none.
 """
 
@@ -91,7 +91,7 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
 def weight_checksums_in_background(
     tensors: Sequence[tuple[str, torch.Tensor]],
 ) -> Callable[[], WeightChecksums]:
-    """Begin a receipt of tensors that stay as they are; the value waits for it.
+    """Begin checksums of tensors that stay as they are; the value waits for them.
 
     On CPU another thread takes it, beside the sending or loading that it verifies. On an
     accelerator the same stream would have to do both: there it is taken at the end.
@@ -151,7 +151,7 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
     """Raise `WeightUpdateError`, naming tensors, where an engine received something else.
 
     Args:
-        sent: the trainer's receipt.
+        sent: the trainer's checksums.
         received: the engine's.
         who: names the engine in the error.
     """
