@@ -31,8 +31,8 @@ class RolloutFlags:
 
     rollout_timeout: float = 1800.0
     """Seconds that a replica has for an answer before it counts as lost: a round's completions, a
-    weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads it
-    too. The lesser value of both sides counts."""
+    weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads
+    it too. The lesser value of both sides counts."""
 
     require_images: bool = True
     """Refuse a data set in which no row holds an image, a video or an audio, where the model takes

@@ -2,8 +2,8 @@
 
 The metadata travels in `RolloutInferRequest.data_dict` under one versioned key, so that it reaches
 the engine on every path of ms-swift (colocated and served, sync and async, through multi-turn
-schedulers). A packed answer holds all samples of a request: token ids and log-probabilities as packed
-arrays, not one JSON dictionary per token.
+schedulers). A packed answer holds all samples of a request: token ids and log-probabilities as
+arrays of numbers, not one JSON dictionary per token.
 """
 
 from __future__ import annotations
