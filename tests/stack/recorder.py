@@ -123,7 +123,7 @@ class SilentReward(ORM):
         return [0.25 if sample_id.group % 2 else None for sample_id in sample_ids]
 
 
-orms["odd_groups"] = OddGroupsReward
+orms["odd_groups_only"] = OddGroupsReward
 orms["silent"] = SilentReward
 orms["position"] = PositionReward
 orms["name"] = NameReward

@@ -22,7 +22,7 @@ SAME = 1e-3
 def test_scores_of_trained_and_dropped_samples(assets: Path, tmp_path: Path) -> None:
     rows = write_rows(assets / "digits/train.jsonl", tmp_path / "rows.jsonl", range(12))
     dynamic = ["--dynamic_sample", "true", "--max_resample_times", "4"]
-    rewards = ["--reward_funcs", "odd_groups", "silent", "--reward_weights", "1.0", "2.0"]
+    rewards = ["--reward_funcs", "odd_groups_only", "silent", "--reward_weights", "1.0", "2.0"]
     samples = train(assets, rows, tmp_path / "two", *dynamic, *rewards, ranks=2, steps=1)
 
     scores = {
