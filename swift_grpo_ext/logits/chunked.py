@@ -7,6 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +36,7 @@ def chunked_logps(
     *,
     chunk_size: int,
     num_chunks: int = 0,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
+    **options: Any,
 ) -> Logps:
     """Log-probabilities of tokens from hidden states, `chunk_size` positions at a time.
 
@@ -51,34 +51,22 @@ def chunked_logps(
         chunk_size: positions at a time, 1 or more.
         num_chunks: empty chunks are added up to this number, for heads that all ranks must call
             equally often, in forward and backward.
-        temperature: by which logits are divided.
-        with_entropy: whether entropies are wanted too.
+        options: `temperature` and `with_entropy`, of `token_logps`.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size {chunk_size}: expected 1 or more positions.")
 
     def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> Logps:
-        return token_logps(
-            head(hidden_CH),
-            targets_C,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            overwrite=True,
-        )
+        return token_logps(head(hidden_CH), targets_C, **options, overwrite=True)
 
     # An empty tensor splits into one empty part.
     parts = list(zip(hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True))
     parts += [(hidden_NH[:0], targets_N[:0])] * (num_chunks - len(parts))
-    chunks = []
-    for hidden_CH, targets_C in parts:
-        if torch.is_grad_enabled():
-            chunks.append(checkpoint(of_chunk, hidden_CH, targets_C, use_reentrant=False))
-        else:
-            chunks.append(of_chunk(hidden_CH, targets_C))
-    logps_N = torch.cat([chunk.logps_N for chunk in chunks])
-    if not with_entropy:
-        return Logps(logps_N, None)
-    return Logps(logps_N, torch.cat([chunk.entropies_N for chunk in chunks]))
+    run = of_chunk
+    if torch.is_grad_enabled():
+        run = partial(checkpoint, of_chunk, use_reentrant=False)
+    logps, entropies = zip(*(run(*part) for part in parts), strict=True)
+    return Logps(torch.cat(logps), None if entropies[0] is None else torch.cat(entropies))
 
 
 def token_logps(
@@ -118,7 +106,7 @@ class _TokenLogps(torch.autograd.Function):
         with_entropy: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = _working_dtype(logits_NV)
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         logps_N = logits_NV.new_empty(len(targets_N), dtype=dtype)
         entropies_N = torch.zeros_like(logps_N)
         log_sums_N = torch.empty_like(logps_N)
@@ -164,12 +152,8 @@ class _TokenLogps(torch.autograd.Function):
         return grad_NV, None, None, None, None
 
 
-def _working_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def _scaled(logits_RV: Tensor, temperature: float) -> Tensor:
-    x_RV = logits_RV.to(_working_dtype(logits_RV))
+    x_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     return x_RV if temperature == 1 else x_RV / temperature
 
 

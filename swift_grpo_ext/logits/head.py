@@ -1,5 +1,9 @@
 """Work at a model's output embedding (its head), for the span of one forward.
 
+What a model does to logits after its head (nothing, soft-capping, scaling by a constant) has to be
+known as a function for log-probabilities in chunks. It is found by what the configuration says and
+held against the model's own logits: a model with another transform is recognized, not guessed.
+
 Letters in names are shapes: B rows, T positions of a row, N chosen positions, K kept positions of
 each row, H hidden size, V vocabulary.
 """
@@ -14,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swift_grpo_ext.logits.chunked import Logps, chunked_logps
+Transform = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -34,11 +38,6 @@ class HeadCalls:
     def is_result(self, logits: Tensor) -> bool:
         """Whether these are the head's own logits, which nothing has been done to."""
         return self.result == (logits.data_ptr(), logits._version)
-
-    @property
-    def is_past_head(self) -> bool:
-        """Whether the head has made logits of what it was given."""
-        return self.result is not None
 
     @property
     def problem(self) -> str | None:
@@ -63,11 +62,6 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def last_positions(hidden_BTH: Tensor, num_positions: int) -> Tensor:
-    """[B, K, H]: the last `num_positions` of each row."""
-    return hidden_BTH[:, -num_positions:, :]
-
-
 def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
     """[1, N, H]: the positions where `mask_BT` is true, row by row.
 
@@ -81,12 +75,12 @@ def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 @contextmanager
-def select_at_head(head: nn.Module, select: Callable[[Tensor], Tensor]) -> Iterator[HeadCalls]:
-    """Within the block, `head` is given `select(hidden_BTH)` in place of all hidden states.
-
-    `select` may call the head, which is then given what it asks for.
+def select_at_head(
+    head: nn.Module, select: Callable[[Tensor], Tensor], calls: HeadCalls
+) -> Iterator[None]:
+    """Within the block, `head` is given `select(hidden_BTH)` in place of all hidden states; `calls`
+    notes it. `select` may call the head, which is then given what it asks for.
     """
-    calls = HeadCalls()
     is_selecting = False
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,41 +106,59 @@ def select_at_head(head: nn.Module, select: Callable[[Tensor], Tensor]) -> Itera
         head.register_forward_hook(note),
     ]
     try:
-        yield calls
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-@dataclass
-class ChunkedLogpsAtHead:
-    """A `select` of `select_at_head` that computes log-probabilities of the chosen positions.
+def find_transform(
+    config: Any,
+    raw: Tensor,
+    final: Tensor,
+    highest: Callable[[Tensor], Tensor] = lambda errors: errors,
+) -> Transform | None:
+    """The transform that turns the head's logits `raw` into the model's `final`, or None.
 
-    The head is called by chunks, hooks of others on it included. The model is left with the true
-    logits, [1, 1, V], of the last position, which show what it does to them.
+    Args:
+        config: the model's configuration (its text model's counts, where it has one).
+        raw: logits as the head made them, of any shape.
+        final: the same logits as the model returned them.
+        highest: the maximum over ranks, so that all of them find one transform.
     """
+    precision = max(torch.finfo(raw.dtype).eps, torch.finfo(final.dtype).eps)
+    raw, final = raw.flatten().float(), final.flatten().float()
+    transforms = list(known_transforms(config))
+    errors = highest(torch.tensor([_error(transform(raw), final) for transform in transforms]))
+    best = int(errors.argmin())
+    return transforms[best] if errors[best] <= 4 * precision else None
 
-    head: nn.Module
-    transform: Callable[[Tensor], Tensor]
-    """What the model does to logits after its head, such as soft-capping."""
 
-    mask_BT: Tensor
-    """The positions that are wanted, N of them."""
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, as a share of each number, or of the median one if that is more.
 
-    targets_N: Tensor
-    """The tokens that they predict."""
+    Tokens that are ruled out by a number that is as low as can be, or minus infinity, do not count
+    for more than others.
+    """
+    if found.shape != expected.shape:
+        return float("inf")
+    size = expected.abs()
+    relative = (found - expected).abs() / torch.maximum(size, size.median())
+    return float(relative.masked_fill(found == expected, 0).max())
 
-    options: dict[str, Any]
-    """Of `chunked_logps`."""
 
-    logps: Logps | None = None
-    """The result."""
+def known_transforms(config: Any) -> Iterator[Transform]:
+    """`final_logit_softcapping` as in Gemma, `logit_scale` as in Cohere, `logits_scaling` as in
+    Granite (their modelling files in transformers)."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if cap := getattr(config, "final_logit_softcapping", None):
+        yield lambda logits: (logits / cap).tanh() * cap
+    if factor := getattr(config, "logit_scale", None):
+        yield lambda logits: logits * factor
+    if divisor := getattr(config, "logits_scaling", None):
+        yield lambda logits: logits / divisor
+    yield unchanged
 
-    def __call__(self, hidden_BTH: Tensor) -> Tensor:
-        self.logps = chunked_logps(
-            lambda hidden_CH: self.transform(self.head(hidden_CH[None]).squeeze(0)),
-            select_positions(hidden_BTH, self.mask_BT).squeeze(0),
-            self.targets_N,
-            **self.options,
-        )
-        return hidden_BTH[:1, -1:]
+
+def unchanged(logits: Tensor) -> Tensor:
+    return logits

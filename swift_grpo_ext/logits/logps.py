@@ -82,12 +82,17 @@ class CompletionLogps:
                 "hidden states; old-policy and reference passes follow them."
             )
 
+    @property
+    def ways(self) -> list[str]:
+        """How each model that was met is asked for its logits: policy, reference, teacher."""
+        return [shim.way for shim in self._shims.values()]
+
     def restrict(self, model: Any, grpo_batch: Any) -> Any:
         """The model with the positions of a batch; the model itself where ms-swift computes."""
         if self._is_off:
             return model
         base = base_model(model)
-        if base not in self._shims:  # policy, reference, teacher
+        if base not in self._shims:
             self._shims[base] = LogitsShim(base, strict=self._is_strict, warn=logger.warning)
         mask_BK = completion_mask(grpo_batch, packed=self._is_packed)
         return CompletionModel(model, self._shims[base], mask_BK)
@@ -98,16 +103,15 @@ class CompletionLogps:
         inputs: dict[str, Any],
         input_ids_BT: Tensor,
         upstream: Callable[[Any], Any],
-        *,
-        temperature: float,
-        with_entropy: bool,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities [B, K], in nats, 0 where there is no completion token; entropies
-        [B, K] likewise, or None. `upstream` is ms-swift's own arithmetic on a model's logits."""
+        [B, K] likewise, or None. `upstream` is ms-swift's own arithmetic on a model's logits;
+        `options` are `temperature` and `with_entropy`, of `token_logps`."""
         if not isinstance(model, CompletionModel):
             return upstream(model)
         if not self._chunk_size and model.is_as_upstream:
-            if with_entropy or self._is_packed:
+            if options["with_entropy"] or self._is_packed:
                 return upstream(model)
             output = model(**inputs)
             if output.logits.dtype not in (torch.float32, torch.float64):
@@ -115,7 +119,7 @@ class CompletionLogps:
             logits = output.logits
             del output
             targets_BK = input_ids_BT[:, -model.mask_BK.shape[1] :]
-            return last_logps(logits, targets_BK, temperature), None
+            return last_logps(logits, targets_BK, options["temperature"]), None
         mask_BK = model.mask_BK
         before = input_ids_BT.shape[1] - mask_BK.shape[1]
         # The logits that predict a token are those of the position before it.
@@ -126,8 +130,7 @@ class CompletionLogps:
             mask_BT,
             input_ids_BT[:, before:][mask_BK],
             chunk_size=self._chunk_size,
-            temperature=temperature,
-            with_entropy=with_entropy,
+            **options,
         )
         logps_BK = scattered(logps_N, mask_BK)
         return logps_BK, None if entropies_N is None else scattered(entropies_N, mask_BK)

@@ -21,17 +21,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from swift_grpo_ext.logits.chunked import Logps, token_logps
+from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
 from swift_grpo_ext.logits.head import (
-    ChunkedLogpsAtHead,
     HeadCalls,
-    last_positions,
+    Transform,
+    find_transform,
     output_embedding,
     select_at_head,
     select_positions,
+    unchanged,
 )
 from swift_grpo_ext.logits.sharding import ShardRanks, shard_ranks
-from swift_grpo_ext.logits.transform import Transform, find_transform, unchanged
 
 KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
 """Spellings, newest first."""
@@ -98,38 +98,44 @@ class LogitsShim:
             ValueError: there are fewer positions.
         """
         inputs = _without_keywords(inputs)
+        output = None
         if self._keyword:
             output = model(**inputs, **{self._keyword: num_positions})
             if self.ranks(model).all(output.logits.shape[1] == num_positions):
                 return output
             self._keyword = None  # swallowed on the way: all logits came
-            return self._sliced(output, num_positions)
-        output, _ = self._at_head(
-            model, inputs, lambda hidden: last_positions(hidden, num_positions), num_positions
-        )
-        if output is not None:
-            return output
-        self._refuse_or_warn()
-        return self._sliced(model(**inputs), num_positions)
+        elif self._head is not None:
+            kept, _ = self._at_head(
+                model, inputs, lambda hidden_BTH: hidden_BTH[:, -num_positions:], num_positions
+            )
+            if kept is not None:
+                return kept
+        if self._head is None:
+            self._refuse_or_warn()
+        output = model(**inputs) if output is None else output
+        found = output.logits.shape[1]
+        if found < num_positions:
+            raise ValueError(
+                f"{self._name} returned logits of {found} positions, expected {num_positions}."
+            )
+        output.logits = output.logits[:, -num_positions:]
+        return output
 
-    def select(self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor) -> Tensor:
-        """[N, V]: the logits of the positions where `mask_BT` is true, row by row.
+    def select(
+        self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor
+    ) -> tuple[Tensor, bool]:
+        """[N, V]: the logits of the positions where `mask_BT` is true, row by row; and whether
+        nothing but the caller needs them.
 
         Rows of positions and of `mask_BT` are aligned at their ends. Raises as `last`.
         """
-        return self._select(model, _without_keywords(inputs), mask_BT)[0]
-
-    def _select(
-        self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor
-    ) -> tuple[Tensor, bool]:
-        """The logits, and whether nothing but the caller needs them."""
-        num_chosen = int(mask_BT.sum())
-        output, is_own = self._at_head(
-            model, inputs, lambda hidden: select_positions(hidden, mask_BT), num_chosen
+        inputs = _without_keywords(inputs)
+        output, calls = self._at_head(
+            model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
         )
         if output is not None:
             # Not [0], whose backward would make a copy.
-            return output.logits.squeeze(0), is_own
+            return output.logits.squeeze(0), calls.is_result(output.logits)
         num_positions = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
         logits_BKV = self.last(model, inputs, num_positions).logits
         return select_positions(logits_BKV, mask_BT[:, -num_positions:]).squeeze(0), True
@@ -142,8 +148,7 @@ class LogitsShim:
         targets_N: Tensor,
         *,
         chunk_size: int = 0,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
+        **options: Any,
     ) -> Logps:
         """Log-probabilities of `targets_N` at the positions where `mask_BT` is true, row by row.
 
@@ -153,29 +158,27 @@ class LogitsShim:
             mask_BT: N positions, each that whose logits predict a target.
             targets_N: token ids.
             chunk_size: positions whose logits exist at a time; 0: all at once.
-            temperature: by which logits are divided.
-            with_entropy: whether entropies are wanted too.
+            options: `temperature` and `with_entropy`, of `token_logps`.
 
         Raises as `last`, and `UnsupportedModelError` where chunks are impossible, with `strict`.
         """
-        inputs = _without_keywords(inputs)
         if chunk_size and self._can_chunk:
-            logps = self._chunked_logps(
-                model, inputs, mask_BT, targets_N,
+            found = self._chunked_logps(
+                model, _without_keywords(inputs), mask_BT, targets_N,
                 chunk_size=chunk_size,
                 num_chunks=self.ranks(model).most(-(-len(targets_N) // chunk_size)),
-                temperature=temperature, with_entropy=with_entropy,
+                **options,
             )  # fmt: skip
-            if logps is not None:
-                return logps
-        logits_NV, is_own = self._select(model, inputs, mask_BT)
-        return token_logps(
-            logits_NV,
-            targets_N,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            overwrite=is_own,
-        )
+            if not isinstance(found, str):
+                return found
+            self._can_chunk = False
+            text = f"log-probabilities of {self._name} cannot be computed in chunks: {found}."
+            if self._strict:
+                remedy = "Use --logps_chunk_size 0, or --logits_shim auto."
+                raise UnsupportedModelError(f"{text} {remedy}")
+            self._warn(f"{text} --logps_chunk_size has no effect. (Said once.)")
+        logits_NV, is_own = self.select(model, inputs, mask_BT)
+        return token_logps(logits_NV, targets_N, **options, overwrite=is_own)
 
     # --- the ways ---
 
@@ -185,19 +188,33 @@ class LogitsShim:
         inputs: Mapping[str, Any],
         select: Callable[[Tensor], Tensor],
         num_positions: int,
-    ) -> tuple[Any, bool]:
-        """The output for the positions that `select` leaves (None where that does not work), and
-        whether its logits are the head's own, which nothing else needs."""
+    ) -> tuple[Any, HeadCalls]:
+        """The output for the positions that `select` leaves, of that number, and what the head was
+        called with. None where that does not work, on any rank: the head is not tried again."""
+        calls, output = HeadCalls(), None
         if self._head is None:
-            return None, False
-        with select_at_head(self._head, select) as calls:
-            output = self._forward(model, inputs, calls)
+            return None, calls
+        with select_at_head(self._head, select, calls):
+            try:
+                output = model(**inputs)
+            except (torch.OutOfMemoryError, torch.distributed.DistError):
+                raise
+            except (RuntimeError, ValueError, IndexError) as e:
+                # What fails before the head, or in it, does not fail for want of positions: the
+                # other ranks wait there, or a collective broke (a plain RuntimeError with gloo).
+                if self._head_works or calls.problem or calls.result is None:
+                    raise
+                self._reason = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
         works = output is not None and not calls.problem and output.logits.shape[1] == num_positions
         if self.ranks(model).all(works):
             self._head_works = True
-            return output, calls.is_result(output.logits)
-        self._drop_head(calls, output, works)
-        return None, False
+            return output, calls
+        if works:
+            self._reason = "its forward fails on fewer positions on another rank"
+        elif output is not None:
+            self._reason = calls.problem or f"its logits came as {tuple(output.logits.shape)}"
+        self._head = None
+        return None, calls
 
     def _chunked_logps(
         self,
@@ -206,74 +223,43 @@ class LogitsShim:
         mask_BT: Tensor,
         targets_N: Tensor,
         **options: Any,
-    ) -> Logps | None:
-        """Log-probabilities computed in the head's call; None where that does not work."""
-        if self._head is None:
-            self._give_up_chunks(self._reason)
-            return None
-        chunked = ChunkedLogpsAtHead(
-            self._head, self._transform or unchanged, mask_BT, targets_N, options
-        )
-        with select_at_head(self._head, chunked) as calls:
-            output = self._forward(model, inputs, calls)
-        works = output is not None and not calls.problem
-        if not self.ranks(model).all(works):
-            self._drop_head(calls, output, works)
-            self._give_up_chunks(self._reason)
-            return None
-        assert chunked.logps is not None
+    ) -> Logps | str:
+        """Log-probabilities computed in the head's call; why not, where that does not work.
+
+        The head is called by chunks, hooks of others on it included. The model is left with the
+        true logits, [1, 1, V], of the last position, which show what it does to them.
+        """
+        head, transform = self._head, self._transform or unchanged
+        logps = None
+
+        def compute(hidden_BTH: Tensor) -> Tensor:
+            nonlocal logps
+            assert head is not None
+            logps = chunked_logps(
+                lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
+                select_positions(hidden_BTH, mask_BT).squeeze(0),
+                targets_N,
+                **options,
+            )
+            return hidden_BTH[:1, -1:]
+
+        output, calls = self._at_head(model, inputs, compute, 1)
+        if output is None:
+            return self._reason
+        assert logps is not None
         if self._transform is None:
-            highest = self.ranks(model).highest
             self._transform = find_transform(
-                self._config, calls.probe_V, output.logits.detach(), highest
+                self._config, calls.probe_V, output.logits.detach(), self.ranks(model).highest
             )
             if self._transform is None:
-                self._give_up_chunks("what it does to logits after its head is not known")
-                return None
+                return "what it does to logits after its head is not known"
             if self._transform is not unchanged:
                 return self._chunked_logps(model, inputs, mask_BT, targets_N, **options)
-        self._head_works = True
-        return Logps(_in_graph_of(chunked.logps.logps_N, output.logits), chunked.logps.entropies_N)
-
-    def _forward(self, model: nn.Module, inputs: Mapping[str, Any], calls: HeadCalls) -> Any:
-        """The model's output; None where its first forward fails on the positions it was left."""
-        try:
-            return model(**inputs)
-        except (torch.OutOfMemoryError, torch.distributed.DistError):
-            raise
-        except (RuntimeError, ValueError, IndexError) as e:
-            # What fails before the head, or in it, does not fail for want of positions: the other
-            # ranks wait there, or a collective broke (a plain RuntimeError with gloo).
-            if self._head_works or calls.problem or not calls.is_past_head:
-                raise
-            self._reason = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
-            return None
-
-    def _drop_head(self, calls: HeadCalls, output: Any, works: bool) -> None:
-        if works:
-            self._reason = "its forward fails on fewer positions on another rank"
-        elif output is not None:
-            unknown = f"its logits came as {tuple(output.logits.shape)}"
-            self._reason = calls.problem or unknown
-        self._head = None
-
-    def _give_up_chunks(self, reason: str) -> None:
-        self._can_chunk = False
-        text = f"log-probabilities of {self._name} cannot be computed in chunks: {reason}."
-        if self._strict:
-            raise UnsupportedModelError(f"{text} Use --logps_chunk_size 0, or --logits_shim auto.")
-        self._warn(f"{text} --logps_chunk_size has no effect. (Said once.)")
-
-    def _sliced(self, output: Any, num_positions: int) -> Any:
-        found = output.logits.shape[1]
-        if found < num_positions:
-            raise ValueError(
-                f"{self._name} returned logits of {found} positions, expected {num_positions}."
-            )
-        if self._head is None:
-            self._refuse_or_warn()
-        output.logits = output.logits[:, -num_positions:]
-        return output
+        if torch.is_grad_enabled():
+            # Wrappers look for the model's own output in the graph (it has no weight there): DDP
+            # with `find_unused_parameters`, and FSDP's and DeepSpeed's hooks that begin a backward.
+            logps = logps._replace(logps_N=logps.logps_N + output.logits.flatten()[:0].sum())
+        return logps
 
     def _refuse_or_warn(self) -> None:
         text = (
@@ -319,12 +305,3 @@ def keyword_of(model: nn.Module) -> str | None:
 
 def _without_keywords(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name not in KEYWORDS}
-
-
-def _in_graph_of(logps_N: Tensor, logits: Tensor) -> Tensor:
-    """The same log-probabilities, in whose graph the model's own output stands (with no weight).
-
-    Wrappers look for it there: DDP with `find_unused_parameters`, and the hooks by which FSDP and
-    DeepSpeed begin a backward.
-    """
-    return logps_N + logits.flatten()[:0].sum() if torch.is_grad_enabled() else logps_N

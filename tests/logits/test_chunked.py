@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from swift_grpo_ext.logits import Logps, chunked_logps, token_logps
-from swift_grpo_ext.logits.transform import find_transform, unchanged
+from swift_grpo_ext.logits.head import find_transform, unchanged
 
 HIDDEN, VOCABULARY = 8, 50
 

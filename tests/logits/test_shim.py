@@ -69,7 +69,7 @@ def test_chosen_positions(name: str, lora: bool, warned: list[str]) -> None:
     expected = values_and_gradients(model, lambda: model(**inputs).logits[mask])
     shim = shim_of(model, warned)
     with counted_positions(model) as counts:
-        found = values_and_gradients(model, lambda: shim.select(model, inputs, mask))
+        found = values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0])
     assert counts == [int(mask.sum())]
     assert_close(found, expected)
     assert not warned
@@ -128,7 +128,7 @@ def test_slices_with_one_warning(name: str, lora: bool, warned: list[str]) -> No
         found = values_and_gradients(model, lambda: shim.last(model, inputs, KEPT).logits)
         assert_close(found, everything, 1e-6)
     assert_close(
-        values_and_gradients(model, lambda: shim.select(model, inputs, mask)), chosen, 1e-6
+        values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0]), chosen, 1e-6
     )
     assert shim.way == "slice"
     (text,) = warned
@@ -200,7 +200,7 @@ def test_padding_side(side: str, warned: list[str]) -> None:
     mask = inputs["attention_mask"].bool() & (inputs["input_ids"] > 99) & (torch.arange(17) > 6)
     expected = values_and_gradients(model, lambda: model(**inputs).logits[mask])
     shim = shim_of(model, warned)
-    found = values_and_gradients(model, lambda: shim.select(model, inputs, mask))
+    found = values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0])
     assert_close(found, expected)
 
 
@@ -211,12 +211,12 @@ def test_gradient_checkpointing(name: str, use_reentrant: bool, warned: list[str
     mask = chosen_mask(inputs)
     targets = inputs["input_ids"][mask]
     shim = shim_of(model, warned)
-    expected = values_and_gradients(model, lambda: shim.select(model, inputs, mask))
+    expected = values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0])
     plain = values_and_gradients(model, lambda: shim.logps(model, inputs, mask, targets).logps_N)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_close(
-        values_and_gradients(model, lambda: shim.select(model, inputs, mask)), expected, 1e-6
+        values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0]), expected, 1e-6
     )
 
     def chunked() -> Tensor:
@@ -288,7 +288,7 @@ def test_prompt_tuning_puts_positions_before_the_rows(warned: list[str]) -> None
     mask = chosen_mask(inputs)
     expected = values_and_gradients(model, lambda: model(**inputs).logits[:, virtual:][mask])
     shim = shim_of(model, warned)
-    found = values_and_gradients(model, lambda: shim.select(model, inputs, mask))
+    found = values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0])
     assert_close(found, expected)
 
 

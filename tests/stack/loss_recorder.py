@@ -26,7 +26,7 @@ class LossRecordingTrainer(RolloutGRPOTrainer):
             "kept": mask.numel(),
             "completion": int(mask.sum()),
             "tokens": batch["model_inputs"]["input_ids"].tolist(),
-            "ways": [shim.way for shim in self._logps._shims.values()],
+            "ways": self._logps.ways,
         }
         path = Path(os.environ["RECORD_DIR"]) / f"losses{self.accelerator.process_index}.jsonl"
         with path.open("a", encoding="utf-8") as f:
