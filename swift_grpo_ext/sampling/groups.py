@@ -10,8 +10,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from swift_grpo_ext.sampling.rounds import Round
@@ -102,14 +103,19 @@ def plan_requests(slices_of_ranks: Sequence[Sequence[GroupSlice]], *, grouped: b
     A group that ranks share becomes one request. Each sample becomes a request of its own without
     `grouped`, and where the rows of its group differ.
     """
-    unequal = _unequal_groups(group_slice for slices in slices_of_ranks for group_slice in slices)
+    rows: dict[SampleId, set[str]] = {}
+    for group_slice in chain.from_iterable(slices_of_ranks):
+        rows.setdefault(group_id(group_slice.sample_id), set()).add(group_slice.fingerprint)
+    unequal = [sample_id for sample_id, fingerprints in rows.items() if len(fingerprints) > 1]
     plan = RequestPlan(slices_of_ranks=[], requests=[], unequal=unequal)
 
     def is_single(group_slice: GroupSlice) -> bool:
         return not grouped or group_id(group_slice.sample_id) in unequal
 
     for rank, slices in enumerate(slices_of_ranks):
-        own = [piece for s in slices for piece in (_singles(s) if is_single(s) else [s])]
+        own: list[GroupSlice] = []
+        for s in slices:
+            own += [replace(s, sample_id=i, count=1) for i in s.sample_ids] if is_single(s) else [s]
         plan.slices_of_ranks.append(own)
         for number, group_slice in enumerate(own):
             last = plan.requests[-1] if plan.requests else None
@@ -120,17 +126,6 @@ def plan_requests(slices_of_ranks: Sequence[Sequence[GroupSlice]], *, grouped: b
             else:
                 plan.requests.append(Request(group_slice=group_slice, slices=((rank, number),)))
     return plan
-
-
-def _singles(group_slice: GroupSlice) -> list[GroupSlice]:
-    return [replace(group_slice, sample_id=i, count=1) for i in group_slice.sample_ids]
-
-
-def _unequal_groups(slices: Iterable[GroupSlice]) -> list[SampleId]:
-    rows: dict[SampleId, set[str]] = {}
-    for group_slice in slices:
-        rows.setdefault(group_id(group_slice.sample_id), set()).add(group_slice.fingerprint)
-    return [sample_id for sample_id, fingerprints in rows.items() if len(fingerprints) > 1]
 
 
 def group_id(sample_id: SampleId) -> SampleId:
@@ -151,22 +146,17 @@ def split_by_rank(
     Raises:
         ValueError: an answer has another number of samples than its request.
     """
-    items: dict[tuple[int, int], Sequence[T]] = {}
+    items: list[list[T]] = [[] for _ in slices_of_ranks]
     for request, answer in zip(requests, answers, strict=True):
         if len(answer) != request.group_slice.count:
             raise ValueError(
                 f"{request.group_slice.sample_id}: the request was for "
                 f"{request.group_slice.count} samples, and {len(answer)} came back."
             )
-        taken = 0
-        for rank, number in request.slices:
-            count = slices_of_ranks[rank][number].count
-            items[rank, number] = answer[taken : taken + count]
-            taken += count
-    return [
-        [item for number in range(len(slices)) for item in items[rank, number]]
-        for rank, slices in enumerate(slices_of_ranks)
-    ]
+        rest = iter(answer)
+        for rank, number in request.slices:  # requests are in the order of ranks and slices
+            items[rank] += islice(rest, slices_of_ranks[rank][number].count)
+    return items
 
 
 def count_duplicates(fingerprints: Iterable[str]) -> int:
@@ -187,15 +177,12 @@ def parse_request_id(request_id: str) -> SampleId:
     Raises:
         ValueError: it names none.
     """
-    match = _REQUEST_ID.fullmatch(request_id)
+    match = re.fullmatch(r"(train|eval)-(\d+)\.(\d+)-(\d+)-(\d+)", request_id)
     if match is None:
         raise ValueError(f"{request_id!r} is no name of a sample, such as train-12.0-5-3.")
     phase, *numbers = match.groups()
     step, number, group, index = map(int, numbers)
     return SampleId(phase=phase, step=step, number=number, group=group, index=index)  # type: ignore[arg-type]
-
-
-_REQUEST_ID = re.compile(r"(train|eval)-(\d+)\.(\d+)-(\d+)-(\d+)")
 
 
 def fingerprint(row: Any) -> str:
@@ -209,7 +196,7 @@ def fingerprint(row: Any) -> str:
     Raises:
         ValueError: a field holds what has no form as JSON; names it.
     """
-    return _digest(_prompt_fields(row))
+    return fingerprints([row])[0]
 
 
 def fingerprints(rows: Iterable[Any]) -> list[str]:
@@ -265,22 +252,9 @@ def _are_equal(value: Any, other: Any) -> bool:
 
 def _digest(fields: dict[str, Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    content = _content(digest.update)
-    try:
-        text = json.dumps(fields, sort_keys=True, default=content, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise ValueError(
-            f"A prompt's fields {', '.join(fields)} cannot be told from others ({e}): expected "
-            "what JSON holds, bytes, arrays or images, and texts as keys."
-        ) from e
-    digest.update(text.encode("utf-8", errors="surrogatepass"))
-    return digest.hexdigest()
 
-
-def _content(update: Callable[[bytes], None]) -> Callable[[Any], str]:
-    """For `json.dumps`: binary values go into the digest, a mark of their size into the text."""
-
-    def encode(value: Any) -> str:
+    def content(value: Any) -> str:
+        """Binary values go into the digest, a mark of their size into the text."""
         if hasattr(value, "detach"):  # a torch tensor
             value = value.detach().cpu().numpy()
         if isinstance(value, (bytes, bytearray)):
@@ -292,7 +266,15 @@ def _content(update: Callable[[bytes], None]) -> Callable[[Any], str]:
             data = repr((*form, palette)).encode() + pixels
         else:
             data = repr(value).encode()
-        update(data)
+        digest.update(data)
         return f"<{type(value).__name__} of {len(data)} bytes>"
 
-    return encode
+    try:
+        text = json.dumps(fields, sort_keys=True, default=content, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(
+            f"A prompt's fields {', '.join(fields)} cannot be told from others ({e}): expected "
+            "what JSON holds, bytes, arrays or images, and texts as keys."
+        ) from e
+    digest.update(text.encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()

@@ -7,7 +7,7 @@ several prompts (`BBB AAAA CCCCC`), and advantages compare what has nothing in c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,20 +76,19 @@ def replace_groups(
     Raises:
         NoReplacementError: on every rank; names the groups and the causes.
     """
-    groups: dict[int, list[int]] = {}
-    for number in range(len(rows)):
-        groups.setdefault((start + number) // group_size, []).append(number)
-    own_errors = {
-        group: (error, rows[numbers[0]])
-        for group, numbers in groups.items()
-        if (error := _first_error([rows[i] for i in numbers], error_of))
-    }
+    group_of = [(start + number) // group_size for number in range(len(rows))]
+    own_errors: dict[int, tuple[str, Row]] = {}
+    # Equal rows of a group are looked at once.
+    distinct = dict(zip(zip(group_of, fingerprints(rows), strict=True), rows, strict=True))
+    for (group, _), row in distinct.items():
+        if group not in own_errors and (error := error_of(row)):
+            own_errors[group] = error, row
     failed = _merge(gather(own_errors))
     if not failed:
         return list(rows), []
     # A group's first sample tells who looks at candidates for it.
-    own = [group for group, numbers in groups.items() if start + numbers[0] == group * group_size]
-    taken = {p for prints in gather([fingerprint(rows[groups[g][0]]) for g in own]) for p in prints}
+    own = {group_of[i]: row for i, row in enumerate(rows) if (start + i) % group_size == 0}
+    taken = {p for prints in gather(fingerprints(own.values())) for p in prints}
     found = _find(sorted(failed), own, taken, error_of=error_of, draw=draw, gather=gather)
     if len(found) < len(failed):
         causes = "; ".join(f"group {g}: {failed[g][0]}" for g in sorted(failed.keys() - found))
@@ -98,24 +97,14 @@ def replace_groups(
             f"{len(failed) - len(found)} of them {MAX_CANDIDATES} other rows were tried in vain "
             f"({causes}). Correct the data set, or raise --max_length."
         )
-    whole = [
-        copy.deepcopy(found[group]) if group in found else row
-        for row, group in zip(
-            rows, ((start + i) // group_size for i in range(len(rows))), strict=True
-        )
-    ]
+    pairs = zip(rows, group_of, strict=True)
+    whole = [copy.deepcopy(found[group]) if group in found else row for row, group in pairs]
     return whole, [Replaced(group=g, error=failed[g][0], row=failed[g][1]) for g in sorted(failed)]
-
-
-def _first_error(rows: Sequence[Row], error_of: Callable[[Row], str | None]) -> str | None:
-    """Of a group's rows; equal ones are looked at once."""
-    distinct = dict(zip(fingerprints(rows), rows, strict=True))
-    return next((error for row in distinct.values() if (error := error_of(row))), None)
 
 
 def _find(
     failed: Sequence[int],
-    own: Sequence[int],
+    own: Container[int],
     taken: set[str],
     *,
     error_of: Callable[[Row], str | None],
