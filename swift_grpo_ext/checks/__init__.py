@@ -5,7 +5,7 @@ decides what a fault is called or how it is mended. The settings come from one p
 own with our flags: from a YAML file (`settings.py`), or in `swift` itself from its command line.
 
 Who asks, and what:
-- `swift-grpo-ext check`: `rules.py` and `engines.py` (settings alone, pure), then `lookup.py`
+- `swift-grpo-ext check`: `rules.py` (settings alone, pure), then `lookup.py`
   (what is on this machine: model, data, plugins, packages, GPUs).
 - `swift rlhf` and `swift rollout`: `preflight.py` before a model is loaded, with `rows.py` (the
   data set) and `resume.py` (checkpoints). `enforce` turns the first error into a `ValueError`.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
@@ -11,7 +13,7 @@ from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 Level = Literal["ok", "note", "warning", "error"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """An `error` does not run, or trains something else than it says. A `warning` is ignored,
     wasteful or a likely slip. A `note` is worth knowing, and `ok` what holds."""
@@ -40,21 +42,10 @@ class Finding:
 
 Findings = Iterator[Finding]
 
-
-def ok(setting: str, text: str) -> Finding:
-    return Finding(level="ok", setting=setting, text=text)
-
-
-def note(setting: str, text: str, remedy: str = "") -> Finding:
-    return Finding(level="note", setting=setting, text=text, remedy=remedy)
-
-
-def warning(setting: str, text: str, remedy: str = "") -> Finding:
-    return Finding(level="warning", setting=setting, text=text, remedy=remedy)
-
-
-def error(setting: str, text: str, remedy: str = "") -> Finding:
-    return Finding(level="error", setting=setting, text=text, remedy=remedy)
+ok = partial(Finding, "ok")
+note = partial(Finding, "note")
+warning = partial(Finding, "warning")
+error = partial(Finding, "error")
 
 
 def enforce(findings: Iterable[Finding]) -> None:
@@ -71,6 +62,12 @@ def enforce(findings: Iterable[Finding]) -> None:
 def divisors(number: int, least: int = 2) -> list[int]:
     """From `least` on, up to the largest group."""
     return [n for n in range(least, min(number, MAX_GROUP_SIZE) + 1) if number % n == 0]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names the nearest of the known names; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def words(values: Iterable[Any]) -> str:

@@ -6,7 +6,6 @@ imported as `swift` imports them, so that names they register are known.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import math
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.engines import devices_of
-from swift_grpo_ext.checks.finding import Findings, divisors, error, note, words
+from swift_grpo_ext.checks.finding import Findings, did_you_mean, divisors, error, note, words
 from swift_grpo_ext.checks.rules import PLUGIN
-from swift_grpo_ext.checks.settings import Run, environment
+from swift_grpo_ext.checks.settings import Run, devices_of, environment
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
@@ -41,13 +39,14 @@ def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
         run: the settings.
         gpus: those of this machine that processes will use; None: as the settings' ENV says.
     """
+    from swift.utils import get_device_count
+
     for side, given in run.sides:
         yield from preflight.check_arguments(run.arguments(side), given)
         yield from check_heads(run.arguments(side))
-    yield from check_data(run)
-    yield from check_names(run)
-    yield from check_packages(run)
-    yield from check_gpus(run, gpus, _num_gpus())
+    for look in (check_data, check_names, check_packages):
+        yield from look(run)
+    yield from check_gpus(run, gpus, int(get_device_count()))
 
 
 # --- model and data ---
@@ -103,10 +102,9 @@ def check_data(run: Run) -> Findings:
     for setting in ("dataset", "val_dataset"):
         for given in run.train(setting) or ():
             name = DatasetSyntax.parse(given).dataset
-            is_file = Path(name).suffix in DATA_SUFFIXES or name.startswith(("/", ".", "~"))
             if Path(name).expanduser().exists():
                 continue
-            if is_file:
+            if Path(name).suffix in DATA_SUFFIXES or name.startswith(("/", ".", "~")):
                 text = f"there is no such file in {Path.cwd()}, nor folder."
                 yield error(f"{setting} {given}", text, "Name a file of rows, or a hub id.")
             elif cached(name, "datasets") is None:
@@ -122,11 +120,9 @@ def check_names(run: Run) -> Findings:
     from swift.rewards import orms, rm_plugins
     from swift.rollout import multi_turns
 
-    failed = False
-    for plugin in _plugin_files(run):
-        for finding in _import_plugin(plugin):
-            failed = True
-            yield finding
+    plugins = [p for _, settings in run.sides for p in settings.get("external_plugins") or ()]
+    failed = [finding for plugin in dict.fromkeys(plugins) for finding in _import_plugin(plugin)]
+    yield from failed
     if failed:  # names may be registered there
         return
     yield from _known(run.train("reward_funcs"), "reward_funcs", orms)
@@ -134,11 +130,6 @@ def check_names(run: Run) -> Findings:
     yield from _known(run.train("callbacks"), "callbacks", [*callbacks_map, "diversity"])
     schedulers = {run.train("multi_turn_scheduler"), run.serve("multi_turn_scheduler")} - {None}
     yield from _known(sorted(schedulers), "multi_turn_scheduler", multi_turns)
-
-
-def _plugin_files(run: Run) -> list[str]:
-    given = [p for _, settings in run.sides for p in settings.get("external_plugins") or ()]
-    return list(dict.fromkeys(given))
 
 
 def _import_plugin(plugin: str) -> Findings:
@@ -159,9 +150,9 @@ def _import_plugin(plugin: str) -> Findings:
 def _known(names: Sequence[str] | None, setting: str, registered: Collection[str]) -> Findings:
     for name in names or ():
         if name not in registered:
-            near = difflib.get_close_matches(name, registered, n=1, cutoff=0.6)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {words(sorted(registered))}."
+            near = did_you_mean(name, registered).replace("did", "Did", 1)
             text = "is registered by neither ms-swift nor a file of external_plugins."
+            hint = near or f"Known: {words(sorted(registered))}."
             yield error(f"{setting} {name}", text, hint)
 
 
@@ -179,27 +170,20 @@ def check_packages(run: Run) -> Findings:
 def _needed_modules(run: Run) -> Iterator[tuple[str, str]]:
     from swift.rewards import orms
 
+    def is_swifts(reward: Any) -> bool:
+        return str(getattr(reward, "__module__", "")).startswith("swift.")
+
     settings = run.training or {}
     for setting, needs in PACKAGES.items():
         given = settings.get(setting) or ()
         for value in [given] if isinstance(given, str) else given:
-            is_own = setting == "reward_funcs" and not _is_swifts(orms.get(value))
-            if value in needs and not is_own:
+            from_user = setting == "reward_funcs" and not is_swifts(orms.get(value))
+            if value in needs and not from_user:
                 yield f"{setting} {value}", needs[value]
     if settings.get("deepspeed"):
         yield "deepspeed", "deepspeed"
     if settings.get("use_liger_kernel"):
         yield "use_liger_kernel", "liger_kernel"
-
-
-def _is_swifts(reward: Any) -> bool:
-    return str(getattr(reward, "__module__", "")).startswith("swift.")
-
-
-def _num_gpus() -> int:
-    from swift.utils import get_device_count
-
-    return int(get_device_count())
 
 
 def check_gpus(run: Run, gpus: Sequence[str] | None, present: int) -> Findings:
@@ -223,10 +207,8 @@ def check_gpus(run: Run, gpus: Sequence[str] | None, present: int) -> Findings:
         yield error("CUDA_VISIBLE_DEVICES", text)
     elif present and not gpus:
         env = {**environment(run.training), **os.environ}
-        num_replicas = run.serve("vllm_data_parallel_size") * run.serve("vllm_tensor_parallel_size")
-        for setting, needed in (
-            ("NPROC_PER_NODE", int(env.get("NPROC_PER_NODE", 1)) if run.training else 0),
-            ("vllm_data_parallel_size", num_replicas if run.rollout else 0),
-        ):
+        ranks = int(env.get("NPROC_PER_NODE", 1)) if run.training else 0
+        serving = run.num_rollout_gpus if run.rollout else 0
+        for setting, needed in (("NPROC_PER_NODE", ranks), ("vllm_data_parallel_size", serving)):
             if needed > present:
                 yield error(setting, f"{needed} processes, and this machine has {present} GPUs.")

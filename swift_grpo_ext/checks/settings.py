@@ -6,7 +6,6 @@ Keys, types, choices and defaults are ms-swift's own. Nothing is imported that l
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
-from swift_grpo_ext.checks.finding import Finding, error, warning, words
+from swift_grpo_ext.arguments import flag_names
+from swift_grpo_ext.checks.finding import Finding, did_you_mean, error, warning, words
 
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
@@ -86,13 +86,19 @@ class Run:
         size = self.train("generation_batch_size")
         return self.global_batch * self.steps_per_generation if size is None else int(size)
 
+    @property
+    def num_rollout_gpus(self) -> int:
+        return int(self.serve("vllm_data_parallel_size") * self.serve("vllm_tensor_parallel_size"))
+
     def train(self, name: str) -> Any:
         """A setting of the training, or its default."""
-        return _setting("training", self.training, name)
+        found = [(self.training or {}).get(name), defaults("training").get(name)]
+        return next((v for v in [*found, _LATER_DEFAULTS.get(name)] if v is not None), None)
 
     def serve(self, name: str) -> Any:
         """A setting of the servers, or its default."""
-        return _setting("rollout", self.rollout, name)
+        value = (self.rollout or {}).get(name)
+        return defaults("rollout").get(name) if value is None else value
 
     def arguments(self, side: Side) -> SimpleNamespace:
         """All settings of a side, as attributes: what `swift` itself has after parsing."""
@@ -103,16 +109,15 @@ class Run:
         return self.names.get(side, COMMANDS[side])
 
 
-def _setting(side: Side, settings: Mapping[str, Any] | None, name: str) -> Any:
-    value = (settings or {}).get(name)
-    if value is None:
-        value = defaults(side).get(name)
-    return _LATER_DEFAULTS.get(name) if value is None else value
-
-
 def environment(settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The `ENV` block, which ms-swift puts into the environment."""
     return (settings or {}).get("ENV") or {}
+
+
+def devices_of(settings: Mapping[str, Any] | None) -> list[str]:
+    """The GPUs that a side's ENV names."""
+    value = environment(settings).get("CUDA_VISIBLE_DEVICES")
+    return [part for part in str(value).split(",") if part] if value is not None else []
 
 
 # --- from files ---
@@ -151,17 +156,15 @@ def read_run(
 
 def files_of(path: Path) -> tuple[Path | None, Path | None]:
     """The training's file and the servers' file that belong to a path."""
-    stem = path.name
-    for suffix in (".train.yaml", ".rollout.yaml"):
-        stem = stem.removesuffix(suffix)
-    pair = tuple(path.with_name(f"{stem}.{side}.yaml") for side in ("train", "rollout"))
-    found = [file if file.is_file() else None for file in pair]
-    if stem != path.name and not path.is_file():
+    stem = path.name.removesuffix(".train.yaml").removesuffix(".rollout.yaml")
+    training, rollout = (path.with_name(f"{stem}.{side}.yaml") for side in ("train", "rollout"))
+    is_there = path.is_file()
+    if stem != path.name and not is_there:
         raise ValueError(f"{path}: there is no such file.")
-    if any(found):
-        return found[0], found[1]
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file, nor {pair[0].name} beside it.")
+    if training.is_file() or rollout.is_file():
+        return training if training.is_file() else None, rollout if rollout.is_file() else None
+    if not is_there:
+        raise ValueError(f"{path}: there is no such file, nor {training.name} beside it.")
     return path, None
 
 
@@ -256,17 +259,10 @@ def _flag(side: Side, name: str, findings: list[Finding]) -> str | None:
     known = defaults(side)
     if name in known:
         return name
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     longer = [flag for flag in known if flag.startswith(name)]
-    if len(longer) == 1 and not _is_ours(longer[0]):
+    if len(longer) == 1 and longer[0] not in flag_names():
         findings.append(warning(name, f"is read as {longer[0]}: write it out."))
         return longer[0]
-    hint = f"did you mean {near[0]}?" if near else "leave it out."
+    hint = did_you_mean(name, known) or "leave it out."
     findings.append(error(name, f"is no setting of {COMMANDS[side]}: {hint}"))
     return None
-
-
-def _is_ours(name: str) -> bool:
-    from swift_grpo_ext.arguments import flag_names
-
-    return name in flag_names()

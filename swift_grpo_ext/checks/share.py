@@ -9,8 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from swift_grpo_ext.checks.engines import devices_of
-from swift_grpo_ext.checks.settings import environment, files_of, read_run, read_settings
+from swift_grpo_ext.checks.settings import (
+    devices_of,
+    environment,
+    files_of,
+    read_run,
+    read_settings,
+)
 
 SHARE = Path(__file__).resolve().parents[1] / "share"
 PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
@@ -20,8 +25,7 @@ LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"
 
 def preset_names() -> list[str]:
     """The presets by name; one with servers has two files."""
-    names = {file.name.split(".")[0] for file in PRESETS.glob("*.yaml")}
-    return sorted(names)
+    return sorted({file.name.partition(".")[0] for file in PRESETS.glob("*.yaml")})
 
 
 def title(name: str) -> str:
@@ -34,13 +38,12 @@ def command(name: str) -> str:
     if not _is_pair(name):
         return f"swift rlhf {name}.yaml --dataset train.jsonl"
     run = read_run(PRESETS / name)
-    num_rollout = run.serve("vllm_data_parallel_size") * run.serve("vllm_tensor_parallel_size")
     env = environment(run.training)
-    first = 0 if env.get("NNODES") else num_rollout  # else nodes of their own
+    first = 0 if env.get("NNODES") else run.num_rollout_gpus  # else nodes of their own
     last = first + int(env.get("NPROC_PER_NODE", 1)) - 1
     if not devices_of(run.training):  # made for CPU
         return f"bash launch.sh --cpu --model MODEL --dataset train.jsonl {name}"
-    gpus = f"--rollout-gpus 0-{num_rollout - 1} --train-gpus {first}-{last}"
+    gpus = f"--rollout-gpus 0-{run.num_rollout_gpus - 1} --train-gpus {first}-{last}"
     nodes = "" if first else "--rollout-nodes 2 "
     return f"bash launch.sh {nodes}{gpus} --dataset train.jsonl {name}"
 

@@ -223,7 +223,7 @@ def test_check_refuses_what_a_new_user_mistypes(
     """Each passed before, and failed when servers were up (issue 16)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(lookup, "_num_gpus", lambda: 0)
+    monkeypatch.setattr("swift.utils.get_device_count", lambda: 0)
     lines = ["rlhf_type: grpo", f"external_plugins: [{PLUGIN}]", "num_generations: 2"]
     lines += ["per_device_train_batch_size: 2", 'eval_strategy: "no"']
     config = tmp_path / "run.yaml"
