@@ -108,7 +108,8 @@ def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Endin
             sampled too many) does not matter.
         decode: gives the text of any first part of `token_ids`.
     """
-    length = _first_stop_token(token_ids, stops)
+    later = range(stops.min_tokens, len(token_ids))
+    length = next((i + 1 for i in later if token_ids[i] in stops.tokens), None)
     found = _first_stop_string(token_ids[:length], decode, stops)
     if found is not None:
         num_tokens, match, text = found
@@ -144,12 +145,6 @@ def find(text: str, strings: Sequence[str], start: int = 0) -> Match | None:
         if position >= 0:
             matches.append(Match(string, position, position + len(string)))
     return min(matches, key=lambda match: match.end, default=None)  # the first of equal ones
-
-
-def _first_stop_token(token_ids: Sequence[int], stops: Stops) -> int | None:
-    """The number of tokens up to the first stop token, inclusive."""
-    later = range(stops.min_tokens, len(token_ids))
-    return next((i + 1 for i in later if token_ids[i] in stops.tokens), None)
 
 
 def _first_stop_string(

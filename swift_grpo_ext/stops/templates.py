@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from swift.infer_engine.protocol import ChatCompletionResponseChoice
@@ -103,11 +103,7 @@ def end_ids(template: Any) -> frozenset[int]:
 def check_stop_settings(args: Any) -> None:
     """Refuse what is wrong with any template, before a model is loaded.
 
-    Args:
-        args: of `swift rlhf`, once the model's directory is known.
-
-    Raises:
-        ValueError: see `stops.check_stops`.
+    `args` are those of `swift rlhf`, once the model's directory is known. Raises as `check_stops`.
     """
     size = 0
     if args.stop_token_ids:
@@ -119,11 +115,7 @@ def check_stop_settings(args: Any) -> None:
 
 
 def check_template_stops(args: Any, template: Any) -> None:
-    """Refuse `--stop_words` and `--stop_token_ids` that cannot be meant with this template.
-
-    Raises:
-        ValueError: see `stops.check_stops`.
-    """
+    """Refuse stop settings that cannot be meant with this template; raises as `check_stops`."""
     check_stops(
         args.stop_words or (),
         args.stop_token_ids,
@@ -136,9 +128,9 @@ def with_stop_reason(
     choice: ChatCompletionResponseChoice, text: Any, finish_reason: Any, reason: StopReason
 ) -> StoppedChoice:
     """A choice of ms-swift's with its text up to its end, and why it ended."""
-    values = {f.name: getattr(choice, f.name) for f in fields(ChatCompletionResponseChoice)}
     choice.message.content = text
-    return StoppedChoice(**{**values, "finish_reason": finish_reason}, stop_reason=reason)
+    ended = {"finish_reason": finish_reason, "stop_reason": reason}
+    return StoppedChoice(**{**vars(choice), **ended})
 
 
 def record_stop_reason(output: Any) -> Any:

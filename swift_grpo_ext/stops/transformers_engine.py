@@ -82,8 +82,8 @@ class RolloutTransformersEngine(TransformersEngine):
 
     def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> list[Any]:
         responses = super().infer(infer_requests, *args, **kwargs)
-        ours = [r for r in responses if _is_stopped(r)]
-        if len(ours) < len(responses):
+        choices = [getattr(response, "choices", None) or [None] for response in responses]
+        if not all(isinstance(of_response[0], StoppedChoice) for of_response in choices):
             return list(responses)
         return [record_stop_reason(RolloutOutput(response=response)) for response in responses]
 
@@ -92,17 +92,14 @@ class RolloutTransformersEngine(TransformersEngine):
         infer_requests: Any,
         request_config: RequestConfig,
         *,
-        adapter_request: Any = None,
         pre_infer_hook: Any = None,
+        **kwargs: Any,
     ) -> Any:
         metadata = None if request_config.stream else _common_metadata(infer_requests)
         if metadata is not None:
             pre_infer_hook = self._with_stops(metadata, pre_infer_hook)
         return super()._infer(
-            infer_requests,
-            request_config,
-            adapter_request=adapter_request,
-            pre_infer_hook=pre_infer_hook,
+            infer_requests, request_config, pre_infer_hook=pre_infer_hook, **kwargs
         )
 
     def _with_stops(self, metadata: RequestMetadata, pre_infer_hook: Any) -> Any:
@@ -120,31 +117,19 @@ class RolloutTransformersEngine(TransformersEngine):
         return attach
 
     def _infer_full(
-        self,
-        inputs: dict[str, Any],
-        *,
-        generation_config: Any,
-        adapter_request: Any,
-        request_config: RequestConfig,
-        template_inputs: Sequence[Any],
-        stops: Stops | None = None,
+        self, inputs: dict[str, Any], *, stops: Stops | None = None, **kwargs: Any
     ) -> list[ChatCompletionResponse]:
         if stops is None:
-            return super()._infer_full(
-                inputs,
-                generation_config=generation_config,
-                adapter_request=adapter_request,
-                request_config=request_config,
-                template_inputs=template_inputs,
-            )
+            return super()._infer_full(inputs, **kwargs)
+        request_config = kwargs["request_config"]
         ids_BT, logprobs = self._generate(
-            inputs, generation_config, adapter_request, request_config, stops
+            inputs, kwargs["generation_config"], kwargs["adapter_request"], request_config, stops
         )
-        count = generation_config.num_return_sequences
+        count = kwargs["generation_config"].num_return_sequences
         prompt_ids = _prompt_ids(inputs)
         num_prompt_tokens = inputs["attention_mask"].sum(-1).tolist()  # without padding
         responses = []
-        for i, row_inputs in enumerate(template_inputs):
+        for i, row_inputs in enumerate(kwargs["template_inputs"]):
             choices = [
                 self._choice(
                     j,
@@ -231,11 +216,6 @@ def _common_metadata(infer_requests: Sequence[Any]) -> RequestMetadata | None:
     if len(settings) > 1:
         raise ValueError(f"Requests of one batch have different stop settings: {settings}.")
     return metadatas[0] if metadatas else None
-
-
-def _is_stopped(response: Any) -> bool:
-    choices = getattr(response, "choices", None) or ()
-    return any(isinstance(choice, StoppedChoice) for choice in choices)
 
 
 def _prompt_ids(inputs: dict[str, Any]) -> list[list[int] | None]:

@@ -64,7 +64,8 @@ def check_training_batch(
                 else "Give `swift rollout` the settings of the training: --template, --system, "
                 "--max_length, MAX_PIXELS and the like."
             )
-            check_prompt(_name(sample), prompt_ids, _flat(sample.encoded["input_ids"]), remedy)
+            training_ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
+            check_prompt(_name(sample), prompt_ids, training_ids, remedy)
     _check_alignment(samples, batch)
 
 
@@ -216,7 +217,3 @@ def _num_turns(sample: Any) -> int:
 def _flatten(values: Any) -> Iterator[Any]:
     """Of ms-swift's lists for each turn, and of single turns that have none."""
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
-
-
-def _flat(ids: Any) -> list[int]:
-    return list(ids.flatten().tolist()) if isinstance(ids, torch.Tensor) else list(ids)

@@ -46,7 +46,7 @@ class RolloutSettings:
 
     @classmethod
     def of(cls, args: Any) -> RolloutSettings:
-        """Args: of the training."""
+        """Of the training's arguments."""
         has_seeds = args.use_vllm and args.rollout_seed_mode == "sample"
         return cls(
             draws=bool(args.use_vllm and (has_seeds or args.rollout_group_requests)),
@@ -60,13 +60,9 @@ class RolloutSettings:
         """The requests of samples, each with the metadata of its sample."""
         for sample, request in zip(samples, requests, strict=True):
             if request is not sample:  # else it is a later turn's, and has its metadata
+                sample_id = parse_request_id(sample.request_id)
                 metadata = RequestMetadata(
-                    sample_id=parse_request_id(sample.request_id),
-                    count=1,
-                    run_seed=self.run_seed,
-                    packed=False,
-                    stop_token_ids=self.stop_token_ids,
-                    include_stop_str_in_output=self.include_stop_str_in_output,
+                    sample_id=sample_id, count=1, packed=False, **self._of_requests
                 )
                 wire.write_metadata(request.data_dict, metadata)
         return requests
@@ -86,12 +82,15 @@ class RolloutSettings:
             sample_ids=sample_ids,
             fingerprints=prompts,
             request=request,
-            run_seed=self.run_seed,
             grouped=self.grouped,
             packed=packed,
-            stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
+            **self._of_requests,
         )
+
+    @property
+    def _of_requests(self) -> dict[str, Any]:
+        names = ("run_seed", "stop_token_ids", "include_stop_str_in_output")
+        return {name: getattr(self, name) for name in names}
 
 
 def name_samples(samples: Sequence[Any], sample_ids: Sequence[SampleId]) -> None:
@@ -222,20 +221,18 @@ class SampleRecorder:
         if len(outputs) != len(samples):
             return  # a server's scheduler made several training samples of one: none has a name
         assert self.log is not None
+        seed = self._run_seed
+        drawn = zip(sample_ids, samples, prompts, outputs, strict=True)
         rows = [
             sample_row(
-                sample_id,
-                sample,
-                output,
-                seed=None if self._run_seed is None else sample_seed(self._run_seed, sample_id),
+                sample_id, sample, output,
+                seed=None if seed is None else sample_seed(seed, sample_id),
                 fingerprint=prompt,
                 rank=self._ranks.rank + number * num_ranks // len(samples),
                 weight_version=weight_version,
             )
-            for number, (sample_id, sample, prompt, output) in enumerate(
-                zip(sample_ids, samples, prompts, outputs, strict=True)
-            )
-        ]
+            for number, (sample_id, sample, prompt, output) in enumerate(drawn)
+        ]  # fmt: skip
         self.log.append(rows)
         for listener in self.listeners:
             listener(rows)

@@ -303,14 +303,20 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_counts_of(samples)
         with shared_media(self.template), only_sampled_tokens(self.template, samples):
             batches = super()._prepare_batch_inputs(samples)
+        for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
+            check_training_batch(chunk, batch, self.args, self.template.max_length)
         grpo_batches = [batch["grpo_batch"] for batch in batches]
-        if self.template.sequence_parallel_size == 1:
-            for chunk, batch in zip(self.split_by_mini_batches(samples), grpo_batches, strict=True):
-                check_training_batch(chunk, batch, self.args, self.template.max_length)
         gap = self._rollout_gap.measure(grpo_batches, self.model.dtype, self._global_step)
         for name, value in gap.items():
             self._metrics[self._mode][name].append(value)
         return batches
+
+    def _micro_batches(self, samples: list[Any], batches: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The samples of each micro-batch, and its `GRPOBatch`; none with sequence parallelism,
+        which mixes the samples of ranks."""
+        if self.template.sequence_parallel_size > 1:
+            return [], []
+        return self.split_by_mini_batches(samples), [batch["grpo_batch"] for batch in batches]
 
     def _get_per_token_logps_and_entropies_single(
         self, model: Any, model_inputs: Any, grpo_batch: Any, compute_entropy: bool = False
@@ -349,17 +355,14 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _postprocess_batch(self, samples: list[Any], batch_encoded_inputs: list[Any]) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
-        chunks, batches = [], []
-        if self.template.sequence_parallel_size == 1:
-            chunks = self.split_by_mini_batches(samples)
-            batches = [batch["grpo_batch"] for batch in batch_encoded_inputs]
+        micro_batches = self._micro_batches(samples, batch_encoded_inputs)
         assert self._recorder.log is not None
         self._rewards.record(
             self._recorder.log,
             samples,
             self._own_share(samples, self._rewards_per_func),
             fate="trained" if self.model.training else "evaluated",
-            extras=training_scores(samples, chunks, batches),
+            extras=training_scores(samples, *micro_batches),
             all_gather=self.ranks.all_gather,
         )
 
@@ -393,23 +396,24 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        if self._reads_itself(resume_from_checkpoint):
-            load_whole_model(self.model if model is None else model, Path(resume_from_checkpoint))
-            logger.info(f"The weights of {resume_from_checkpoint} are loaded.")
-        else:
+        if not self._has_loaded(resume_from_checkpoint, model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if self._reads_itself(best):
-            load_whole_model(self.model, Path(best))
-            logger.info(f"The weights of {best} are loaded, the best ({self.state.best_metric}).")
-        else:
+        note = f", the best ({self.state.best_metric})"
+        if not self._has_loaded(self.state.best_model_checkpoint, note=note):
             super()._load_best_model()
 
-    def _reads_itself(self, checkpoint: str) -> bool:
+    def _has_loaded(
+        self, checkpoint: str, model: nn.Module | None = None, *, note: str = ""
+    ) -> bool:
+        """Load the checkpoint of a whole model; false where upstream has to."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        return not is_sharded and holds_whole_model(Path(checkpoint))
+        if is_sharded or not holds_whole_model(Path(checkpoint)):
+            return False
+        load_whole_model(self.model if model is None else model, Path(checkpoint))
+        logger.info(f"The weights of {checkpoint} are loaded{note}.")
+        return True
 
 
 @contextmanager
