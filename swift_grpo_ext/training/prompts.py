@@ -49,9 +49,9 @@ def replace_failing_prompts(
     seed: int,
     template: Any,
     ranks: RankGroup,
-) -> tuple[list[Row], int]:
+) -> tuple[list[Row], list[int]]:
     """This rank's rows with other prompts in the place of those that cannot be encoded, by whole
-    groups, and how many groups of all ranks were replaced. Rank 0 warns of each.
+    groups, and which groups of the generation batch, of all ranks. Rank 0 warns of each.
 
     Args:
         rows: this rank's, in order.
@@ -83,7 +83,7 @@ def replace_failing_prompts(
             f"{question_of(group.row)!r} cannot be encoded ({group.error}); another prompt "
             "takes the place of the whole group (--truncation_strategy delete)."
         )
-    return kept, len(replaced)
+    return kept, [group.group for group in replaced]
 
 
 def encoding_error(template: Any, row: Row) -> str | None:

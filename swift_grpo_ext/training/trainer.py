@@ -6,7 +6,6 @@ Each hook takes what it needs from ms-swift, and hands it to a collaborator, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,7 @@ from swift_grpo_ext.training.batch import (
     check_training_batch,
     switch_off_dropout,
 )
-from swift_grpo_ext.training.checkpoints import (
-    explained_save,
-    holds_whole_model,
-    load_whole_model,
-)
+from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
 from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
 from swift_grpo_ext.training.rollouts import (
     DuplicateCheck,
@@ -93,9 +88,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._recorder = SampleRecorder(config.output_dir, self.ranks, self._settings.run_seed)
         self.sample_listeners = self._recorder.listeners  # callbacks are made in the next line
         super().__init__(*args, **kwargs)
-        self._rounds = RoundNames(
-            round_clock(config, len(self.train_dataset), template.sequence_parallel_size)
-        )
+        clock = round_clock(config, len(self.train_dataset), template.sequence_parallel_size)
+        self._rounds = RoundNames(clock)
         self._duplicates = DuplicateCheck(config.duplicate_prompts, self.ranks)
         self._uneven_groups = UnevenGroupsWarning()
         self._rollout_gap = RolloutGap(config, self.ranks)
@@ -143,21 +137,19 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         upstream = super()._get_train_sampler(train_dataset)
-        return EpochSampler(upstream, lambda: self._rounds.clock.epoch_of_step(self._global_step))
-
-    @property
-    def _global_step(self) -> int:
-        return int(self.state.global_step)
+        return EpochSampler(
+            upstream, lambda: self._rounds.clock.epoch_of_step(self.state.global_step)
+        )
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if self.model.training:
             # A resumed run counts on, so that rounds begin where they would have.
-            self._step: int = self._step or self._rounds.clock.batches_at(self._global_step)
+            self._step: int = self._step or self._rounds.clock.batches_at(self.state.global_step)
             self._rounds.begin_training(self._step, ahead=self.args.async_generate)
         return super()._prepare_inputs(inputs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        self._rounds.begin_evaluation(self._global_step)
+        self._rounds.begin_evaluation(self.state.global_step)
         self._eval_rows = dataloader.dataset
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
@@ -167,11 +159,13 @@ class RolloutGRPOTrainer(GRPOTrainer):
             super()._prefetch(dataloader)
             return
         clock = self._rounds.clock
-        batch = clock.batches_at(self._global_step)
+        batch = clock.batches_at(self.state.global_step)
         self._rounds.begin_training(batch)
         rows = self._rows(self._get_train_sampler(), *clock.generation_batch_before(batch))
-        with _training_mode(self.model):
-            super()._prefetch([rows])
+        was_training = self.model.training
+        self.model.train()
+        super()._prefetch([rows])
+        self.model.train(was_training)
 
     def _prepare_resample_data_iterator(self) -> None:
         super()._prepare_resample_data_iterator()
@@ -188,13 +182,12 @@ class RolloutGRPOTrainer(GRPOTrainer):
             yield self._rows(sampler, *divmod(position, sampler.num_batches))
 
     def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
-        indices = rank_rows(sampler.batch(epoch, batch), self.ranks)
-        return [self.train_dataset[i] for i in indices]
+        return [self.train_dataset[i] for i in rank_rows(sampler.batch(epoch, batch), self.ranks)]
 
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """With `--truncation_strategy delete`: whole groups leave, and whole groups come."""
         round_ = self._rounds.upcoming(training=self.model.training)
-        rows, num_replaced = replace_failing_prompts(
+        rows, replaced = replace_failing_prompts(
             inputs,
             others=self.train_dataset if self.model.training else self._eval_rows,
             round_=round_,
@@ -203,16 +196,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
             template=self.template,
             ranks=self.ranks,
         )
-        if num_replaced:  # of all ranks
-            self._rewards.replaced(round_, self._changed_groups(inputs, rows))
-        self._metrics[self._mode]["prompts/replaced"].append(float(num_replaced))
+        self._rewards.replaced(round_, replaced)
+        self._metrics[self._mode]["prompts/replaced"].append(float(len(replaced)))
         return rows
-
-    def _changed_groups(self, before: list[Any], after: list[Any]) -> list[int]:
-        """Numbers in the generation batch of groups that got other rows, on any rank."""
-        own = [row is not old for row, old in zip(after, before, strict=True)]
-        changed = [flag for of_rank in self.ranks.all_gather(own) for flag in of_rank]
-        return sorted({i // self._group_size for i, flag in enumerate(changed) if flag})
 
     # --- the rollout: samples are named, drawn, and written down ---
 
@@ -228,7 +214,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         positions = range(start, start + len(samples))
         sample_ids = sample_ids_at(round_, positions, self._group_size)
         name_samples(samples, sample_ids)
-        self._recorder.open(start_step=self._global_step)
+        self._recorder.open(start_step=self.state.global_step)
         self._duplicates.check(samples, sample_ids)
         return samples
 
@@ -262,7 +248,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
             prompts,
             outputs,
             num_ranks=self.ranks.size if is_global_inputs else 1,
-            weight_version=self._last_loaded_step if self.args.use_vllm else self._global_step,
+            weight_version=self._last_loaded_step if self.args.use_vllm else self.state.global_step,
         )
         return outputs
 
@@ -306,14 +292,13 @@ class RolloutGRPOTrainer(GRPOTrainer):
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
             check_training_batch(chunk, batch, self.args, self.template.max_length)
         grpo_batches = [batch["grpo_batch"] for batch in batches]
-        gap = self._rollout_gap.measure(grpo_batches, self.model.dtype, self._global_step)
+        gap = self._rollout_gap.measure(grpo_batches, self.model.dtype, self.state.global_step)
         for name, value in gap.items():
             self._metrics[self._mode][name].append(value)
         return batches
 
     def _micro_batches(self, samples: list[Any], batches: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The samples of each micro-batch, and its `GRPOBatch`; none with sequence parallelism,
-        which mixes the samples of ranks."""
+        """Of each, samples and `GRPOBatch`; none where sequence parallelism mixes samples."""
         if self.template.sequence_parallel_size > 1:
             return [], []
         return self.split_by_mini_batches(samples), [batch["grpo_batch"] for batch in batches]
@@ -367,13 +352,13 @@ class RolloutGRPOTrainer(GRPOTrainer):
         )
 
     def _own_share(self, samples: list[Any], of_all_ranks: torch.Tensor) -> list[list[float]]:
+        # Not the sizes of `_add_prompt_id_to_inputs`: a scheduler may make several samples of one.
         start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
-        share: list[list[float]] = of_all_ranks[start : start + len(samples)].tolist()
-        return share
+        return list(of_all_ranks[start : start + len(samples)].tolist())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         zero_std = self._metrics["train"].get("frac_reward_zero_std", ())
-        self._zero_gradient.check(logs.get("grad_norm"), zero_std, self._global_step)
+        self._zero_gradient.check(logs.get("grad_norm"), zero_std, self.state.global_step)
         super().log(logs, start_time)
 
     # --- weights and checkpoints ---
@@ -390,7 +375,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self._weights.send(state_dict, load)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        with explained_save(self.args.output_dir, self._global_step):
+        with explained_save(self.args.output_dir, self.state.global_step):
             return super()._save_checkpoint(*args, **kwargs)
 
     def _load_from_checkpoint(
@@ -404,9 +389,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if not self._has_loaded(self.state.best_model_checkpoint, note=note):
             super()._load_best_model()
 
-    def _has_loaded(
-        self, checkpoint: str, model: nn.Module | None = None, *, note: str = ""
-    ) -> bool:
+    def _has_loaded(self, checkpoint: str, model: Any = None, *, note: str = "") -> bool:
         """Load the checkpoint of a whole model; false where upstream has to."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if is_sharded or not holds_whole_model(Path(checkpoint)):
@@ -414,11 +397,3 @@ class RolloutGRPOTrainer(GRPOTrainer):
         load_whole_model(self.model if model is None else model, Path(checkpoint))
         logger.info(f"The weights of {checkpoint} are loaded{note}.")
         return True
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.train()
-    yield
-    model.train(was_training)

@@ -118,12 +118,12 @@ SPARE = [row(letter) for letter in "defgh"]
 
 def replaced(
     batch: str, num_ranks: int = 1, round_: Round = ROUND, others: list[Any] = SPARE
-) -> list[tuple[str, int]]:
+) -> list[tuple[str, list[int]]]:
     """Each rank's rows after it, as letters, and the number of groups that it is told."""
     share = len(batch) // num_ranks
 
-    def work(ranks: ThreadRanks) -> tuple[str, int]:
-        rows, count = replace_failing_prompts(
+    def work(ranks: ThreadRanks) -> tuple[str, list[int]]:
+        rows, groups = replace_failing_prompts(
             [row(letter) for letter in batch[ranks.rank * share : (ranks.rank + 1) * share]],
             others=others,
             round_=round_,
@@ -132,7 +132,7 @@ def replaced(
             template=Template(),
             ranks=ranks,
         )
-        return "".join(map(words_of, rows)), count
+        return "".join(map(words_of, rows)), groups
 
     return run_rank_groups(num_ranks, work)
 
@@ -147,7 +147,7 @@ def test_two_bad_groups_at_once(num_ranks: int, warnings: list[str]) -> None:
     first, second, *_ = candidates(ROUND)
     results = replaced("AAbbCCbb", num_ranks)
     assert "".join(rows for rows, _ in results) == f"{first * 2}bb{second * 2}bb"
-    assert [count for _, count in results] == [2] * num_ranks
+    assert [groups for _, groups in results] == [[0, 2]] * num_ranks
     assert len(warnings) == 2
     for warning, group, words in zip(warnings, (0, 2), "AC", strict=True):
         expected = f"train round 3.1, group {group}: the row that asks '{words}' cannot be encoded"
@@ -164,14 +164,14 @@ def test_two_bad_groups_at_once(num_ranks: int, warnings: list[str]) -> None:
 )
 def test_each_round_tries_rows_in_an_order_of_its_own(round_: Round, warnings: list[str]) -> None:
     assert candidates(round_) != candidates(ROUND)
-    [(rows, count)] = replaced("bbAA", round_=round_)
-    assert (rows, count) == (f"bb{candidates(round_)[0] * 2}", 1)
+    [(rows, groups)] = replaced("bbAA", round_=round_)
+    assert (rows, groups) == (f"bb{candidates(round_)[0] * 2}", [1])
     name = f"{round_.phase} round {round_.step}.{round_.number}, group {round_.first_group + 1}:"
     assert warnings[0].startswith(name)
 
 
 def test_without_a_bad_prompt_nothing_changes(warnings: list[str]) -> None:
-    assert replaced("bbcc", 2) == [("bb", 0), ("cc", 0)]
+    assert replaced("bbcc", 2) == [("bb", []), ("cc", [])]
     assert warnings == []
 
 
