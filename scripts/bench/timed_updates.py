@@ -16,9 +16,9 @@ from typing import Any
 from swift.trainers import TrainerFactory
 
 from swift_grpo_ext.training import RolloutGRPOTrainer
-from swift_grpo_ext.upstream import cpu_worker
-from swift_grpo_ext.upstream.cpu_worker import CPUWeightSyncWorkerExtension
+from swift_grpo_ext.weights import receiver
 from swift_grpo_ext.weights import updates as trainer_weights
+from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
 
 
 def nothing(*_: Any) -> dict[str, str]:
@@ -29,15 +29,15 @@ def switch(module: Any, names: tuple[str, ...], *, on: bool) -> None:
     """Let a module's functions verify, or do nothing."""
     for name in names:
         value = ORIGINAL[module.__name__, name]
-        skipped = (lambda *_: nothing) if name == "receipt_meanwhile" else nothing
+        skipped = (lambda *_: nothing) if name == "weight_checksums_in_background" else nothing
         setattr(module, name, value if on else skipped)
 
 
-OF_TRAINER = ("compare", "compare_tensors", "receipt_meanwhile")
-OF_WORKER = ("receipt_meanwhile",)
+OF_TRAINER = ("compare", "compare_tensors", "weight_checksums_in_background")
+OF_WORKER = ("weight_checksums_in_background",)
 ORIGINAL = {
     (module.__name__, name): getattr(module, name)
-    for module, names in ((trainer_weights, OF_TRAINER), (cpu_worker, OF_WORKER))
+    for module, names in ((trainer_weights, OF_TRAINER), (receiver, OF_WORKER))
     for name in names
 }
 
@@ -55,19 +55,15 @@ class TimedTrainer(RolloutGRPOTrainer):
         with Path(os.environ["UPDATE_TIMES"]).open("a", encoding="utf-8") as f:
             f.write(json.dumps({"verified": is_verified, "seconds": seconds}) + "\n")
 
-    def _verify_served_weights(self) -> None:
-        if self.updates % 2 == 0:  # of a verified one: it was counted already
-            super()._verify_served_weights()
-
 
 class TimedExtension(CPUWeightSyncWorkerExtension):
     updates = 0
 
     def process_weights_after_loading(self) -> None:
-        switch(cpu_worker, OF_WORKER, on=self.updates % 2 == 1)
+        switch(receiver, OF_WORKER, on=self.updates % 2 == 1)
         self.updates += 1
         super().process_weights_after_loading()
 
 
-cpu_worker.CPUWeightSyncWorkerExtension = TimedExtension  # type: ignore[misc]
+receiver.CPUWeightSyncWorkerExtension = TimedExtension  # type: ignore[misc]
 TrainerFactory.TRAINER_MAPPING["grpo"] = "timed_updates.TimedTrainer"

@@ -21,7 +21,6 @@ from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.groups import (
-    GroupSlice,
     RequestPlan,
     make_slices,
     plan_requests,
@@ -45,14 +44,11 @@ class RankBatch:
     request: Callable[[int], RolloutInferRequest]
     """Makes the request of the sample with that number on this rank; one call for each request."""
 
-    run_seed: int | None
+    metadata: Callable[[SampleId, int], RequestMetadata]
+    """Of a request for so many samples, the first of them named."""
+
     grouped: bool
     """Whether a group may be one request."""
-
-    packed: bool
-
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = True
 
 
 def draw(
@@ -81,7 +77,8 @@ def _rows(
 ) -> dict[int, RolloutInferRequest] | str:
     """This rank's rows, by the number of their slice. A failure comes back as text instead: the
     other ranks wait for the rows."""
-    first_samples = _first_samples(plan.slices_of_ranks[rank])
+    counts = (group_slice.count for group_slice in plan.slices_of_ranks[rank])
+    first_samples = list(accumulate(counts, initial=0))
     own = (request.slices[0] for request in plan.requests if request.slices[0][0] == rank)
     try:
         return {number: rank_batch.request(first_samples[number]) for _, number in own}
@@ -96,25 +93,11 @@ def _generate(
     if failures:
         raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
     rows = [rows_of_ranks[rank][number] for rank, number in (r.slices[0] for r in plan.requests)]
-    metadatas = [
-        RequestMetadata(
-            sample_id=request.group_slice.sample_id,
-            count=request.group_slice.count,
-            run_seed=rank_batch.run_seed,
-            packed=rank_batch.packed,
-            stop_token_ids=rank_batch.stop_token_ids,
-            include_stop_str_in_output=rank_batch.include_stop_str_in_output,
-        )
-        for request in plan.requests
-    ]
+    slices = [request.group_slice for request in plan.requests]
+    metadatas = [rank_batch.metadata(part.sample_id, part.count) for part in slices]
     for row, metadata in zip(rows, metadatas, strict=True):
         wire.write_metadata(row.data_dict, metadata)
     return split_by_rank(plan.requests, generate(rows, metadatas), plan.slices_of_ranks)
-
-
-def _first_samples(slices: Sequence[GroupSlice]) -> list[int]:
-    """For each group slice of this rank, the number of its first sample."""
-    return list(accumulate((group_slice.count for group_slice in slices), initial=0))[:-1]
 
 
 def to_rollout_outputs(

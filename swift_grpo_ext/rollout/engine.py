@@ -33,20 +33,18 @@ from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, with_stop_reason
-from swift_grpo_ext.upstream import pins, processor_copies, server, shared_memory, split_prefill
+from swift_grpo_ext.upstream import pins, server, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
-from swift_grpo_ext.upstream.exif import drop_orientation
+from swift_grpo_ext.upstream.encoding import add_video_metadata, drop_orientation, tool_calls
 from swift_grpo_ext.upstream.replicas import FAILURE, REQUEST_FAULT
-from swift_grpo_ext.upstream.tool_calls import tool_calls
-from swift_grpo_ext.upstream.video import add_video_metadata
 
 logger = get_logger()
 
 ROLLOUT_MODULE = "swift.pipelines.infer.rollout"
 UPSTREAM_EXTENSION = f"{ROLLOUT_MODULE}.WeightSyncWorkerExtension"
 VERIFIED_EXTENSION = "swift_grpo_ext.weights.receiver.VerifiedWeightSyncWorkerExtension"
-CPU_EXTENSION = "swift_grpo_ext.upstream.cpu_worker.CPUWeightSyncWorkerExtension"
+CPU_EXTENSION = "swift_grpo_ext.weights.receiver.CPUWeightSyncWorkerExtension"
 
 METADATA = f"{wire.KEY}.metadata"
 SAMPLES_AHEAD = f"{wire.KEY}.samples_ahead"
@@ -73,9 +71,8 @@ class RolloutEngine(GRPOVllmEngine):
             ours = VERIFIED_EXTENSION if has_accelerator() else CPU_EXTENSION
             engine_kwargs["worker_extension_cls"] = ours
         if not has_accelerator():
-            split_prefill.install()
-            shared_memory.install()
-        processor_copies.install()
+            vllm_repairs.repair_cpu_engine()
+        vllm_repairs.load_processors_uncopied()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         self._placeholder_bias = logit_bias(placeholder_ids(self.template))
 

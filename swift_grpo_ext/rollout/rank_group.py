@@ -55,19 +55,21 @@ class SingleRank:
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    gather = all_gather
+    def gather(self, value: Any) -> list[Any]:
+        return self.all_gather(value)
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
         if isinstance(values, Exception):
             raise values
         assert values is not None
-        return values[0]
+        return values[self.rank]
 
 
 class TensorParallelGroup(SingleRank):
     """Ranks that run one engine together: all of them make the same call."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any = None) -> None:
+        """`group`: carries Python objects; the default group where None."""
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -77,29 +79,13 @@ class TensorParallelGroup(SingleRank):
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    gather = all_gather
 
-    def scatter(self, values: list[Any] | Exception | None) -> Any:
-        if isinstance(values, Exception):
-            raise values
-        assert values is not None
-        return values[self.rank]
-
-
-class MainRankGroup:
+class MainRankGroup(TensorParallelGroup):
     """All training ranks; rank 0 calls the servers."""
 
     def __init__(self, group: Any = None) -> None:
-        """`group`: carries Python objects; the default group where None."""
-        self._group = group
-        self.rank = dist.get_rank()
+        super().__init__(group)
         self.drives_engine = self.rank == 0
-        self.size = dist.get_world_size()
-
-    def all_gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.size if self.drives_engine else None

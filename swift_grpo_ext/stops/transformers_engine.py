@@ -38,7 +38,7 @@ from swift_grpo_ext.stops.templates import (
     record_stop_reason,
     with_stop_reason,
 )
-from swift_grpo_ext.upstream.tool_calls import tool_calls
+from swift_grpo_ext.upstream.encoding import tool_calls
 
 WINDOW_MARGIN = 8
 """Tokens of the window beyond those that can hold a stop string, each at least one byte: decoders

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swift.utils import get_logger
@@ -56,14 +57,24 @@ class RolloutSettings:
             include_stop_str_in_output=args.include_stop_str_in_output,
         )
 
+    def metadata(
+        self, sample_id: SampleId, count: int = 1, *, packed: bool = False
+    ) -> RequestMetadata:
+        """Of a request for so many samples, the first of them named."""
+        return RequestMetadata(
+            sample_id=sample_id,
+            count=count,
+            run_seed=self.run_seed,
+            packed=packed,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
+
     def with_metadata(self, samples: Sequence[Any], requests: list[Any]) -> list[Any]:
         """The requests of samples, each with the metadata of its sample."""
         for sample, request in zip(samples, requests, strict=True):
             if request is not sample:  # else it is a later turn's, and has its metadata
-                sample_id = parse_request_id(sample.request_id)
-                metadata = RequestMetadata(
-                    sample_id=sample_id, count=1, packed=False, **self._of_requests
-                )
+                metadata = self.metadata(parse_request_id(sample.request_id))
                 wire.write_metadata(request.data_dict, metadata)
         return requests
 
@@ -82,15 +93,9 @@ class RolloutSettings:
             sample_ids=sample_ids,
             fingerprints=prompts,
             request=request,
+            metadata=partial(self.metadata, packed=packed),
             grouped=self.grouped,
-            packed=packed,
-            **self._of_requests,
         )
-
-    @property
-    def _of_requests(self) -> dict[str, Any]:
-        names = ("run_seed", "stop_token_ids", "include_stop_str_in_output")
-        return {name: getattr(self, name) for name in names}
 
 
 def name_samples(samples: Sequence[Any], sample_ids: Sequence[SampleId]) -> None:

@@ -52,7 +52,7 @@ from swift_grpo_ext.training.rollouts import (
 )
 from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.dynamic_eos import only_sampled_tokens
+from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
 logger = get_logger()

@@ -3,7 +3,7 @@
 Symptom: NCCL cannot load, so the broadcast sends nothing and the server waits for ever.
 Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py.
 Adaptation: tensors travel through gloo, over the rendezvous store that both sides have made
-(`cpu_worker.py` is the other end).
+(`weights/receiver.py` is the other end).
 Can go when ms-swift has a communicator for CPU.
 """
 

@@ -1,15 +1,21 @@
 """Weight updates at the engine's end: loaded, and recorded as checksums for the trainer.
 
 The trainer (`updates.py`) sends tensors and compares their checksums (`checksums.py`) with those
-that each worker recorded here.
+that each worker recorded here. vLLM imports this module in every process that holds a worker, the
+async engine's own too, where no other part of the plugin is.
 
 Symptom: a failed update is only logged, and rollouts go on from old weights. A replica's rank in
 the group is its number at the start, which leaves a hole where a replica has ended. A worker waits
-up to 5 minutes for a trainer that does not come.
-Upstream: ms-swift 4.6, pipelines/infer/rollout.py, `WeightSyncWorkerExtension`.
+up to 5 minutes for a trainer that does not come. Without an accelerator ms-swift's `synchronize()`
+calls torch.cuda all the same, and vLLM's CPU layers pack their weights and drop the originals, so
+that `model.load_weights` fails (`'Parameter' object has no attribute 'weight_loader'`).
+Upstream: ms-swift 4.6, pipelines/infer/rollout.py, `WeightSyncWorkerExtension`; vLLM 0.32,
+model_executor/layers/utils.py (`dispatch_cpu_unquantized_gemm`).
 Adaptation: a worker records what it has loaded. The server gives each replica its number among the
-living ones, and the bound of its waits.
-Can go when ms-swift verifies its updates, numbers the living replicas and bounds its waits.
+living ones, and the bound of its waits. A CPU worker collects the tensors, and reloads the model
+once all have come.
+Can go when ms-swift verifies its updates, numbers the living replicas, bounds its waits, and
+reloads through vLLM's `reload_weights`.
 """
 
 from __future__ import annotations
@@ -20,13 +26,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
+from swift.rlhf_trainers.utils import FlattenedTensorBucket, FlattenedTensorMetadata
 
-from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous
-from swift_grpo_ext.weights.checksums import WeightChecksums, recorded_loads, weight_checksums
+from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.vllm_repairs import repair_cpu_engine
+from swift_grpo_ext.upstream.weight_sync import GlooCommunicator, bounded_rendezvous
+from swift_grpo_ext.weights.checksums import (
+    WeightChecksums,
+    recorded_loads,
+    weight_checksums,
+    weight_checksums_in_background,
+)
 
 REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
+
+if not has_accelerator():
+    repair_cpu_engine()
 
 
 class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
@@ -36,6 +54,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     """Of the current update, or of the last one until another begins."""
 
     _update_has_ended = False
+    _timeout: float | None = None
 
     def read_weight_checksums(self) -> WeightChecksums:
         """Of all that the last update loaded. Reading them again gives the same."""
@@ -60,6 +79,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
                 numbers its replicas itself.
             timeout: seconds for each wait of this group; None leaves vLLM's bounds.
         """
+        self._timeout = timeout
         with _replica_number(replica), bounded_rendezvous(rollout, timeout):
             super().init_communicator(host, port, world_size)
 
@@ -86,6 +106,46 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         self.record_loaded(weight_checksums(taken))
 
 
+class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
+    """The same, receiving through gloo and reloading packed weights."""
+
+    communicator: Any = None
+    """ms-swift's own, until `init_communicator` has put a `GlooCommunicator` in its place."""
+
+    def init_communicator(self, *args: Any, **kwargs: Any) -> None:
+        if self.communicator is None:
+            super().init_communicator(*args, **kwargs)
+            self.communicator = GlooCommunicator(self.communicator.group, self._timeout)
+            self._received: list[tuple[str, torch.Tensor]] = []
+
+    def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
+        weight = torch.empty(tuple(shape), dtype=getattr(torch, dtype.split(".")[-1]))
+        self._receive(weight)
+        self._received.append((name, weight))
+
+    def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
+        metadata = [FlattenedTensorMetadata(**m) for m in metadatas]
+        flattened = torch.empty(metadata[-1].end_idx, dtype=torch.uint8)
+        self._receive(flattened)
+        bucket = FlattenedTensorBucket(metadata=metadata, flattened_tensor=flattened)
+        self._received += bucket.reconstruct_tensors().items()
+
+    def process_weights_after_loading(self) -> None:
+        """Reload the model with all that was received since the last reload."""
+        received, self._received = self._received, []
+        new = weight_checksums_in_background(received)
+        self.model_runner.reload_weights(weights_iterator=iter(received))
+        self.record_loaded(new())
+        # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
+        super().process_weights_after_loading()
+
+    def _receive(self, tensor: torch.Tensor) -> None:
+        if self.communicator is None:
+            raise RuntimeError("A weight update came before `init_communicator`.")
+        self.communicator.broadcast(tensor, src=self.client_rank)
+        self.communicator.group.barrier()
+
+
 @contextmanager
 def _replica_number(number: int | None) -> Iterator[None]:
     """ms-swift's extension reads the replica's number from the environment."""
@@ -95,7 +155,6 @@ def _replica_number(number: int | None) -> Iterator[None]:
     try:
         yield
     finally:
+        os.environ.pop(REPLICA_NUMBER, None)
         if before is not None:
             os.environ[REPLICA_NUMBER] = before
-        else:
-            os.environ.pop(REPLICA_NUMBER, None)

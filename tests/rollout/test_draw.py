@@ -44,9 +44,19 @@ def batch_of(samples: Sequence[tuple[int, int]], prompts: str = "", **fields: An
     def request(number: int) -> RolloutInferRequest:
         return RolloutInferRequest(messages=[{"role": "user", "content": rows[number]}])
 
-    values = {"run_seed": RUN_SEED, "grouped": True, "packed": True} | fields
-    ids = [sample_id(*sample) for sample in samples]
-    return RankBatch(sample_ids=ids, fingerprints=list(rows), request=request, **values)
+    grouped = fields.pop("grouped", True)
+    settings = {"run_seed": RUN_SEED, "packed": True} | fields
+
+    def metadata(sample_id: SampleId, count: int) -> RequestMetadata:
+        return RequestMetadata(sample_id=sample_id, count=count, **settings)
+
+    return RankBatch(
+        sample_ids=[sample_id(*sample) for sample in samples],
+        fingerprints=list(rows),
+        request=request,
+        metadata=metadata,
+        grouped=grouped,
+    )
 
 
 class RecordingEngine:

@@ -22,6 +22,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import PackedResponse, RolloutEngine, advance_turn
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.upstream import vllm_repairs
 from swift_grpo_ext.upstream.replicas import FAILURE
 
 RUN_SEED, EOS, IMAGE = 42, 1, 2
@@ -426,13 +427,14 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
 
 def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
-    for module in ("split_prefill", "shared_memory"):
-        monkeypatch.setattr(
-            getattr(engine_module, module), "install", lambda name=module: installed.append(name)
-        )
+    for name in ("serve_split_prompts", "name_shared_memory_by_run"):
+        monkeypatch.setattr(vllm_repairs, name, lambda name=name: installed.append(name))
+    monkeypatch.setattr(
+        vllm_repairs, "repair_cpu_engine", vllm_repairs.repair_cpu_engine.__wrapped__
+    )
     for accelerator, extension, adapted in (
         (True, engine_module.VERIFIED_EXTENSION, []),
-        (False, engine_module.CPU_EXTENSION, ["split_prefill", "shared_memory"]),
+        (False, engine_module.CPU_EXTENSION, ["serve_split_prompts", "name_shared_memory_by_run"]),
     ):
         monkeypatch.setattr(engine_module, "has_accelerator", lambda on=accelerator: on)
         served = make(RecordingVllm([]), serves=True)

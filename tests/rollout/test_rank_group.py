@@ -189,8 +189,8 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
 
     fakes: dict[str, Any] = {
         "is_initialized": lambda: True,
-        "get_rank": lambda: 0,
-        "get_world_size": lambda: 2,
+        "get_rank": lambda _group: 0,
+        "get_world_size": lambda _group: 2,
         "new_group": lambda **settings: settings,
         **{
             name: collective(name)

@@ -93,7 +93,7 @@ def install() -> None:
     if rollout is not None:
         rollout.GRPOVllmEngine = FailingEngine  # type: ignore[attr-defined]
     if any("weights" in fault for fault in FAULTS):
-        from swift_grpo_ext.upstream.cpu_worker import CPUWeightSyncWorkerExtension
+        from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
 
         receive = CPUWeightSyncWorkerExtension.process_weights_after_loading
 

@@ -31,7 +31,7 @@ from swift_grpo_ext.stops.templates import (
     record_stop_reason,
     with_stop_reason,
 )
-from swift_grpo_ext.upstream.dynamic_eos import only_sampled_tokens
+from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 
 PLACE = SampleId(phase="train", step=0, number=0, group=0, index=0)
 METADATA = RequestMetadata(sample_id=PLACE, count=1, run_seed=None, packed=True)

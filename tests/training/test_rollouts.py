@@ -136,8 +136,15 @@ def test_what_a_rank_wants_drawn() -> None:
     settings = RolloutSettings.of(arguments())
     batch = settings.rank_batch(ids(0), ["f"], request=str, packed=True)
     assert (batch.sample_ids, batch.fingerprints, batch.request) == (ids(0), ["f"], str)
-    assert (batch.run_seed, batch.grouped, batch.packed) == (42, True, True)
-    assert (batch.stop_token_ids, batch.include_stop_str_in_output) == ((7, 8), False)
+    assert batch.grouped
+    [first] = ids(0)
+    expected: dict[str, Any] = {
+        "run_seed": 42,
+        "packed": True,
+        "include_stop_str_in_output": False,
+    }
+    metadata = wire.RequestMetadata(sample_id=first, count=3, stop_token_ids=(7, 8), **expected)
+    assert batch.metadata(first, 3) == metadata
 
 
 # --- duplicates and uneven groups ---

@@ -13,8 +13,8 @@ from swift_grpo_ext.stops.transformers_engine import RolloutTransformersEngine
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from swift_grpo_ext.upstream import contract, pins
 from swift_grpo_ext.upstream.contract import Pin, UnsupportedUpstreamError
-from swift_grpo_ext.upstream.cpu_worker import CPUWeightSyncWorkerExtension
 from swift_grpo_ext.upstream.flags import RLHFExtArguments, RolloutExtArguments
+from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
 
 EXTENDED = (
     RolloutGRPOTrainer,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-from swift_grpo_ext.upstream import cpu, shared_memory
+from swift_grpo_ext.upstream import cpu, vllm_repairs
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared_memory.install()
+    vllm_repairs.name_shared_memory_by_run()
     monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # as vLLM makes it of `env://`
     ranks = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
     names = []

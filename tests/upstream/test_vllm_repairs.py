@@ -13,7 +13,7 @@ from transformers import TokenizersBackend
 from vllm.tokenizers.hf import maybe_make_thread_pool
 from vllm.transformers_utils import processor as upstream
 
-from swift_grpo_ext.upstream import pins, processor_copies
+from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.contract import Pin
 
 
@@ -34,7 +34,7 @@ def tokenizer() -> TokenizersBackend:
 
 
 def load(tokenizer: Any, folder: Path, **kwargs: Any) -> Any:
-    processor_copies.install()
+    vllm_repairs.load_processors_uncopied()
     return upstream.cached_get_processor(
         str(folder), processor_cls=CopyingProcessor, tokenizer=tokenizer, **kwargs
     )
@@ -75,5 +75,5 @@ def test_an_unknown_vllm_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     before = upstream.get_processor
     unknown = Pin("vllm.transformers_utils.processor", "no_such_function")
     monkeypatch.setattr(pins, "PROCESSOR_COPIES", (unknown,))
-    processor_copies.install.__wrapped__()
+    vllm_repairs.load_processors_uncopied.__wrapped__()
     assert upstream.get_processor is before

@@ -1,0 +1,121 @@
+"""What ms-swift's templates encode, made the same for rollouts and training.
+
+`drop_orientation`. Symptom: the policy is asked about a photograph turned by 90 degrees and trained
+on it as it is stored; log-probabilities are 0.6 to 1.2 nats apart (the tiny model), token ids agree
+where the picture is square.
+Upstream: vLLM 0.32 turns images by their EXIF orientation (multimodal/parse.py, `normalize_image`);
+ms-swift 4.6 does not (template/vision_utils.py, `load_image`), in training and with its other
+engines. Can go when both do the same.
+
+`add_video_metadata`. Symptom: `ValueError: Video metadata is required but not found in mm input` at
+the first video, with Qwen2.5-VL and others; with metadata, `Field 'fps' expected float, got list`.
+Upstream: vLLM 0.32 asks for it (qwen2_5_vl.py, `video_needs_metadata=True`); ms-swift 4.6 gives it
+for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames per second of each
+video as a list, where transformers 5.19 takes one number, or reads them from the metadata. Can go
+when ms-swift gives it for each model whose parser asks. Models that need none drop it.
+
+`tool_calls`. Symptom: `_get_toolcall() got an unexpected keyword argument 'template_inputs'`.
+Upstream: ms-swift, infer_engine/infer_engine.py: 4.6 hands a row's tools on to agent templates that
+ask for their schema, 4.5 has none that do. Can go with ms-swift 4.5.
+
+`only_sampled_tokens`. Symptom: in a conversation, a turn that a stop string ended (or the last
+possible token) is followed in the next turn's prompt by the template's `<|im_end|>` and line break.
+Training takes them for sampled, though no policy drew them; and as their log-probabilities are
+missing, ms-swift takes importance correction off for the whole micro-batch without a word.
+Upstream: ms-swift 4.6, template/base.py (`_add_dynamic_eos`): made for answers that are given as
+text, it labels every end of a turn that follows labelled tokens. rlhf_trainers/utils.py
+(`build_rollout_logps`) gives up where counts differ. Can go when ms-swift labels token ids as they
+came.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from PIL import Image
+from PIL.ExifTags import Base
+from swift.utils import get_logger
+
+logger = get_logger()
+
+DEFAULT_FPS = 2.0
+"""qwen_vl_utils' own (vision_process.FPS)."""
+
+
+def drop_orientation(inputs: MutableMapping[str, Any]) -> None:
+    """Let vLLM take each image of an encoded request as it is stored."""
+    images = inputs.get("images")
+    if images:
+        inputs["images"] = [_as_stored(image) for image in images]
+
+
+def _as_stored(image: Any) -> Any:
+    if not isinstance(image, Image.Image) or image.getexif().get(Base.Orientation, 1) == 1:
+        return image
+    _warn_of_orientation()
+    stored = image.copy()
+    del stored.getexif()[Base.Orientation]
+    return stored
+
+
+@cache
+def _warn_of_orientation() -> None:
+    logger.warning(
+        "Images with an EXIF orientation are used as they are stored, in rollouts as in training; "
+        "turn them beforehand (PIL.ImageOps.exif_transpose) if the model should see them upright."
+    )
+
+
+def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
+    """Give each decoded video of an encoded request its metadata, unless it has some.
+
+    Args:
+        inputs: what ms-swift's template made for vLLM: `videos` as arrays [frames, ...], sampled
+            already, and their frames per second in `mm_processor_kwargs["fps"]`.
+    """
+    videos = inputs.get("videos") or []
+    settings = inputs.get("mm_processor_kwargs") or {}
+    rates = settings.pop("fps") if isinstance(settings.get("fps"), list) else []
+    for i, video in enumerate(videos):
+        if not hasattr(video, "shape"):
+            continue
+        num_frames, fps = len(video), float(rates[i]) if i < len(rates) else DEFAULT_FPS
+        metadata = {
+            "fps": fps,
+            "duration": num_frames / fps,
+            "total_num_frames": num_frames,
+            "frames_indices": list(range(num_frames)),
+            "video_backend": "opencv",
+            "do_sample_frames": False,
+        }
+        videos[i] = (video, metadata)
+
+
+def tool_calls(engine: Any, text: str, template_inputs: Any) -> Any:
+    """The tool calls in a completion's text, as ms-swift's `engine` finds them; None for none."""
+    takes = inspect.signature(engine._get_toolcall).parameters
+    extra = {"template_inputs": template_inputs} if "template_inputs" in takes else {}
+    return engine._get_toolcall(text, **extra)
+
+
+@contextmanager
+def only_sampled_tokens(template: Any, samples: Sequence[Any]) -> Iterator[None]:
+    """Let `template` encode `samples` with no label but those of their tokens.
+
+    Args:
+        template: of ms-swift; changed within the block only.
+        samples: to be encoded there. Where one has no token ids (a scheduler that returns none),
+            answers are text, and ms-swift's labels are kept.
+    """
+    if not all(sample.response_token_ids for sample in samples):
+        yield
+        return
+    template._add_dynamic_eos = lambda *_: None
+    try:
+        yield
+    finally:
+        del template._add_dynamic_eos

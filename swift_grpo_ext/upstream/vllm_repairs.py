@@ -1,0 +1,120 @@
+"""Three repairs of vLLM 0.32, each with what went wrong, where, and when it can go.
+
+`serve_split_prompts` (CPU). Symptom: `RuntimeError: CPU Generator does not use offset` ends the
+engine as soon as the prompt of a request with a seed does not fit into one step
+(`max_num_batched_tokens`).
+Upstream: `GPUModelRunner._bookkeeping_sync`: a step that computes only a part of a prompt samples a
+token, throws it away, and takes the noise back by moving the generator's offset, which torch's CPU
+generators do not have.
+Here: such a request's generator is put aside for the step; the token that is thrown away is drawn
+with the global generator. Can go when vLLM takes the noise back on CPU too.
+
+`name_shared_memory_by_run` (CPU). Symptom: `create shm in SHMManager failed. errno: 17`, where two
+runs with colocated tensor parallelism start at the same moment.
+Upstream: v1/worker/cpu_worker.py: the name of the ranks' memory is made of what follows the last
+colon of the rendezvous' address. That is a port, but `//` for `env://`, the address of every
+colocated engine.
+Here: the port of the rendezvous becomes part of the name. Can go when vLLM's name differs.
+
+`load_processors_uncopied`. Symptom: the first request with an image waits for 17 s (151,936 tokens
+of Qwen2.5-VL, one core). vLLM hands its tokenizer to `from_pretrained` of the processor, which
+deep-copies its arguments five times; each copy of vLLM's pool of tokenizers makes three tokenizers.
+Upstream: transformers_utils/processor.py (`get_processor`) and tokenizers/hf.py
+(`maybe_make_thread_pool`); transformers 5.19, processing_utils.py, configuration_utils.py and
+tokenization_utils_base.py.
+Here: while vLLM loads a processor, a deep copy of the tokenizer that it hands over is that
+tokenizer. The pool's class belongs to this one tokenizer; all is put back. Can go when vLLM or
+transformers copies no tokenizer there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache, wraps
+from typing import Any
+
+import numpy as np
+
+from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.contract import mismatch
+
+
+@cache
+def repair_cpu_engine() -> None:
+    """What engines need without an accelerator. Call before one is made."""
+    serve_split_prompts()
+    name_shared_memory_by_run()
+
+
+@cache
+def serve_split_prompts() -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+
+    @wraps(sample)
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        self._put_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
+        return sample(self, *args, **kwargs)
+
+    @wraps(bookkeeping_sync)
+    def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return bookkeeping_sync(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators.update(self._put_aside)
+            self._put_aside = {}
+
+    CPUModelRunner._sample = _sample
+    CPUModelRunner._bookkeeping_sync = _bookkeeping_sync
+
+
+@cache
+def name_shared_memory_by_run() -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    make_name = _CPUSHMDistributed.make_group_name
+
+    def make_group_name(communicator: Any) -> str:
+        return f"{make_name(communicator)}-{os.environ.get('MASTER_PORT', '')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+@cache
+def load_processors_uncopied() -> None:
+    """Call before an engine is made. A vLLM that we do not know is left as it is: this saves time,
+    and nothing depends on it."""
+    if any(map(mismatch, pins.PROCESSOR_COPIES)):
+        return
+    from vllm.transformers_utils import processor as upstream
+
+    get_processor = upstream.get_processor
+
+    @wraps(get_processor)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with _uncopied(kwargs.get("tokenizer")):
+            return get_processor(*args, **kwargs)
+
+    upstream.get_processor = load
+    upstream.cached_get_processor = lru_cache(load)
+
+
+@contextmanager
+def _uncopied(tokenizer: Any) -> Iterator[None]:
+    """Let `copy.deepcopy` return vLLM's pool of tokenizers itself; another tokenizer is copied."""
+    from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
+
+    pool = type(tokenizer)
+    if not issubclass(pool, ThreadSafeHFTokenizerMixin) or "__deepcopy__" in vars(pool):
+        yield
+        return
+    pool.__deepcopy__ = lambda self, memo: self
+    try:
+        yield
+    finally:
+        del pool.__deepcopy__
