@@ -117,10 +117,7 @@ class RolloutEngine(GRPOVllmEngine):
             return pre_infer_hook(kwargs) if pre_infer_hook else kwargs
 
         return await super().infer_async(
-            infer_request,
-            request_config,
-            adapter_request=adapter_request,
-            pre_infer_hook=attach,
+            infer_request, request_config, adapter_request=adapter_request, pre_infer_hook=attach
         )
 
     def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
@@ -163,10 +160,7 @@ class RolloutEngine(GRPOVllmEngine):
                 # No text of each log-probability's token, which nobody reads.
                 generation_config.flat_logprobs = generation_config.logprobs == 0
             inputs[STOPS] = self._set_stops(generation_config, metadata)
-        generation_config.logit_bias = {
-            **(generation_config.logit_bias or {}),
-            **self._placeholder_bias,
-        }
+        generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         drop_orientation(inputs)
         add_video_metadata(inputs)
         return super()._add_request(inputs, generation_config, request_id, adapter_request)
@@ -198,16 +192,14 @@ class RolloutEngine(GRPOVllmEngine):
         self, result: Any, inputs: dict[str, Any], request_config: RequestConfig, request_id: str
     ) -> ChatCompletionResponse:
         metadata = inputs.get(METADATA)
+        args = (result, inputs, request_config, request_id)
         if metadata is None:
-            return super()._create_chat_completion_response(
-                result, inputs, request_config, request_id
-            )
+            return super()._create_chat_completion_response(*args)
+        template_inputs = inputs["template_inputs"]
         endings = [self._take_ending(output, inputs[STOPS]) for output in result.outputs]
         if not metadata.packed:
-            response = super()._create_chat_completion_response(
-                result, inputs, request_config, request_id
-            )
-            return self._with_stops(response, result.outputs, endings, inputs["template_inputs"])
+            response = super()._create_chat_completion_response(*args)
+            return self._with_stops(response, result.outputs, endings, template_inputs)
         num_tokens = sum(len(output.token_ids) for output in result.outputs)
         return PackedResponse(
             model=self.model_name,
@@ -216,7 +208,7 @@ class RolloutEngine(GRPOVllmEngine):
             id=request_id,
             prompt_token_ids=list(result.prompt_token_ids),
             completions=[
-                self._completion(output, ending, metadata, inputs["template_inputs"])
+                self._completion(output, ending, metadata, template_inputs)
                 for output, ending in zip(result.outputs, endings, strict=True)
             ],
         )
@@ -284,11 +276,8 @@ class RolloutEngine(GRPOVllmEngine):
             record_stop_reason(output)
         if not self._serves:
             return outputs
-        replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
         return [
-            _pack(output.response, replica)
-            if isinstance(output.response, PackedResponse)
-            else output
+            _pack(output.response) if isinstance(output.response, PackedResponse) else output
             for output in outputs
         ]
 
@@ -331,14 +320,12 @@ def _flat_logprobs(logprobs: Any, token_ids: list[int]) -> list[float] | None:
     return [position[i].logprob for position, i in zip(logprobs, token_ids, strict=True)]
 
 
-def _pack(response: PackedResponse, replica: str) -> RolloutOutput:
-    completions = response.completions
-    for completion in completions:
+def _pack(response: PackedResponse) -> RolloutOutput:
+    for completion in response.completions:
         if completion.extra:
-            completion.extra["routed_experts"] = serialize_ndarray(
-                completion.extra["routed_experts"]
-            )
-    answer = wire.pack_answer(completions, response.prompt_token_ids, replica)
+            completion.extra = {k: serialize_ndarray(v) for k, v in completion.extra.items()}
+    replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
+    answer = wire.pack_answer(response.completions, response.prompt_token_ids, replica)
     bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
     return RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
 

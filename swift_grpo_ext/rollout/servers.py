@@ -23,10 +23,10 @@ from swift_grpo_ext.rollout.dispatch import (
     WorkerError,
     WorkerLostError,
     dispatch,
+    estimate_cost,
 )
 from swift_grpo_ext.rollout.new_tokens import check_served_tokens
 from swift_grpo_ext.rollout.rank_group import RolloutError
-from swift_grpo_ext.rollout.scheduler import estimate_cost
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.upstream.api_key import REMEDY
 from swift_grpo_ext.weights.checksums import WeightChecksums
@@ -43,6 +43,9 @@ REPEATABLE = ("/infer/", "/get_", "/reset_", "/close_communicator/", CHECKSUMS_P
 
 CALLERS_FAULTS = (400, 413, 415, 422)
 """Statuses of requests that no server can answer."""
+
+OF_SERVERS = ("base_urls", "hosts", "sessions", "group_ports")
+"""Lists of ms-swift's client, with an entry for each server."""
 
 Answer = tuple[list[Completion], list[int]]
 """The samples of a request, and its prompt's token ids."""
@@ -146,14 +149,8 @@ class RolloutServers:
     def _drop(self, server: int) -> None:
         """Send a server neither requests nor weights any more."""
         client = self._client
-        for values in (
-            client.base_urls,
-            client.hosts,
-            client.sessions,
-            client.group_ports,
-            client.pynccl_comms,
-            self.replicas,
-        ):
+        of_client = (getattr(client, name) for name in (*OF_SERVERS, "pynccl_comms"))
+        for values in (*of_client, self.replicas):
             del values[server]
         client.num_servers -= 1
 
@@ -194,7 +191,7 @@ class RolloutServers:
         client = self._client
         alone = copy.copy(client)
         alone.num_servers = 1
-        for name in ("base_urls", "hosts", "sessions", "group_ports"):
+        for name in OF_SERVERS:
             setattr(alone, name, [getattr(client, name)[server]])
         self._request(client.base_urls[server], "post", "close_communicator/")
         client.pynccl_comms[server] = None  # it holds on to the store of the group that was

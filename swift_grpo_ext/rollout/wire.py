@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -235,10 +236,14 @@ def _unpack(answer: Mapping[str, Any], metadata: RequestMetadata, server: str) -
             f"{server} answered {metadata} with {len(ids)} tokens and {len(logprobs)} "
             "log-probabilities."
         )
-    _check_types("texts", texts, str)
-    _check_types("finish_reasons", reasons, str, type(None))
-    _check_types("stop_reasons", stop_reasons, str, int, type(None))
-    _check_types("extras", extras, dict, type(None))
+    for name, values, types in (
+        ("texts", texts, (str,)),
+        ("finish_reasons", reasons, (str, NoneType)),
+        ("stop_reasons", stop_reasons, (str, int, NoneType)),
+        ("extras", extras, (dict, NoneType)),
+    ):
+        if not isinstance(values, list) or not all(isinstance(value, types) for value in values):
+            raise TypeError(f"{name}: {values!r:.200}")
     ends = np.cumsum(lengths).tolist()
     return [
         Completion(
@@ -260,11 +265,6 @@ def _token_ids(text: str) -> list[int]:
     if min(ids, default=0) < 0:
         raise ValueError(f"token id {min(ids)}")
     return ids
-
-
-def _check_types(name: str, values: Any, *types: type) -> None:
-    if not isinstance(values, list) or not all(isinstance(value, types) for value in values):
-        raise TypeError(f"{name}: {values!r:.200}")
 
 
 def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:

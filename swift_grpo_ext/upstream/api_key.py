@@ -107,21 +107,16 @@ def key_of(args: Any) -> str | None:
 def is_authorized(authorization: str, key: str) -> bool:
     """Whether a request's `Authorization` holds the key: `Bearer KEY`, or `Basic` (RFC 7617) with
     any user and the key as the password."""
-    scheme, _, credentials = authorization.partition(" ")
+    scheme, _, given = authorization.partition(" ")
     if scheme.lower() == "basic":
-        credentials = _password(credentials)
+        try:
+            decoded = base64.b64decode(given.strip(), validate=True).decode("utf-8", "replace")
+        except ValueError:
+            return False
+        given = decoded.partition(":")[2]
     elif scheme.lower() != "bearer":
         return False
-    return secrets.compare_digest(credentials.encode(), key.encode())
-
-
-def _password(credentials: str) -> str:
-    """Of `Basic` credentials; "" where there is none."""
-    try:
-        decoded = base64.b64decode(credentials.strip(), validate=True)
-    except ValueError:
-        return ""
-    return decoded.decode("utf-8", "replace").partition(":")[2]
+    return secrets.compare_digest(given.encode(), key.encode())
 
 
 def require_api_key(server: Any) -> Callable[[Request], Awaitable[None]]:
@@ -146,7 +141,4 @@ def install() -> None:
     """Let `swift rollout` ask for the key so. Call before a server is made."""
     from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
-    def _require_api_key(self: Any) -> Callable[[Request], Awaitable[None]]:
-        return require_api_key(self)
-
-    SwiftRolloutDeploy._require_api_key = _require_api_key
+    SwiftRolloutDeploy._require_api_key = lambda self: require_api_key(self)

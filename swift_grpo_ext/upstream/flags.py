@@ -108,10 +108,6 @@ def install() -> None:
         original(self)
 
     BaseArguments._init_model_kwargs = _init_model_kwargs
-    _extend_pipelines()
-
-
-def _extend_pipelines() -> None:
     from swift.pipelines.train.rlhf import SwiftRLHF
 
     SwiftRLHF.args_class = RLHFExtArguments
@@ -132,7 +128,7 @@ def _check(args: Any, given: list[str]) -> None:
         return
     if isinstance(args, RolloutArguments):
         api_key.take(args, on_command_line="api_key" in given)
-    if isinstance(args, RLHFArguments):
+    else:
         api_key.check_urls(args)
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
@@ -141,10 +137,12 @@ def _check(args: Any, given: list[str]) -> None:
 
 def _adopt_command_line(args: Any, extended: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; returns the flags given."""
-    argv = off_again(_command_line())
+    ray_args = os.environ.get("RAY_SWIFT_ARGS")
+    argv = off_again(json.loads(ray_args) if ray_args else sys.argv[1:])
     parser = Parser([extended], allow_abbrev=False)
     namespace, leftover = parser.parse_known_args(argv)
-    if not _same_plugins(namespace, args):
+    plugins = [*namespace.external_plugins, *namespace.custom_register_path]
+    if plugins != args.external_plugins:
         # Made in Python, not from this command line: our flags keep their defaults.
         argv, leftover = [], []
         namespace, _ = parser.parse_known_args([])
@@ -158,15 +156,6 @@ def _adopt_command_line(args: Any, extended: type) -> list[str]:
     _checked.add(id(args))
     _tell_truth_about_leftovers(in_banner=extended is RLHFExtArguments)
     return _given(argv, parser)
-
-
-def _command_line() -> list[str]:
-    ray_args = os.environ.get("RAY_SWIFT_ARGS")
-    return json.loads(ray_args) if ray_args else sys.argv[1:]
-
-
-def _same_plugins(namespace: Any, args: Any) -> bool:
-    return [*namespace.external_plugins, *namespace.custom_register_path] == args.external_plugins
 
 
 def off_again(argv: list[str]) -> list[str]:

@@ -95,10 +95,9 @@ class _Hook:
         setattr(owner, name, functools.wraps(self.original)(lambda *a, **kw: self.call(*a, **kw)))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        shares = self.shares[-1:]
-        if not shares:
-            return self.original(*args, **kwargs)
-        return self.wrap(shares[0], self.original, *args, **kwargs)
+        shares = self.shares[-1:]  # a thread may be here while the last context ends
+        own = functools.partial(self.wrap, shares[0], self.original) if shares else self.original
+        return own(*args, **kwargs)
 
     def remove(self) -> None:
         if self.had_own:
@@ -119,8 +118,8 @@ def media_hooks(template: Any, share: Share) -> Iterator[None]:
         stack.enter_context(_hooked(template, "replace_video2image", _share_frames, share))
         processor = getattr(template, "processor", None)
         for name in ("image_processor", "video_processor"):
-            if hasattr(getattr(processor, name, None), "preprocess"):
-                owner = getattr(processor, name)
+            owner = getattr(processor, name, None)
+            if hasattr(owner, "preprocess"):
                 wrap = functools.partial(_share_processed, owner)
                 stack.enter_context(_hooked(owner, "preprocess", wrap, share))
         for module in filter(None, map(sys.modules.get, VIDEO_MODULES)):

@@ -23,8 +23,7 @@ from fastapi import HTTPException
 from swift.infer_engine.protocol import RequestConfig
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError
-from swift_grpo_ext.rollout.scheduler import estimate_cost
+from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
 from swift_grpo_ext.upstream import api_key, replicas
 from swift_grpo_ext.upstream.media_paths import check_media
 from swift_grpo_ext.upstream.turns import CALLER, Turns

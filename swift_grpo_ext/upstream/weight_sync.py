@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from swift.rlhf_trainers import vllm_client as upstream_client
-from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 DEFAULT_SECONDS = 1800.0
@@ -53,9 +52,7 @@ class GlooCommunicator:
             store = PrefixStore("swift_grpo_ext/weights", self.group.store)
             group = ProcessGroupGloo(store, self.rank, self.world_size, self._timeout)
             self._gloo.append(group)
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        self._gloo[0].broadcast([tensor], options).wait()
+        self._gloo[0].broadcast(tensor, root=src).wait()
 
 
 def connect_client(client: Any, timeout: float | None = None) -> None:

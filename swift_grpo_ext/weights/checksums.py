@@ -34,7 +34,7 @@ def weight_checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightCheck
     for name, tensor in tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
         labels.append((name, f"{dtype} {tuple(tensor.shape)}"))
-        sums.append(_checksum(tensor))
+        sums.append(checksum(tensor))
     values = torch.stack([s.to(sums[0].device) for s in sums]).tolist() if sums else []
     pairs = zip(labels, values, strict=True)
     return {
@@ -48,18 +48,14 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """A number of 64 bits that no change of a single bit leaves as it is.
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number of 64 bits, as an int64 [], that no change of a single bit leaves as it is.
 
     sum over words i of word_i * odd_i, modulo 2^64, over the tensor's bytes as 64-bit words, in
     blocks: odd_i is (2 b + 1)(2 j + 1) for word j of block b. A flipped bit changes a word by a
     power of two, and an odd multiple of 2^k, k < 64, is not 0 modulo 2^64. Words that change places
     within a block, and blocks that do, are seen too: their factors differ.
     """
-    return int(_checksum(tensor).item()) & (2**64 - 1)
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     flat_B = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat_B.numel() // 8 * 8
     if flat_B.storage_offset() % 8 or flat_B.numel() != whole:
@@ -132,7 +128,9 @@ def compare_tensors(
         WeightUpdateError: the engine was given something else; names tensors.
     """
     sent, loaded = ({plain_name(n): t for n, t in side.items()} for side in (sent, loaded))
-    shared = {name for name in sent if name in loaded and _is_same(sent[name], loaded[name])}
+    shared = {
+        name for name in sent if name in loaded and _memory(sent[name]) == _memory(loaded[name])
+    }
     same = dict.fromkeys(shared, "the same memory")
 
     def known(side: Mapping[str, torch.Tensor]) -> WeightChecksums:
@@ -141,10 +139,8 @@ def compare_tensors(
     compare(known(sent), known(loaded), who)
 
 
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
-        b.data_ptr(), b.shape, b.stride(), b.dtype, b.device
-    )  # fmt: skip
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> None:
@@ -155,17 +151,15 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         received: the engine's.
         who: names the engine in the error.
     """
-    lost = [name for name in sent if name not in received]
-    unknown = [name for name in received if name not in sent]
-    changed = [name for name in sent if name in received and sent[name] != received[name]]
+    faults = {
+        "did not arrive": [name for name in sent if name not in received],
+        "arrived changed": [n for n in sent if n in received and sent[n] != received[n]],
+        "were not sent": [name for name in received if name not in sent],
+    }
     wrong = [
         f"{len(names)} {what} ({', '.join(names[:MOST_NAMED])}"
         + (", ...)" if len(names) > MOST_NAMED else ")")
-        for what, names in (
-            ("did not arrive", lost),
-            ("arrived changed", changed),
-            ("were not sent", unknown),
-        )
+        for what, names in faults.items()
         if names
     ]
     if wrong:

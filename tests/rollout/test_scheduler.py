@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext.rollout.scheduler import balance, estimate_cost
+from swift_grpo_ext.rollout.dispatch import balance, estimate_cost
 
 costs_of_requests = st.lists(st.integers(1, 1000), max_size=30)
 capacities_of_replicas = st.lists(st.integers(1, 8), min_size=1, max_size=6)

@@ -197,7 +197,7 @@ def test_a_negative_part_of_a_place_is_refused(part: str) -> None:
 def test_the_rules_import_without_torch_and_vllm() -> None:
     """So that anyone can recompute a seed or read an answer anywhere."""
     names = ("sampling.seeding", "sampling.groups", "sampling.rounds")
-    names += ("rollout.scheduler", "rollout.wire")
+    names += ("rollout.dispatch", "rollout.wire")
     code = "import sys\n" + "\n".join(f"import swift_grpo_ext.{name}" for name in names)
     code += "\nprint(sorted({'torch', 'vllm', 'swift', 'trl', 'transformers'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
