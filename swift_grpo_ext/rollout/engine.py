@@ -323,7 +323,8 @@ def _flat_logprobs(logprobs: Any, token_ids: list[int]) -> list[float] | None:
 def _pack(response: PackedResponse) -> RolloutOutput:
     for completion in response.completions:
         if completion.extra:
-            completion.extra = {k: serialize_ndarray(v) for k, v in completion.extra.items()}
+            routed_experts = serialize_ndarray(completion.extra["routed_experts"])
+            completion.extra["routed_experts"] = routed_experts
     replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
     answer = wire.pack_answer(response.completions, response.prompt_token_ids, replica)
     bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
