@@ -15,6 +15,7 @@ from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.rollout.draw import Generate, RankBatch, draw
 from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.groups import fingerprints, parse_request_id, request_id, sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round
 
@@ -116,9 +117,10 @@ def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: Generate) -> li
         sample_ids=[parse_request_id(sample.request_id) for sample in samples],
         fingerprints=fingerprints(samples),
         request=lambda number: samples[number].to_infer_request(),
-        run_seed=run_seed,
+        metadata=lambda sample_id, count: RequestMetadata(
+            sample_id=sample_id, count=count, run_seed=run_seed, packed=True
+        ),
         grouped=True,
-        packed=True,
     )
     return draw(rank_batch, SingleRank(), ask)[0]
 

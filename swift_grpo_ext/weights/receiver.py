@@ -115,7 +115,8 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     def init_communicator(self, *args: Any, **kwargs: Any) -> None:
         if self.communicator is None:
             super().init_communicator(*args, **kwargs)
-            self.communicator = GlooCommunicator(self.communicator.group, self._timeout)
+            disabled: Any = self.communicator
+            self.communicator = GlooCommunicator(disabled.group, self._timeout)
             self._received: list[tuple[str, torch.Tensor]] = []
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
