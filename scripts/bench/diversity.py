@@ -26,8 +26,7 @@ from common import command, environment
 from simulated import Array, Sampling, entropy_per_token, make_round, probabilities, random_logits
 from tqdm import tqdm
 
-from swift_grpo_ext.diversity.collision import CollisionTest, collision_test
-from swift_grpo_ext.diversity.memory import PromptMemory
+from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
 from swift_grpo_ext.diversity.metrics import round_metrics
 from swift_grpo_ext.diversity.sample import Sample, group_samples, sample_from_row
 from swift_grpo_ext.record.row import SampleRow

@@ -87,17 +87,13 @@ def _name(origins: Sequence[dict[str, Any]], num_origins: int, language: int) ->
 
 
 def _describe_seeds(origins: Sequence[dict[str, Any]], language: int) -> str:
-    seeds = [origin["seed"] for origin in origins]
+    seeds = {origin["seed"] for origin in origins}
     if None in seeds:
-        key = "seeds_engine"
-    elif len(set(seeds)) == 1:
-        key = "seeds_equal"
-    elif len({seed % LOW_32_BITS for seed in seeds}) == 1:
-        key = "seeds_low_bits"
-    else:
-        key = "seeds_differ"
-    low_bits = None if None in seeds else seeds[0] % LOW_32_BITS
-    return read_words()[key][language].format(seed=seeds[0], low_bits=low_bits)
+        return read_words()["seeds_engine"][language]
+    low_bits = {seed % LOW_32_BITS for seed in seeds}
+    equal = "seeds_equal" if len(seeds) == 1 else "seeds_low_bits"
+    key = equal if len(low_bits) == 1 else "seeds_differ"
+    return read_words()[key][language].format(seed=min(seeds), low_bits=min(low_bits))
 
 
 def remedy_of(record: RoundRecord, seed_mode: str) -> str:

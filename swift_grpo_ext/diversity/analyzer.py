@@ -23,8 +23,12 @@ from itertools import groupby
 from typing import Any
 
 from swift_grpo_ext.diversity.alarms import alarm_line, remedy_of
-from swift_grpo_ext.diversity.collision import Collision, CollisionTest, collision_test
-from swift_grpo_ext.diversity.memory import PromptMemory
+from swift_grpo_ext.diversity.collision import (
+    Collision,
+    CollisionTest,
+    PromptMemory,
+    collision_test,
+)
 from swift_grpo_ext.diversity.metrics import round_metrics
 from swift_grpo_ext.diversity.record import RoundRecord
 from swift_grpo_ext.diversity.sample import Group, Sample, group_samples
@@ -67,7 +71,7 @@ class RoundAnalyzer:
     def analyze(self, samples: Sequence[Sample]) -> list[RoundRecord]:
         """One record for each round that the samples of all ranks belong to."""
         groups = group_samples(samples)
-        by_round = groupby(groups, key=lambda group: _round_of(group[0]))
+        by_round = groupby(groups, key=lambda group: group[0].origin.sample_id.round)
         return [self._analyze_round(list(of_round)) for _, of_round in by_round]
 
     def _analyze_round(self, groups: Sequence[Group]) -> RoundRecord:
@@ -79,23 +83,15 @@ class RoundAnalyzer:
             self._memory.remember(samples)
         metrics = round_metrics(groups)
         record = make_record(groups, test, metrics, judge(test, metrics, self._settings.alarm_p))
-        collapsed = self._count_collapsed(record)
+        before = self._num_collapsed.get(record.phase, 0)
+        collapsed = before + 1 if record.verdict == "collapse" else 0
+        self._num_collapsed[record.phase] = collapsed
         if record.verdict == "broken" or collapsed >= self._settings.patience > 0:
             record.remedy = remedy_of(record, self._settings.seed_mode)
             record.alarm = alarm_line(record, collapsed)
         record.seconds = time.perf_counter() - start
         record.time = time.time()
         return record
-
-    def _count_collapsed(self, record: RoundRecord) -> int:
-        so_far = self._num_collapsed.get(record.phase, 0)
-        self._num_collapsed[record.phase] = so_far + 1 if record.verdict == "collapse" else 0
-        return self._num_collapsed[record.phase]
-
-
-def _round_of(sample: Sample) -> tuple[str, int, int]:
-    sample_id = sample.origin.sample_id
-    return sample_id.phase, sample_id.step, sample_id.number
 
 
 def judge(test: CollisionTest, metrics: Mapping[str, float], alarm_p: float) -> str:

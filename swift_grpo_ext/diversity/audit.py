@@ -24,17 +24,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Literal
 
 import numpy as np
 
-from swift_grpo_ext.diversity.collision import collision_test, format_p, log2_fisher
+from swift_grpo_ext.diversity.collision import PromptMemory, collision_test, format_p, log2_fisher
 from swift_grpo_ext.diversity.dumps import Dump
-from swift_grpo_ext.diversity.memory import PromptMemory
 from swift_grpo_ext.diversity.sample import Sample, group_samples
 
 COLLAPSED_SHARE = 0.1
@@ -72,11 +71,8 @@ def audit(dump: Dump, alarm_p: float) -> Audit:
     with_logprobs = sum(sample.logprobs is not None for sample in samples)
     copies = sum(len({_content(s) for s in group}) < len(group) for group in flat)
     notes = []
-    found: list[tuple[float, str]] = []
-    num_tests = 1
     if with_logprobs:
         found = _collisions(dump.steps)
-        num_tests = len(dump.steps)
     else:
         notes.append(
             "The files hold no log-probabilities with token ids: noise that all samples of a "
@@ -88,17 +84,12 @@ def audit(dump: Dump, alarm_p: float) -> Audit:
             notes.append("ms-swift repeats rows in this file: steps are not compared.")
         else:
             found.append(_frozen_positions(groups))
-            num_tests = 2
     found.sort()
-    log2_p = min(0.0, found[0][0] + math.log2(num_tests)) if found else 0.0
+    log2_p = min(0.0, found[0][0] + math.log2(len(found))) if found else 0.0
     is_shared = log2_p < math.log2(alarm_p)
-    verdict: Verdict = "healthy"
-    if is_shared:
-        verdict = "shared noise"
-    elif flat and copies >= COLLAPSED_SHARE * len(flat):
-        verdict = "collapse"
+    is_collapsed = bool(flat) and copies >= COLLAPSED_SHARE * len(flat)
     return Audit(
-        verdict=verdict,
+        verdict="shared noise" if is_shared else "collapse" if is_collapsed else "healthy",
         num_steps=len(dump.steps),
         num_groups=len(flat),
         num_samples=len(samples),
@@ -140,17 +131,14 @@ def _collisions(steps: Sequence[Sequence[Sample]]) -> list[tuple[float, str]]:
 def _shared_positions(groups: Sequence[Sequence[Sample]]) -> tuple[float, str]:
     """Whether equal samples of a group favour some pair of positions."""
     means: dict[tuple[int, int], float] = defaultdict(float)
-    counts: dict[tuple[int, int], int] = defaultdict(int)
-    sizes: dict[tuple[int, int], int] = defaultdict(int)
+    counts, sizes = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for group in groups:
-        contents = [_content(sample) for sample in group]
         pairs = list(combinations(range(len(group)), 2))
-        equal = [(i, j) for i, j in pairs if contents[i] == contents[j]]
+        equal = [(i, j) for i, j in pairs if _content(group[i]) == _content(group[j])]
         for pair in pairs:
             means[pair] += len(equal) / len(pairs)
-            sizes[pair] += 1
-        for pair in equal:
-            counts[pair] += 1
+        sizes.update(pairs)
+        counts.update(equal)
     found = [(_log2_tail(s, means[pair], sizes[pair]), pair) for pair, s in counts.items()]
     if not found:
         return 0.0, ""
@@ -197,13 +185,10 @@ def _log2_matching(then: Sequence[bytes], now: Sequence[bytes], fixed: int) -> f
     """log2 of a bound of P(at least `fixed` equal positions) over all orders of `now`."""
     n = len(now)
     rooks = np.array([1.0])
-    counts: Mapping[bytes, int] = {content: now.count(content) for content in set(now)}
     for content in set(then) & set(now):
-        a, b = then.count(content), counts[content]
-        block = [
-            math.comb(a, k) * math.comb(b, k) * math.factorial(k) for k in range(min(a, b) + 1)
-        ]
-        rooks = np.convolve(rooks, np.array(block, float))
+        a, b = then.count(content), now.count(content)
+        block = [float(math.comb(a, k) * math.perm(b, k)) for k in range(min(a, b) + 1)]
+        rooks = np.convolve(rooks, block)
     log_p = math.log(rooks[fixed]) + math.lgamma(n - fixed + 1) - math.lgamma(n + 1)
     return min(0.0, log_p / math.log(2))
 

@@ -97,27 +97,22 @@ def make_panels(log: Sequence[dict[str, Any]], records: Sequence[RoundRecord]) -
         name.removeprefix("rewards/").removesuffix("/mean"): [(r["step"], r.get(name)) for r in log]
         for name in names
     }
-    panels = [_panel("reward", rewards)]
-    for key, names_of_panel, low, high in PANELS:
-        curves = {n: [(r.steps_done, r.metrics.get(n)) for r in training] for n in names_of_panel}
-        panels.append(_panel(key, curves, low, high))
-    tested = [(r.steps_done, -r.log10_p) for r in training if r.num_pairs]
-    panels.append(_panel("collision", {"-log10 p": tested}, low=0.0))
-    return [panel for panel in panels if panel.curves]
+    drawn = [Panel(key="reward", curves=_known(rewards))]
+    for key, kinds, low, high in PANELS:
+        curves = {kind: [(r.steps_done, r.metrics.get(kind)) for r in training] for kind in kinds}
+        drawn.append(Panel(key=key, curves=_known(curves), low=low, high=high))
+    tested = {"-log10 p": [(r.steps_done, -r.log10_p) for r in training if r.num_pairs]}
+    drawn.append(Panel(key="collision", curves=_known(tested), low=0.0))
+    return [panel for panel in drawn if panel.curves]
 
 
-def _panel(
-    key: str,
-    curves: Mapping[str, Sequence[tuple[float, float | None]]],
-    low: float | None = None,
-    high: float | None = None,
-) -> Panel:
+def _known(curves: Mapping[str, Sequence[tuple[Any, Any]]]) -> dict[str, list[Point]]:
+    """Curves of finite points, in order; without those that have none."""
     known = {
-        name: thin(sorted((float(x), float(y)) for x, y in points if y is not None and isfinite(y)))
+        name: [(float(x), float(y)) for x, y in points if y is not None and isfinite(y)]
         for name, points in curves.items()
     }
-    kept = {name: points for name, points in known.items() if points}
-    return Panel(key=key, curves=kept, low=low, high=high)
+    return {name: thin(sorted(points)) for name, points in known.items() if points}
 
 
 def thin(points: Sequence[Point]) -> list[Point]:

@@ -62,8 +62,8 @@ Completions are compared up to `MAX_PREFIX_TOKENS` tokens; longer ones can only 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache
@@ -73,12 +73,18 @@ from typing import Literal
 import numpy as np
 from scipy.special import chdtrc, gammaln, logsumexp
 
-from swift_grpo_ext.diversity.memory import EarlierSample, PromptMemory
 from swift_grpo_ext.diversity.sample import Floats, Ints, Origin, Sample, surprisal_bits
 
 MAX_PREFIX_TOKENS = 4096
 MAX_COLLISIONS = 16
 """Kept of a round, the most improbable."""
+
+MAX_BYTES = 64 * 2**20
+MAX_PER_PROMPT = 64
+MAX_KEPT_BITS = 96.0
+MAX_KEPT_TOKENS = 1024
+BYTES_BESIDE_TOKENS = 400
+"""Of one sample in memory: its objects and names, as `scripts/bench/diversity.py` measures them."""
 
 Kind = Literal["shared", "frozen"]
 
@@ -163,6 +169,68 @@ def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None
     )
 
 
+# --- the memory ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EarlierSample:
+    """The beginning of a completion of an earlier round."""
+
+    origin: Origin
+    token_ids: Ints
+
+    @property
+    def num_bytes(self) -> int:
+        return BYTES_BESIDE_TOKENS + 4 * len(self.token_ids)
+
+
+class PromptMemory:
+    """Completions of earlier rounds, kept by prompt to detect frozen noise.
+
+    It holds at most `max_bytes` over all prompts and `MAX_PER_PROMPT` samples of a prompt. The
+    prompts seen longest ago go first, and the oldest samples of a prompt. A completion is kept up
+    to `MAX_KEPT_BITS` of surprisal and `MAX_KEPT_TOKENS` tokens: truncation can only hide
+    coincidences, never create one.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._prompts: OrderedDict[str, list[EarlierSample]] = OrderedDict()
+        self.num_bytes = 0
+        """Estimate of the memory's size."""
+
+    def earlier(self, fingerprint: str) -> list[EarlierSample]:
+        """The kept completions of a prompt, oldest first."""
+        return self._prompts.get(fingerprint, [])
+
+    def remember(self, samples: Iterable[Sample]) -> None:
+        """Keep the samples of a round that is over."""
+        for sample in samples:
+            if len(sample.token_ids):
+                self._keep(sample.fingerprint, _truncate(sample))
+        while self.num_bytes > self._max_bytes:
+            _, dropped = self._prompts.popitem(last=False)
+            self.num_bytes -= sum(kept.num_bytes for kept in dropped)
+
+    def _keep(self, fingerprint: str, kept: EarlierSample) -> None:
+        of_prompt = self._prompts.setdefault(fingerprint, [])
+        self._prompts.move_to_end(fingerprint)
+        of_prompt.append(kept)
+        self.num_bytes += kept.num_bytes
+        if len(of_prompt) > MAX_PER_PROMPT:
+            self.num_bytes -= of_prompt.pop(0).num_bytes
+
+
+def _truncate(sample: Sample) -> EarlierSample:
+    bits = np.cumsum(surprisal_bits(sample)[:MAX_KEPT_TOKENS])
+    end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_KEPT_TOKENS)
+    tokens = sample.token_ids[:end].astype(np.int32)  # a copy: the whole must not stay alive
+    return EarlierSample(origin=sample.origin, token_ids=tokens)
+
+
+# --- the test's parts ---
+
+
 class _Correction:
     """The weighted Bonferroni correction for all sets of samples that a round is searched for."""
 
@@ -211,29 +279,22 @@ class _PromptSamples:
     def collisions(self, correction: _Correction) -> Iterator[Collision]:
         """For each shared prefix, the most improbable claim about it."""
         for prefix in self._prefixes:
-            if collision := self._collision(prefix, correction):
-                yield collision
-
-    def _collision(self, prefix: SharedPrefix, correction: _Correction) -> Collision | None:
-        is_new = prefix.members < len(self.samples)
-        new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
-        if not len(new):
-            return None
-        least = float(self._bits[new, prefix.length].min())
-        claims: list[tuple[float, Kind]] = []
-        if len(new) > 1:
-            claims += [(correction.log2_p(e, least, "shared"), "shared") for e in {1, len(new) - 1}]
-        if len(old):
-            claims += [(correction.log2_p(e, least, "frozen"), "frozen") for e in {1, len(new)}]
-        log2_p, kind = min(claims)
-        return Collision(
-            kind=kind,
-            samples=tuple(self.samples[i].origin for i in new),
-            earlier=tuple(self.earlier[i].origin for i in old) if kind == "frozen" else (),
-            num_tokens=prefix.length,
-            bits=least,
-            log2_p=log2_p,
-        )
+            is_new = prefix.members < len(self.samples)
+            new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
+            if not len(new):
+                continue
+            least = float(self._bits[new, prefix.length].min())
+            sizes: list[tuple[Kind, int]] = [("frozen", e) for e in {1, len(new)} if len(old)]
+            sizes += [("shared", e) for e in {1, len(new) - 1} if len(new) > 1]
+            log2_p, kind = min((correction.log2_p(e, least, kind), kind) for kind, e in sizes)
+            yield Collision(
+                kind=kind,
+                samples=tuple(self.samples[i].origin for i in new),
+                earlier=tuple(self.earlier[i].origin for i in old) if kind == "frozen" else (),
+                num_tokens=prefix.length,
+                bits=least,
+                log2_p=log2_p,
+            )
 
     def sample_log2_ps(self) -> list[float]:
         """For each sample with predecessors, log2 of its p-value p_i (see the module)."""

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +70,15 @@ def read_dump(paths: Sequence[Path], names: Mapping[str, str]) -> Dump:
         OSError: a file cannot be read.
         ValueError: a file's suffix or format is unknown, or a column is missing; names it.
     """
-    rows: list[dict[str, Any]] = []
-    repeats_rows = False
-    for path in paths:
-        for row in _read_rows(path):
-            repeats_rows = repeats_rows or _is_table(row)
-            rows += _expand(row)
-    present = dict.fromkeys(name for row in rows for name in row)
-    columns = _find_columns(list(present), names, paths)
+    lines = [line for path in paths for line in _read_rows(path)]
+    rows = [row for line in lines for row in _expand(line)]
+    columns = _find_columns([*dict.fromkeys(chain(*rows))], names, paths)
     steps: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         step = [str(row.get(columns[key])) for key in ("phase", "step", "number") if key in columns]
         steps.setdefault("/".join(step), []).append(row)
     samples = [_samples(number, of_step, columns) for number, of_step in enumerate(steps.values())]
-    return Dump(steps=samples, columns=columns, repeats_rows=repeats_rows)
+    return Dump(steps=samples, columns=columns, repeats_rows=any(map(_is_table, lines)))
 
 
 def _find_columns(
@@ -120,7 +115,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield from csv.DictReader(file)
     elif path.suffix == ".json":
         rows = json.loads(path.read_text(encoding="utf-8"))
-        yield from (row for row in (rows if isinstance(rows, list) else [rows]))
+        yield from rows if isinstance(rows, list) else [rows]
     elif path.suffix == ".jsonl":
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist.")
@@ -162,13 +157,8 @@ def _samples(
         prompt = _key(values["prompt"] if "prompt" in columns else values["group"])
         group = _key(values["group"]) if "group" in columns else prompt
         number, indices = groups.setdefault(group, (len(groups), count()))
-        sample_id = SampleId(
-            phase="train",
-            step=step,
-            number=0,
-            group=number,
-            index=next(indices),
-        )
+        index = next(indices)
+        sample_id = SampleId(phase="train", step=step, number=0, group=number, index=index)
         text = _text(values.get("completion"))
         logprobs = _numbers(values.get("logprobs"))
         token_ids = _numbers(values.get("token_ids"))

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from swift_grpo_ext.record.reader import is_superseded
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -141,7 +143,7 @@ def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:
     records: list[RoundRecord] = []
     for line in read_json_lines(Path(run_dir) / FILE_NAME, _parse_line):
         if isinstance(line, int):
-            records = [r for r in records if not _is_superseded(r, line)]
+            records = [r for r in records if not is_superseded(r.phase, r.step, line)]
         else:
             records.append(line)
     return sorted(records, key=lambda r: (r.steps_done, r.phase == "eval", r.number))
@@ -156,10 +158,3 @@ def _parse_line(values: dict[str, Any]) -> int | RoundRecord:
     if not is_named or record.verdict not in ("broken", "collapse", "unknown", "healthy"):
         raise ValueError("no round")
     return record
-
-
-def _is_superseded(record: RoundRecord, start_step: int) -> bool:
-    """As `record.reader` has it: an evaluation at the step of the checkpoint came before it."""
-    if record.phase == "eval" and start_step > 0:
-        return record.step > start_step
-    return record.step >= start_step

@@ -84,7 +84,7 @@ def group_samples(samples: Iterable[Sample]) -> list[list[Sample]]:
     groups: dict[tuple[Any, ...], dict[int, Sample]] = {}
     for sample in sorted(samples, key=lambda s: s.origin.sample_id):
         sample_id = sample.origin.sample_id
-        key = (sample_id.phase, sample_id.step, sample_id.number, sample_id.group, sample_id.turn)
+        key = (*sample_id.round, sample_id.group, sample_id.turn)
         groups.setdefault(key, {}).setdefault(sample_id.index, sample)
     return [list(group.values()) for group in groups.values()]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +57,16 @@ class Record:
         """Raises FileNotFoundError or ValueError as `reader.index_samples`."""
         self.samples = index_samples(run_dir)
         self.scores = index_rewards(self.samples, run_dir)
-        found = self.scores.read_rounds(self.scores.rounds, ["rewards"])
-        values = [v for table in found for v in table["rewards"].combine_chunks().keys.unique()]
-        self.functions = sorted({value.as_py() for value in values})
+        found = self.scores.read(["rewards"])["rewards"].combine_chunks()
+        self.functions = sorted(found.keys.unique().to_pylist())
         functions = [pa.field(f"reward_{name}", pa.float32()) for name in self.functions]
         self.schema = pa.schema([*SCHEMA, *SCORE_COLUMNS, *functions])
 
     def read(self, name: RoundName) -> pa.Table:
         """One round, its rows as `schema` has them; no score is null."""
         [table] = self.samples.read_rounds([name])
-        [scores] = self.scores.read_rounds([name]) if name in self.scores.rounds else [None]
-        if scores is None:
-            scores = REWARD_SCHEMA.empty_table()
+        found = self.scores.read_rounds([name] if name in self.scores.rounds else [])
+        scores = pa.concat_tables([REWARD_SCHEMA.empty_table(), *found])
         numbers = pa.array(_sample_numbers(scores))
         rows = pc.index_in(pa.array(_sample_numbers(table)), value_set=numbers)
         for column in SCORE_COLUMNS:
@@ -85,19 +84,18 @@ class Record:
         """
         if selection.sort is not None and selection.sort not in self.schema.names:
             raise ValueError(f"--sort {selection.sort}: expected one of {self.schema.names}.")
-        left = selection.limit
         best = self.schema.empty_table()
+        num_rows, limit = 0, sys.maxsize if selection.limit is None else selection.limit
         disable = len(self.samples.rounds) < PROGRESS_ROUNDS
         for name in tqdm(self.samples.rounds, desc="Reading rounds", unit="round", disable=disable):
             table = _filtered(self.read(name), selection.where)
             if selection.sort is not None:
                 best = _sorted(pa.concat_tables([best, table]), selection)
                 continue
-            yield table[:left]
-            if left is not None:
-                left -= min(left, table.num_rows)
-                if left == 0:
-                    break
+            yield table[: limit - num_rows]
+            num_rows += table.num_rows
+            if num_rows >= limit:
+                break
         if selection.sort is not None:
             yield best
 
@@ -156,49 +154,42 @@ def export(
     if write is None:
         raise ValueError(f"--output {output}: expected a name that ends with .parquet or .jsonl.")
     record = Record(run_dir)
-    with _replaced(output) as unfinished:
-        return write(record.tables(selection or Selection()), record.schema, unfinished)
-
-
-@contextmanager
-def _replaced(output: Path) -> Iterator[Path]:
-    """A file beside `output` that replaces it unless an error leaves the block."""
     unfinished = output.with_name(f"{output.name}.part")
     try:
-        yield unfinished
+        num_rows = write(record.tables(selection or Selection()), record.schema, unfinished)
         unfinished.replace(output)
     finally:
         unfinished.unlink(missing_ok=True)
+    return num_rows
 
 
 def _write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> int:
     num_rows = 0
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        waiting: list[pa.Table] = []
+        waiting = schema.empty_table()
         for table in tables:
-            waiting.append(table)
+            waiting = pa.concat_tables([waiting, table])
             num_rows += table.num_rows
-            if sum(map(len, waiting)) >= ROWS_PER_ROW_GROUP:
-                writer.write_table(pa.concat_tables(waiting))
-                waiting = []
-        if waiting:
-            writer.write_table(pa.concat_tables(waiting))
+            if waiting.num_rows >= ROWS_PER_ROW_GROUP:
+                writer.write_table(waiting)
+                waiting = schema.empty_table()
+        writer.write_table(waiting)
     return num_rows
 
 
 def _write_jsonl(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> int:
     num_rows = 0
     with path.open("w", encoding="utf-8") as file:
-        for table in tables:
-            for row in table.to_pylist():
-                plain = {name: _json_value(value) for name, value in row.items()}
-                file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
-                num_rows += 1
+        for row in chain.from_iterable(table.to_pylist() for table in tables):
+            file.write(json.dumps(_json_value(row), ensure_ascii=False, allow_nan=False) + "\n")
+            num_rows += 1
     return num_rows
 
 
 def _json_value(value: Any) -> Any:
     """JSON has no infinity and no NaN: null stands for them."""
+    if isinstance(value, dict):
+        return {name: _json_value(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -233,28 +224,20 @@ def summary(run_dir: str | os.PathLike[str]) -> str:
         ValueError: the log cannot be read.
     """
     index = index_samples(run_dir)
-    names = ["phase", "step", "number", "group", "index"]
-    columns = [*names, "seed", "num_tokens", "finish_reason"]
-    schema = pa.schema([SCHEMA.field(name) for name in columns])
-    table = pa.concat_tables([schema.empty_table(), *index.read_rounds(index.rounds, columns)])
-    phases: list[tuple[str, ...]] = [
-        ("phase", "rounds", "groups", "samples", "turns", "tokens", "ended by")
-    ]
+    names = SAMPLE_ID_COLUMNS[:-1]
+    table = index.read([*names, "seed", "num_tokens", "finish_reason"])
+    phases = [["phase", "rounds", "groups", "samples", "turns", "tokens", "ended by"]]
     for phase in sorted(table["phase"].unique().to_pylist()):
         rows = table.filter(pc.equal(table["phase"], phase))
-        counts = [rows.group_by(names[:length]).aggregate([]).num_rows for length in (3, 4, 5)]
+        counts = [rows.group_by(names[:n]).aggregate([]).num_rows for n in (3, 4, 5)]
         counts += [rows.num_rows, pc.sum(rows["num_tokens"]).as_py()]
         reasons = ", ".join(
             f"{reason or 'unknown'} {count / rows.num_rows:.1%}"
             for reason, count in Counter(rows["finish_reason"].to_pylist()).most_common()
         )
-        phases.append((phase, *(f"{count:,}" for count in counts), reasons))
-    sessions: list[tuple[str, ...]] = [
-        ("session", "from step", "files", "turns", "superseded", "unread bytes")
-    ]
-    for s in index.sessions:
-        figures = (s.session, s.start_step, s.num_files, s.num_rows, s.num_superseded)
-        sessions.append(tuple(f"{figure:,}" for figure in (*figures, s.num_unread_bytes)))
+        phases.append([phase, *(f"{count:,}" for count in counts), reasons])
+    sessions = [["session", "from step", "files", "turns", "superseded", "unread bytes"]]
+    sessions += [[f"{figure:,}" for figure in astuple(session)] for session in index.sessions]
     seeds = table["seed"].drop_null()
     num_repeated = len(seeds) - len(seeds.unique())
     last = f"seeds: {len(seeds):,} recorded, {num_repeated:,} repeated"
@@ -264,7 +247,5 @@ def summary(run_dir: str | os.PathLike[str]) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines with columns aligned: the last to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([*(cell.rjust(w) for cell, w in zip(row[:-1], widths, strict=False)), row[-1]])
-        for row in rows
-    ]
+    aligned = ([*map(str.rjust, row[:-1], widths), row[-1]] for row in rows)
+    return ["  ".join(cells) for cells in aligned]

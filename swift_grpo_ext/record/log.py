@@ -20,8 +20,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -76,21 +78,13 @@ class SampleLog:
         Raises:
             OSError: the folder cannot be made.
         """
-        self._run_dir, self._session, self._start_step, self._rank = (
-            run_dir,
-            session,
-            start_step,
-            rank,
-        )
+        names: dict[str, Any] = {"session": session, "start_step": start_step, "rank": rank}
+        self.beside = partial(SampleLog, run_dir, **names)
+        """Opens a log of another table (`table=`), for the same rank and session."""
+
         self.path = table.folder(run_dir) / f"session-{session:04d}-rank-{rank:05d}.arrows"
-        self._schema = table.schema.with_metadata(
-            {
-                "version": str(table.version),
-                "session": str(session),
-                "start_step": str(start_step),
-                "rank": str(rank),
-            }
-        )
+        metadata = {"version": table.version, **names}
+        self._schema = table.schema.with_metadata({k: str(v) for k, v in metadata.items()})
         self._buffer = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
         self._writer = pa.ipc.new_stream(self._buffer, self._schema, options=options)
@@ -98,16 +92,6 @@ class SampleLog:
         self._closed = False
         with self._explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-
-    def beside(self, table: Table) -> SampleLog:
-        """A log of another table, for the same rank and session."""
-        return SampleLog(
-            self._run_dir,
-            session=self._session,
-            start_step=self._start_step,
-            rank=self._rank,
-            table=table,
-        )
 
     def append(self, rows: Sequence[Row]) -> None:
         """Write rows, and wait until they are on disk. Once writing has failed, the log is closed.
@@ -166,21 +150,18 @@ class SampleLog:
         it would be read as the rest of it: the log is closed."""
         try:
             yield
-        except FileExistsError as e:
-            self._end()
-            raise FileExistsError(
-                e.errno,
-                f"The sample log {self.path} exists already: take the session's number from "
-                "`next_session`, on one rank, before any rank writes; and let no two runs share an "
-                "--output_dir.",
-            ) from e
         except OSError as e:
             self._end()
-            raise OSError(
-                e.errno,
-                f"The sample log {self.path} cannot be written ({e.strerror}): make room there, or "
-                "correct --output_dir, and resume from the last checkpoint.",
-            ) from e
+            words = (
+                f"cannot be written ({e.strerror}): make room there, or correct --output_dir, and "
+                "resume from the last checkpoint."
+            )
+            if isinstance(e, FileExistsError):
+                words = (
+                    "exists already: take the session's number from `next_session`, on one rank, "
+                    "before any rank writes; and let no two runs share an --output_dir."
+                )
+            raise OSError(e.errno, f"The sample log {self.path} {words}") from e
 
 
 def next_session(run_dir: str | os.PathLike[str]) -> int:
@@ -189,16 +170,13 @@ def next_session(run_dir: str | os.PathLike[str]) -> int:
     One rank calls it, before any rank has written, and tells the others. A session that ended
     before its first rows left no file; the next session takes its number.
     """
-    paths = SAMPLES.folder(run_dir).glob("session-*")
-    names = (FILE_NAME.fullmatch(path.name) for path in paths)
+    names = (FILE_NAME.fullmatch(p.name) for p in SAMPLES.folder(run_dir).glob("session-*"))
     return max((int(name[1]) + 1 for name in names if name), default=0)
 
 
 def _chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Rows in their order, divided where the round changes, and after `ROWS_PER_BATCH`."""
-    for _, same_round in groupby(
-        rows, key=lambda row: (row.sample_id.phase, row.sample_id.step, row.sample_id.number)
-    ):
+    for _, same_round in groupby(rows, key=lambda row: row.sample_id.round):
         chunk = list(same_round)
         for start in range(0, len(chunk), ROWS_PER_BATCH):
             yield chunk[start : start + ROWS_PER_BATCH]

@@ -24,9 +24,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +43,7 @@ from swift_grpo_ext.sampling.seeding import Phase
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_START = b"\xff\xff\xff\xff"
+MESSAGE_START = re.compile(b"(?=\xff{4})")  # they may overlap
 END_MARK_BYTES = 8
 DAMAGE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, StopIteration)
 """What pyarrow raises for bytes that are no message, no batch, or no text."""
@@ -132,21 +135,31 @@ class SampleIndex:
             ValueError: there is no such column.
         """
         selected = self.select(columns)
-        order = [name for name in ("group", "index", "turn") if name in self.table.schema.names]
-        schema = pa.schema([self.table.schema.field(name) for name in selected])
         of_rounds = [self.rounds[name] for name in names]
-        flat = [batch for batches in of_rounds for batch in batches]
-        read = iter(_read_batches(self.table, flat, {*selected, *order}))
-        tables = []
-        for batches in of_rounds:
-            found = [batch for batch in (next(read) for _ in batches) if batch is not None]
-            table = pa.Table.from_batches(found) if found else None
-            tables.append(
-                schema.empty_table()
-                if table is None
-                else table.sort_by([(name, "ascending") for name in order]).select(selected)
-            )
-        return tables
+        read = iter(_read_batches(self.table, [*chain(*of_rounds)], {*selected, *self._order}))
+        return [self._sorted(islice(read, len(b))).select(selected) for b in of_rounds]
+
+    def read(
+        self,
+        columns: Sequence[str] | None = None,
+        phase: Phase | None = None,
+        steps: range | None = None,
+    ) -> pa.Table:
+        """All rows, or those of a phase and some steps, as `read_samples` describes it."""
+        schema = pa.schema([self.table.schema.field(name) for name in self.select(columns)])
+        names = [n for n in self.rounds if phase in (None, n.phase)]
+        names = [n for n in names if steps is None or n.step in steps]
+        return pa.concat_tables([schema.empty_table(), *self.read_rounds(names, columns)])
+
+    @property
+    def _order(self) -> list[str]:
+        return [name for name in ("group", "index", "turn") if name in self.table.schema.names]
+
+    def _sorted(self, batches: Iterable[pa.RecordBatch | None]) -> pa.Table:
+        """Those that could be read as one table; with all columns if there are none."""
+        found = [batch for batch in batches if batch is not None]
+        table = pa.Table.from_batches(found) if found else self.table.schema.empty_table()
+        return table.sort_by([(name, "ascending") for name in self._order])
 
 
 def index_samples(run_dir: str | os.PathLike[str]) -> SampleIndex:
@@ -194,7 +207,7 @@ def read_samples(
         FileNotFoundError: the run has no sample log.
         ValueError: there is no such column; or as `index_samples`.
     """
-    return _read(index_samples(run_dir), columns, phase, steps)
+    return index_samples(run_dir).read(columns, phase, steps)
 
 
 def read_rewards(
@@ -206,19 +219,7 @@ def read_rewards(
 ) -> pa.Table:
     """How the samples of a run scored (`rewards.RewardRow`), sorted by phase, step, number, group
     and index; arguments and errors as of `read_samples`."""
-    return _read(index_rewards(index_samples(run_dir), run_dir), columns, phase, steps)
-
-
-def _read(
-    index: SampleIndex, columns: Sequence[str] | None, phase: Phase | None, steps: range | None
-) -> pa.Table:
-    schema = pa.schema([index.table.schema.field(column) for column in index.select(columns)])
-    names = [
-        name
-        for name in index.rounds
-        if phase in (None, name.phase) and (steps is None or name.step in steps)
-    ]
-    return pa.concat_tables([schema.empty_table(), *index.read_rounds(names, columns)])
+    return index_rewards(index_samples(run_dir), run_dir).read(columns, phase, steps)
 
 
 def read_group(
@@ -232,22 +233,17 @@ def read_group(
     """
     index = index_samples(run_dir)
     batches = index.rounds.get(RoundName(phase, step, number), [])
-    groups = _read_batches(SAMPLES, batches, ["group"])
-    holding = [
-        batch
-        for batch, read in zip(batches, groups, strict=True)
-        if read is not None and group in read["group"].to_pylist()
-    ]
-    found = [b for b in _read_batches(SAMPLES, holding, SAMPLES.schema.names) if b is not None]
-    if not found:
+    wanted = pc.field("group") == group
+    groups = zip(batches, _read_batches(SAMPLES, batches, ["group"]), strict=True)
+    holding = [b for b, read in groups if read is not None and read.filter(wanted).num_rows]
+    table = index._sorted(_read_batches(SAMPLES, holding, SAMPLES.schema.names)).filter(wanted)
+    if not table.num_rows:
         steps = [name.step for name in index.rounds if name.phase == phase]
         span = f"{phase} steps {min(steps)} to {max(steps)}" if steps else f"no {phase} rounds"
         raise ValueError(
             f"{run_dir} holds no group {group} of {phase} round {step}.{number}; it has {span}."
         )
-    table = pa.Table.from_batches(found)
-    table = table.filter(pc.equal(table["group"], group))
-    return to_rows(table.sort_by([("index", "ascending"), ("turn", "ascending")]))
+    return to_rows(table)
 
 
 # --- sessions ---
@@ -261,7 +257,7 @@ def _index(table: Table, run_dir: str | os.PathLike[str]) -> SampleIndex:
         if FILE_NAME.fullmatch(path.name):
             for batch in _scan(table, path, sessions):
                 batches_of[batch.round].append(batch)
-    current = {name: _current(name, batches_of[name], sessions) for name in sorted(batches_of)}
+    current = {name: _current(batches_of[name], sessions) for name in sorted(batches_of)}
     return SampleIndex(
         table=table,
         rounds={name: batches for name, batches in current.items() if batches},
@@ -269,22 +265,21 @@ def _index(table: Table, run_dir: str | os.PathLike[str]) -> SampleIndex:
     )
 
 
+def is_superseded(phase: str, step: int, start_step: int) -> bool:
+    """Whether a session that began at `start_step` replaces the rounds of sessions before it."""
+    return start_step == 0 or step > start_step or (step == start_step and phase == "train")
+
+
 def _current(
-    name: RoundName, batches: Sequence[StoredBatch], sessions: dict[int, SessionSummary]
+    batches: Sequence[StoredBatch], sessions: dict[int, SessionSummary]
 ) -> list[StoredBatch]:
-    """The batches of a round that no later session superseded; counts the others."""
-    latest = max(batch.session for batch in batches)
+    """Of the batches of one round, those that no later session superseded; counts the others."""
+    name, latest = batches[0].round, max(batch.session for batch in batches)
     starts = [s.start_step for s in sessions.values() if s.session > latest and s.num_rows]
-    superseded = any(
-        start == 0 or name.step > start or (name.step == start and name.phase == "train")
-        for start in starts
-    )
-    kept = []
+    superseded = any(is_superseded(name.phase, name.step, start) for start in starts)
+    kept = [batch for batch in batches if batch.session == latest and not superseded]
     for batch in batches:
-        if superseded or batch.session != latest:
-            sessions[batch.session].num_superseded += batch.num_rows
-        else:
-            kept.append(batch)
+        sessions[batch.session].num_superseded += batch.num_rows * (batch not in kept)
     return kept
 
 
@@ -296,7 +291,7 @@ def _scan(table: Table, path: Path, sessions: dict[int, SessionSummary]) -> list
     with pa.memory_map(str(path)) as source:
         starts, end, gaps = _find_messages(source)
         try:
-            start_step = _read_header(table, path, source)
+            summary = _session(table, path, source, sessions)
         except UnreadableLogError:
             raise
         except DAMAGE:
@@ -307,17 +302,6 @@ def _scan(table: Table, path: Path, sessions: dict[int, SessionSummary]) -> list
                     path,
                 )
             return []
-        match = FILE_NAME.fullmatch(path.name)
-        assert match is not None
-        summary = sessions.setdefault(
-            int(match[1]), SessionSummary(session=int(match[1]), start_step=start_step)
-        )
-        if summary.start_step != start_step:
-            raise UnreadableLogError(
-                f"{path} begins at step {start_step}, and other files of session "
-                f"{summary.session} at step {summary.start_step}: they are of different runs, keep "
-                "those of one."
-            )
         batches: list[StoredBatch] = []
         num_rows = 0
         for start in starts:
@@ -341,19 +325,16 @@ def _scan(table: Table, path: Path, sessions: dict[int, SessionSummary]) -> list
             )
             num_rows += rounds.num_rows
         num_unread_bytes = source.size() - end
-        if num_unread_bytes:
-            logger.warning(
-                "%s is not whole from byte %d on, behind row %d: its writer was killed, still "
-                "writes, or %d bytes are damaged. They are left out.",
-                path,
-                end,
-                num_rows,
-                num_unread_bytes,
-            )
-        summary.num_files += 1
-        summary.num_rows += num_rows
-        summary.num_unread_bytes += num_unread_bytes
-        return batches
+    if num_unread_bytes:
+        logger.warning(
+            "%s is not whole from byte %d on, behind row %d: its writer was killed, still "
+            "writes, or %d bytes are damaged. They are left out.",
+            *(path, end, num_rows, num_unread_bytes),
+        )
+    summary.num_files += 1
+    summary.num_rows += num_rows
+    summary.num_unread_bytes += num_unread_bytes
+    return batches
 
 
 def _find_messages(source: pa.NativeFile) -> tuple[list[int], int, dict[int, int]]:
@@ -387,20 +368,18 @@ def _find_messages(source: pa.NativeFile) -> tuple[list[int], int, dict[int, int
 def _next_batch_start(source: pa.NativeFile, position: int) -> int | None:
     source.seek(min(position, source.size()))
     content = source.read()
-    found = content.find(MESSAGE_START)
-    while found >= 0:
-        source.seek(position + found)
-        try:
+    for found in MESSAGE_START.finditer(content):
+        source.seek(position + found.start())
+        with suppress(*DAMAGE, EOFError):
             if pa.ipc.read_message(source).type == "record batch":
-                return position + found
-        except (*DAMAGE, EOFError):
-            pass
-        found = content.find(MESSAGE_START, found + 1)
+                return position + found.start()
     return None
 
 
-def _read_header(table: Table, path: Path, source: pa.NativeFile) -> int:
-    """The step at which the file's session began; raises one of `DAMAGE` where it is damaged."""
+def _session(
+    table: Table, path: Path, source: pa.NativeFile, sessions: dict[int, SessionSummary]
+) -> SessionSummary:
+    """The session that a file's header names; raises one of `DAMAGE` where it is damaged."""
     source.seek(0)
     schema = pa.ipc.open_stream(source).schema
     version = int(schema.metadata[b"version"])
@@ -411,7 +390,17 @@ def _read_header(table: Table, path: Path, source: pa.NativeFile) -> int:
         )
     if not schema.equals(table.schema):
         raise ValueError("other columns")
-    return int(schema.metadata[b"start_step"])
+    start_step = int(schema.metadata[b"start_step"])
+    match = FILE_NAME.fullmatch(path.name)
+    assert match is not None
+    number = int(match[1])
+    summary = sessions.setdefault(number, SessionSummary(session=number, start_step=start_step))
+    if summary.start_step != start_step:
+        raise UnreadableLogError(
+            f"{path} begins at step {start_step}, and other files of session {number} at step "
+            f"{summary.start_step}: they are of different runs, keep those of one."
+        )
+    return summary
 
 
 def _round_name(rounds: pa.RecordBatch) -> RoundName:
@@ -426,28 +415,21 @@ def _read_batches(
 ) -> list[pa.RecordBatch | None]:
     """Some columns of each batch, in the table's order; None for damaged ones, with a warning."""
     names = list(columns)
-    numbers_of: dict[Path, list[int]] = defaultdict(list)
-    for number, batch in enumerate(batches):
-        numbers_of[batch.path].append(number)
-    read: list[pa.RecordBatch | None] = [None] * len(batches)
-    for path, numbers in numbers_of.items():
+    read: dict[int, pa.RecordBatch] = {}
+    numbered = sorted(enumerate(batches), key=lambda pair: pair[1].path)  # each file once
+    for path, of_file in groupby(numbered, key=lambda pair: pair[1].path):
         with pa.memory_map(str(path)) as source:
-            for number in numbers:
-                batch = batches[number]
+            for number, batch in of_file:
                 try:
                     rows = _read_batch(table, source, batch.offset, names)
                     if rows.num_rows != batch.num_rows:
                         raise ValueError(f"{rows.num_rows} rows, not {batch.num_rows}")
                     read[number] = rows
                 except DAMAGE as e:
-                    last = batch.first_row + batch.num_rows - 1
-                    phase, step, round_number = batch.round
-                    _warn(
-                        path,
-                        f"in rows {batch.first_row} to {last} ({phase} round {step}."
-                        f"{round_number}; {e})",
-                    )
-    return read
+                    rows_of_file = f"{batch.first_row} to {batch.first_row + batch.num_rows - 1}"
+                    phase, step, of_step = batch.round
+                    _warn(path, f"in rows {rows_of_file} ({phase} round {step}.{of_step}; {e})")
+    return [read.get(number) for number in range(len(batches))]
 
 
 def _read_batch(

@@ -14,28 +14,26 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from swift_grpo_ext.record.log import SampleLog, Table
+from swift_grpo_ext.record.row import SAMPLE_TYPES, make_schema
 from swift_grpo_ext.sampling.groups import group_id, parse_request_id, sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 
 Fate = Literal["trained", "dropped", "evaluated"]
 
-REWARD_SCHEMA = pa.schema(
-    [
-        pa.field("phase", pa.utf8(), nullable=False),
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("number", pa.int64(), nullable=False),
-        pa.field("group", pa.int64(), nullable=False),
-        pa.field("index", pa.int32(), nullable=False),
-        pa.field("reward", pa.float32()),
-        pa.field("rewards", pa.map_(pa.utf8(), pa.float32()), nullable=False),
-        pa.field("advantage", pa.float32()),
-        pa.field("gap_mean", pa.float32()),
-        pa.field("gap_max", pa.float32()),
-        pa.field("truncated", pa.bool_(), nullable=False),
-        pa.field("replaced", pa.bool_(), nullable=False),
-        pa.field("fate", pa.utf8(), nullable=False),
-    ]
+REWARD_SCHEMA = make_schema(
+    {
+        **SAMPLE_TYPES,
+        "reward": pa.float32(),
+        "rewards": pa.map_(pa.utf8(), pa.float32()),
+        "advantage": pa.float32(),
+        "gap_mean": pa.float32(),
+        "gap_max": pa.float32(),
+        "truncated": pa.bool_(),
+        "replaced": pa.bool_(),
+        "fate": pa.utf8(),
+    },
+    nullable=("reward", "advantage", "gap_mean", "gap_max"),
 )
 REWARDS = Table(name="rewards", version=1, schema=REWARD_SCHEMA)
 
@@ -130,9 +128,9 @@ class RewardRecorder:
             kept = {name for names in all_gather(list(rows)) for name in names}
             rows |= {name: row for name, row in self._drawn.items() if name not in kept}
         self._drawn = {}
-        rounds = {_round_of(name) for name in rows}  # of the next, groups may be replaced already
-        self._replaced_groups = {g for g in self._replaced_groups if _round_of(g) not in rounds}
-        self._log = self._log or sample_log.beside(REWARDS)
+        rounds = {name.round for name in rows}  # of the next, groups may be replaced already
+        self._replaced_groups = {g for g in self._replaced_groups if g.round not in rounds}
+        self._log = self._log or sample_log.beside(table=REWARDS)
         self._log.append([rows[name] for name in sorted(rows)])
 
     def _row(self, sample: Any, values: Sequence[float], *, fate: Fate, **extras: Any) -> RewardRow:
@@ -149,10 +147,6 @@ class RewardRecorder:
             fate=fate,
             **extras,
         )
-
-
-def _round_of(sample_id: SampleId) -> tuple[str, int, int]:
-    return sample_id.phase, sample_id.step, sample_id.number
 
 
 def training_scores(

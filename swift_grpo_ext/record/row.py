@@ -5,40 +5,59 @@ It keeps text that UTF-8 cannot hold (a lone half of a surrogate pair) as its es
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from swift_grpo_ext.sampling.seeding import SampleId
 
+MEDIA = ("images", "videos", "audios")
+LONGEST_NAME = 2048
+"""Characters; what is longer is content, not a path or a URL."""
+
 ROUND_COLUMNS = ("phase", "step", "number")
 SAMPLE_ID_COLUMNS = (*ROUND_COLUMNS, "group", "index", "turn")
 
-SCHEMA = pa.schema(
-    [
-        pa.field("phase", pa.utf8(), nullable=False),
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("number", pa.int64(), nullable=False),
-        pa.field("group", pa.int64(), nullable=False),
-        pa.field("index", pa.int32(), nullable=False),
-        pa.field("turn", pa.int32(), nullable=False),
-        pa.field("seed", pa.int64()),
-        pa.field("rank", pa.int32(), nullable=False),
-        pa.field("replica", pa.utf8(), nullable=False),
-        pa.field("weight_version", pa.int64(), nullable=False),
-        pa.field("finish_reason", pa.utf8()),
-        pa.field("stop_reason", pa.utf8()),
-        pa.field("num_tokens", pa.int32(), nullable=False),
-        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("logprobs", pa.list_(pa.float32())),
-        pa.field("text", pa.utf8(), nullable=False),
-        pa.field("fingerprint", pa.utf8(), nullable=False),
-        pa.field("prompt", pa.utf8(), nullable=False),
-        pa.field("media", pa.list_(pa.utf8()), nullable=False),
-    ]
+
+def make_schema(columns: dict[str, pa.DataType], *, nullable: Sequence[str]) -> pa.Schema:
+    """Of these columns, in their order."""
+    fields = (pa.field(name, kind, name in nullable) for name, kind in columns.items())
+    return pa.schema(fields)
+
+
+SAMPLE_TYPES = {
+    **{"phase": pa.utf8(), "step": pa.int64(), "number": pa.int64()},
+    **{"group": pa.int64(), "index": pa.int32()},
+}
+"""Columns of every table."""
+
+SCHEMA = make_schema(
+    {
+        **SAMPLE_TYPES,
+        "turn": pa.int32(),
+        "seed": pa.int64(),
+        "rank": pa.int32(),
+        "replica": pa.utf8(),
+        "weight_version": pa.int64(),
+        "finish_reason": pa.utf8(),
+        "stop_reason": pa.utf8(),
+        "num_tokens": pa.int32(),
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "text": pa.utf8(),
+        "fingerprint": pa.utf8(),
+        "prompt": pa.utf8(),
+        "media": pa.list_(pa.utf8()),
+    },
+    nullable=("seed", "finish_reason", "stop_reason", "logprobs"),
 )
+MISFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
+"""What pyarrow raises for a value that does not fit its column."""
 
 
 class Row(Protocol):
@@ -119,15 +138,13 @@ def to_rows(table: pa.Table) -> list[SampleRow]:
 
 
 def _to_array(rows: Sequence[Row], field: pa.Field) -> pa.Array:
-    values = [_value(row, field.name) for row in rows]
+    is_id = field.name in SAMPLE_ID_COLUMNS
+    values = [getattr(row.sample_id if is_id else row, field.name) for row in rows]
     try:
         return _checked_array(values, field)
-    except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        return _checked_array([_fitting_value(row, field) for row in rows], field)
-
-
-def _value(row: Row, name: str) -> Any:
-    return getattr(row.sample_id if name in SAMPLE_ID_COLUMNS else row, name)
+    except MISFIT:
+        fitting = [_fitting_value(*pair, field) for pair in zip(rows, values, strict=True)]
+        return _checked_array(fitting, field)
 
 
 def _checked_array(values: list[Any], field: pa.Field) -> pa.Array:
@@ -138,11 +155,11 @@ def _checked_array(values: list[Any], field: pa.Field) -> pa.Array:
     return array
 
 
-def _fitting_value(row: Row, field: pa.Field) -> Any:
-    value = _escape_surrogates(_value(row, field.name))
+def _fitting_value(row: Row, value: Any, field: pa.Field) -> Any:
+    value = _escape_surrogates(value)
     try:
         _checked_array([value], field)
-    except (pa.ArrowException, OverflowError, TypeError, ValueError) as e:
+    except MISFIT as e:
         raise ValueError(
             f"{row.sample_id}: {field.name} {value!r:.200} does not fit {field.type} ({e})."
         ) from e
@@ -152,6 +169,73 @@ def _fitting_value(row: Row, field: pa.Field) -> Any:
 def _escape_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", errors="backslashreplace").decode("utf-8")
-    if isinstance(value, (list, tuple)):
-        return [_escape_surrogates(item) for item in value]
-    return value
+    return [*map(_escape_surrogates, value)] if isinstance(value, (list, tuple)) else value
+
+
+# --- from what a rollout returned ---
+
+
+def sample_row(
+    sample_id: SampleId,
+    sample: Any,
+    output: Any,
+    *,
+    seed: int | None,
+    fingerprint: str,
+    rank: int,
+    weight_version: int,
+) -> SampleRow:
+    """One completion, as it was drawn.
+
+    Args:
+        sample: ms-swift's sample, or the request of a later turn, with messages and media.
+        output: ms-swift's `RolloutOutput` for it. All turns of a conversation that a server led are
+            one completion.
+        fingerprint: of the prompt.
+        rank: the training rank that owns the sample.
+        weight_version: optimizer steps behind the weights that drew it.
+    """
+    choice = output.response.choices[0]
+    token_ids = list(chain(*output.response_token_ids)) or list(choice.token_ids or ())
+    logprobs = _logprobs(output, choice)
+    stop_reason = output.rollout_infos.get("stop_reason")
+    return SampleRow(
+        sample_id=sample_id,
+        seed=seed,
+        rank=rank,
+        replica=str(output.rollout_infos.get("replica", "")),
+        weight_version=weight_version,
+        finish_reason=choice.finish_reason,
+        stop_reason=None if stop_reason is None else str(stop_reason),
+        token_ids=token_ids,
+        # A conversation's tokens include those that the environment put between the turns.
+        logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
+        text=choice.message.content if isinstance(choice.message.content, str) else "",
+        fingerprint=fingerprint,
+        prompt=json.dumps(sample.messages, ensure_ascii=False, default=repr),
+        media=[name for kind in MEDIA for name in map(media_name, getattr(sample, kind) or ())],
+    )
+
+
+def _logprobs(output: Any, choice: Any) -> list[float] | None:
+    if output.rollout_logprobs:
+        return list(chain(*output.rollout_logprobs))
+    content: Sequence[Any] = (choice.logprobs or {}).get("content") or ()
+    return [token["logprob"] for token in content] or None
+
+
+def media_name(media: Any) -> str:
+    """A path or URL as it is; of content or pixels, a digest; of frames, the frames' names."""
+    if isinstance(media, dict):
+        media = media.get("path") or media.get("bytes")
+    if isinstance(media, str) and len(media) <= LONGEST_NAME:
+        return media
+    if isinstance(media, (list, tuple)):
+        return " ".join(map(media_name, media))
+    if isinstance(media, str):
+        media = media.encode()
+    if hasattr(media, "tobytes"):  # a PIL image, an array; its `repr` holds its address or is cut
+        form = [getattr(media, name, None) for name in ("mode", "size", "shape", "dtype")]
+        media = repr(form).encode() + media.tobytes()
+    content = media if isinstance(media, bytes) else repr(media).encode()
+    return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.checks.rows import MEDIA, media_content, prompt_of, unreadable
-from swift_grpo_ext.record.collect import media_name
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.row import SampleRow, media_name
 from swift_grpo_ext.replay.run import ReplayError, Run
 from swift_grpo_ext.sampling.groups import fingerprint
 

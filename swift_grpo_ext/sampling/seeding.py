@@ -58,6 +58,11 @@ class SampleId:
     turn: int = 0
     """Turn of a multi-turn conversation, from 0."""
 
+    @property
+    def round(self) -> tuple[Phase, int, int]:
+        """Phase, step and number."""
+        return self.phase, self.step, self.number
+
     def __str__(self) -> str:
         """As errors and logs name it."""
         turn = f", turn {self.turn}" if self.turn else ""

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.record.collect import sample_row
 from swift_grpo_ext.record.log import SampleLog, next_session
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.row import SampleRow, sample_row
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.wire import RequestMetadata

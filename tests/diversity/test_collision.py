@@ -17,15 +17,13 @@ from scipy.special import chdtrc
 from scipy.stats import combine_pvalues
 
 from swift_grpo_ext.diversity.collision import (
+    PromptMemory,
     _Correction,
     collision_test,
     common_length,
     format_p,
     log2_fisher,
     shared_prefixes,
-)
-from swift_grpo_ext.diversity.memory import (
-    PromptMemory,
 )
 from swift_grpo_ext.diversity.sample import Sample
 from tests.diversity.samples import group_of, sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swift_grpo_ext.diversity.memory import (
+from swift_grpo_ext.diversity.collision import (
     BYTES_BESIDE_TOKENS,
     MAX_KEPT_TOKENS,
     MAX_PER_PROMPT,

@@ -15,8 +15,13 @@ from swift_grpo_ext.diversity import charts
 from swift_grpo_ext.diversity.alarms import read_words
 from swift_grpo_ext.diversity.charts import read_log, thin
 from swift_grpo_ext.diversity.record import read_records
-from swift_grpo_ext.diversity.report import alarm_spans, overall_verdict, write_report
-from swift_grpo_ext.diversity.worst_groups import thumbnails, worst_groups
+from swift_grpo_ext.diversity.report import (
+    alarm_spans,
+    overall_verdict,
+    thumbnails,
+    worst_groups,
+    write_report,
+)
 from tests.diversity.runs import frozen_rounds, make_run
 from tests.diversity.samples import group_of
 

@@ -16,8 +16,7 @@ from swift.infer_engine.protocol import (
     UsageInfo,
 )
 
-from swift_grpo_ext.record.collect import media_name, sample_row
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.row import SampleRow, media_name, sample_row
 from swift_grpo_ext.sampling.seeding import SampleId
 
 NAME = SampleId(phase="train", step=3, number=0, group=1, index=2)

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from swift_grpo_ext.cli import main
-from swift_grpo_ext.record.collect import media_name
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.row import SampleRow, media_name
 from swift_grpo_ext.replay.command import Replay, add_arguments, round_name, run, setting, show
 from swift_grpo_ext.replay.compare import Comparison, Token, compare, first_difference
 from swift_grpo_ext.replay.prompts import (

@@ -14,7 +14,7 @@ from typing import Any
 from swift.rewards import ORM, orms
 from swift.trainers import TrainerFactory
 
-from swift_grpo_ext.record.collect import media_name
+from swift_grpo_ext.record.row import media_name
 from swift_grpo_ext.sampling.groups import parse_request_id
 from swift_grpo_ext.training import RolloutGRPOTrainer
 
