@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -79,6 +78,13 @@ class DiversityFlags:
     randomness raises one at once."""
 
 
+EXPECTED = {
+    "rollout_timeout": "number of seconds above 0",
+    "logps_chunk_size": "number of positions, or 0 for no chunks",
+    "diversity_patience": "number of rounds, or 0 for no alarms about collapse",
+    "diversity_alarm_p": "probability between 0 and 1, such as 1e-6",
+}
+
 FLAG_GROUPS: tuple[type, ...] = (RolloutFlags, StopFlags, LogitsFlags, DiversityFlags)
 
 
@@ -98,37 +104,28 @@ class FlagInfo:
     help: str
 
 
-def flag_infos() -> Iterator[FlagInfo]:
-    """Every flag in the order of its group, with the text of its field's docstring."""
-    for group in FLAG_GROUPS:
-        texts = _field_docs(group)
-        for f in fields(group):
-            yield FlagInfo(
-                name=f.name,
-                group=docstring_parser.parse(group.__doc__ or "").short_description or "",
-                type=_type_words(f),
-                default=_default(f),
-                help=texts[f.name],
-            )
-
-
 @cache
-def _field_docs(group: type) -> dict[str, str]:
-    parsed = docstring_parser.parse_from_object(group)
-    return {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
+def flag_infos() -> tuple[FlagInfo, ...]:
+    """Every flag in the order of its group, with the text of its field's docstring."""
+    parsed = [(group, docstring_parser.parse_from_object(group)) for group in FLAG_GROUPS]
+    texts = {p.arg_name: p.description or "" for _, docs in parsed for p in docs.params}
+    return tuple(
+        FlagInfo(
+            name=f.name,
+            group=docs.short_description or "",
+            type=_type_words(_hints()[f.name]),
+            default=getattr(ExtFlags(), f.name),
+            help=" ".join(texts[f.name].split()),
+        )
+        for group, docs in parsed
+        for f in fields(group)
+    )
 
 
-def _default(f: Field[Any]) -> Any:
-    return f.default_factory() if callable(f.default_factory) else f.default
-
-
-def _type_words(f: Field[Any]) -> str:
-    hint = _hints()[f.name]
+def _type_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " | ".join(get_args(hint))
-    if get_origin(hint) is list:
-        return f"{get_args(hint)[0].__name__} ..."
-    return str(hint.__name__)
+    return f"{get_args(hint)[0].__name__} ..." if get_origin(hint) is list else str(hint.__name__)
 
 
 @cache
@@ -168,22 +165,12 @@ def check_flags(flags: ExtFlags) -> None:
             f"--stop_token_ids {show(flags.stop_token_ids)}: {negative[0]} is negative; token ids "
             "are 0 or more, as `tokenizer.convert_tokens_to_ids` gives them."
         )
-    if not flags.rollout_timeout > 0:
-        raise ValueError(
-            f"--rollout_timeout {flags.rollout_timeout}: expected a number of seconds above 0."
-        )
-    if flags.logps_chunk_size < 0:
-        raise ValueError(
-            f"--logps_chunk_size {flags.logps_chunk_size}: expected a number of positions, or 0 "
-            "for no chunks."
-        )
-    if flags.diversity_patience < 0:
-        raise ValueError(
-            f"--diversity_patience {flags.diversity_patience}: expected a number of rounds, or 0 "
-            "for no alarms about collapse."
-        )
-    if not 0 < flags.diversity_alarm_p < 1:
-        raise ValueError(
-            f"--diversity_alarm_p {flags.diversity_alarm_p}: expected a probability between 0 and "
-            "1, such as 1e-6."
-        )
+    within = {
+        "rollout_timeout": flags.rollout_timeout > 0,
+        "logps_chunk_size": flags.logps_chunk_size >= 0,
+        "diversity_patience": flags.diversity_patience >= 0,
+        "diversity_alarm_p": 0 < flags.diversity_alarm_p < 1,
+    }
+    for name, is_within in within.items():
+        if not is_within:
+            raise ValueError(f"--{name} {getattr(flags, name)}: expected a {EXPECTED[name]}.")

@@ -1,20 +1,51 @@
 """`swift-grpo-ext`: what can be asked of the plugin, and of a run's samples, without training.
 
-Each command has a function that adds its parser, and one that runs it and returns the exit status.
-What a command needs is imported when it runs, so that `flags` does without the rest.
+`@command` enters a function with its command's arguments. What a command needs is imported when it
+runs, so that `flags` does without the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.arguments import FlagInfo, flag_infos, show
+from swift_grpo_ext.replay.command import round_name, setting
+from swift_grpo_ext.sampling.seeding import PHASES
 from swift_grpo_ext.version import __version__
+
+Run = Callable[[argparse.Namespace], int | None]
+"""What runs a command; gives the exit status, None for 0."""
+
+COMMANDS: list[Callable[[Any], None]] = []
+"""Each adds a command's parser."""
+
+
+def arg(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """As `add_argument` takes it."""
+    return names, options
+
+
+def command(
+    name: str, text: str, *arguments: tuple[tuple[str, ...], dict[str, Any]], epilog: str = ""
+) -> Callable[[Run], Run]:
+    """Enter a function as a command."""
+
+    def enter(run: Run) -> Run:
+        def add(commands: Any) -> None:
+            parser = commands.add_parser(name, help=text, epilog=epilog)
+            for names, options in arguments:
+                parser.add_argument(*names, **options)
+            parser.set_defaults(run=run)
+
+        COMMANDS.append(add)
+        return run
+
+    return enter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,72 +53,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="swift-grpo-ext", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in ADDERS:
+    for add in COMMANDS:
         add(commands)
-    own, _, rest = _partition(list(sys.argv[1:] if argv is None else argv), "--")
-    options = parser.parse_args(own)
-    options.rest = rest  # what stands behind `--`
+    own = list(sys.argv[1:] if argv is None else argv)
+    end = own.index("--") if "--" in own else len(own)
+    options = parser.parse_args(own[:end])
+    options.rest = own[end + 1 :]
     try:
-        return int(options.run(options))
+        return int(options.run(options) or 0)
     except (OSError, ValueError) as e:
         print(f"swift-grpo-ext {options.command}: {e}", file=sys.stderr)
         return 1
 
 
-def _partition(values: list[str], mark: str) -> tuple[list[str], list[str], list[str]]:
-    """As `str.partition` does."""
-    sample_id = values.index(mark) if mark in values else len(values)
-    return values[:sample_id], values[sample_id : sample_id + 1], values[sample_id + 1 :]
+# --- before a run ---
 
 
-# --- doctor ---
-
-
-def add_doctor(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="is this machine ready? each problem with a remedy")
-    parser.add_argument("config", nargs="?", help="a YAML file: takes the settings below from it")
-    parser.add_argument("--model", help="a local model: its logits and its template are looked at")
-    parser.add_argument("--model_type", help="as for swift rlhf")
-    parser.add_argument("--template", help="as for swift rlhf")
-    parser.add_argument("--dataset", nargs="+", default=[], help="its first rows are looked at")
-    parser.add_argument("--stop_words", nargs="+", default=[], help="as for swift rlhf")
-    parser.add_argument("--server", nargs="+", default=[], metavar="HOST:PORT", help="of servers")
-    parser.add_argument(
-        "--port", nargs="+", type=int, default=None, help="that have to be free (default 29500)"
-    )
-    parser.add_argument("--json", action="store_true", help="for scripts")
-    parser.set_defaults(run=run_doctor)
-
-
-def run_doctor(options: argparse.Namespace) -> int:
+@command(
+    "doctor",
+    "is this machine ready? each problem with a remedy",
+    arg("config", nargs="?", help="a YAML file: takes the settings below from it"),
+    arg("--model", help="a local model: its logits and its template are looked at"),
+    arg("--model_type", help="as for swift rlhf"),
+    arg("--template", help="as for swift rlhf"),
+    arg("--dataset", nargs="+", default=[], help="its first rows are looked at"),
+    arg("--stop_words", nargs="+", default=[], help="as for swift rlhf"),
+    arg("--server", nargs="+", default=[], metavar="HOST:PORT", help="of servers"),
+    arg("--port", nargs="+", type=int, help="that have to be free (default 29500)"),
+    arg("--json", action="store_true", help="for scripts"),
+)
+def doctor(options: argparse.Namespace) -> int:
     from swift_grpo_ext.checks.doctor import examine, report, target_of
 
     return report(examine(target_of(options)), as_json=options.json)
 
 
-# --- check ---
-
-
-def add_check(commands: Any) -> None:
-    parser = commands.add_parser(
-        "check",
-        help="would this run start? settings, model, data, plugins, packages, GPUs",
-        epilog="Arguments of swift rlhf behind -- win over the file's settings.",
-    )
-    parser.add_argument(
-        "config", nargs="+", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml"
-    )
-    parser.add_argument("--ranks", type=int, help="training processes (default: as ENV says)")
-    parser.add_argument("--model", help="of both sides, instead of the files'")
-    parser.add_argument("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)")
-    parser.add_argument(
-        "--settings-only", action="store_true", help="for another machine: look nothing up here"
-    )
-    parser.add_argument("--quiet", action="store_true", help="errors and warnings only")
-    parser.set_defaults(run=run_check)
-
-
-def run_check(options: argparse.Namespace) -> int:
+@command(
+    "check",
+    "would this run start? settings, model, data, plugins, packages, GPUs",
+    arg("config", nargs="+", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml"),
+    arg("--ranks", type=int, help="training processes (default: as ENV says)"),
+    arg("--model", help="of both sides, instead of the files'"),
+    arg("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)"),
+    arg("--settings-only", action="store_true", help="for another machine: look nothing up here"),
+    arg("--quiet", action="store_true", help="errors and warnings only"),
+    epilog="Arguments of swift rlhf behind -- win over the file's settings.",
+)
+def check(options: argparse.Namespace) -> int:
     from swift_grpo_ext.checks import check, read_run
     from swift_grpo_ext.checks.rules import errors_first
 
@@ -107,56 +119,39 @@ def run_check(options: argparse.Namespace) -> int:
     return int(failed)
 
 
-# --- init, plugin-path ---
-
-
-def add_init(commands: Any) -> None:
-    parser = commands.add_parser("init", help="copy a preset and its launch script to start from")
-    parser.add_argument("directory", type=Path, nargs="?", help="where to")
-    parser.add_argument("--preset", default="server_2x6_lora", help="which (--list shows them)")
-    parser.add_argument("--list", action="store_true", help="show the presets, copy nothing")
-    parser.set_defaults(run=run_init)
-
-
-def run_init(options: argparse.Namespace) -> int:
+@command(
+    "init",
+    "copy a preset and its launch script to start from",
+    arg("directory", type=Path, nargs="?", help="where to"),
+    arg("--preset", default="server_2x6_lora", help="which (--list shows them)"),
+    arg("--list", action="store_true", help="show the presets, copy nothing"),
+)
+def init(options: argparse.Namespace) -> None:
     from swift_grpo_ext.checks import share
 
     if options.list:
-        for name in share.preset_names():
-            print(f"{name:20} {share.title(name)}")
-        return 0
+        print("\n".join(f"{name:20} {share.title(name)}" for name in share.preset_names()))
+        return
     if options.directory is None:
         raise ValueError("where to? swift-grpo-ext init DIRECTORY; --list shows the presets.")
-    for file in share.copy_preset(options.preset, options.directory):
-        print(file)
+    print(*share.copy_preset(options.preset, options.directory), sep="\n")
     print(f"\nIn {options.directory}: {share.command(options.preset)}")
-    return 0
 
 
-def add_plugin_path(commands: Any) -> None:
-    parser = commands.add_parser("plugin-path", help="the file to give to --external_plugins")
-    parser.set_defaults(run=run_plugin_path)
-
-
-def run_plugin_path(options: argparse.Namespace) -> int:
+@command("plugin-path", "the file to give to --external_plugins")
+def plugin_path(options: argparse.Namespace) -> None:
     from swift_grpo_ext.checks import share
 
     print(share.PLUGIN_FILE)
-    return 0
 
 
-# --- flags ---
-
-
-def add_flags(commands: Any) -> None:
-    parser = commands.add_parser("flags", help="list the flags that the plugin adds")
-    parser.add_argument("--markdown", action="store_true", help="as the README's table")
-    parser.set_defaults(run=run_flags)
-
-
-def run_flags(options: argparse.Namespace) -> int:
+@command(
+    "flags",
+    "list the flags that the plugin adds",
+    arg("--markdown", action="store_true", help="as the documentation's table"),
+)
+def flags(options: argparse.Namespace) -> None:
     print(flag_table() if options.markdown else flag_list())
-    return 0
 
 
 def flag_list() -> str:
@@ -172,38 +167,33 @@ def flag_list() -> str:
 
 def flag_table() -> str:
     """The flags as a Markdown table, one row each."""
+
+    def row(info: FlagInfo) -> str:
+        values = info.type.replace("|", "\\|")
+        return f"| `--{info.name}` | {values} | {show(info.default)} | {info.help} |"
+
     head = ["| flag | values | default | meaning |", "|---|---|---|---|"]
-    return "\n".join(head + [_table_row(info) for info in flag_infos()])
+    return "\n".join(head + [row(info) for info in flag_infos()])
 
 
-def _table_row(info: FlagInfo) -> str:
-    values = info.type.replace("|", "\\|")
-    return f"| `--{info.name}` | {values} | {show(info.default)} | {info.help} |"
+# --- a run that has been ---
 
 
-# --- samples ---
-
-
-def add_samples(commands: Any) -> None:
-    parser = commands.add_parser("samples", help="sum up, show or export a run's samples")
-    parser.add_argument("run_dir", help="the run's output folder, which holds `samples`")
-    parser.add_argument("--output", help="write rows with their scores: FILE.parquet, FILE.jsonl")
-    parser.add_argument("--where", metavar="CONDITION", help="only rows such as 'reward < 0.5'")
-    parser.add_argument("--sort", metavar="COLUMN", help="such as reward; the least come first")
-    parser.add_argument("--descending", action="store_true", help="the greatest come first")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
-    parser.set_defaults(run=run_samples)
-
-
-def run_samples(options: argparse.Namespace) -> int:
+@command(
+    "samples",
+    "sum up, show or export a run's samples",
+    arg("run_dir", help="the run's output folder, which holds `samples`"),
+    arg("--output", help="write rows with their scores: FILE.parquet, FILE.jsonl"),
+    arg("--where", metavar="CONDITION", help="only rows such as 'reward < 0.5'"),
+    arg("--sort", metavar="COLUMN", help="such as reward; the least come first"),
+    arg("--descending", action="store_true", help="the greatest come first"),
+    arg("--limit", type=int, metavar="N", help="only the first N rows"),
+)
+def samples(options: argparse.Namespace) -> None:
     from swift_grpo_ext.record import export
 
-    selection = export.Selection(
-        where=options.where,
-        sort=options.sort,
-        descending=options.descending,
-        limit=options.limit,
-    )
+    names = ("where", "sort", "descending", "limit")
+    selection = export.Selection(**{name: getattr(options, name) for name in names})
     if options.output is not None:
         num_rows = export.export(options.run_dir, options.output, selection)
         print(f"{num_rows:,} rows written to {options.output}")
@@ -211,44 +201,56 @@ def run_samples(options: argparse.Namespace) -> int:
         print(export.summary(options.run_dir))
     else:
         print("\n".join(export.lines(options.run_dir, selection)))
-    return 0
 
 
-# --- a run that has been ---
-
-
-def add_report(commands: Any) -> None:
-    parser = commands.add_parser(
-        "report", help="a run's curves, alarms and worst groups, as a page"
-    )
-    parser.add_argument("run_dir", help="the run's output folder")
-    parser.add_argument("--output", help="folder for report.html and report.png (default: RUN_DIR)")
-    parser.set_defaults(run=run_report)
-
-
-def run_report(options: argparse.Namespace) -> int:
+@command(
+    "report",
+    "a run's curves, alarms and worst groups, as a page",
+    arg("run_dir", help="the run's output folder"),
+    arg("--output", help="folder for report.html and report.png (default: RUN_DIR)"),
+)
+def report(options: argparse.Namespace) -> None:
     from swift_grpo_ext.diversity.report import write_report
 
-    for path in write_report(options.run_dir, options.output):
-        print(path)
-    return 0
+    print(*write_report(options.run_dir, options.output), sep="\n")
 
 
-def add_audit(commands: Any) -> None:
-    parser = commands.add_parser(
-        "audit", help="do rollouts that any framework dumped share their noise?"
-    )
-    parser.add_argument(
-        "file", nargs="+", type=Path, help="of TRL, verl, slime, ms-swift: .parquet, .csv, .jsonl"
-    )
-    for name in ("step", "group", "prompt", "completion", "token-ids", "logprobs"):
-        parser.add_argument(f"--{name}", metavar="COLUMN", help=f"the column that holds the {name}")
-    parser.add_argument("--alarm-p", type=float, default=1e-6, help="default: %(default)g")
-    parser.add_argument("--json", action="store_true", help="for scripts")
-    parser.set_defaults(run=run_audit)
+@command(
+    "replay",
+    "draw a logged group again, token by token",
+    arg("run_dir", help="the run's output folder: args.json, samples, checkpoints"),
+    arg("--round", required=True, type=round_name, help="step and number, as 12.0; 12 means 12.0"),
+    arg("--group", required=True, type=int, help="number in its round, from 0"),
+    arg("--phase", choices=PHASES, default="train"),
+    arg("--json", action="store_true", help="print JSON instead of a table"),
+    arg(
+        "--set",
+        metavar="NAME=VALUE",
+        type=setting,
+        action="append",
+        default=[],
+        help="a setting of args.json that is another here, such as model=DIR or "
+        "vllm_max_model_len=512 (what a server was told); the value is JSON, or text",
+    ),
+)
+def replay(options: argparse.Namespace) -> int:
+    from swift_grpo_ext.replay.command import run
+
+    return run(options)
 
 
-def run_audit(options: argparse.Namespace) -> int:
+@command(
+    "audit",
+    "do rollouts that any framework dumped share their noise?",
+    arg("file", nargs="+", type=Path, help="of TRL, verl, slime, ms-swift: .parquet, .csv, .jsonl"),
+    *(
+        arg(f"--{name}", metavar="COLUMN", help=f"the column that holds the {name}")
+        for name in ("step", "group", "prompt", "completion", "token-ids", "logprobs")
+    ),
+    arg("--alarm-p", type=float, default=1e-6, help="default: %(default)g"),
+    arg("--json", action="store_true", help="for scripts"),
+)
+def audit(options: argparse.Namespace) -> int:
     from swift_grpo_ext.diversity.audit import audit, report
     from swift_grpo_ext.diversity.dumps import COLUMNS, read_dump
 
@@ -256,22 +258,3 @@ def run_audit(options: argparse.Namespace) -> int:
     result = audit(read_dump(options.file, names), options.alarm_p)
     print(report(result, as_json=options.json))
     return int(result.verdict == "shared noise")
-
-
-def add_replay(commands: Any) -> None:
-    from swift_grpo_ext.replay.command import add_arguments
-
-    add_arguments(commands.add_parser("replay", help="draw a logged group again, token by token"))
-
-
-ADDERS = (
-    add_doctor,
-    add_check,
-    add_init,
-    add_plugin_path,
-    add_flags,
-    add_samples,
-    add_report,
-    add_replay,
-    add_audit,
-)

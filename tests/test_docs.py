@@ -97,7 +97,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 @cache
 def subcommands() -> dict[str, argparse.ArgumentParser]:
     commands = argparse.ArgumentParser().add_subparsers()
-    for add in cli.ADDERS:
+    for add in cli.COMMANDS:
         add(commands)
     return dict(commands.choices)
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import json
 import logging
 import sys
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from requests.utils import get_netrc_auth
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
+from urllib3 import make_headers
 
 from swift_grpo_ext.checks import machine, preflight
 from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
@@ -37,8 +38,7 @@ NUM_ROWS = 32
 """Of a data set, that are looked at."""
 
 SERVER_SECONDS = 5
-MARKS = {"ok": "[green]ok[/]", "note": "note", "warning": "[yellow]warning[/]"}
-MARKS["error"] = "[red]error[/]"
+COLORS = {"ok": "green", "note": "", "warning": "yellow", "error": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +79,10 @@ def target_of(options: argparse.Namespace) -> Target:
         template=options.template or settings.get("template"),
         stop_words=tuple(options.stop_words or settings.get("stop_words") or ()),
         datasets=tuple(options.dataset or settings.get("dataset") or ()),
-        servers=tuple(map(_url, options.server)),
+        servers=tuple(s.rstrip("/") if "://" in s else f"http://{s}" for s in options.server),
         future_servers=() if options.server else _servers_of(run),
         ports=tuple(options.port or [int(environment(settings).get("MASTER_PORT", MASTER_PORT))]),
     )
-
-
-def _url(server: str) -> str:
-    return server.rstrip("/") if "://" in server else f"http://{server}"
 
 
 def _servers_of(run: Run | None) -> tuple[str, ...]:
@@ -129,30 +125,25 @@ def _silence() -> Iterator[None]:
 
 def report(findings: Iterable[Finding], *, as_json: bool = False) -> int:
     """Show findings as they come; returns the exit status: 1 where one is an error."""
-    console = Console()
-    seen = []
-    if not as_json:
-        console.print(f"swift-grpo-ext {__version__}")
+    console, seen = Console(quiet=as_json), []
+    console.print(f"swift-grpo-ext {__version__}")
     for finding in findings:
         seen.append(finding)
-        if not as_json:
-            console.print(_line(finding))
+        console.print(_line(finding))
+    counts = Counter[str](finding.level for finding in seen)
+    console.print(", ".join(f"{counts[level]} {level}" for level in COLORS))
     if as_json:
         body = {"version": __version__, "checks": [asdict(finding) for finding in seen]}
         print(json.dumps(body, indent=2, ensure_ascii=False))
-    counts = Counter[str](finding.level for finding in seen)
-    if not as_json:
-        console.print(", ".join(f"{counts[level]} {level}" for level in MARKS))
     return int(counts["error"] > 0)
 
 
 def _line(finding: Finding) -> Table:
-    table = Table.grid(padding=(0, 1))
-    for width in (8, 16):
-        table.add_column(min_width=width)
-    table.add_column(overflow="fold")
+    columns = Column(min_width=8), Column(min_width=16), Column(overflow="fold")
+    table = Table.grid(*columns, padding=(0, 1))
     remedy = f"\n[bold]{escape(finding.remedy)}[/]" if finding.remedy else ""
-    table.add_row(MARKS[finding.level], escape(finding.setting), escape(finding.text) + remedy)
+    level = Text(finding.level, COLORS[finding.level])
+    table.add_row(level, escape(finding.setting), escape(finding.text) + remedy)
     return table
 
 
@@ -161,33 +152,27 @@ def _line(finding: Finding) -> Table:
 
 def check_settings(target: Target) -> Findings:
     """The YAML file's settings hold together, and what they name is here."""
-    if target.run is None:
-        return
-    found = [f for f in [*check(target.run), *look_up(target.run)] if f.level != "note"]
-    yield from found or [ok("settings", "hold together")]
+    if target.run is not None:
+        found = [f for f in [*check(target.run), *look_up(target.run)] if f.level != "note"]
+        yield from found or [ok("settings", "hold together")]
 
 
 def check_logits(target: Target) -> Findings:
     """How the model is asked for the logits of completions only."""
-    if target.model is None:
-        return
-    problems = list(preflight.check_model(target))
-    if problems:
-        yield from problems
+    problems = list(preflight.check_model(target)) if target.model else []
+    yield from problems
+    if target.model is None or problems:
         return
     folder = model_folder(target.model)
     if folder is None:
         text = "is a hub id, and in no cache of this machine: swift downloads it at the start"
         yield note(f"model {target.model}", text)
-        return
-    yield logits_keyword(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    else:
+        yield logits_keyword(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def logits_keyword(config: dict[str, Any]) -> Finding:
-    """
-    Args:
-        config: a model's config.json.
-    """
+    """What a model's config.json says of its class."""
     import transformers
 
     from swift_grpo_ext.logits.shim import keyword_of
@@ -202,12 +187,10 @@ def logits_keyword(config: dict[str, Any]) -> Finding:
             f"transformers {transformers.__version__} has no {architecture}",
             "Install a version that has it, within the versions that work together.",
         )
-    keyword = keyword_of(model_class)
-    if keyword is None:
-        text = f"{architecture} takes no keyword for them"
-        remedy = "--logits_shim auto computes those of completions only, at the model's head."
-        return note(name, text, remedy)
-    return ok(name, f"{architecture} takes {keyword}")
+    if keyword := keyword_of(model_class):
+        return ok(name, f"{architecture} takes {keyword}")
+    remedy = "--logits_shim auto computes those of completions only, at the model's head."
+    return note(name, f"{architecture} takes no keyword for them", remedy)
 
 
 def check_template(target: Target) -> Findings:
@@ -221,7 +204,6 @@ def check_template(target: Target) -> Findings:
 
     from swift_grpo_ext.stops.templates import check_template_stops, end_ids
 
-    name = "template"
     meta = get_matched_model_meta(target.model)  # by the hub's name, which the cache lacks
     try:
         model_type = target.model_type or (meta and meta.model_type)
@@ -229,18 +211,18 @@ def check_template(target: Target) -> Findings:
         template = get_template(processor, template_type=target.template)
     except (ValueError, KeyError, OSError) as e:
         text = " ".join(str(e).split())[:300]
-        yield error(name, text, "Give --model_type and --template, as for swift rlhf.")
+        yield error("template", text, "Give --model_type and --template, as for swift rlhf.")
         return
     try:
         settings = SimpleNamespace(stop_words=target.stop_words, stop_token_ids=[])
         check_template_stops(settings, template)
     except ValueError as e:
-        yield error(name, str(e), "Change --stop_words.")
+        yield error("template", str(e), "Change --stop_words.")
         return
     ends = template.tokenizer.convert_ids_to_tokens(sorted(end_ids(template)))
     words = ", ".join(map(repr, target.stop_words)) or "none"
     text = f"{template.template_meta.template_type}: a turn ends with {' or '.join(ends)}"
-    yield ok(name, f"{text}; stop words: {words}")
+    yield ok("template", f"{text}; stop words: {words}")
 
 
 # --- data ---
@@ -253,10 +235,9 @@ def check_rows(target: Target) -> Findings:
     from swift_grpo_ext.checks import rows
 
     for dataset in target.datasets:
-        found = list(check_data(Run(training={"dataset": [dataset]})))
-        if found:
-            if target.run is None:  # else `settings` says it
-                yield from found
+        name = f"dataset {dataset}"
+        if found := list(check_data(Run(training={"dataset": [dataset]}))):
+            yield from found if target.run is None else ()  # else `settings` says it
             continue
         try:
             loaded, _ = load_dataset([dataset], streaming=True, remove_unused_columns=False)
@@ -264,29 +245,26 @@ def check_rows(target: Target) -> Findings:
         except Exception as e:  # `datasets` and ms-swift raise many kinds
             text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})"
             remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
-            yield error(f"dataset {dataset}", text, remedy)
+            yield error(name, text, remedy)
             continue
         if not first:
-            text = "holds no rows that ms-swift can use"
-            yield error(f"dataset {dataset}", text, "Name another file.")
+            yield error(name, "holds no rows that ms-swift can use", "Name another file.")
             continue
-        bad = list(rows.check_rows(first, setting=f"dataset {dataset}", needs_media=False))
+        bad = list(rows.check_rows(first, setting=name, needs_media=False))
         with_media = sum(any(row.get(key) for key in rows.MEDIA) for row in first)
         text = f"{with_media} of the first {len(first)} rows hold images, videos or audios"
         if not with_media:
             remedy = "Add the column `images`, or map yours with --columns."
-            bad.append(warning(f"dataset {dataset}", text, remedy))
-        yield from bad or [ok(f"dataset {dataset}", text)]
+            bad.append(warning(name, text, remedy))
+        yield from bad or [ok(name, text)]
 
 
 # --- servers ---
 
 
 def check_servers(target: Target) -> Findings:
-    for server in target.servers:
-        yield plugin_of(server, is_started=True)
-    for server in target.future_servers:
-        yield plugin_of(server, is_started=False)
+    yield from (plugin_of(server, is_started=True) for server in target.servers)
+    yield from (plugin_of(server, is_started=False) for server in target.future_servers)
 
 
 def plugin_of(server: str, *, is_started: bool) -> Finding:
@@ -307,7 +285,7 @@ def plugin_of(server: str, *, is_started: bool) -> Finding:
         return too_early(name, f"does not answer ({getattr(e, 'reason', e)})", start)
     try:
         ours = _ask(f"{server}/get_engine_type/", method="POST").get(wire.KEY)
-    except urllib.error.HTTPError as e:
+    except HTTPError as e:
         if e.code == 401:
             return too_early(name, "does not get its API key from here", f"{REMEDY}.")
         return error(name, f"answers {e.code} to /get_engine_type/: no swift rollout?", start)
@@ -324,19 +302,17 @@ def plugin_of(server: str, *, is_started: bool) -> Finding:
 
 def _ask(url: str, method: str = "GET") -> dict[str, Any]:
     """A JSON answer, past any proxy, with the API key that a training would send."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(url, method=method)
     from_netrc = get_netrc_auth(url)
-    if from_netrc:
-        credentials = base64.b64encode(":".join(from_netrc).encode()).decode()
-        request.add_header("Authorization", f"Basic {credentials}")
-    with opener.open(request, timeout=SERVER_SECONDS) as response:
+    headers = make_headers(basic_auth=":".join(from_netrc)) if from_netrc else {}
+    request = Request(url, method=method, headers=headers)
+    with build_opener(ProxyHandler({})).open(request, timeout=SERVER_SECONDS) as response:
         answer = json.loads(response.read() or b"{}")
     if not isinstance(answer, dict):
         raise ValueError(f"{url} answers {answer!r}")
     return answer
 
 
+# The quick ones first.
 CHECKS: dict[str, Callable[[Target], Iterable[Finding]]] = {
     "versions": lambda _: [machine.check_versions()],
     "shared memory": lambda _: [machine.check_shared_memory()],
@@ -350,4 +326,3 @@ CHECKS: dict[str, Callable[[Target], Iterable[Finding]]] = {
     "dataset": check_rows,
     "template": check_template,
 }
-"""The quick ones first."""

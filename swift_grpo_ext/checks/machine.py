@@ -7,6 +7,7 @@ import importlib.metadata
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -60,12 +61,9 @@ def compare_versions(
         elif not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} ({requirement.specifier})")
     if wrong or missing:
-        return error(
-            "versions",
-            "; ".join([*wrong, *missing]),
-            "pip install 'swift-grpo-ext[gpu]', or [cpu] without a GPU: it names the versions that "
-            "work together.",
-        )
+        install = "pip install 'swift-grpo-ext[gpu]', or [cpu] without a GPU"
+        remedy = f"{install}: it names the versions that work together."
+        return error("versions", "; ".join([*wrong, *missing]), remedy)
     return ok("versions", ", ".join(f"{p} {installed[p]}" for p in SHOWN if p in installed))
 
 
@@ -83,8 +81,8 @@ def check_vllm() -> Finding:
             "Install it again, with the torch version that it was built for: pip install "
             "--force-reinstall 'swift-grpo-ext[gpu]', or [cpu].",
         )
-    text = f"{build.text}, on {platform.device_type or 'no device that it knows'}"
-    return Finding(level=build.level, setting="vLLM", text=text, remedy=build.remedy)
+    where = platform.device_type or "no device that it knows"
+    return replace(build, text=f"{build.text}, on {where}")
 
 
 def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Finding:
@@ -126,18 +124,15 @@ def loads(module: str) -> Finding:
 
 
 def check_communication() -> Finding:
-    """torch has what ranks talk over."""
     from torch import distributed as dist
 
     is_there = dist.is_available()
-    return communication(
-        has_gpu=has_accelerator(),
-        has_nccl=is_there and dist.is_nccl_available(),
-        has_gloo=is_there and dist.is_gloo_available(),
-    )
+    nccl, gloo = is_there and dist.is_nccl_available(), is_there and dist.is_gloo_available()
+    return communication(has_gpu=has_accelerator(), has_nccl=nccl, has_gloo=gloo)
 
 
 def communication(*, has_gpu: bool, has_nccl: bool, has_gloo: bool) -> Finding:
+    """torch has what ranks talk over."""
     name = "communication"
     if has_gpu and not has_nccl:
         text = "torch was built without NCCL, over which weights and gradients travel"

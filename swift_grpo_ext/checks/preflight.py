@@ -30,12 +30,8 @@ from swift_grpo_ext.upstream.contract import swift_version
 
 logger = get_logger()
 
-TRAINER_FLAGS = tuple(
-    f.name
-    for part in (RolloutFlags, StopFlags)
-    for f in fields(part)
-    if f.name != "rollout_timeout"
-)
+_SAMPLING = [f.name for f in (*fields(RolloutFlags), *fields(StopFlags))]
+TRAINER_FLAGS = tuple(name for name in _SAMPLING if name != "rollout_timeout")
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SECONDS_OF_OLD_CONNECTIONS = 75
@@ -54,21 +50,15 @@ def check_arguments(args: Any, given: Collection[str]) -> Findings:
         args: of `swift rlhf`, or of `swift rollout`, which has a `port`.
         given: the names of the flags that were given.
     """
-    yield from check_ranges(args)
-    yield from check_model(args)
-    yield from check_vllm(args)
-    yield from check_adapters(args)
-    yield from check_resume(args)
-    yield from check_seed(args)
+    for look in (check_ranges, check_model, check_vllm, check_adapters, check_resume, check_seed):
+        yield from look(args)
     yield from check_streaming(args)
     yield from check_ignored_flags(args, given)
 
 
 def check_process(args: Any) -> Findings:
     """Whether `swift` can run here and now: alone where it must be, with its ports free."""
-    if _serves(args):
-        yield from check_alone()
-        yield from check_port(args)
+    yield from (*check_alone(), *check_port(args)) if _serves(args) else ()
     yield from check_master_port()
 
 
@@ -213,57 +203,38 @@ def check_streaming(args: Any) -> Findings:
 
 def check_ignored_flags(args: Any, given: Collection[str]) -> Findings:
     """Flags that nobody reads: of requests on a server, of the monitor where there is none."""
-    for name in TRAINER_FLAGS if _serves(args) else ():
-        if name in given:
-            yield warning(
-                name, "is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
-            )
-    if "diversity" not in (getattr(args, "callbacks", None) or ()):
-        for name in DIVERSITY_FLAGS:
-            if name in given:
-                yield warning(name, "is read by nothing without --callbacks diversity.")
+    has_monitor = "diversity" in (getattr(args, "callbacks", None) or ())
+    for name in dict.fromkeys(given):
+        if name in TRAINER_FLAGS and _serves(args):
+            text = "is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
+            yield warning(name, text)
+        elif name in DIVERSITY_FLAGS and not has_monitor:
+            yield warning(name, "is read by nothing without --callbacks diversity.")
 
 
 def check_training_memory(args: Any) -> Findings:
     """On CPU: the machine can hold at least the weights, the optimizer and the KV caches."""
     colocated = args.use_vllm and args.vllm_mode == "colocate"
     ranks = max(args.local_world_size, 1)
-    yield from _require_memory(
-        args,
-        processes=ranks,
-        held=ranks * _resident_bytes(),  # all ranks have loaded their libraries by now
-        kind="training rank(s)",
-        copies=(4 if args.tuner_type == "full" else 1) + colocated,  # weight, gradient, 2 moments
-        other_gib=_kv_cache_gib(args) + CPU_ENGINE_GIB if colocated else CPU_TRAINER_GIB,
-        remedy="fewer ranks (NPROC_PER_NODE), --tuner_type lora",
-    )
+    copies = (4 if args.tuner_type == "full" else 1) + colocated  # weight, gradient, 2 moments
+    held = ranks * _resident_bytes()  # all ranks have loaded their libraries by now
+    remedy = "fewer ranks (NPROC_PER_NODE), --tuner_type lora"
+    yield from _require_memory(args, ranks, "training rank(s)", copies, colocated, held, remedy)
 
 
 def check_server_memory(args: Any) -> Findings:
     """On CPU: the machine can hold at least the replicas' weights and KV caches."""
-    yield from _require_memory(
-        args,
-        processes=args.vllm_data_parallel_size,
-        kind="replica(s)",
-        copies=1,
-        other_gib=_kv_cache_gib(args) + CPU_ENGINE_GIB,
-        remedy="fewer replicas (--vllm_data_parallel_size)",
-    )
+    remedy = "fewer replicas (--vllm_data_parallel_size)"
+    yield from _require_memory(args, args.vllm_data_parallel_size, "replica(s)", 1, True, 0, remedy)
 
 
 def _require_memory(
-    args: Any,
-    *,
-    processes: int,
-    kind: str,
-    copies: int,
-    other_gib: float,
-    remedy: str,
-    held: int = 0,
+    args: Any, processes: int, kind: str, copies: int, has_engine: bool, held: int, remedy: str
 ) -> Findings:
     weights = _weight_bytes(Path(args.model).expanduser())
     if has_accelerator() or weights == 0:
         return
+    other_gib = _kv_cache_gib(args) + CPU_ENGINE_GIB if has_engine else CPU_TRAINER_GIB
     needed = processes * (copies * weights + other_gib * GIB)
     available = psutil.virtual_memory().available + held
     if needed > available:

@@ -99,9 +99,8 @@ def check_duplicates(
         if action == "error":
             yield error(setting, f"{text} (--duplicate_prompts error).", "Remove them.")
         else:
-            yield warning(
-                setting, f"{text}; each draws noise of its own (--duplicate_prompts warn)."
-            )
+            text += "; each draws noise of its own (--duplicate_prompts warn)."
+            yield warning(setting, text)
 
 
 def _has_media(row: Any) -> bool:
@@ -130,8 +129,7 @@ def bad_media(row: Mapping[str, Any]) -> str | None:
 
     More images than marks are right: ms-swift puts the marks in front.
     """
-    malformed = _malformed(row)
-    if malformed:
+    if malformed := _malformed(row):
         return malformed
     images = row.get("images") or ()
     if isinstance(images, (str, bytes, Mapping)):
@@ -140,11 +138,8 @@ def bad_media(row: Mapping[str, Any]) -> str | None:
     marks = sum(content.count(IMAGE_MARK) for content in contents if isinstance(content, str))
     if marks > len(images):
         return f"{marks} {IMAGE_MARK} marks stand for {len(images)} images"
-    for image in images:
-        reason = unreadable(image)
-        if reason:
-            return f"image {_source(image)!r} {reason}"
-    return None
+    reasons = ((image, unreadable(image)) for image in images)
+    return next((f"image {_source(image)!r} {reason}" for image, reason in reasons if reason), None)
 
 
 def _malformed(row: Any) -> str | None:
@@ -152,7 +147,8 @@ def _malformed(row: Any) -> str | None:
     if not isinstance(row, Mapping):
         return f"there is {row!r:.60}, which is no row"
     messages = row.get("messages")
-    if messages is not None and not _messages(row) and not _is_empty_list(messages):
+    is_empty = isinstance(messages, (list, tuple)) and not messages
+    if messages is not None and not _messages(row) and not is_empty:
         return (
             f"`messages` is {messages!r:.60}; expected a list such as "
             '[{"role": "user", "content": "..."}]'
@@ -162,10 +158,6 @@ def _malformed(row: Any) -> str | None:
         if media is not None and not isinstance(media, _MEDIA_TYPES):
             return f"`{kind}` is {media!r:.60}; expected a list of paths"
     return None
-
-
-def _is_empty_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and not value
 
 
 def unreadable(image: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""The command: its arguments, and its result as a table or as JSON.
+"""What the command does, and its result as a table or as JSON.
 
 Light to import: what draws is imported when the command runs.
 """
@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swift_grpo_ext.replay.compare import Comparison, Token, compare
-from swift_grpo_ext.sampling.seeding import PHASES
 
 DIFFERENT = (
     "Tokens differ. Look at the log-probabilities before the difference. If they agree (to about "
@@ -27,26 +26,6 @@ DIFFERENT = (
     "were), the data set's column `chat_template_kwargs`, or what only a server was told (give it "
     "with --set)."
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments, and what runs it."""
-    add = parser.add_argument
-    add("run_dir", help="the run's output folder: args.json, samples, checkpoints")
-    add("--round", required=True, type=round_name, help="step and number, as 12.0; 12 means 12.0")
-    add("--group", required=True, type=int, help="number in its round, from 0")
-    add("--phase", choices=PHASES, default="train")
-    add("--json", action="store_true", help="print JSON instead of a table")
-    add(
-        "--set",
-        metavar="NAME=VALUE",
-        type=setting,
-        action="append",
-        default=[],
-        help="a setting of args.json that is another here, such as model=DIR or "
-        "vllm_max_model_len=512 (what a server was told); the value is JSON, or text",
-    )
-    parser.set_defaults(run=run)
 
 
 def round_name(text: str) -> tuple[int, int]:
@@ -111,6 +90,7 @@ def _replay(options: argparse.Namespace) -> Replay:
     rows = first_turns(logged, run.settings)
     weights = weights_of(run, rows[0].weight_version)
     found: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
     for row in {row.fingerprint: row for row in rows}.values():
         prompt = prompts.prompt_from_log(row)
         if prompt is None:
@@ -120,8 +100,7 @@ def _replay(options: argparse.Namespace) -> Replay:
         if prompt is None:
             raise ReplayError(prompts.lack_of_prompt(row, run.settings))
         found[row.fingerprint] = prompt
-    start = prompts.start_time(run)
-    notes = [note for prompt in found.values() for note in prompts.check_media(prompt, start)]
+        notes += prompts.check_media(prompt, prompts.start_time(run))
 
     from swift_grpo_ext.replay.draw import draw_again  # vLLM
 

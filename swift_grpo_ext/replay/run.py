@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -10,11 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swift_grpo_ext.checks.finding import did_you_mean
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.sampling.seeding import sample_seed
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 ADAPTER = "adapter_config.json"
+SEEDED = "only samples that vLLM drew for GRPO have seeds of their own"
+CAN_BE_REPLAYED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "rlhf_type": (("grpo",), SEEDED),
+    "use_vllm": ((True,), SEEDED),
+    "tuner_type": (("full", "lora"), "replay loads checkpoints of `full` and `lora`"),
+    "quant_method": ((None,), "replay loads weights without quantization"),
+}
+"""What each setting may be, and why."""
 
 
 class ReplayError(ValueError):
@@ -52,26 +60,14 @@ def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
         ) from e
     for name in changes:
         if name not in settings:
-            near = difflib.get_close_matches(name, settings, n=1)
-            hint = f"did you mean {near[0]}?" if near else "it is an argument of `swift rlhf`."
+            hint = did_you_mean(name, settings) or "it is an argument of `swift rlhf`."
             raise ReplayError(f"--set {name}: {path} has no such setting; {hint}")
     settings = {**settings, **changes}
-    _check_settings(settings)
+    for name, (allowed, reason) in CAN_BE_REPLAYED.items():
+        value = settings.get(name)
+        if value not in allowed:
+            raise ReplayError(f"--{name} {value}: the run cannot be replayed: {reason}.")
     return Run(folder=Path(folder), settings=settings)
-
-
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    rules = [
-        ("rlhf_type", ("grpo",), "only samples that vLLM drew for GRPO have seeds of their own"),
-        ("use_vllm", (True,), "only samples that vLLM drew for GRPO have seeds of their own"),
-        ("tuner_type", ("full", "lora"), "replay loads checkpoints of `full` and `lora`"),
-        ("quant_method", (None,), "replay loads weights without quantization"),
-    ]
-    for name, allowed, reason in rules:
-        if settings.get(name) not in allowed:
-            raise ReplayError(
-                f"--{name} {settings.get(name)}: the run cannot be replayed: {reason}."
-            )
 
 
 def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[SampleRow]:
@@ -135,9 +131,15 @@ def _checkpoint(run: Run, version: int, resumed: Path | None) -> Path:
     candidates = [own]
     if resumed is not None and (version == 0 or resumed.name == own.name):
         candidates = [resumed] if version == 0 else [own, resumed]
-    for folder in candidates:
-        if folder.is_dir():
-            return _with_weights(folder, run.settings["tuner_type"])
+    for folder in filter(Path.is_dir, candidates):
+        is_lora = run.settings["tuner_type"] == "lora"
+        is_whole = any(any(folder.glob(pattern)) for pattern in WEIGHTS)
+        if not is_whole or (is_lora and not (folder / ADAPTER).is_file()):
+            raise ReplayError(
+                f"{folder} holds no {'adapter' if is_lora else 'model'} in Hugging Face "
+                "format (weights in shards of DeepSpeed or FSDP?): convert it in place."
+            )
+        return folder
     steps = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.folder.iterdir()]
     found = ", ".join(f"checkpoint-{s}" for s in sorted(int(match[1]) for match in steps if match))
     saving = " ".join(
@@ -150,13 +152,3 @@ def _checkpoint(run: Run, version: int, resumed: Path | None) -> Path:
         f"steps, --save_steps 1 or a divisor of {version}, and a greater --save_total_limit or "
         "none; or restore the checkpoint from a copy."
     )
-
-
-def _with_weights(folder: Path, tuner_type: str) -> Path:
-    is_whole = any(any(folder.glob(pattern)) for pattern in WEIGHTS)
-    if not is_whole or (tuner_type == "lora" and not (folder / ADAPTER).is_file()):
-        raise ReplayError(
-            f"{folder} holds no {'adapter' if tuner_type == 'lora' else 'model'} in Hugging Face "
-            "format (weights in shards of DeepSpeed or FSDP?): convert it in place."
-        )
-    return folder

@@ -19,7 +19,7 @@ from PIL import Image
 
 from swift_grpo_ext.cli import main
 from swift_grpo_ext.record.row import SampleRow, media_name
-from swift_grpo_ext.replay.command import Replay, add_arguments, round_name, run, setting, show
+from swift_grpo_ext.replay.command import Replay, round_name, run, setting, show
 from swift_grpo_ext.replay.compare import Comparison, Token, compare, first_difference
 from swift_grpo_ext.replay.prompts import (
     check_media,
@@ -199,10 +199,8 @@ def test_round_names(text: str, name: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("argv", [["--round", "x"], ["--round", "1", "--set", "seed"]])
 def test_bad_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args(["run", "--group", "0", *argv])
+        main(["replay", "run", "--group", "0", *argv])
     assert "expected" in capsys.readouterr().err
 
 
