@@ -36,6 +36,7 @@ from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream import api_key
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
+from swift_grpo_ext.upstream.startup import fold_dumps
 
 logger = get_logger()
 
@@ -130,6 +131,7 @@ def _check(args: Any, given: list[str]) -> None:
         api_key.take(args, on_command_line="api_key" in given)
     else:
         api_key.check_urls(args)
+        fold_dumps(args)
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
     apply_cpu_settings(args, given)
