@@ -342,7 +342,8 @@ def install() -> None:
     """
     _verify_once((*pins.ENGINE, *(() if has_accelerator() else pins.CPU)))
     swift.infer_engine.GRPOVllmEngine = RolloutEngine
-    if ROLLOUT_MODULE in sys.modules:
+    served: Any = sys.modules.get(ROLLOUT_MODULE)
+    if served is not None and served.GRPOVllmEngine is not RolloutEngine:
         _verify_once(pins.SERVER)
-        sys.modules[ROLLOUT_MODULE].GRPOVllmEngine = RolloutEngine  # type: ignore[attr-defined]
+        served.GRPOVllmEngine = RolloutEngine
         server.install()

@@ -5,9 +5,9 @@ put our flags among the left-over arguments, which `SwiftPipeline._parse_args` t
 `TrainerFactory.get_training_args` hands on declared dataclass fields only.
 Upstream: ms-swift 4.6, arguments/base_args/base_args.py, pipelines/base.py.
 Adaptation: `BaseArguments._init_model_kwargs`, the first call after the import, turns the object
-into our subclass of its own class, which declares our flags as fields, with the values of the same
-command line. Where `register()` is called before the command line is parsed (Python scripts), the
-pipelines' `args_class` is ours already and nothing has to be turned.
+into our subclass of its own class, which declares our flags as fields, with the values of what
+ms-swift is parsing: the command line, or a script's list. Where `register()` is called before that
+(Python scripts), the pipelines' `args_class` is ours already; the same rules hold.
 Can go when ms-swift imports plugins before it parses arguments.
 """
 
@@ -16,9 +16,8 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-import json
+import inspect
 import logging
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
 from swift.utils import get_logger
+from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
 from swift_grpo_ext.arguments import ExtFlags, flag_infos, flag_names
@@ -102,8 +102,8 @@ def install() -> None:
 
     @functools.wraps(original)
     def _init_model_kwargs(self: Any) -> None:
-        extended = EXTENDED.get(type(self))
-        given = _adopt_command_line(self, extended) if extended else []
+        upstream = next((u for u, ours in EXTENDED.items() if type(self) in (u, ours)), None)
+        given = _adopt_command_line(self, upstream) if upstream else []
         if isinstance(self, ExtFlags):
             _check(self, given)
         original(self)
@@ -128,6 +128,9 @@ def _check(args: Any, given: list[str]) -> None:
             )
         return
     if isinstance(args, RolloutArguments):
+        from swift_grpo_ext.rollout import engine
+
+        engine.install()  # a script may have called `register()` before it loaded the server
         api_key.take(args, on_command_line="api_key" in given)
     else:
         api_key.check_urls(args)
@@ -137,27 +140,39 @@ def _check(args: Any, given: list[str]) -> None:
     apply_cpu_settings(args, given)
 
 
-def _adopt_command_line(args: Any, extended: type) -> list[str]:
+def _adopt_command_line(args: Any, upstream: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; returns the flags given."""
-    ray_args = os.environ.get("RAY_SWIFT_ARGS")
-    argv = off_again(json.loads(ray_args) if ray_args else sys.argv[1:])
+    extended = EXTENDED[upstream]
+    argv = off_again(_command_line(type(args)))
     parser = Parser([extended], allow_abbrev=False)
     namespace, leftover = parser.parse_known_args(argv)
-    plugins = [*namespace.external_plugins, *namespace.custom_register_path]
-    if plugins != args.external_plugins:
-        # Made in Python, not from this command line: our flags keep their defaults.
-        argv, leftover = [], []
-        namespace, _ = parser.parse_known_args([])
     # ms-swift takes abbreviations of its own flags.
-    _, leftover = HfArgumentParser([type(args)]).parse_known_args(leftover)
+    _, leftover = Parser([upstream]).parse_known_args(leftover)
     if leftover and not args.ignore_args_error:
         _refuse(leftover, parser)
-    args.__class__ = extended
-    for name in flag_names():
-        setattr(args, name, getattr(namespace, name))
+    if argv or type(args) is upstream:  # else made in Python, with values of our flags
+        args.__class__ = extended
+        for name in flag_names():
+            setattr(args, name, getattr(namespace, name))
     _checked.add(id(args))
     _tell_truth_about_leftovers(in_banner=extended is RLHFExtArguments)
     return _given(argv, parser)
+
+
+def _command_line(kind: type) -> list[str]:
+    """What is being parsed into arguments of that class; nothing where they are made in Python.
+
+    Plugins are imported in the middle of it: only the call that is under way knows what it was
+    given, the command line, a script's list, or Ray's.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:
+            given = frame.f_locals
+            if kind in given["self"].dataclass_types:
+                return list(sys.argv[1:] if given["args"] is None else given["args"])
+        frame = frame.f_back
+    return []
 
 
 def off_again(argv: list[str]) -> list[str]:
@@ -182,7 +197,11 @@ def _given(argv: list[str], parser: HfArgumentParser) -> list[str]:
 
 
 class Parser(HfArgumentParser):
-    """Raises instead of printing the usage of five hundred flags."""
+    """Raises instead of printing the usage of five hundred flags; takes JSON as ms-swift does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with _patch_get_type_hints():
+            super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. `swift-grpo-ext flags` lists our flags and their values.")

@@ -44,6 +44,11 @@ swift.arguments:RolloutArguments
     _check_device_count: self
 swift.pipelines.base:SwiftPipeline
     _parse_args: self args
+swift.utils.utils
+    _patch_get_type_hints
+transformers:HfArgumentParser
+    parse_args_into_dataclasses: self args return_remaining_strings look_for_args_file
+        args_filename args_file_flag
 swift.trainers:TrainerFactory
     get_cls: args mapping
     TRAINER_MAPPING TRAINING_ARGS_MAPPING

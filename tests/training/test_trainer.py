@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import sys
 import traceback
 from copy import copy
 from pathlib import Path
@@ -112,7 +111,6 @@ class Trained(NamedTuple):
 
 def train(argv: list[str], folder: Path) -> Trained:
     """In this process, which is never the same afterwards."""
-    sys.argv = ["swift", *argv]
     orms["odd"] = Odd
     warnings: list[str] = []
     logger.warning = warnings.append  # type: ignore[assignment, method-assign]
