@@ -198,6 +198,17 @@ def test_off_with_chunks_computes_in_chunks() -> None:
     assert max(counts) == 5
 
 
+@pytest.mark.parametrize("layout", ["right", "left"])
+def test_prompts_of_one_length_are_computed_in_chunks_too(layout: str) -> None:
+    """Nothing can be left out; the size of a chunk holds all the same."""
+    model, batch = build("Qwen2"), Batch(EQUAL, layout)
+    keys = {"logits_to_keep"}
+    expected, _, _ = run(Upstream, model, batch, keys=keys)
+    found, _, counts = run(Ours, model, batch, keys=keys, logps_chunk_size=5)
+    assert_close(found, expected)
+    assert max(counts) == 5
+
+
 @pytest.mark.parametrize(
     ("flags", "parallel", "told"),
     [

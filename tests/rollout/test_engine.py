@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 import swift.infer_engine
 import torch
+from PIL import Image
+from PIL.ExifTags import Base
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, serialize_ndarray
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.multimodal.image import normalize_image
 from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.rollout import engine as engine_module
@@ -60,6 +64,7 @@ class Template:
 
     def __init__(self) -> None:
         self.tokenizer = Tokenizer()
+        self.media: dict[str, Any] = {}
 
     def set_mode(self, mode: str) -> None:
         self.mode = mode
@@ -70,7 +75,8 @@ class Template:
             raise ValueError("cannot identify image file")
         ids = self.tokenizer.encode(messages[0]["content"])
         images = [SimpleNamespace(size=(1, 1))]
-        return {"input_ids": ids, "template_inputs": SimpleNamespace(images=images)}
+        encoded = {"input_ids": ids, "template_inputs": SimpleNamespace(images=images)}
+        return encoded | copy.deepcopy(self.media)
 
     def decode_generate_ids(self, ids: list[int], template_inputs: Any, **_: Any) -> str:
         return self.tokenizer.decode(i for i in ids if i != EOS)
@@ -84,12 +90,14 @@ class RecordingVllm:
 
     def __init__(self, says: list[str], finish_reason: str = "stop") -> None:
         self.params: list[SamplingParams] = []
+        self.inputs: list[Any] = []
         self.experts: Any = None
         self._says, self._finish_reason = iter(says), finish_reason
         self._waiting: list[Any] = []
 
     def add_request(self, request_id: str, inputs: Any, params: SamplingParams) -> None:
         self.params.append(params)
+        self.inputs.append(inputs)
         outputs = [self._output(k, next(self._says), params) for k in range(params.n)]
         self._waiting.append(
             SimpleNamespace(
@@ -199,6 +207,27 @@ def test_answers_keep_the_order_of_requests(make: Any) -> None:
     texts = [[c.text for c in o.response.completions] for o in outputs]
     assert texts == [["a", "b"], ["c", "d"]]
     assert [len(o.response.prompt_token_ids) for o in outputs] == [1, 2]
+
+
+@pytest.mark.parametrize("metadata", [metadata_of(), None])
+def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata: Any) -> None:
+    """No photograph of a request is turned, and its video's frames are not sampled again."""
+    images = [Image.new("RGB", (2, 3), (value, 0, 0)) for value in (1, 2, 3)]
+    for image in images[1:]:
+        image.getexif()[Base.Orientation] = 6
+    engine = make(vllm := RecordingVllm(["a."]))
+    engine.template.media = {
+        "images": images,
+        "videos": [np.zeros((4, 3, 2, 2))],
+        "mm_processor_kwargs": {"fps": [2.0]},
+    }
+    engine.infer([request(metadata)], config(), use_tqdm=False)
+    [inputs] = vllm.inputs
+    seen = inputs["multi_modal_data"]
+    assert [np.asarray(normalize_image(image))[0, 0, 0] for image in seen["image"]] == [1, 2, 3]
+    assert [normalize_image(image).size for image in seen["image"]] == [(2, 3)] * 3
+    [(video, facts)] = seen["video"]
+    assert (video.shape, facts["fps"], facts["do_sample_frames"]) == ((4, 3, 2, 2), 2.0, False)
 
 
 def test_engine_seeds_count_samples_and_not_requests(make: Any) -> None:

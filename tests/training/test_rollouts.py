@@ -132,15 +132,16 @@ def test_requests_carry_the_settings_and_keep_those_of_a_later_turn() -> None:
     assert later.data_dict == {"own": 1}
 
 
-def test_what_a_rank_wants_drawn() -> None:
-    settings = RolloutSettings.of(arguments())
-    batch = settings.rank_batch(ids(0), ["f"], request=str, packed=True)
+@pytest.mark.parametrize("is_set", [True, False])
+def test_what_a_rank_wants_drawn(is_set: bool) -> None:
+    settings = RolloutSettings.of(arguments(rollout_group_requests=is_set))
+    batch = settings.rank_batch(ids(0), ["f"], request=str, packed=is_set)
     assert (batch.sample_ids, batch.fingerprints, batch.request) == (ids(0), ["f"], str)
-    assert batch.grouped
+    assert batch.grouped == is_set
     [first] = ids(0)
     expected: dict[str, Any] = {
         "run_seed": 42,
-        "packed": True,
+        "packed": is_set,
         "include_stop_str_in_output": False,
     }
     metadata = wire.RequestMetadata(sample_id=first, count=3, stop_token_ids=(7, 8), **expected)

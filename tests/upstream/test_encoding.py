@@ -33,6 +33,18 @@ def test_vllm_sees_what_training_sees(orientation: int, tmp_path: Path) -> None:
     assert image.getexif().get(Base.Orientation) == orientation  # the user's image is as it was
 
 
+def test_each_image_of_a_row_is_as_it_is_stored(tmp_path: Path) -> None:
+    """What has no mark, or is no image, is handed on as it is."""
+    turned = [photograph(tmp_path / f"{i}.jpg", 6) for i in range(2)]
+    upright, path = Image.new("RGB", (4, 2)), "photo.jpg"
+    inputs = {"images": [turned[0], upright, path, turned[1]]}
+    drop_orientation(inputs)
+    sizes = [image.size for image in turned]
+    assert [normalize_image(inputs["images"][i]).size for i in (0, 3)] == sizes
+    assert inputs["images"][1] is upright
+    assert inputs["images"][2] is path
+
+
 def test_without_images() -> None:
     inputs: dict[str, object] = {"images": [], "input_ids": [1]}
     drop_orientation(inputs)
