@@ -76,7 +76,7 @@ class Template:
         ids = self.tokenizer.encode(messages[0]["content"])
         images = [SimpleNamespace(size=(1, 1))]
         encoded = {"input_ids": ids, "template_inputs": SimpleNamespace(images=images)}
-        return encoded | copy.deepcopy(self.media)
+        return encoded | {name: copy.copy(value) for name, value in self.media.items()}
 
     def decode_generate_ids(self, ids: list[int], template_inputs: Any, **_: Any) -> str:
         return self.tokenizer.decode(i for i in ids if i != EOS)
@@ -215,6 +215,7 @@ def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata:
     images = [Image.new("RGB", (2, 3), (value, 0, 0)) for value in (1, 2, 3)]
     for image in images[1:]:
         image.getexif()[Base.Orientation] = 6
+    assert [normalize_image(image).size for image in images] == [(2, 3), (3, 2), (3, 2)]
     engine = make(vllm := RecordingVllm(["a."]))
     engine.template.media = {
         "images": images,
