@@ -16,7 +16,7 @@ URL = "https://example.org/group/project"
 
 @pytest.fixture(scope="module")
 def setup_file() -> Any:
-    spec = importlib.util.spec_from_file_location("setup_of_the_project", ROOT / "setup.py")
+    spec = importlib.util.spec_from_file_location("setup_of_the_package", ROOT / "setup.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
