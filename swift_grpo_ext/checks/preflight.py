@@ -57,8 +57,13 @@ def check_arguments(args: Any, given: Collection[str]) -> Findings:
 
 
 def check_process(args: Any) -> Findings:
-    """Whether `swift` can run here and now: alone where it must be, with its ports free."""
-    yield from (*check_alone(), *check_port(args)) if _serves(args) else ()
+    """Whether `swift` can run here and now: alone where it must be, with its ports free, and with
+    the devices that it needs."""
+    if _serves(args):
+        yield from check_alone()
+        yield from check_port(args)
+    else:
+        yield from check_sharding(args)
     yield from check_master_port()
 
 
@@ -155,6 +160,23 @@ def check_adapters(args: Any) -> Findings:
             "under adapters).",
             f"Leave it out, {merged}",
         )
+
+
+def check_sharding(args: Any) -> Findings:
+    """accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
+    assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared
+    then, all ranks but the first hold empty weights (seen: log-probabilities of -ln(vocabulary)).
+    """
+    if has_accelerator() or "ACCELERATE_TORCH_DEVICE" in os.environ:
+        return
+    for name in ("deepspeed", "fsdp"):
+        if value := getattr(args, name, None):
+            yield error(
+                f"{name} {value}",
+                "shards over accelerators, of which this machine has none; received on CPU, where "
+                "each rank holds whole weights.",
+                "Leave it out.",
+            )
 
 
 def check_master_port() -> Findings:

@@ -305,6 +305,22 @@ def test_the_port_of_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(preflight.check_process(arguments())) == []
 
 
+def test_sharding_needs_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU, `--fsdp` would train unsharded, with empty reference models on all ranks but one."""
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    for setting in ({"deepspeed": "zero3"}, {"fsdp": "fsdp2"}):
+        [(name, value)] = setting.items()
+        sentence = only(preflight.check_process(arguments(**setting)))
+        assert sentence.startswith(f"error: --{name} {value}: shards over accelerators, of which")
+        assert said(preflight.check_process(arguments(**{name: None}))) == []
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")  # accelerate is told to take it for one
+    assert said(preflight.check_process(arguments(fsdp="fsdp2"))) == []
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
+    monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
+    assert said(preflight.check_process(arguments(deepspeed="zero3"))) == []
+
+
 # --- data ---
 
 

@@ -91,6 +91,10 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
             rlhf(assets, env={"MASTER_PORT": str(taken_port)}),
             rf"MASTER_PORT {taken_port}: is in use.*to a free port",
         ),
+        "sharding": (
+            rlhf(assets, "--fsdp", "fsdp2"),
+            r"--fsdp fsdp2: shards over accelerators, of which this machine has none.*Leave it out",
+        ),
         "unknown flag": (
             rlhf(assets, "--logit_shim", "off"),
             r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
