@@ -12,12 +12,14 @@ Can go when ms-swift's engine finds stops of any length and answers with what ma
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from swift.infer_engine import TransformersEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -27,6 +29,7 @@ from swift.infer_engine.protocol import (
     RolloutOutput,
 )
 from swift.template.utils import StopWordsCriteria
+from torch.distributed.fsdp import FSDPModule
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swift_grpo_ext.rollout import wire
@@ -98,8 +101,13 @@ class RolloutTransformersEngine(TransformersEngine):
         metadata = None if request_config.stream else _common_metadata(infer_requests)
         if metadata is not None:
             pre_infer_hook = self._with_stops(metadata, pre_infer_hook)
-        return super()._infer(
-            infer_requests, request_config, pre_infer_hook=pre_infer_hook, **kwargs
+        upstream = TransformersEngine._infer
+        if isinstance(self.model, FSDPModule):
+            # FSDP2 keeps the tensors that it gathers weights into: made in inference mode, they
+            # could not be written to by the training passes.
+            upstream = torch.no_grad()(inspect.unwrap(upstream))
+        return upstream(
+            self, infer_requests, request_config, pre_infer_hook=pre_infer_hook, **kwargs
         )
 
     def _with_stops(self, metadata: RequestMetadata, pre_infer_hook: Any) -> Any:
@@ -170,6 +178,10 @@ class RolloutTransformersEngine(TransformersEngine):
         others = [one for one in criteria if not isinstance(one, StopWordsCriteria)]
         criterion = StopsCriterion(self._template_stops, stops)
         kwargs["stopping_criteria"] = StoppingCriteriaList([*others, criterion])
+        if isinstance(self.model, FSDPModule):
+            # transformers 5.19 does not know models that accelerate has sharded with FSDP2: a rank
+            # whose rows end early would leave the others waiting for its part of the weights.
+            kwargs["synced_gpus"] = dist.get_world_size() > 1
         output = self.template.generate(self.model, **kwargs)
         num_prompt = self._get_num_tokens(inputs)
         ids_BT = self.template.get_generate_ids(output["sequences"], num_prompt)
