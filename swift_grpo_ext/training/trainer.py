@@ -292,6 +292,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
             check_training_batch(chunk, batch, self.args, self.template.max_length)
         grpo_batches = [batch["grpo_batch"] for batch in batches]
+        if getattr(self, "_is_dynamic_self_distillation", False):
+            # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
+            # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
+            self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
         gap = self._rollout_gap.measure(grpo_batches, self.model.dtype, self.state.global_step)
         for name, value in gap.items():
             self._metrics[self._mode][name].append(value)
