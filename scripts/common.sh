@@ -14,9 +14,12 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 # why_pip_failed LOG: the cause, and the remedy, from pip's own words.
 why_pip_failed() {
-  local log=$1
+  local log=$1 unreachable
+  unreachable='the package index could not be reached. Look at the network, PIP_INDEX_URL and proxy variables, and run this again.'
   if grep -qiE 'no space left|disk quota exceeded' "$log"; then
     echo "the disk is full. Make room (4.3 GB, and pip's cache: \`$PYTHON -m pip cache purge\`) and run this again."
+  elif grep -qF 'Retry(total=0,' "$log"; then # then pip goes on, and misses the package
+    echo "$unreachable"
   elif grep -qE 'No matching distribution|Could not find a version' "$log"; then
     if grep -qE '(No matching distribution|satisfies the requirement).* torch==' "$log"; then
       echo "$(grep -oE 'torch==[^ ]*' "$log" | head -n 1), PyTorch's CPU build, is not in the package index that pip uses here.
@@ -25,7 +28,7 @@ Name PyTorch's own index of CPU wheels to pip: PIP_EXTRA_INDEX_URL=... bash scri
       echo "a package is not in the package index that pip uses here (above). Set PIP_INDEX_URL to one that has it."
     fi
   elif grep -qiE 'connection (error|refused|reset)|ConnectionError|timed out|name resolution|not known|ProxyError|SSLError|Network is unreachable' "$log"; then
-    echo "the package index could not be reached. Look at the network, PIP_INDEX_URL and proxy variables, and run this again."
+    echo "$unreachable"
   elif grep -qiE 'permission denied' "$log"; then
     echo "a file could not be written (above). Name an environment of your own: VENV=... bash scripts/setup.sh"
   else
