@@ -304,11 +304,12 @@ def _scan(table: Table, path: Path, sessions: dict[int, SessionSummary]) -> list
             return []
         batches: list[StoredBatch] = []
         num_rows = 0
+        stream = _open(table, source, ROUND_COLUMNS)
         for start in starts:
             if start in gaps:
                 _warn(path, f"in bytes {gaps[start]} to {start}, behind row {num_rows}")
             try:
-                rounds = _read_batch(table, source, start, ROUND_COLUMNS)
+                rounds = _read_batch(stream, source, start)
                 name = _round_name(rounds)
             except DAMAGE as e:
                 _warn(path, f"from byte {start} on, behind row {num_rows} ({e})")
@@ -419,9 +420,10 @@ def _read_batches(
     numbered = sorted(enumerate(batches), key=lambda pair: pair[1].path)  # each file once
     for path, of_file in groupby(numbered, key=lambda pair: pair[1].path):
         with pa.memory_map(str(path)) as source:
+            stream = _open(table, source, names)
             for number, batch in of_file:
                 try:
-                    rows = _read_batch(table, source, batch.offset, names)
+                    rows = _read_batch(stream, source, batch.offset)
                     if rows.num_rows != batch.num_rows:
                         raise ValueError(f"{rows.num_rows} rows, not {batch.num_rows}")
                     read[number] = rows
@@ -432,16 +434,22 @@ def _read_batches(
     return [read.get(number) for number in range(len(batches))]
 
 
-def _read_batch(
-    table: Table, source: pa.NativeFile, offset: int, columns: Iterable[str]
-) -> pa.RecordBatch:
-    """Raises one of `DAMAGE` where the batch is not what was written, as far as that shows."""
+def _open(
+    table: Table, source: pa.NativeFile, columns: Iterable[str]
+) -> pa.ipc.RecordBatchStreamReader:
+    """A reader of some columns of a file whose header is whole, for `_read_batch`."""
     indices = sorted(table.schema.get_field_index(name) for name in columns)
     options = pa.ipc.IpcReadOptions(included_fields=indices, use_threads=False)
     source.seek(0)
-    reader = pa.ipc.open_stream(source, options=options)
+    return pa.ipc.open_stream(source, options=options)
+
+
+def _read_batch(
+    stream: pa.ipc.RecordBatchStreamReader, source: pa.NativeFile, offset: int
+) -> pa.RecordBatch:
+    """Raises one of `DAMAGE` where the batch is not what was written, as far as that shows."""
     source.seek(offset)
-    batch = reader.read_next_batch().replace_schema_metadata()
+    batch = stream.read_next_batch().replace_schema_metadata()
     batch.validate(full=True)
     return batch
 
