@@ -216,6 +216,28 @@ def report(options: argparse.Namespace) -> None:
 
 
 @command(
+    "view",
+    "samples, rewards and curves of a run in a browser",
+    arg("run_dir", nargs="+", help="a run's output folder, or two to look at together"),
+    arg("--port", type=int, default=8462, help="0: any (default: %(default)s)"),
+    arg("--output", metavar="FILE.html", help="write one page that opens offline instead"),
+    arg("--groups", type=int, default=100, help="in that page (default: %(default)s)"),
+    arg("--steps", metavar="A:B", default="", help="only these, in that page"),
+)
+def view(options: argparse.Namespace) -> None:
+    if len(options.run_dir) > 2:
+        raise ValueError(f"{len(options.run_dir)} runs: expected one or two.")
+    if options.output is not None:
+        from swift_grpo_ext.view.offline import write_page
+
+        print(write_page(options.run_dir, options.output, options.groups, options.steps))
+    else:
+        from swift_grpo_ext.view.server import serve
+
+        serve(options.run_dir, options.port)
+
+
+@command(
     "replay",
     "draw a logged group again, token by token",
     arg("run_dir", help="the run's output folder: args.json, samples, checkpoints"),

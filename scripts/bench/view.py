@@ -1,0 +1,164 @@
+"""Measures `swift-grpo-ext view` on a synthetic run: the first page, filters, sorting, one group.
+
+    python scripts/bench/view.py --rows 1000000
+
+Completions are words of 32 tokens, and half a round's prompts come again in the next. A first page
+counts from the start of the command until the newest samples are answered over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+from tqdm import tqdm
+
+from swift_grpo_ext.record.log import SampleLog
+from swift_grpo_ext.record.rewards import REWARDS, RewardRow
+from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
+
+GROUP_SIZE = 8
+WORDS = np.array(
+    ["the", "digit", "seven", "looks", "like", "two", "strokes", "answer", "nine", "or"]
+)
+QUERIES: dict[str, dict[str, Any]] = {
+    "newest": {},
+    "best first": {"sort": "reward", "descending": 1},
+    "longest first": {"sort": "num_tokens", "descending": 1},
+    "steps and reward": {"steps": "100:200", "min_reward": 0.9},
+    "truncated": {"truncated": "yes"},
+    "text": {"text": "seven looks like nine"},
+    "regex, sorted": {"text": r"two \w+ answer", "regex": 1, "sort": "surprisal", "descending": 1},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--round", type=int, default=1024, help="samples of a round, all ranks")
+    parser.add_argument("--ranks", type=int, default=4, help="that share a round")
+    parser.add_argument("--tokens", type=int, default=32, help="of a completion")
+    parser.add_argument("--run-dir", type=Path, help="keep the run here; used again if it is there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = options.run_dir or Path(folder)
+        if not (run_dir / "samples").is_dir():
+            write(options, run_dir)
+        measure(run_dir)
+
+
+def write(options: argparse.Namespace, run_dir: Path) -> None:
+    rng = np.random.default_rng(0)
+    share = options.round // options.ranks
+    logs = []
+    for rank in range(options.ranks):
+        log = SampleLog(run_dir, session=0, start_step=0, rank=rank)
+        logs.append((log, log.beside(REWARDS)))
+    for step in tqdm(range(options.rows // options.round), desc="Writing rounds", unit="round"):
+        for rank, (samples, rewards) in enumerate(logs):
+            rows = [
+                make_sample(rng, step, number, rank, options.tokens)
+                for number in range(rank * share, (rank + 1) * share)
+            ]
+            samples.append(rows)
+            rewards.append([make_score(rng, row.sample_id) for row in rows])
+
+
+def make_sample(
+    rng: np.random.Generator, step: int, number: int, rank: int, num_tokens: int
+) -> SampleRow:
+    group, index = divmod(number, GROUP_SIZE)
+    prompt = step * 64 + group
+    return SampleRow(
+        sample_id=SampleId(phase="train", step=step, number=0, group=group, index=index),
+        seed=step * 10_000 + number,
+        rank=rank,
+        replica=f"rank {rank}",
+        weight_version=step,
+        finish_reason="length" if rng.random() < 0.05 else "stop",
+        stop_reason="<|im_end|>",
+        token_ids=rng.integers(0, 150_000, num_tokens).tolist(),
+        logprobs=(-rng.exponential(0.5, num_tokens)).tolist(),
+        text=" ".join(rng.choice(WORDS, num_tokens)),
+        fingerprint=f"{prompt:032x}",
+        prompt=json.dumps([{"role": "user", "content": f"<image>Which digit is {prompt}?"}]),
+        media=[f"images/{prompt}.png"],
+    )
+
+
+def make_score(rng: np.random.Generator, sample_id: SampleId) -> RewardRow:
+    accuracy, form = rng.random(2).tolist()
+    return RewardRow(
+        sample_id=sample_id,
+        reward=accuracy + 0.2 * form,
+        rewards=[("Accuracy", accuracy), ("Format", form)],
+        advantage=accuracy - 0.5,
+        gap_mean=float(rng.exponential(1e-4)),
+        gap_max=float(rng.exponential(1e-3)),
+        truncated=bool(rng.random() < 0.05),
+        replaced=False,
+        fate="trained",
+    )
+
+
+def measure(run_dir: Path) -> None:
+    start = time.perf_counter()
+    code = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "view", str(run_dir), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            match = re.search(r"http://\S+", server.stdout.readline())
+            assert match, "the server printed no address"
+            url = match[0]
+            while not get(url, "0/samples", {})["rows"]:
+                time.sleep(0.02)
+            print(f"{'first page':20} {time.perf_counter() - start:6.2f} s")
+            while not get(url, "state", {})["runs"][0]["is_whole"]:
+                time.sleep(0.1)
+            state = get(url, "state", {})["runs"][0]
+            print(f"{'all read':20} {time.perf_counter() - start:6.2f} s, {state['samples']:,}")
+            for name, query in QUERIES.items():
+                timed(name, url, "0/samples", query)
+            place = {"round": "train.100.0", "group": 3}
+            timed("one group", url, "0/group", place)
+            timed("most different", url, "0/different", {})
+            timed("curves", url, "0/curves", {})
+            status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
+            peak = re.search(r"VmHWM:\s+(\d+)", status)
+            print(f"{'memory':20} {int(peak[1]) / 1e6 if peak else 0:6.2f} GB at most")
+        finally:
+            server.terminate()
+
+
+def timed(name: str, url: str, path: str, query: dict[str, Any]) -> None:
+    """Prints the seconds of the first and of a second call."""
+    seconds = []
+    answer: dict[str, Any] = {}
+    for _ in range(2):
+        start = time.perf_counter()
+        answer = get(url, path, query)
+        seconds.append(time.perf_counter() - start)
+    count = f"{answer['count']:,} samples" if "count" in answer else ""
+    print(f"{name:20} {seconds[0]:6.2f} s, again {seconds[1]:.2f} s  {count}")
+
+
+def get(url: str, path: str, query: dict[str, Any]) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}api/{path}?{urlencode(query)}", timeout=120) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+if __name__ == "__main__":
+    main()

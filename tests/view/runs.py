@@ -1,0 +1,83 @@
+"""Runs for tests of the page: groups of two, scored, with images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image
+
+from swift_grpo_ext.record.log import SampleLog
+from swift_grpo_ext.record.rewards import REWARDS, RewardRow
+from swift_grpo_ext.record.row import SampleRow
+from tests.record.rows import ROW, sample_id
+
+HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
+
+
+def make_rows(step: int, *, num_groups: int = 2) -> list[SampleRow]:
+    """Rows of a round: sample i of group g has tokens [7, g, i] and text `gG iI sS`."""
+    return [
+        replace(
+            ROW,
+            sample_id=sample_id(step, group=group, index=index),
+            seed=2**62 + 100 * step + 10 * group + index,
+            weight_version=step,
+            token_ids=[7, group, index],
+            logprobs=[-0.5, -0.25 * group, -1.0 * index],
+            text=f"g{group} i{index} s{step}",
+            fingerprint=f"{group:032x}",
+            prompt=json.dumps([{"role": "user", "content": f"<image>Question {group}?"}]),
+            media=[f"images/{group}.png"],
+        )
+        for group in range(num_groups)
+        for index in range(2)
+    ]
+
+
+def score(row: SampleRow, reward: float | None = None) -> RewardRow:
+    """By default group 0 has equal rewards, and in group g they lie g apart."""
+    sample = row.sample_id
+    value = float(sample.group * sample.index) if reward is None else reward
+    return RewardRow(
+        sample_id=sample, reward=value, rewards=[("Accuracy", value), ("Format", 1.0)],
+        advantage=value - 0.5, gap_mean=0.001, gap_max=0.25, truncated=sample.index == 1,
+        replaced=False, fate="trained",
+    )  # fmt: skip
+
+
+class Writer:
+    """Appends rounds to a run, as a training does."""
+
+    def __init__(self, run_dir: Path, *, session: int = 0, start_step: int = 0) -> None:
+        self._samples = SampleLog(run_dir, session=session, start_step=start_step, rank=0)
+        self._rewards = self._samples.beside(REWARDS)
+
+    def write(self, rows: Sequence[SampleRow], *, scored: bool = True) -> None:
+        self._samples.append(rows)
+        if scored:
+            self.score(rows)
+
+    def score(self, rows: Sequence[SampleRow]) -> None:
+        self._rewards.append([score(row) for row in rows])
+
+
+def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
+    """Rounds, their images in the run's folder, ms-swift's log; returns the folder."""
+    folder = run_dir / "images"
+    folder.mkdir(parents=True)
+    for group in range(2):
+        Image.new("RGB", (56, 28), (200, 30 * group, 0)).save(folder / f"{group}.png")
+    writer = Writer(run_dir)
+    for step in range(num_rounds):
+        rows = make_rows(step)
+        writer.write([replace(r, media=[str(run_dir / r.media[0])]) for r in rows])
+    lines = [
+        {"loss": 0.5 / (s + 1), "kl": 0.01, "grad_norm": 1.0, "global_step/max_steps": f"{s + 1}/9"}
+        for s in range(num_rounds)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "logging.jsonl").write_text(text, encoding="utf-8")
+    return run_dir

@@ -1,0 +1,167 @@
+"""The page in headless Chromium: filters, sorting, keys, a run that goes on, hostile text."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swift_grpo_ext.view.offline import write_page
+from tests.view.chrome import Chrome, needs_browser
+from tests.view.runs import HOSTILE, Writer, make_rows, make_run
+
+pytestmark = needs_browser
+ROWS = "ol.samples li"
+VIEW = "import sys; from swift_grpo_ext.cli import main; sys.exit(main(['view', *sys.argv[1:]]))"
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    with Chrome(tmp_path_factory.mktemp("profile"), "--lang=en-US") as chrome:
+        chrome.resize(1280, 900)
+        yield chrome
+
+
+class Served:
+    """Two runs behind one server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, other = make_run(folder / "one"), make_run(folder / "two", num_rounds=2)
+        command = [sys.executable, "-c", VIEW, str(self.run_dir), str(other), "--port", "0"]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        self.writer = Writer(self.run_dir, session=1, start_step=3)
+        self.num_rounds = 3
+
+    def write_round(self, text: str) -> None:
+        rows = make_rows(self.num_rounds)
+        self.writer.write([replace(row, text=text) for row in rows])
+        self.num_rounds += 1
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("runs"))
+    yield served
+    served.process.terminate()
+    served.process.wait()
+    assert served.process.stdout is not None
+    served.process.stdout.close()
+
+
+@pytest.fixture
+def page(chrome: Chrome, served: Served) -> Iterator[Chrome]:
+    chrome.call("Page.navigate", url="about:blank")
+    chrome.problems.clear()
+    chrome.open(served.url)
+    chrome.until(f"document.querySelectorAll('{ROWS}').length >= 12")
+    yield chrome
+    assert chrome.problems == []
+
+
+def test_filter_and_sort(page: Chrome) -> None:
+    page.fill("#search", "i1 s2")
+    page.until("document.querySelector('#count').innerText.startsWith('2 of')")
+    assert all("i1 s2" in text for text in page.texts(ROWS))
+    page.click("#clear")
+    page.until("document.querySelector('#search').value === ''")
+    page.fill("select[name=sort]", "reward")
+    page.until("location.hash.includes('sort=reward')")
+    page.click("input[name=descending]")
+    page.until(f"document.querySelector('{ROWS} .reward b').innerText === '1'")
+    rewards = [float(text) for text in page.texts(f"{ROWS} .reward b")]
+    assert rewards == sorted(rewards, reverse=True)
+    page.fill("#search", "(")
+    page.click("input[name=regex]")
+    page.until("document.querySelector('[role=alert]')")
+    assert "no regular expression" in page.texts("[role=alert]")[0]
+
+
+def test_a_group_by_keys(page: Chrome) -> None:
+    page.run("document.body.focus()")
+    page.key("d")  # the most different group
+    page.until("document.querySelectorAll('.completion').length >= 2")
+    assert "Group 1" in page.texts("h1")[0]
+    assert page.texts("#replay")[0].startswith("swift-grpo-ext replay ")
+    page.until("document.querySelector('.images img').naturalWidth === 56")
+    page.key("p")
+    page.until("document.querySelector('h1').innerText.includes('Group 0')")
+    assert "Question 0?" in page.texts(".prompt")[0]
+    page.key("2")
+    page.until("document.querySelectorAll('ol.groups li').length === 2")
+    page.key("j")
+    page.run("document.activeElement.click()")
+    page.until("document.querySelector('.completion')")
+
+
+def test_values_of_curves_by_keys(page: Chrome) -> None:
+    page.key("3")
+    page.until("document.querySelector('[data-panel=loss]')")
+    page.run("document.querySelector('[data-panel=loss]').focus()")
+    read = "document.querySelector('[data-panel=loss]').parentElement.querySelector('output')"
+    page.key("Home")
+    assert page.run(f"{read}.innerText") == "step 1: one loss 0.5000 · two loss 0.5000"
+    page.key("ArrowRight")
+    page.key("ArrowRight")
+    assert page.run(f"{read}.innerText") == "step 3: one loss 0.1667"
+
+
+def test_a_run_that_goes_on_and_hostile_text(page: Chrome, served: Served) -> None:
+    before = page.texts("#count")[0]
+    served.write_round(HOSTILE)
+    page.until(f"document.querySelector('{ROWS} .text').innerText.includes('onerror')")
+    assert page.texts("#count")[0] != before
+    page.click(f"{ROWS} a")
+    page.until("document.querySelector('.completion')")
+    assert "<script>" in page.texts(".completion .tokens")[0]
+    assert page.run("window.stolen") is None
+    assert page.run("document.querySelectorAll('main script, main img[src=x]').length") == 0
+
+
+def test_languages_themes_and_phones(page: Chrome) -> None:
+    theme = page.run("document.documentElement.dataset.theme")
+    page.click("#theme")
+    assert {theme, page.run("document.documentElement.dataset.theme")} == {"light", "dark"}
+    page.click("#language")
+    page.until("document.documentElement.lang === 'zh'")
+    assert page.texts("nav a") == ["样本", "轮次", "曲线"]
+    page.resize(390, 844, phone=True)
+    for name, found in (("samples", ROWS), ("rounds", "ol.groups"), ("curves", ".panels figure")):
+        page.run(f"location.hash = '#{name}'")
+        page.until(f"document.querySelector('{found}')")
+        assert page.run("document.documentElement.scrollWidth - innerWidth") <= 0, name
+    page.resize(1280, 900)
+    page.click("#language")
+
+
+def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
+    """The same page from a file, without a server; filters work on what it holds."""
+    run_dir = make_run(tmp_path / "run")
+    Writer(run_dir, session=1, start_step=3).write(
+        [replace(row, text=f"{HOSTILE}</script>") for row in make_rows(3)]
+    )
+    page = write_page([run_dir], tmp_path / "page.html", num_groups=6)
+    shutil.rmtree(run_dir)
+    chrome.problems.clear()
+    chrome.open(page.as_uri())
+    chrome.until(f"document.querySelectorAll('{ROWS}').length >= 10")
+    chrome.until("document.querySelector('ol.samples img').naturalWidth === 56")
+    chrome.fill("#search", "i1")
+    chrome.until(f"document.querySelectorAll('{ROWS}').length < 10")
+    assert all("i1" in text for text in chrome.texts(f"{ROWS} .text"))
+    chrome.click("#different")
+    chrome.until("document.querySelector('.completion')")
+    assert chrome.texts("h1") == ["Round train.2.0 · Group 1"]
+    chrome.run("location.hash = '#curves'")
+    chrome.until("document.querySelector('[data-panel=loss]')")
+    assert chrome.run("window.stolen") is None
+    assert chrome.run("performance.getEntriesByType('resource').length") == 0
+    assert chrome.problems == []
