@@ -262,6 +262,21 @@ def replay(options: argparse.Namespace) -> int:
 
 
 @command(
+    "diff",
+    "where two runs part, and why; exit status 0 equal, 1 different, 2 nothing to compare",
+    arg("run_a", help="a run's output folder"),
+    arg("run_b", help="another's"),
+    arg("--common", action="store_true", help="only rounds that both have"),
+    arg("--tolerance", type=float, metavar="NATS", help="between log-probabilities"),
+    arg("--json", action="store_true", help="for scripts"),
+)
+def diff(options: argparse.Namespace) -> int:
+    from swift_grpo_ext.replay.diff import run
+
+    return run(options)
+
+
+@command(
     "audit",
     "do rollouts that any framework dumped share their noise?",
     arg("file", nargs="+", type=Path, help="of TRL, verl, slime, ms-swift: .parquet, .csv, .jsonl"),
