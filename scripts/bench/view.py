@@ -64,7 +64,7 @@ def write(options: argparse.Namespace, run_dir: Path) -> None:
     logs = []
     for rank in range(options.ranks):
         log = SampleLog(run_dir, session=0, start_step=0, rank=rank)
-        logs.append((log, log.beside(REWARDS)))
+        logs.append((log, log.beside(table=REWARDS)))
     for step in tqdm(range(options.rows // options.round), desc="Writing rounds", unit="round"):
         for rank, (samples, rewards) in enumerate(logs):
             rows = [

@@ -57,6 +57,10 @@ def at(group: int, index: int, **changes: Any) -> Change:
     return change
 
 
+def group_1(**changes: Any) -> Change:
+    return lambda row: replace(row, **changes) if row.sample_id.group == 1 else row
+
+
 def everywhere(**changes: Any) -> Change:
     return lambda row: replace(row, **changes)
 
@@ -74,14 +78,14 @@ SHIFTED = [-0.6, -1.0, -1.5]
     [
         (swapped, {}, (0, 0, None), "prompt order", "meets this prompt at another place"),
         (
-            at(1, 0, fingerprint=OTHER, prompt='[{"role": "user", "content": "<image>Other"}]'),
+            group_1(fingerprint=OTHER, prompt='[{"role": "user", "content": "<image>Other"}]'),
             {}, (1, 0, None), "prompt text", "differ from character 37: '.*Question 1.*Other",
         ),
         (
-            at(1, 0, fingerprint=OTHER, media=["images/new.png"]),
+            group_1(fingerprint=OTHER, media=["images/new.png"]),
             {}, (1, 0, None), "pixels", "Other media: images/1.png and images/new.png",
         ),
-        (at(1, 0, fingerprint=OTHER), {}, (1, 0, None), "pixels", "their content differs"),
+        (group_1(fingerprint=OTHER), {}, (1, 0, None), "pixels", "their content differs"),
         (at(0, 1, seed=7), {"seed": 7}, (0, 1, None), "seed", r"--seed 42 and 7"),
         (at(0, 1, weight_version=0), {}, (0, 1, None), "weights", "steps 1 and 0"),
         (

@@ -53,7 +53,7 @@ class Writer:
 
     def __init__(self, run_dir: Path, *, session: int = 0, start_step: int = 0) -> None:
         self._samples = SampleLog(run_dir, session=session, start_step=start_step, rank=0)
-        self._rewards = self._samples.beside(REWARDS)
+        self._rewards = self._samples.beside(table=REWARDS)
 
     def write(self, rows: Sequence[SampleRow], *, scored: bool = True) -> None:
         self._samples.append(rows)

@@ -157,9 +157,11 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     chrome.fill("#search", "i1")
     chrome.until(f"document.querySelectorAll('{ROWS}').length < 10")
     assert all("i1" in text for text in chrome.texts(f"{ROWS} .text"))
+    chrome.click("#clear")
+    chrome.until("document.querySelector('#search').value === ''")
     chrome.click("#different")
     chrome.until("document.querySelector('.completion')")
-    assert chrome.texts("h1") == ["Round train.2.0 · Group 1"]
+    assert chrome.texts("h1") == ["Round train.3.0 · Group 1"]  # of equals, the newest
     chrome.run("location.hash = '#curves'")
     chrome.until("document.querySelector('[data-panel=loss]')")
     assert chrome.run("window.stolen") is None
