@@ -39,6 +39,19 @@ class RolloutFlags:
 
 
 @dataclass(kw_only=True)
+class RecordFlags:
+    """What is kept of the run's samples."""
+
+    sample_log: Literal["all", "tokens", "none"] = "all"
+    """What the sample log keeps. `tokens` leaves out log-probabilities. `none` writes neither
+    samples nor scores."""
+
+    sample_log_gb: float = 0.0
+    """Gigabytes that the sample log may take, over all ranks; beyond them its oldest rounds are
+    removed. 0: no bound."""
+
+
+@dataclass(kw_only=True)
 class StopFlags:
     """Where a completion ends."""
 
@@ -77,19 +90,30 @@ class DiversityFlags:
     """Rounds in a row that must look collapsed before an alarm (0: no such alarm). Broken
     randomness raises one at once."""
 
+    diversity_correct_reward: float = 1.0
+    """The least reward, over all reward functions, of a sample that counts as correct: for pass@k
+    and the diversity of correct samples."""
+
 
 EXPECTED = {
     "rollout_timeout": "number of seconds above 0",
+    "sample_log_gb": "number of gigabytes, or 0 for no bound",
     "logps_chunk_size": "number of positions, or 0 for no chunks",
     "diversity_patience": "number of rounds, or 0 for no alarms about collapse",
     "diversity_alarm_p": "probability between 0 and 1, such as 1e-6",
 }
 
-FLAG_GROUPS: tuple[type, ...] = (RolloutFlags, StopFlags, LogitsFlags, DiversityFlags)
+FLAG_GROUPS: tuple[type, ...] = (
+    RolloutFlags,
+    RecordFlags,
+    StopFlags,
+    LogitsFlags,
+    DiversityFlags,
+)
 
 
 @dataclass(kw_only=True)
-class ExtFlags(RolloutFlags, StopFlags, LogitsFlags, DiversityFlags):
+class ExtFlags(RolloutFlags, RecordFlags, StopFlags, LogitsFlags, DiversityFlags):
     """All flags of ours. Arguments classes of ms-swift are extended with it."""
 
 
@@ -167,6 +191,7 @@ def check_flags(flags: ExtFlags) -> None:
         )
     within = {
         "rollout_timeout": flags.rollout_timeout > 0,
+        "sample_log_gb": 0 <= flags.sample_log_gb < float("inf"),
         "logps_chunk_size": flags.logps_chunk_size >= 0,
         "diversity_patience": flags.diversity_patience >= 0,
         "diversity_alarm_p": 0 < flags.diversity_alarm_p < 1,

@@ -52,6 +52,9 @@ def test_defaults_pass() -> None:
         ("diversity_alarm_p", 1.0, "between 0 and 1"),
         ("diversity_patience", -1, "expected a number of rounds"),
         ("rollout_timeout", 0.0, "expected a number of seconds above 0"),
+        ("sample_log", "some", "expected one of all, tokens, none"),
+        ("sample_log_gb", -1.0, "expected a number of gigabytes, or 0 for no bound"),
+        ("sample_log_gb", float("nan"), "expected a number of gigabytes, or 0 for no bound"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(flag: str, value: object, message: str) -> None:
@@ -70,6 +73,7 @@ def test_values_out_of_range_are_refused_by_name(flag: str, value: object, messa
         ("diversity_alarm_p", 5e-324),
         ("diversity_alarm_p", 0.999),
         ("rollout_timeout", 0.001),
+        ("sample_log_gb", 0.0),
         ("rollout_seed_mode", "engine"),
         ("duplicate_prompts", "allow"),
     ],
@@ -133,6 +137,8 @@ def test_what_the_help_says_of_a_flag() -> None:
         "duplicate_prompts": ("allow | warn | error", "warn"),
         "rollout_timeout": ("float", 1800.0),
         "require_images": ("bool", True),
+        "sample_log": ("all | tokens | none", "all"),
+        "sample_log_gb": ("float", 0.0),
         "stop_token_ids": ("int ...", []),
         "include_stop_str_in_output": ("bool", True),
         "logits_shim": ("auto | strict | off", "auto"),
@@ -140,6 +146,7 @@ def test_what_the_help_says_of_a_flag() -> None:
         "diversity_action": ("log | warn | stop", "warn"),
         "diversity_alarm_p": ("float", 1e-6),
         "diversity_patience": ("int", 3),
+        "diversity_correct_reward": ("float", 1.0),
     }
     assert infos["stop_token_ids"].group == "Where a completion ends."
     assert infos["stop_token_ids"].help.startswith("Token ids that end a completion")

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
 from swift_grpo_ext.diversity.metrics import round_metrics
+from swift_grpo_ext.diversity.outcomes import outcome_metrics
 from swift_grpo_ext.diversity.sample import Sample, group_samples, sample_from_row
 from swift_grpo_ext.record.row import SampleRow
 
@@ -244,9 +245,11 @@ def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> 
     memory.remember(random_rows(rng, num_samples, length, group_size, 0))
     rows = [as_row(sample) for sample in samples]
     groups = group_samples(samples)
+    scores = {s.origin.sample_id: float(rng.random() < 0.5) for s in samples}
     parts: dict[str, Callable[[], Any]] = {
         "rows to arrays": lambda: group_samples(map(sample_from_row, rows)),
         "metrics": lambda: round_metrics(groups),
+        "correct ones": lambda: outcome_metrics(groups, scores, 1.0),
         "collision test": lambda: collision_test(samples, memory),
         "remembering": lambda: PromptMemory().remember(samples),
     }

@@ -20,7 +20,13 @@ import psutil
 from packaging.version import Version
 from swift.utils import get_logger
 
-from swift_grpo_ext.arguments import DiversityFlags, RolloutFlags, StopFlags, check_flags
+from swift_grpo_ext.arguments import (
+    DiversityFlags,
+    RecordFlags,
+    RolloutFlags,
+    StopFlags,
+    check_flags,
+)
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_duplicates, check_rows
@@ -30,7 +36,7 @@ from swift_grpo_ext.upstream.contract import swift_version
 
 logger = get_logger()
 
-_SAMPLING = [f.name for f in (*fields(RolloutFlags), *fields(StopFlags))]
+_SAMPLING = [f.name for part in (RolloutFlags, RecordFlags, StopFlags) for f in fields(part)]
 TRAINER_FLAGS = tuple(name for name in _SAMPLING if name != "rollout_timeout")
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -30,6 +30,7 @@ from swift_grpo_ext.diversity.collision import (
     collision_test,
 )
 from swift_grpo_ext.diversity.metrics import round_metrics
+from swift_grpo_ext.diversity.outcomes import Scores, outcome_metrics
 from swift_grpo_ext.diversity.record import RoundRecord
 from swift_grpo_ext.diversity.sample import Group, Sample, group_samples
 
@@ -57,6 +58,7 @@ class AnalyzerSettings:
     """Greedy decoding: equal completions are right, and nothing is tested."""
 
     seed_mode: str
+    correct_reward: float = 1.0
 
 
 class RoundAnalyzer:
@@ -68,13 +70,17 @@ class RoundAnalyzer:
         self._num_collapsed: dict[str, int] = {}
         """Collapsed rounds in a row, by phase."""
 
-    def analyze(self, samples: Sequence[Sample]) -> list[RoundRecord]:
-        """One record for each round that the samples of all ranks belong to."""
+    def analyze(self, samples: Sequence[Sample], scores: Scores | None = None) -> list[RoundRecord]:
+        """One record for each round that the samples of all ranks belong to.
+
+        Args:
+            scores: rewards of the samples that were scored, for `outcomes`.
+        """
         groups = group_samples(samples)
         by_round = groupby(groups, key=lambda group: group[0].origin.sample_id.round)
-        return [self._analyze_round(list(of_round)) for _, of_round in by_round]
+        return [self._analyze_round(list(of_round), scores or {}) for _, of_round in by_round]
 
-    def _analyze_round(self, groups: Sequence[Group]) -> RoundRecord:
+    def _analyze_round(self, groups: Sequence[Group], scores: Scores) -> RoundRecord:
         start = time.perf_counter()
         samples = [sample for group in groups for sample in group]
         test = CollisionTest(num_untested=len(samples))
@@ -82,6 +88,7 @@ class RoundAnalyzer:
             test = collision_test(samples, self._memory)
             self._memory.remember(samples)
         metrics = round_metrics(groups)
+        metrics |= outcome_metrics(groups, scores, self._settings.correct_reward)
         record = make_record(groups, test, metrics, judge(test, metrics, self._settings.alarm_p))
         before = self._num_collapsed.get(record.phase, 0)
         collapsed = before + 1 if record.verdict == "collapse" else 0

@@ -83,6 +83,8 @@ PANELS: tuple[tuple[str, tuple[str, ...], float | None, float | None], ...] = (
     ("likeness", ("edit_similarity", "self_bleu"), 0.0, 1.0),
     ("ngrams", ("distinct_1", "distinct_2", "distinct_3"), 0.0, 1.0),
     ("effective", ("vendi", "distinct_answers"), 1.0, None),
+    ("correct", ("correct_vendi", "correct_answers"), 1.0, None),
+    ("passes", ("pass_at_1", "pass_at_4", "pass_at_16", "equal_rewards"), 0.0, 1.0),
     ("surprisal", ("surprisal",), 0.0, None),
     ("length_spread", ("length_spread",), 0.0, None),
 )

@@ -57,26 +57,27 @@ def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "groups_with_duplicates": groups_with_duplicates(completions),
         "copied_ratio": copied_ratio(completions),
         "common_mode": common_mode(groups, completions),
-        "distinct_answers": _mean(map(distinct_answers, groups)),
-        "length_spread": _mean(length_spread(group) for group in groups if len(group) > 1),
+        "distinct_answers": mean(map(distinct_answers, groups)),
+        "length_spread": mean(length_spread(group) for group in groups if len(group) > 1),
         "surprisal": surprisal(groups),
     }
     compared = compared_tokens(groups)
     several = [tokens for tokens in compared if len(tokens) > 1]
     counts = [list(ngram_counts(tokens)) for tokens in compared]
     for order in DISTINCT_ORDERS:
-        found[f"distinct_{order}"] = _mean(
+        found[f"distinct_{order}"] = mean(
             distinct_ngrams(of_group[order - 1]) for of_group in counts if of_group[order - 1].nnz
         )
     counts = [of_group for of_group in counts if of_group[0].shape[0] > 1]
     limit = MAX_PAIRS // max(len(several), 1)
-    found["edit_similarity"] = _mean(edit_similarity(tokens, limit) for tokens in several)
-    found["self_bleu"] = _mean(score for of_group in counts for score in self_bleu(of_group))
-    found["vendi"] = _mean(vendi_score(of_group) for of_group in counts)
+    found["edit_similarity"] = mean(edit_similarity(tokens, limit) for tokens in several)
+    found["self_bleu"] = mean(score for of_group in counts for score in self_bleu(of_group))
+    found["vendi"] = mean(vendi_score(of_group) for of_group in counts)
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _mean(values: Iterable[float]) -> float | None:
+def mean(values: Iterable[float]) -> float | None:
+    """None of nothing."""
     values = list(values)
     return float(np.mean(values)) if values else None
 
@@ -99,7 +100,7 @@ def groups_with_duplicates(completions: Sequence[Counter[bytes]]) -> float | Non
 
     0 to 1: lower is more diverse. Groups of one sample do not count. Source: this project.
     """
-    return _mean(float(len(group) < group.total()) for group in completions if group.total() > 1)
+    return mean(float(len(group) < group.total()) for group in completions if group.total() > 1)
 
 
 def copied_ratio(completions: Sequence[Counter[bytes]]) -> float:

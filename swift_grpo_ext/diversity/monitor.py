@@ -1,14 +1,17 @@
 """`--callbacks diversity`: analyzes every round's completions for lost diversity and shared noise.
 
 The trainer hands each rank's samples over as they are drawn (`sample_listeners`), perhaps from
-another thread. When a step ends, and after each batch of an evaluation, rank 0 gathers and analyzes
-them. It tells all ranks what to log and whether to stop, so that no rank stops alone.
+another thread. When their round is scored (`score_listeners`), rank 0 gathers them, and a thread of
+its own analyzes them while the step goes on. When the step ends, and after each batch of an
+evaluation, rank 0 waits for the thread. It tells all ranks what to log and whether to stop: each
+round is logged with its own step, and no rank stops alone or at another step.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +21,7 @@ from swift.utils import get_logger
 from swift_grpo_ext.diversity.analyzer import AnalyzerSettings, RoundAnalyzer
 from swift_grpo_ext.diversity.record import RecordFile, RoundRecord
 from swift_grpo_ext.diversity.sample import Sample, sample_from_row
+from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.record.row import SampleRow
 
 logger = get_logger()
@@ -54,6 +58,7 @@ class DiversityMonitor(TrainerCallback):
                 f"{type(trainer).__name__}, which has none. Leave it out."
             )
         trainer.sample_listeners.append(self._receive)
+        trainer.score_listeners.append(self._begin_analysis)
         self._is_greedy = args.temperature < GREEDY_TEMPERATURE
         self._pending: deque[list[Sample]] = deque()
         self._analyzer = RoundAnalyzer(
@@ -62,8 +67,13 @@ class DiversityMonitor(TrainerCallback):
                 patience=args.diversity_patience,
                 is_greedy=self._is_greedy,
                 seed_mode=args.rollout_seed_mode,
+                correct_reward=args.diversity_correct_reward,
             )
         )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
+        self._analyses: list[Future[list[RoundRecord]]] = []
+        """Of rank 0, in their order."""
+
         self._file: RecordFile | None = None
         self._num_alarms = {"broken": 0, "collapse": 0}
         self._last_alarm: dict[str, str] = {}
@@ -123,16 +133,30 @@ class DiversityMonitor(TrainerCallback):
 
     # --- findings out ---
 
+    def _begin_analysis(self, rows: Sequence[RewardRow] = ()) -> None:
+        """Have rank 0's thread analyze the samples that arrived since the last call; every rank
+        calls it together.
+
+        Args:
+            rows: how this rank's samples scored.
+        """
+        scores = {row.sample_id: row.reward for row in rows if row.reward is not None}
+        gathered = self.trainer.ranks.gather((self._take_pending(), scores))
+        samples = [sample for of_rank, _ in gathered or () for sample in of_rank]
+        if samples:
+            scores = {name: reward for _, of_rank in gathered for name, reward in of_rank.items()}
+            self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, scores))
+
     def _process_pending(self, control: Any) -> None:
-        """Analyze the samples that arrived since the last call; every rank calls it together."""
+        """Act on all samples that have arrived; every rank calls it together."""
         ranks = self.trainer.ranks
-        gathered = ranks.gather(self._take_pending())
+        self._begin_analysis()
         error: Exception | None = None
         decision = Decision()
         if ranks.rank == 0:
+            analyses, self._analyses = self._analyses, []
             try:
-                samples = [sample for of_rank in gathered for sample in of_rank]
-                decision = self._decide(self._analyzer.analyze(samples))
+                decision = self._decide([r for analysis in analyses for r in analysis.result()])
             except Exception as e:  # not raised yet: the other ranks wait for the decision
                 error, decision = e, Decision(error=f"{type(e).__name__}: {e}")
         decision = ranks.scatter([decision] * ranks.size if ranks.rank == 0 else None)

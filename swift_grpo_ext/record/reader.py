@@ -38,7 +38,7 @@ import pyarrow.compute as pc
 
 from swift_grpo_ext.record.log import FILE_NAME, SAMPLES, Table
 from swift_grpo_ext.record.rewards import REWARDS
-from swift_grpo_ext.record.row import ROUND_COLUMNS, SampleRow, to_rows
+from swift_grpo_ext.record.row import HALVES, ROUND_COLUMNS, SampleRow, join_halves, to_rows
 from swift_grpo_ext.sampling.seeding import Phase
 
 logger = logging.getLogger(__name__)
@@ -384,12 +384,13 @@ def _session(
     source.seek(0)
     schema = pa.ipc.open_stream(source).schema
     version = int(schema.metadata[b"version"])
-    if version != table.version:
+    known = {**table.older, table.version: table.stored}
+    if version not in known:
         raise UnreadableLogError(
             f"{path} is of version {version} of its table, and this swift-grpo-ext reads "
-            f"{table.version}: use the version of swift-grpo-ext that wrote it."
+            f"{', '.join(map(str, known))}: use the version of swift-grpo-ext that wrote it."
         )
-    if not schema.equals(table.schema):
+    if not schema.equals(known[version]):
         raise ValueError("other columns")
     start_step = int(schema.metadata[b"start_step"])
     match = FILE_NAME.fullmatch(path.name)
@@ -419,7 +420,11 @@ def _read_batches(
     read: dict[int, pa.RecordBatch] = {}
     numbered = sorted(enumerate(batches), key=lambda pair: pair[1].path)  # each file once
     for path, of_file in groupby(numbered, key=lambda pair: pair[1].path):
-        with pa.memory_map(str(path)) as source:
+        try:
+            source = pa.memory_map(str(path))
+        except FileNotFoundError:  # `--sample_log_gb` has removed it since
+            continue
+        with source:
             stream = _open(table, source, names)
             for number, batch in of_file:
                 try:
@@ -449,9 +454,11 @@ def _read_batch(
 ) -> pa.RecordBatch:
     """Raises one of `DAMAGE` where the batch is not what was written, as far as that shows."""
     source.seek(offset)
-    batch = stream.read_next_batch().replace_schema_metadata()
+    batch = stream.read_next_batch()
     batch.validate(full=True)
-    return batch
+    columns = [join_halves(c) if c.type == HALVES else c for c in batch.columns]
+    fields = [f.with_type(c.type) for f, c in zip(batch.schema, columns, strict=True)]
+    return pa.record_batch(columns, schema=pa.schema(fields))
 
 
 def _warn(path: Path, where: str) -> None:

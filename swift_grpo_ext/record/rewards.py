@@ -35,7 +35,7 @@ REWARD_SCHEMA = make_schema(
     },
     nullable=("reward", "advantage", "gap_mean", "gap_max"),
 )
-REWARDS = Table(name="rewards", version=1, schema=REWARD_SCHEMA)
+REWARDS = Table(name="rewards", version=1, schema=REWARD_SCHEMA, stored=REWARD_SCHEMA)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,18 +102,18 @@ class RewardRecorder:
 
     def record(
         self,
-        sample_log: SampleLog,
+        sample_log: SampleLog | None,
         samples: Sequence[Any],
         values: Sequence[Sequence[float]],
         *,
         fate: Fate,
         extras: Mapping[str, Mapping[str, float | None]],
         all_gather: Callable[[Any], list[Any]],
-    ) -> None:
-        """Write the scores of a round that is over; all ranks call it.
+    ) -> list[RewardRow]:
+        """Write the scores of a round that is over, and return them; all ranks call it.
 
         Args:
-            sample_log: the log of the samples, of the same session.
+            sample_log: the log of the samples, of the same session; None for none.
             samples: ms-swift's, those that this rank goes on with.
             values: as for `drawn`.
             fate: of these samples.
@@ -130,8 +130,11 @@ class RewardRecorder:
         self._drawn = {}
         rounds = {name.round for name in rows}  # of the next, groups may be replaced already
         self._replaced_groups = {g for g in self._replaced_groups if g.round not in rounds}
-        self._log = self._log or sample_log.beside(table=REWARDS)
-        self._log.append([rows[name] for name in sorted(rows)])
+        in_order = [rows[name] for name in sorted(rows)]
+        if sample_log is not None:
+            self._log = self._log or sample_log.beside(table=REWARDS)
+            self._log.append(in_order)
+        return in_order
 
     def _row(self, sample: Any, values: Sequence[float], *, fate: Fate, **extras: Any) -> RewardRow:
         sample_id = parse_request_id(sample.request_id)

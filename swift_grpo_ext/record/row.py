@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -56,6 +58,20 @@ SCHEMA = make_schema(
     },
     nullable=("seed", "finish_reason", "stop_reason", "logprobs"),
 )
+HALVES = pa.list_(
+    pa.struct([pa.field("high", pa.uint8(), False), pa.field("low", pa.uint8(), False)])
+)
+"""Floats of 16 bits, their bytes apart: the high ones differ little, and so compress well."""
+
+STORED_SCHEMA = SCHEMA.set(SCHEMA.get_field_index("logprobs"), pa.field("logprobs", HALVES))
+"""Of the files."""
+
+LOGPROB_STEPS = 1024
+"""In a nat: log-probabilities are rounded to them, and to 16 bits. The error is at most 0.0005
+nats, or 0.05% where that is more."""
+
+PACKED = {pa.list_(pa.int32()): ("i", np.int32), HALVES: ("d", np.float64)}
+"""How `struct` and numpy call the numbers of lists."""
 MISFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 """What pyarrow raises for a value that does not fit its column."""
 
@@ -92,7 +108,8 @@ class SampleRow:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
-    """Of `token_ids`, in nats, kept in 32 bits; None where the engine gave none."""
+    """Of `token_ids`, in nats, kept as `LOGPROB_STEPS` says; None where the engine gave none, or
+    with `--sample_log tokens`."""
 
     text: str
     fingerprint: str
@@ -148,11 +165,43 @@ def _to_array(rows: Sequence[Row], field: pa.Field) -> pa.Array:
 
 
 def _checked_array(values: list[Any], field: pa.Field) -> pa.Array:
-    array = pa.array(values, field.type)
+    column = _lists_of_numbers(values, field.type) if field.type in PACKED else None
+    if column is None:
+        column = pa.array(values, pa.list_(pa.float32()) if field.type == HALVES else field.type)
     is_list = pa.types.is_list(field.type)
-    if (array.null_count and not field.nullable) or (is_list and array.values.null_count):
+    if (column.null_count and not field.nullable) or (is_list and column.values.null_count):
         raise ValueError("None is not allowed")
-    return array
+    return column
+
+
+def _lists_of_numbers(values: list[Any], kind: pa.DataType) -> pa.ListArray | None:
+    """The fast way, which does not look at each number; None if that is needed."""
+    code, dtype = PACKED[kind]
+    lists = [v.tolist() if isinstance(v, np.ndarray) else () if v is None else v for v in values]
+    try:
+        packed = b"".join(struct.pack(f"{len(numbers)}{code}", *numbers) for numbers in lists)
+    except (struct.error, TypeError):
+        return None
+    flat = np.frombuffer(packed, dtype)
+    offsets = pa.array(np.cumsum([0, *map(len, lists)]), pa.int32())
+    mask = pa.array([value is None for value in values])
+    items = _split_halves(flat) if kind == HALVES else pa.array(flat)
+    return pa.ListArray.from_arrays(offsets, items, mask=mask)
+
+
+def _split_halves(logprobs: np.ndarray[Any, Any]) -> pa.StructArray:
+    with np.errstate(over="ignore"):  # what 16 bits cannot hold is infinite
+        rounded = (np.rint(logprobs * LOGPROB_STEPS) / LOGPROB_STEPS).astype(np.float16)
+    halves = rounded.view(np.uint8).reshape(-1, 2)
+    low, high = (pa.array(halves[:, i]) for i in (0, 1))
+    return pa.StructArray.from_arrays([high, low], fields=list(HALVES.value_type))
+
+
+def join_halves(lists: pa.ListArray) -> pa.ListArray:
+    """`HALVES` as lists of float32."""
+    high, low = (half.to_numpy().astype(np.uint16) for half in lists.values.flatten())
+    values = (high << 8 | low).view(np.float16).astype(np.float32)
+    return pa.ListArray.from_arrays(lists.offsets, pa.array(values), mask=lists.is_null())
 
 
 def _fitting_value(row: Row, value: Any, field: pa.Field) -> Any:

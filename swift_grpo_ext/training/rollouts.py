@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -183,14 +185,33 @@ class UnevenGroupsWarning:
 
 
 class SampleRecorder:
-    """Writes this rank's samples to the sample log, and shows them to listeners."""
+    """Writes this rank's samples to the sample log, beside the step, and shows them to listeners.
 
-    def __init__(self, run_dir: str, ranks: RankGroup, run_seed: int | None) -> None:
+    Args:
+        kept: `--sample_log`.
+        max_gb: `--sample_log_gb`, of all ranks.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        ranks: RankGroup,
+        run_seed: int | None,
+        *,
+        kept: str = "all",
+        max_gb: float = 0.0,
+    ) -> None:
         self._run_dir = run_dir
         self._ranks = ranks
         self._run_seed = run_seed
+        self._kept = kept
+        self._max_gb = max_gb
         self.log: SampleLog | None = None
+        """None with `--sample_log none`."""
+
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
+        self._unwritten: deque[Future[None]] = deque()
 
     def open(self, *, start_step: int) -> None:
         """Every rank calls it before samples are drawn; calls after the first do nothing.
@@ -198,11 +219,16 @@ class SampleRecorder:
         Args:
             start_step: optimizer step at which the session begins.
         """
-        if self.log is None:
+        if self.log is None and self._kept != "none":
             own = next_session(self._run_dir) if self._ranks.rank == 0 else -1
             session, *_ = self._ranks.all_gather(own)
+            own_bytes = int(self._max_gb * 1e9 / self._ranks.size)
             self.log = SampleLog(
-                self._run_dir, session=session, start_step=start_step, rank=self._ranks.rank
+                self._run_dir,
+                session=session,
+                start_step=start_step,
+                rank=self._ranks.rank,
+                max_bytes=own_bytes if self._max_gb else None,
             )
 
     def record(
@@ -215,7 +241,7 @@ class SampleRecorder:
         num_ranks: int,
         weight_version: int,
     ) -> None:
-        """Write down what was drawn.
+        """Write down what was drawn, by a thread; `flush` waits for it.
 
         Args:
             prompts: fingerprints of the samples' prompts.
@@ -224,7 +250,6 @@ class SampleRecorder:
         """
         if len(outputs) != len(samples):
             return  # a server's scheduler made several training samples of one: none has a name
-        assert self.log is not None
         seed = self._run_seed
         drawn = zip(sample_ids, samples, prompts, outputs, strict=True)
         rows = [
@@ -237,6 +262,21 @@ class SampleRecorder:
             )
             for number, (sample_id, sample, prompt, output) in enumerate(drawn)
         ]  # fmt: skip
-        self.log.append(rows)
+        self.write(rows)
         for listener in self.listeners:
             listener(rows)
+
+    def write(self, rows: list[SampleRow]) -> None:
+        """Have a thread write rows to the sample log, as far as it keeps them."""
+        if self.log is not None:
+            kept = [replace(row, logprobs=None) for row in rows] if self._kept == "tokens" else rows
+            self._unwritten.append(self._writer.submit(self.log.append, kept))
+
+    def flush(self) -> None:
+        """Wait until all samples are on disk.
+
+        Raises:
+            OSError, ValueError: one of them could not be written (`SampleLog.append`).
+        """
+        while self._unwritten:
+            self._unwritten.popleft().result()

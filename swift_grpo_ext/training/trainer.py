@@ -18,7 +18,7 @@ from torch import nn
 
 from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
+from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout.placeholders import mask_placeholders, placeholder_ids
 from swift_grpo_ext.rollout.rank_group import (
@@ -72,6 +72,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
     sample_listeners: list[Callable[[list[SampleRow]], None]]
     """Called with this rank's samples as they are drawn, perhaps from another thread."""
 
+    score_listeners: list[Callable[[list[RewardRow]], None]]
+    """Called on all ranks together with how this rank's samples scored, once a round."""
+
     ranks: RankGroup
     """All training ranks, for the exchange of Python objects."""
 
@@ -85,8 +88,15 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings.of(config)
-        self._recorder = SampleRecorder(config.output_dir, self.ranks, self._settings.run_seed)
-        self.sample_listeners = self._recorder.listeners  # callbacks are made in the next line
+        self._recorder = SampleRecorder(
+            config.output_dir,
+            self.ranks,
+            self._settings.run_seed,
+            kept=config.sample_log,
+            max_gb=config.sample_log_gb,
+        )
+        self.sample_listeners = self._recorder.listeners
+        self.score_listeners = []  # callbacks are made in the next line
         super().__init__(*args, **kwargs)
         clock = round_clock(config, len(self.train_dataset), template.sequence_parallel_size)
         self._rounds = RoundNames(clock)
@@ -345,8 +355,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _postprocess_batch(self, samples: list[Any], batch_encoded_inputs: list[Any]) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
         micro_batches = self._micro_batches(samples, batch_encoded_inputs)
-        assert self._recorder.log is not None
-        self._rewards.record(
+        rows = self._rewards.record(
             self._recorder.log,
             samples,
             self._own_share(samples, self._rewards_per_func),
@@ -354,6 +363,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
             extras=training_scores(samples, *micro_batches),
             all_gather=self.ranks.all_gather,
         )
+        self._recorder.flush()
+        for listener in self.score_listeners:
+            listener(rows)
 
     def _own_share(self, samples: list[Any], of_all_ranks: torch.Tensor) -> list[list[float]]:
         # Not the sizes of `_add_prompt_id_to_inputs`: a scheduler may make several samples of one.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import TrainerControl, TrainerState
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.rollout.rank_group import training_ranks
 from tests.diversity.samples import group_of, row_of, sample
 
@@ -29,6 +31,7 @@ class Run:
     def __init__(self, folder: Path, rank: int = 0, **flags: Any) -> None:
         self.trainer = SimpleNamespace(
             sample_listeners=[],
+            score_listeners=[],
             ranks=training_ranks(60),
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         )
@@ -36,6 +39,7 @@ class Run:
             "diversity_action": "warn",
             "diversity_alarm_p": 1e-6,
             "diversity_patience": 2,
+            "diversity_correct_reward": 1.0,
             "temperature": 1.0,
             "rollout_seed_mode": "engine",
             "use_vllm": True,
@@ -53,8 +57,25 @@ class Run:
         for listener in self.trainer.sample_listeners:
             listener([row_of(s) for s in samples])
 
-    def step(self, samples: list[Sample]) -> None:
+    def score(self, samples: list[Sample], rewards: Sequence[float]) -> None:
+        rows = [
+            RewardRow(
+                sample_id=s.origin.sample_id,
+                reward=reward,
+                rewards=[],
+                truncated=False,
+                replaced=False,
+                fate="trained",
+            )
+            for s, reward in zip(samples, rewards, strict=True)
+        ]
+        for listener in self.trainer.score_listeners:
+            listener(rows)
+
+    def step(self, samples: list[Sample], rewards: Sequence[float] = ()) -> None:
         self.draw(samples)
+        if rewards:
+            self.score(samples, rewards)
         self.monitor.on_step_end(self.args, self.state, self.control)
 
     @property
@@ -79,6 +100,55 @@ def test_metrics_reach_the_log_once_a_round(tmp_path: Path, said: list[str]) -> 
     assert all(len(values) == 2 for values in run.logged.values())
     assert said == []
     assert [r.step for r in read_records(tmp_path)] == [0, 2]
+
+
+def test_scores_reach_the_metrics(tmp_path: Path) -> None:
+    run = Run(tmp_path, diversity_correct_reward=0.5)
+    run.step(group_of([1], [2], [3], [4]), [0.5, 1.0, 0.0, 0.25])
+    assert run.logged["diversity/pass_at_1"] == [0.5]
+    assert run.logged["diversity/pass_at_2"] == [pytest.approx(5 / 6)]
+    assert run.logged["diversity/equal_rewards"] == [0.0]
+    run.step(group_of([1], [2], step=1))
+    assert len(run.logged["diversity/pass_at_1"]) == 1  # nothing was scored
+
+
+def test_rounds_are_analyzed_beside_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step goes on during the analysis, and waits for it at its end."""
+    may_go_on = threading.Event()
+    run = Run(tmp_path, diversity_action="stop")
+    analyze = run.monitor._analyzer.analyze
+
+    def slow(*args: Any) -> list[Any]:
+        assert may_go_on.wait(10)
+        return analyze(*args)
+
+    monkeypatch.setattr(run.monitor._analyzer, "analyze", slow)
+    samples = group_of(LONG, LONG)
+    run.draw(samples)
+    run.score(samples, [1.0, 0.0])
+    assert not run.logged
+    may_go_on.set()
+    run.step([])
+    assert run.logged["diversity/unique_ratio"] == [0.5]
+    assert run.control.should_training_stop
+
+
+def test_an_analysis_that_fails_ends_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError("no groups")
+
+    monkeypatch.setattr(run.monitor._analyzer, "analyze", fail)
+    samples = group_of([1], [2])
+    run.draw(samples)
+    run.score(samples, [1.0, 0.0])
+    with pytest.raises(ZeroDivisionError, match="no groups"):
+        run.step([])
 
 
 def test_evaluation_is_logged_as_such(tmp_path: Path) -> None:
@@ -297,9 +367,10 @@ def copies_across_ranks(rank: int, folder: str) -> None:
     stops = []
     for step in range(2):
         ids = [i + 100 * rank * (1 - step) + 1000 * step for i in LONG]
-        run.step([sample(ids, index=rank, rank=rank, step=step, replica="")])
+        run.step([sample(ids, index=rank, rank=rank, step=step, replica="")], [float(rank)])
         stops.append((run.control.should_save, run.control.should_training_stop))
     result = {"stops": stops, "unique": run.logged["diversity/unique_ratio"]}
+    result["passed"] = run.logged["diversity/pass_at_1"]
     Path(folder, f"rank{rank}.json").write_text(json.dumps(result))
 
 
@@ -309,6 +380,7 @@ def test_all_ranks_stop_together(tmp_path: Path) -> None:
     assert results[0] == results[1]
     assert results[0]["stops"] == [[False, False], [True, True]]
     assert results[0]["unique"] == [1.0, 0.5]
+    assert results[0]["passed"] == [0.5, 0.5]
     records = read_records(tmp_path / "run")
     assert [r.verdict for r in records] == ["healthy", "broken"]
     assert "(rank 0, replica 'rank 0')" in (records[1].alarm or "")

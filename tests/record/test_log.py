@@ -30,6 +30,10 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from tests.record.rows import ROW, sample_id, write_session
 
 
+def kept(logprob: float) -> float:
+    return float(np.float16(np.rint(logprob * 1024) / 1024))
+
+
 def read_rows(run_dir: Path) -> list[SampleRow]:
     return to_rows(read_samples(run_dir))
 
@@ -57,11 +61,21 @@ def test_a_row_comes_back_as_it_was(tmp_path: Path, change: dict[str, Any]) -> N
     row = replace(ROW, **change)
     write_session(tmp_path, [row])
     [read] = read_rows(tmp_path)
-    expected = [np.float32(p) for p in row.logprobs] if row.logprobs is not None else None
+    expected = [kept(p) for p in row.logprobs] if row.logprobs is not None else None
     assert read == replace(row, logprobs=expected)
     assert read_samples(tmp_path, columns=["num_tokens"])["num_tokens"][0].as_py() == len(
         row.token_ids
     )
+
+
+def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
+    exact = -np.random.default_rng(0).exponential(2.0, 3000)
+    row = replace(ROW, token_ids=[1] * 3000, logprobs=exact.tolist())
+    write_session(tmp_path, [row])
+    read = np.array(read_rows(tmp_path)[0].logprobs)
+    error = np.abs(read - exact)
+    assert (error <= np.maximum(0.0005, 0.0005 * np.abs(exact))).all()
+    assert error.max() > 0.0004
 
 
 def test_what_must_be_known_of_a_sample() -> None:
@@ -105,7 +119,7 @@ ROWS = st.builds(
     prompt=TEXTS,
     media=st.lists(TEXTS, max_size=3),
 )
-LOGPROBS = st.lists(st.floats(width=32, allow_nan=False), min_size=5, max_size=5)
+LOGPROBS = st.lists(st.integers(-(2**11), 0).map(lambda i: i / 1024), min_size=5, max_size=5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -174,7 +188,7 @@ def test_other_arrow_readers_read_the_file(tmp_path: Path) -> None:
     table = pa.ipc.open_stream(path.read_bytes()).read_all()
     assert table["step"].to_pylist() == [0, 1]
     assert table.schema.metadata == {
-        b"version": b"2",
+        b"version": b"3",
         b"session": b"2",
         b"start_step": b"1",
         b"rank": b"0",
@@ -311,8 +325,62 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     table = replace(SAMPLES, version=9)
     with SampleLog(tmp_path, session=0, start_step=0, rank=0, table=table) as log:
         log.append([ROW])
-    with pytest.raises(ValueError, match=r"is of version 9 .* reads 2: use the version"):
+    with pytest.raises(ValueError, match=r"is of version 9 .* reads 2, 3: use the version"):
         read_samples(tmp_path)
+
+
+def test_files_of_an_older_version_are_read(tmp_path: Path) -> None:
+    """With log-probabilities in 32 bits; beside files of this version."""
+    exact = replace(ROW, logprobs=[float(np.float32(p)) for p in (-0.1, -0.2, -1e-20)])
+    older = replace(SAMPLES, version=2, stored=SCHEMA)
+    with SampleLog(tmp_path, session=0, start_step=0, rank=0, table=older) as log:
+        log.append([exact])
+    newer = replace(ROW, sample_id=sample_id(1))
+    write_session(tmp_path, [newer], rank=1)
+    assert read_rows(tmp_path) == [exact, newer]
+    assert read_samples(tmp_path).schema == SCHEMA
+
+
+def test_a_bounded_log_loses_its_oldest_rounds(tmp_path: Path) -> None:
+    def rows_of(step: int) -> list[SampleRow]:
+        noise = np.random.default_rng(step)
+        ids = [noise.integers(0, 2**31, 100) for _ in range(20)]
+        return [
+            replace(ROW, sample_id=sample_id(step, index=i), token_ids=t, logprobs=None)
+            for i, t in enumerate(ids)
+        ]
+
+    write_session(tmp_path, rows_of(0))
+    write_session(tmp_path, rows_of(0), rank=1)
+    of_round = (tmp_path / "samples/session-0000-rank-00000.arrows").stat().st_size
+    log = SampleLog(tmp_path, session=1, start_step=1, rank=0, max_bytes=10 * of_round)
+    for step in range(1, 31):
+        log.append(rows_of(step))
+        own = list((tmp_path / "samples").glob("*rank-00000*"))
+        assert sum(path.stat().st_size for path in own) <= 10 * of_round
+    log.close()
+    kept = read_samples(tmp_path, columns=["step", "index"])
+    steps = sorted(set(kept["step"].to_pylist()))
+    assert steps[0] == 0  # of the other rank
+    assert steps[1:] == list(range(steps[1], 31))
+    assert 7 <= len(steps[1:]) <= 10
+    assert kept.num_rows == 20 * len(steps)
+    assert next_session(tmp_path) == 2
+
+
+def test_a_bound_below_a_round_keeps_the_last_one(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path, session=0, start_step=0, rank=0, max_bytes=1)
+    for step in range(3):
+        log.append([replace(ROW, sample_id=sample_id(step))])
+    assert [row.sample_id.step for row in read_rows(tmp_path)] == [2]
+
+
+def test_a_file_that_goes_away_while_it_is_read(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write_session(tmp_path, [replace(ROW, rank=rank, sample_id=sample_id(rank))], rank=rank)
+    index = index_samples(tmp_path)
+    (tmp_path / "samples/session-0000-rank-00000.arrows").unlink()
+    assert index.read(["step"])["step"].to_pylist() == [1]
 
 
 def test_a_folder_without_a_log(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from swift.infer_engine.protocol import RolloutInferRequest
 
+from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import SampleRow, to_rows
 from swift_grpo_ext.rollout import wire
@@ -227,6 +230,7 @@ def record(
         num_ranks=num_ranks,
         weight_version=2,
     )
+    recorder.flush()
 
 
 def read(folder: Path) -> list[SampleRow]:
@@ -287,3 +291,56 @@ def test_samples_of_schedulers_that_return_several_have_no_name(tmp_path: Path) 
     recorder.open(start_step=0)
     record(recorder, ids(0, 1), lost=1)
     assert list((tmp_path / "samples").iterdir()) == []
+
+
+@pytest.mark.parametrize("kept", ["all", "tokens", "none"])
+def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
+    heard: list[list[SampleRow]] = []
+    recorder = SampleRecorder(str(tmp_path), SingleRank(), 42, kept=kept)
+    recorder.listeners.append(heard.append)
+    recorder.open(start_step=0)
+    record(recorder, ids(0, 1))
+    assert [row.logprobs for row in heard[0]] == [[-0.5, -0.25]] * 2  # the monitor needs them
+    if kept == "none":
+        assert list(tmp_path.iterdir()) == []
+        return
+    expected = [-0.5, -0.25] if kept == "all" else None
+    assert [row.logprobs for row in read(tmp_path)] == [expected] * 2
+
+
+def test_the_bound_is_shared_by_the_ranks(tmp_path: Path) -> None:
+    def work(ranks: ThreadRanks) -> None:
+        recorder = SampleRecorder(str(tmp_path), ranks, 42, max_gb=1e-9)
+        recorder.open(start_step=0)
+        for number in range(3):
+            record(recorder, ids(number, group=ranks.rank))
+
+    run_rank_groups(2, work)
+    assert [row.sample_id for row in read(tmp_path)] == [*ids(2, group=0), *ids(2, group=1)]
+
+
+def test_samples_are_written_beside_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step goes on while the disk is slow; `flush` waits, and gives the writer's errors."""
+    may_write = threading.Event()
+    appended = SampleLog.append
+
+    def slow(self: SampleLog, rows: Sequence[SampleRow]) -> None:
+        assert may_write.wait(10)
+        appended(self, rows)
+
+    monkeypatch.setattr(SampleLog, "append", slow)
+    recorder = SampleRecorder(str(tmp_path), SingleRank(), 42)
+    recorder.open(start_step=0)
+    monkeypatch.setattr(recorder, "flush", lambda: None)
+    record(recorder, ids(0, 1))
+    assert list((tmp_path / "samples").iterdir()) == []
+    may_write.set()
+    SampleRecorder.flush(recorder)
+    assert [row.sample_id for row in read(tmp_path)] == ids(0, 1)
+    assert recorder.log is not None
+    recorder.log.close()
+    record(recorder, ids(2))
+    with pytest.raises(ValueError, match="is closed"):
+        SampleRecorder.flush(recorder)
