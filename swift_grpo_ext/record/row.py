@@ -190,8 +190,10 @@ def _lists_of_numbers(values: list[Any], kind: pa.DataType) -> pa.ListArray | No
 
 
 def _split_halves(logprobs: np.ndarray[Any, Any]) -> pa.StructArray:
+    # From 1 on, 16 bits have no finer steps.
+    steps = np.rint(logprobs * LOGPROB_STEPS) / LOGPROB_STEPS
     with np.errstate(over="ignore"):  # what 16 bits cannot hold is infinite
-        rounded = (np.rint(logprobs * LOGPROB_STEPS) / LOGPROB_STEPS).astype(np.float16)
+        rounded = np.where(logprobs > -1, steps, logprobs).astype(np.float16)
     halves = rounded.view(np.uint8).reshape(-1, 2)
     low, high = (pa.array(halves[:, i]) for i in (0, 1))
     return pa.StructArray.from_arrays([high, low], fields=list(HALVES.value_type))

@@ -31,7 +31,7 @@ from tests.record.rows import ROW, sample_id, write_session
 
 
 def kept(logprob: float) -> float:
-    return float(np.float16(np.rint(logprob * 1024) / 1024))
+    return float(np.float16(np.rint(logprob * 1024) / 1024 if logprob > -1 else logprob))
 
 
 def read_rows(run_dir: Path) -> list[SampleRow]:
