@@ -283,19 +283,15 @@ class RolloutEngine(GRPOVllmEngine):
 
     # --- weights ---
 
-    def reload_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Replace a colocated engine's weights, by their checkpoint names; returns what it loaded.
+    def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace a colocated engine's weights, by their checkpoint names.
 
         vLLM's CPU layers keep packed weights only, which `model.load_weights` cannot fill (vLLM
         0.32, `dispatch_cpu_unquantized_gemm`); this rebuilds them, all but a tied head's, which
         waits for ms-swift's `finish_vllm_weight_reload` after all weights have come.
         """
         model_runner = self.inner_model_executor.driver_worker.worker.model_runner
-        held = list(weights)
-        model_runner.reload_weights(weights_iterator=iter(held))
-        return held
+        model_runner.reload_weights(weights_iterator=iter(weights))
 
 
 def advance_turn(request: Any) -> RequestMetadata | None:

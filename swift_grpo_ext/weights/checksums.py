@@ -21,6 +21,8 @@ WeightChecksums = dict[str, str]
 WORDS_OF_BLOCK = 2**16
 BLOCKS_AT_A_TIME = 16  # 8 MiB of temporary memory on an accelerator
 MOST_NAMED = 5
+UNFILLED = "swift_grpo_ext.unfilled"
+"""Key beside a worker's checksums: parameters that the update has left as they were, in words."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -100,23 +102,50 @@ def weight_checksums_in_background(
     return pending.result
 
 
+class Loads(list[tuple[str, torch.Tensor]]):
+    """The tensors that a vLLM model's `load_weights` was given and has taken."""
+
+    filled: set[str] | None
+    """Names of the model's parameters that it says it filled; None where it does not say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled = set()
+
+
 @contextmanager
-def recorded_loads(model: Any) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The tensors that a vLLM model's `load_weights` is given and has taken, in a list."""
+def recorded_loads(model: Any) -> Iterator[Loads]:
+    """What `model.load_weights` takes. Tensors count as lost where it filled nothing with them."""
     load = model.load_weights
-    taken: list[tuple[str, torch.Tensor]] = []
+    loads = Loads()
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
         held = list(weights)
-        result = load(held, *args, **kw)
-        taken.extend(held)
-        return result
+        filled = load(held, *args, **kw)
+        if filled is None or filled:
+            loads.extend(held)
+        loads.filled = None if filled is None or loads.filled is None else loads.filled | filled
+        return filled
 
     model.load_weights = load_weights
     try:
-        yield taken
+        yield loads
     finally:
         del model.load_weights
+
+
+def unfilled(model: torch.nn.Module, filled: set[str] | None, config: Any) -> list[str]:
+    """A model's parameters that an update of all weights has left as they were, as vLLM itself
+    looks for them when it loads from disk.
+
+    Args:
+        filled: see `Loads`; [] where the model does not say.
+        config: vLLM's `ModelConfig`; [] for a quantized model, which has parameters of its own.
+    """
+    if filled is None or getattr(config, "quantization", None) is not None:
+        return []
+    filled = {plain_name(name) for name in filled}
+    return sorted({plain_name(name) for name, _ in model.named_parameters()} - filled)
 
 
 def compare_tensors(
@@ -151,7 +180,9 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         received: the engine's.
         who: names the engine in the error.
     """
+    received = dict(received)
     faults = {
+        "of its parameters were left as they were": received.pop(UNFILLED, "").split(),
         "did not arrive": [name for name in sent if name not in received],
         "arrived changed": [n for n in sent if n in received and sent[n] != received[n]],
         "were not sent": [name for name in received if name not in sent],

@@ -35,8 +35,10 @@ from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.vllm_repairs import repair_cpu_engine
 from swift_grpo_ext.upstream.weight_sync import GlooCommunicator, bounded_rendezvous
 from swift_grpo_ext.weights.checksums import (
+    UNFILLED,
     WeightChecksums,
     recorded_loads,
+    unfilled,
     weight_checksums,
     weight_checksums_in_background,
 )
@@ -53,6 +55,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     _loaded: WeightChecksums | None = None
     """Of the current update, or of the last one until another begins."""
 
+    _filled: set[str] | None = None
     _update_has_ended = False
     _timeout: float | None = None
 
@@ -60,9 +63,12 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         """Of all that the last update loaded. Reading them again gives the same."""
         return self._loaded or {}
 
-    def record_loaded(self, new: WeightChecksums) -> None:
-        before = {} if self._update_has_ended else self._loaded or {}
-        self._loaded, self._update_has_ended = {**before, **new}, False
+    def record_loaded(self, new: WeightChecksums, filled: set[str] | None) -> None:
+        """Args: the checksums of what was loaded, and the parameters that it filled (`Loads`)."""
+        if self._loaded is None or self._update_has_ended:
+            self._loaded, self._filled, self._update_has_ended = {}, set(), False
+        self._loaded |= new
+        self._filled = None if filled is None or self._filled is None else self._filled | filled
 
     def init_communicator(
         self,
@@ -97,13 +103,17 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     def process_weights_after_loading(self) -> None:
         super().process_weights_after_loading()
+        runner = self.model_runner
+        left = unfilled(runner.model, self._filled, getattr(runner, "model_config", None))
+        if left and self._loaded is not None:
+            self._loaded[UNFILLED] = " ".join(left)
         self._update_has_ended = True
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:
-        with recorded_loads(self.model_runner.model) as taken:
+        with recorded_loads(self.model_runner.model) as loads:
             yield
-        self.record_loaded(weight_checksums(taken))
+        self.record_loaded(weight_checksums(loads), loads.filled)
 
 
 class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
@@ -135,8 +145,9 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
         new = weight_checksums_in_background(received)
-        self.model_runner.reload_weights(weights_iterator=iter(received))
-        self.record_loaded(new())
+        with recorded_loads(self.model_runner.model) as loads:
+            self.model_runner.reload_weights(weights_iterator=iter(received))
+        self.record_loaded(new() if loads else {}, loads.filled)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()
 

@@ -18,11 +18,13 @@ from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.servers import RolloutServers
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.weights.checksums import (
+    UNFILLED,
     WeightChecksums,
     WeightUpdateError,
     compare,
     compare_tensors,
     recorded_loads,
+    unfilled,
     weight_checksums_in_background,
 )
 
@@ -46,6 +48,10 @@ class WeightUpdates:
         self._servers = servers
         self._sent: WeightChecksums = {}
         self._failure: Exception | None = None
+        self._name = f"The colocated engine of rank {ranks.rank}"
+        self._filled: set[str] | None = set()
+        self._unfilled: Callable[[], list[str]] = list
+        """A colocated engine's parameters that the update has left as they were."""
 
     def update(self, move: Callable[[], None]) -> None:
         """One update, on every rank.
@@ -57,6 +63,7 @@ class WeightUpdates:
             WeightUpdateError: on every rank, where it failed on one.
         """
         self._sent, self._failure = {}, None
+        self._filled, self._unfilled = set(), list
         if self._servers is not None:
             self._attempt(self._servers.reconnect)
         # Before the first rank gathers weights: the others would wait there for one that failed.
@@ -69,6 +76,8 @@ class WeightUpdates:
         self._raise_on_all_ranks()
 
     def _verify(self) -> None:
+        if left := self._unfilled():
+            compare({}, {UNFILLED: " ".join(left)}, self._name)
         # Adapters that stay apart (`--vllm_enable_lora`) have no names to compare.
         if self._servers is not None and self._sent:
             for worker, loaded in self._servers.loaded_checksums():
@@ -99,13 +108,16 @@ class WeightUpdates:
 
     def load_colocated(self, state_dict: StateDict, engine: Any, load: Load) -> None:
         """Give tensors to this process's engine, and compare what it loaded."""
-        if has_accelerator():
-            with recorded_loads(engine.inner_model) as taken:
+        with recorded_loads(engine.inner_model) as loads:
+            if has_accelerator():
                 load(state_dict)
-        else:
-            taken = engine.reload_weights(state_dict.items())
-        name = f"The colocated engine of rank {self._ranks.rank}"
-        compare_tensors(state_dict, dict(taken), name)
+            else:
+                engine.reload_weights(state_dict.items())
+        compare_tensors(state_dict, dict(loads), self._name)
+        filled = self._filled
+        self._filled = None if filled is None or loads.filled is None else filled | loads.filled
+        config = engine.engine.model_config
+        self._unfilled = lambda: unfilled(engine.inner_model, self._filled, config)
 
     def send(self, state_dict: StateDict, load: Load) -> None:
         """Send tensors to the servers, and take their checksums beside it. After a failure rank 0

@@ -43,7 +43,8 @@ class RecordingEngine:
         self.rounds: list[list[tuple[str, RequestMetadata]]] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.engine = self
-        self.inner_model = torch.nn.Module()
+        self.inner_model: Any = torch.nn.Module()
+        self.inner_model.load_weights = self.load_weights
         self.model_config = None
         self.inner_model_executor = SimpleNamespace(is_sleeping=False)
         self.made.append(self)
@@ -53,10 +54,12 @@ class RecordingEngine:
             return lambda: None
         raise AttributeError(name)
 
-    def reload_weights(self, weights: Any) -> list[tuple[str, torch.Tensor]]:
-        held = [(name, tensor.clone()) for name, tensor in weights]
-        self.weights.append(dict(held))
-        return held
+    def reload_weights(self, weights: Any) -> None:
+        self.inner_model.load_weights(weights)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self.weights.append({name: tensor.clone() for name, tensor in weights})
+        return set(self.weights[-1])
 
     def infer(self, requests: list[Any], config: Any, use_tqdm: bool) -> list[RolloutOutput]:
         metadatas = [wire.read_metadata(request.data_dict) for request in requests]

@@ -12,16 +12,25 @@ from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
 from swift_grpo_ext.weights import receiver
-from swift_grpo_ext.weights.checksums import weight_checksums
-from swift_grpo_ext.weights.receiver import REPLICA_NUMBER, VerifiedWeightSyncWorkerExtension
+from swift_grpo_ext.weights.checksums import UNFILLED, weight_checksums
+from swift_grpo_ext.weights.receiver import (
+    REPLICA_NUMBER,
+    CPUWeightSyncWorkerExtension,
+    VerifiedWeightSyncWorkerExtension,
+)
 
 
 class Model:
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
+        self.ignored: set[str] = set()
 
-    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
         self.weights |= dict(weights)
+        return {name for name, _ in weights} - self.ignored
+
+    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        return list(TENSORS.items())
 
 
 class Worker(VerifiedWeightSyncWorkerExtension):
@@ -63,6 +72,42 @@ def test_an_update_is_recorded_until_the_next(worker: Worker) -> None:
     assert list(worker.read_weight_checksums()) == ["b"]
     worker.update_flattened_params([{"name": "a"}])
     assert sorted(worker.read_weight_checksums()) == ["a", "b"]
+
+
+def test_parameters_that_an_update_left_as_they_were_are_told(worker: Worker) -> None:
+    """Of the whole update; the next one begins anew."""
+    model = worker.model_runner.model
+    for ignored, told in (("b", "b"), ("", None), ("a", "a"), ("ab", "a b")):
+        model.ignored = set(ignored)
+        worker.update_flattened_params([{"name": "a"}, {"name": "b"}])
+        assert UNFILLED not in worker.read_weight_checksums()
+        worker.process_weights_after_loading()
+        assert worker.read_weight_checksums().get(UNFILLED) == told
+    assert list(worker.read_weight_checksums()) == [UNFILLED]
+
+
+@pytest.mark.parametrize(
+    ("config", "told"), [(None, "w"), (SimpleNamespace(quantization="fp8"), None)]
+)
+def test_a_cpu_worker_tells_too(config: Any, told: str | None, worker: Worker) -> None:
+    """A quantized model has parameters that no update fills."""
+    model = Model()
+    model.named_parameters = lambda: [*TENSORS.items(), ("w", TENSORS["a"])]  # type: ignore[method-assign]
+
+    class CPUWorker(CPUWeightSyncWorkerExtension):
+        def __init__(self) -> None:
+            self.model_runner = SimpleNamespace(
+                model=model,
+                model_config=config,
+                reload_weights=lambda weights_iterator: model.load_weights(weights_iterator),
+            )
+            self._received = list(TENSORS.items())
+
+    held = CPUWorker()
+    held.process_weights_after_loading()
+    told_sums = held.read_weight_checksums()
+    assert told_sums.pop(UNFILLED, None) == told
+    assert told_sums == weight_checksums(TENSORS.items())
 
 
 def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,16 +139,21 @@ def test_a_server_that_is_gone_is_a_failure() -> None:
 class Engine:
     """A colocated engine that takes some weights, through vLLM's `load_weights` or its CPU way."""
 
-    def __init__(self, taken: StateDict) -> None:
-        self._taken = taken
-        self.inner_model = self
+    def __init__(self, taken: StateDict, filled: set[str] | None = None) -> None:
+        self._taken, self._filled = taken, filled
+        self.inner_model = self.engine = self
+        self.model_config = None
 
-    def load_weights(self, weights: Any) -> None:
+    def named_parameters(self) -> list[tuple[str, None]]:
+        return [("ab", None), ("c", None)]
+
+    def load_weights(self, weights: Any) -> set[str] | None:
         assert dict(weights) == self._taken
+        return self._filled
 
-    def reload_weights(self, weights: Any) -> list[tuple[str, torch.Tensor]]:
+    def reload_weights(self, weights: Any) -> None:
         assert dict(weights).keys() == WEIGHTS.keys()
-        return list(self._taken.items())
+        self.load_weights(self._taken.items())
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -182,6 +187,36 @@ def test_what_a_colocated_engine_takes_is_compared(
             assert failure is not None
             with pytest.raises(WeightUpdateError, match=message):
                 raise WeightUpdateError(failure)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("filled", "message"),
+    [
+        (None, None),  # an engine that does not say what it filled
+        ({"ab", "c"}, None),
+        ({"ab"}, r"rank 0 does not hold .* 1 of its parameters were left as they were \(c\)"),
+        (set(), r"rank 0 does not hold .* 2 did not arrive \(a, b\)"),
+    ],
+)
+def test_a_colocated_engine_that_fills_nothing_is_noticed(
+    filled: set[str] | None, message: str | None, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "has_accelerator", lambda: on_gpu)
+    engine, weights = Engine(WEIGHTS, filled), WeightUpdates(SingleRank(), None)
+
+    def load(state_dict: StateDict) -> None:
+        engine.load_weights(state_dict.items())
+
+    def update() -> None:
+        weights.update(lambda: weights.load_colocated(WEIGHTS, engine, load))
+
+    for _ in range(2):
+        if message is None:
+            update()
+        else:
+            with pytest.raises(WeightUpdateError, match=message):
+                update()
 
 
 def test_servers_are_given_the_settings_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
