@@ -33,6 +33,11 @@ class RolloutFlags:
     weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads
     it too. The lesser value of both sides counts."""
 
+    rollout_canary: Literal["stop", "warn", "off"] = "stop"
+    """What to do where an engine does not sample with the trainer's weights. After each weight
+    update every engine draws 8 tokens for the run's first prompt, and their log-probabilities are
+    held against the trainer's."""
+
     require_images: bool = True
     """Refuse a data set in which no row holds an image, a video or an audio, where the model takes
     them. `false` trains such a model on text alone."""

@@ -136,6 +136,7 @@ def test_what_the_help_says_of_a_flag() -> None:
         "rollout_group_requests": ("bool", True),
         "duplicate_prompts": ("allow | warn | error", "warn"),
         "rollout_timeout": ("float", 1800.0),
+        "rollout_canary": ("stop | warn | off", "stop"),
         "require_images": ("bool", True),
         "sample_log": ("all | tokens | none", "all"),
         "sample_log_gb": ("float", 0.0),

@@ -33,7 +33,7 @@ from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, with_stop_reason
-from swift_grpo_ext.upstream import pins, server, vllm_repairs
+from swift_grpo_ext.upstream import media_paths, pins, server, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import add_video_metadata, drop_orientation, tool_calls
@@ -73,6 +73,8 @@ class RolloutEngine(GRPOVllmEngine):
         if not has_accelerator():
             vllm_repairs.repair_cpu_engine()
         vllm_repairs.load_processors_uncopied()
+        if self._serves:
+            media_paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         self._placeholder_bias = logit_bias(placeholder_ids(self.template))
 
@@ -112,24 +114,34 @@ class RolloutEngine(GRPOVllmEngine):
     ) -> Any:
         metadata = advance_turn(infer_request)
 
+        is_encoded = False
+
         def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
+            nonlocal is_encoded
+            is_encoded = True
             kwargs["inputs"][METADATA] = metadata
             return pre_infer_hook(kwargs) if pre_infer_hook else kwargs
 
-        return await super().infer_async(
-            infer_request, request_config, adapter_request=adapter_request, pre_infer_hook=attach
-        )
+        hooks: dict[str, Any] = {"adapter_request": adapter_request, "pre_infer_hook": attach}
+        try:
+            return await super().infer_async(infer_request, request_config, **hooks)
+        except Exception as e:
+            if not is_encoded and self._is_callers_fault(e):
+                raise RequestError(str(e)) from e
+            raise
+
+    def _is_callers_fault(self, error: Exception) -> bool:
+        """Of an error in encoding. A file that this machine cannot read may be on another's."""
+        is_file = isinstance(error, OSError) and not isinstance(error, UnidentifiedImageError)
+        return self._serves and not is_file
 
     def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
         try:
             batched_inputs, errors = super()._batch_encode(infer_requests, strict)
         except Exception as e:
-            # A file that this machine cannot read may be there on another's.
-            if not self._serves or (
-                isinstance(e, OSError) and not isinstance(e, UnidentifiedImageError)
-            ):
-                raise
-            raise RequestError(str(e)) from e
+            if self._is_callers_fault(e):
+                raise RequestError(str(e)) from e
+            raise
         failed = {i for i, _ in errors}
         encoded = (request for i, request in enumerate(infer_requests) if i not in failed)
         samples_ahead = 0

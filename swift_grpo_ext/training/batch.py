@@ -92,7 +92,7 @@ class RolloutGap:
             dtype: of the model that is trained.
             step: the optimizer step, for the warning.
         """
-        gap = sum(self._ranks.all_gather(sum(map(_gap, batches), Gap())), Gap())
+        gap = sum(self._ranks.all_gather(sum(map(gap_of, batches), Gap())), Gap())
         if not gap.count:
             return {}
         # Under autocast, models of 32 bits compute in 16.
@@ -170,7 +170,8 @@ def switch_off_dropout(model: torch.nn.Module) -> int:
     return count
 
 
-def _gap(batch: Any) -> Gap:
+def gap_of(batch: Any) -> Gap:
+    """Between a `GRPOBatch`'s log-probabilities at rollout and in training, where it has both."""
     rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
     if rollout is None or training is None:
         return Gap()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.groups import fingerprints, sample_ids_at
 from swift_grpo_ext.sampling.rounds import RoundNames
 from swift_grpo_ext.sampling.sampler import EpochSampler
+from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
 from swift_grpo_ext.training.banner import banner
 from swift_grpo_ext.training.batch import (
@@ -53,6 +55,7 @@ from swift_grpo_ext.training.rollouts import (
 from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+from swift_grpo_ext.weights.canary import WeightCanary
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
 logger = get_logger()
@@ -105,6 +108,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._rollout_gap = RolloutGap(config, self.ranks)
         self._zero_gradient = ZeroGradientWarning(config)
         self._logps = CompletionLogps(config, template)
+        self._canary = WeightCanary(config, self.ranks, off=self._reason_against_canary())
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         for model in filter(None, (self.model, self.ref_model)):
             mask_placeholders(model, placeholder_ids(template))
@@ -165,16 +169,18 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _prefetch(self, dataloader: Any) -> None:
         """With `--async_generate`: draw what the first training (or eval) batch will be made of."""
-        if self.control.should_evaluate:
-            super()._prefetch(dataloader)
-            return
-        clock = self._rounds.clock
-        batch = clock.batches_at(self.state.global_step)
-        self._rounds.begin_training(batch)
-        rows = self._rows(self._get_train_sampler(), *clock.generation_batch_before(batch))
+        evaluates = self.control.should_evaluate
+        if not evaluates:
+            clock = self._rounds.clock
+            batch = clock.batches_at(self.state.global_step)
+            self._rounds.begin_training(batch)
+            dataloader = [
+                self._rows(self._get_train_sampler(), *clock.generation_batch_before(batch))
+            ]
+        # The mode says which names, seeds and G; ms-swift has not set it yet.
         was_training = self.model.training
-        self.model.train()
-        super()._prefetch([rows])
+        self.model.train(not evaluates)
+        super()._prefetch(dataloader)
         self.model.train(was_training)
 
     def _prepare_resample_data_iterator(self) -> None:
@@ -243,6 +249,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
         else:
             from swift_grpo_ext.rollout.draw import draw
 
+            config = self._get_request_config()
+            own = int(self.vllm_mode == "colocate")
+            num_engines = sum(self._servers.replicas) if self._servers else own
+            self._canary.draw(samples, config, num_engines, self._draw_canary)
             rank_batch = self._settings.rank_batch(
                 sample_ids,
                 prompts,
@@ -262,6 +272,29 @@ class RolloutGRPOTrainer(GRPOTrainer):
         )
         return outputs
 
+    def _draw_canary(self, sample: Any, sample_ids: Sequence[SampleId], config: Any) -> list[Any]:
+        from swift_grpo_ext.rollout.draw import draw
+
+        rank_batch = self._settings.rank_batch(
+            sample_ids,
+            ["canary"] * len(sample_ids),
+            request=lambda _: self.samples2requests([sample])[0],
+            packed=True,
+        )
+        call = partial(self._call_engine, config=config)
+        return draw(rank_batch, self._sharing(is_global_inputs=False), call)[0]
+
+    def _reason_against_canary(self) -> str:
+        if not self._settings.draws:
+            return "rounds are drawn as ms-swift draws them"
+        if self.args.async_generate:
+            return "with --async_generate rollouts are a step behind the trainer's weights"
+        if self.enable_server_multi_turn:
+            return "the server's --multi_turn_scheduler makes its own requests"
+        if self.template.sequence_parallel_size > 1:
+            return "--sequence_parallel_size spreads a sample over ranks"
+        return ""
+
     def _sharing(self, is_global_inputs: bool) -> RankGroup:
         """The ranks that share an engine with this one."""
         if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
@@ -270,11 +303,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return self.ranks if shares else SingleRank()
 
     def _call_engine(
-        self, requests: list[Any], metadatas: Sequence[RequestMetadata]
+        self, requests: list[Any], metadatas: Sequence[RequestMetadata], config: Any = None
     ) -> list[list[Any]]:
         from swift_grpo_ext.rollout.draw import to_rollout_output, to_rollout_outputs
 
-        config = self._get_request_config()
+        config = config or self._get_request_config()
         if self._servers is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
                 answers = self._servers.infer(requests, metadatas, config)
@@ -296,6 +329,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return results
 
     def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
+        canary_gap = self._canary.judge(self, self.state.global_step)
+        if canary_gap is not None:
+            self._metrics[self._mode]["rollout_gap/canary"].append(canary_gap)
         check_counts_of(samples)
         with shared_media(self.template), only_sampled_tokens(self.template, samples):
             batches = super()._prepare_batch_inputs(samples)
@@ -382,6 +418,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
         move = super()._move_model_to_vllm
         self._weights.update(lambda: move(*args, **kwargs))
+        self._canary.weights_changed()
 
     def _load_state_dict_to_vllm(self, state_dict: dict[str, Any]) -> None:
         load = super()._load_state_dict_to_vllm

@@ -8,6 +8,8 @@ has no such rules.
 Adaptation: ms-swift makes its list of media from a request, and the same rules judge the list
 before a replica gets the request. Only a string that begins as ms-swift fetches it counts as a URL;
 what can be a path is one (`data:/../..` names a file).
+Replicas fetch what a request names: there, each hop of a fetch is judged too. A public address may
+send on to a private one.
 Can go when `swift rollout` asks `SafeMediaPath` and `SafeUrlFetcher`.
 """
 
@@ -17,10 +19,14 @@ import base64
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import requests
 import swift.utils
+from swift.template import vision_utils
 from swift.template.template_inputs import StdTemplateInputs
 
 VARIABLE = "SWIFT_MEDIA_ALLOWED_DIRS"
@@ -41,6 +47,29 @@ def check_media(request: Mapping[str, Any]) -> None:
         elif os.environ.get(VARIABLE) and hasattr(swift.utils, "SafeMediaPath"):
             for path in _paths(text):
                 swift.utils.SafeMediaPath.check(str(path))
+
+
+@cache
+def check_redirects() -> None:
+    """Let ms-swift judge each address that this process fetches media from. For replicas."""
+    if not hasattr(swift.utils, "SafeUrlFetcher"):
+        return
+
+    class CheckedSession(requests.Session):
+        def send(self, request: Any, **kwargs: Any) -> requests.Response:
+            swift.utils.SafeUrlFetcher.check_url(request.url)
+            return super().send(request, **kwargs)
+
+    load_audio = vision_utils._load_audio_librosa
+
+    @wraps(load_audio)
+    def load(audio: Any, *args: Any, **kwargs: Any) -> Any:
+        # Else ffmpeg would fetch, in its own way, what the session has refused.
+        is_url = isinstance(audio, str) and audio.strip().startswith("http")
+        return load_audio(vision_utils.load_file(audio) if is_url else audio, *args, **kwargs)
+
+    vision_utils.requests = SimpleNamespace(**{**vars(requests), "Session": CheckedSession})
+    vision_utils._load_audio_librosa = load
 
 
 def _media(request: Mapping[str, Any]) -> Iterator[str]:

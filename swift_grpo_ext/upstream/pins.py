@@ -186,6 +186,9 @@ swift.pipelines.infer.rollout:WeightSyncWorkerExtension
     update_named_param: self name dtype shape
 swift.utils:SafeMediaPath
     check: cls path since 4.6
+swift.template.vision_utils
+    load_file: path
+    _load_audio_librosa: audio sampling_rate mono since 4.6
 """)
 """Of `swift rollout`."""
 

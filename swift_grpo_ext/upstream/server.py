@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -85,10 +86,11 @@ def install() -> None:
         return {"keys": keys[0] if keys else []}
 
     async def init_communicator(self: Any, request: Any) -> dict[str, str]:
-        host, timeout = _store_host(request.host, self.args.host), CALLER.get().timeout
+        caller = CALLER.get()
+        host = _store_host(request.host, self.args.host, caller.came_in_at)
         for number, connection in enumerate(self.connections):
             replica = None if self.use_async_engine else number
-            args = (host, request.port, request.world_size, replica, timeout)
+            args = (host, request.port, request.world_size, replica, caller.timeout)
             connection.send(_command("fire_and_forget", "init_communicator", args))
         return {"message": "The replicas are connecting."}
 
@@ -212,11 +214,14 @@ def _command(kind: str, method: str, args: tuple[Any, ...] = ()) -> dict[str, An
     return {"type": kind, "method": "collective_rpc", "kwargs": kwargs}
 
 
-def _store_host(asked: str, host: str) -> str:
+def _store_host(asked: str, host: str, came_in_at: str) -> str:
     """Where the store of the weights' group listens: at `--host`, where that names one address,
-    else at `asked`, by which ms-swift's client means all of the machine's. The store asks nobody
-    for a key, and vLLM unpickles what it holds. (vLLM opens it for IPv4 only.)"""
-    return asked if host in ("", "0.0.0.0") or ":" in host else host
+    else at the one by which the training came; else at `asked`, by which ms-swift's client means
+    all of the machine's. The store asks nobody for a key, and vLLM unpickles what it holds. (vLLM
+    opens it for IPv4 only.)"""
+    if host not in ("", "0.0.0.0") and ":" not in host:
+        return host
+    return came_in_at if re.fullmatch(r"[0-9.]+", came_in_at) else asked
 
 
 def _plain(output: Any) -> dict[str, Any]:

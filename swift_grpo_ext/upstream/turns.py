@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.upstream import replicas
+from swift_grpo_ext.upstream.claims import Claims
 
 NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
 """Beginnings of the routes that rest on weights, or on the group that brings them."""
@@ -34,6 +35,9 @@ class Caller:
 
     timeout: float
     """Seconds that a replica has for each call."""
+
+    came_in_at: str = ""
+    """This machine's address that the request reached; "" where a proxy brought it."""
 
     is_gone: threading.Event = field(default_factory=threading.Event)
     """Set once the client has left."""
@@ -59,7 +63,7 @@ class Turns:
     ) -> None:
         self._app, self._server = app, server
         self._check_key, self._instance = check_key, instance
-        self._lock = asyncio.Lock()
+        self._lock, self._claims = asyncio.Lock(), Claims()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -86,6 +90,9 @@ class Turns:
             await self._check_key(request)
         except HTTPException as e:
             return JSONResponse({"detail": e.detail}, e.status_code, e.headers)
+        refusal = await self._claims.refusal(request)
+        if refusal is not None:
+            return refusal
         instance = request.headers.get(wire.INSTANCE_HEADER, self._instance)
         if instance != self._instance and path.startswith(NEED_WEIGHTS):
             return _refuse(409, "the server was started anew, and has the base model's weights")
@@ -108,7 +115,10 @@ class Turns:
 
     async def _answer(self, scope: Any, receive: Any) -> list[Any]:
         """The messages of the answer, made in this request's turn."""
-        caller = Caller(self._timeout(Request(scope)))
+        request = Request(scope)
+        is_direct = "X-Forwarded-For" not in request.headers
+        address = (scope.get("server") or ("",))[0] if is_direct else ""
+        caller = Caller(self._timeout(request), address)
         body = await _read_body(receive, caller.timeout)
         if body is None:
             return await _messages_of(_refuse(408, "the body did not arrive in time"), scope)

@@ -116,7 +116,7 @@ class Loads(list[tuple[str, torch.Tensor]]):
 @contextmanager
 def recorded_loads(model: Any) -> Iterator[Loads]:
     """What `model.load_weights` takes. Tensors count as lost where it filled nothing with them."""
-    load = model.load_weights
+    load, had_own = model.load_weights, "load_weights" in vars(model)
     loads = Loads()
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kw: Any) -> Any:
@@ -131,7 +131,10 @@ def recorded_loads(model: Any) -> Iterator[Loads]:
     try:
         yield loads
     finally:
-        del model.load_weights
+        if had_own:
+            model.load_weights = load
+        else:
+            del model.load_weights
 
 
 def unfilled(model: torch.nn.Module, filled: set[str] | None, config: Any) -> list[str]:

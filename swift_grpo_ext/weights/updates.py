@@ -17,6 +17,7 @@ from swift.utils import get_current_device, get_logger
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.servers import RolloutServers
 from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.claims import Claim
 from swift_grpo_ext.weights.checksums import (
     UNFILLED,
     WeightChecksums,
@@ -141,6 +142,7 @@ def connect_servers(client: Any, args: Any) -> RolloutServers:
     """The servers of ms-swift's connected `VLLMClient`, each with the plugin."""
     timeout = args.rollout_timeout
     connect = partial(_connect, timeout=timeout)
+    Claim(client, args.output_dir).keep()
     return RolloutServers(client, timeout, connect, args.new_special_tokens)
 
 

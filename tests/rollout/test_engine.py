@@ -27,7 +27,7 @@ from swift_grpo_ext.rollout.engine import PackedResponse, RolloutEngine, advance
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.upstream import vllm_repairs
-from swift_grpo_ext.upstream.replicas import FAILURE
+from swift_grpo_ext.upstream.replicas import FAILURE, REQUEST_FAULT
 
 RUN_SEED, EOS, IMAGE = 42, 1, 2
 ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
@@ -73,6 +73,8 @@ class Template:
         messages = request["messages"] if isinstance(request, dict) else request.messages
         if messages[0]["content"] == "corrupt":
             raise ValueError("cannot identify image file")
+        if messages[0]["content"] == "absent":
+            raise FileNotFoundError("no such file")
         ids = self.tokenizer.encode(messages[0]["content"])
         images = [SimpleNamespace(size=(1, 1))]
         encoded = {"input_ids": ids, "template_inputs": SimpleNamespace(images=images)}
@@ -448,7 +450,9 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
 
     corrupt = request(metadata_of(), "corrupt")
     answer = infer([corrupt], serves=True)
-    assert answer[FAILURE] == "ValueError: cannot identify image file"
+    assert answer == {FAILURE: "ValueError: cannot identify image file", REQUEST_FAULT: True}
+    absent = infer([request(metadata_of(), "absent")], serves=True)
+    assert absent == {FAILURE: "FileNotFoundError: no such file", REQUEST_FAULT: False}
     others = (request(metadata_of(packed=False), "corrupt"), request(None, "corrupt"))
     for asked, serves in [(corrupt, False), *((other, True) for other in others)]:
         with pytest.raises(ValueError, match="cannot identify"):

@@ -26,6 +26,7 @@ from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.groups import request_id
 from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.weights.canary import ROUND as CANARY
 
 ROOT = Path(__file__).resolve().parents[2]
 END_OF_TURN = 151645
@@ -41,6 +42,7 @@ class RecordingEngine:
         self.template = copy(template)
         self.template.set_mode("vllm")
         self.rounds: list[list[tuple[str, RequestMetadata]]] = []
+        self.canaries: list[list[tuple[str, RequestMetadata]]] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.engine = self
         self.inner_model: Any = torch.nn.Module()
@@ -65,7 +67,8 @@ class RecordingEngine:
         metadatas = [wire.read_metadata(request.data_dict) for request in requests]
         assert all(metadatas)
         pairs = [(r.messages[-1]["content"], m) for r, m in zip(requests, metadatas, strict=True)]
-        self.rounds.append(pairs)  # type: ignore[arg-type]
+        is_canary = metadatas[0].sample_id.number == CANARY  # type: ignore[union-attr]
+        (self.canaries if is_canary else self.rounds).append(pairs)  # type: ignore[arg-type]
         return [self._output(r, m) for r, m in zip(requests, metadatas, strict=True)]  # type: ignore[arg-type]
 
     def _output(self, request: Any, metadata: RequestMetadata) -> RolloutOutput:
@@ -107,6 +110,7 @@ class Trained(NamedTuple):
     weights: list[float]
     """Of each update, the sum of all tensors."""
 
+    canaries: list[list[tuple[str, RequestMetadata]]]
     log: list[dict[str, Any]]
     samples: list[SampleRow]
     warnings: list[str]
@@ -123,7 +127,8 @@ def train(argv: list[str], folder: Path) -> Trained:
     log = (folder / "logging.jsonl").read_text(encoding="utf-8").splitlines()
     samples = sorted(to_rows(read_samples(folder)), key=lambda row: row.sample_id)
     sums = [sum(float(tensor.sum()) for tensor in held.values()) for held in engine.weights]
-    return Trained(engine.rounds, sums, list(map(json.loads, log)), samples, warnings)
+    log_rows = list(map(json.loads, log))
+    return Trained(engine.rounds, sums, engine.canaries, log_rows, samples, warnings)
 
 
 def forked(argv: list[str], folder: Path) -> Trained:
@@ -168,7 +173,7 @@ def argv(assets: Path, folder: Path) -> list[str]:
         *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
         *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--logging_steps", "1"),
         *("--dataloader_persistent_workers", "false", "--report_to", "none"),
-        *("--save_strategy", "no", "--add_version", "false"),
+        *("--save_strategy", "no", "--add_version", "false", "--rollout_canary", "warn"),
     ]
 
 
@@ -179,6 +184,19 @@ def whole(argv: list[str], folder: Path) -> Trained:
 
 def names(rounds: list[list[tuple[str, RequestMetadata]]]) -> list[list[str]]:
     return [[request_id(metadata.sample_id) for _, metadata in pairs] for pairs in rounds]
+
+
+def test_the_canary_sees_an_engine_that_does_not_sample_with_its_weights(whole: Trained) -> None:
+    """This one makes its log-probabilities up. Each update is followed by one request more."""
+    assert len(whole.canaries) == len(whole.weights)
+    [first, *others] = [[(words, m.sample_id) for words, m in pairs] for pairs in whole.canaries]
+    assert [len(first), *map(len, others)] == [1] * len(whole.canaries)
+    assert others == [first] * len(others)
+    told = [text for text in whole.warnings if "does not sample with the trainer's" in str(text)]
+    assert len(told) == len(whole.canaries)
+    assert told[0].startswith("rank 0 does not sample")
+    assert all(row["rollout_gap/canary"] > 1 for row in whole.log if "rollout_gap/canary" in row)
+    assert any("rollout_gap/canary" in row for row in whole.log)
 
 
 TRAIN = [["train-0.0-0-0", "train-0.0-1-0"], ["train-2.0-0-0", "train-2.0-1-0"]]

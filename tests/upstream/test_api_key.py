@@ -176,11 +176,16 @@ def test_without_a_key_none_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "listens"),
+    ("host", "came_in_at", "listens"),
     [
-        *(("127.0.0.1", "127.0.0.1"), ("node7", "node7")),
-        *(("0.0.0.0", "0.0.0.0"), ("::", "0.0.0.0"), ("::1", "0.0.0.0")),
+        *(("127.0.0.1", "10.0.0.7", "127.0.0.1"), ("node7", "10.0.0.7", "node7")),
+        *(("0.0.0.0", "10.0.0.7", "10.0.0.7"), ("::", "10.0.0.7", "10.0.0.7")),
+        *(("0.0.0.0", "", "0.0.0.0"), ("0.0.0.0", "::1", "0.0.0.0")),
+        *(("0.0.0.0", "testserver", "0.0.0.0"), ("::1", "", "0.0.0.0")),
     ],
 )
-def test_weights_are_taken_where_the_server_listens(host: str, listens: str) -> None:
-    assert server._store_host("0.0.0.0", host) == listens
+def test_weights_are_taken_where_the_training_came_in(
+    host: str, came_in_at: str, listens: str
+) -> None:
+    """Not at every address of the machine: the store asks nobody for a key."""
+    assert server._store_host("0.0.0.0", host, came_in_at) == listens

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import ipaddress
+import threading
 import warnings
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 import swift.utils
 from fastapi.testclient import TestClient
 from PIL import Image
+from swift.template import vision_utils
 
 from swift_grpo_ext.upstream import replicas
-from swift_grpo_ext.upstream.media_paths import LONGEST_PATH, VARIABLE, check_media
+from swift_grpo_ext.upstream.media_paths import LONGEST_PATH, VARIABLE, check_media, check_redirects
 from tests.upstream import served
 from tests.upstream.served import Deployed, Replica
 
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(swift.utils, "SafeMediaPath"), reason="ms-swift 4.5 has no such rule"
 )
 
+AUDIO = {"load_audio": {"sampling_rate": 16000}}
 REFUSED = f"outside the directories listed in the `{VARIABLE}`"
 
 
@@ -136,6 +140,40 @@ def test_private_addresses_are_refused_unless_allowed(monkeypatch: pytest.Monkey
             check_media(request)
     monkeypatch.setenv("SWIFT_ALLOW_INTERNAL_URL", "1")
     check_media({"images": ["http://inside/c.png"]})
+
+
+class Moved(BaseHTTPRequestHandler):
+    """Sends `/moved` on to the same server under another name."""
+
+    def do_GET(self) -> None:
+        self.send_response(302 if self.path == "/moved" else 200)
+        if self.path == "/moved":
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/secret")  # type: ignore[attr-defined]
+        self.end_headers()
+        self.wfile.write(b"" if self.path == "/moved" else b"content")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("load", ["load_file", "load_image", "load_audio"])
+def test_a_replica_follows_no_redirect_to_a_private_address(
+    load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("requests", "_load_audio_librosa"):
+        monkeypatch.setattr(vision_utils, name, getattr(vision_utils, name))
+    monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
+    check_redirects.__wrapped__()
+    server = HTTPServer(("127.0.0.1", 0), Moved)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert vision_utils.load_file(f"{url}/there").read() == b"content"
+        with pytest.raises(ValueError, match="the host 'localhost' is not listed"):
+            getattr(vision_utils, load)(f"{url}/moved", **AUDIO.get(load, {}))
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_pictures_that_would_take_gigabytes_are_not_decoded(

@@ -347,6 +347,23 @@ def test_replicas_join_the_group_under_their_numbers() -> None:
     assert one.calls[-1] == "async_infer"
 
 
+@pytest.mark.parametrize(
+    ("headers", "host"), [({}, "127.0.0.1"), ({"X-Forwarded-For": "10.0.0.9"}, "0.0.0.0")]
+)
+def test_the_weights_store_opens_where_the_training_came_in(
+    headers: dict[str, str], host: str
+) -> None:
+    """Behind a proxy nobody knows by which address weights will come."""
+    replica = Replica()
+    deployed = Deployed(replica)
+    deployed.args.host = "0.0.0.0"
+    with listening(deployed) as url:
+        asked = {"host": "0.0.0.0", "port": 7, "world_size": 2}
+        requests.post(f"{url}/init_communicator/", json=asked, headers=headers, timeout=20)
+        wait_until(lambda: bool(replica.commands))
+    assert replica.commands == [(host, 7, 2, 0, 60.0)]
+
+
 def test_checksums_are_those_of_each_worker_of_each_replica() -> None:
     one, two = Replica(), Replica()
     one.checksums = [{"a": "1"}, {"a": "2"}]

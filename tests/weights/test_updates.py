@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,8 +223,12 @@ def test_a_colocated_engine_that_fills_nothing_is_noticed(
 def test_servers_are_given_the_settings_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(updates, "RolloutServers", lambda *args: made.append(args))
+    claimed: list[Any] = []
+    claim = SimpleNamespace(keep=lambda: claimed.append("kept"))
+    monkeypatch.setattr(updates, "Claim", lambda *args: claimed.append(args) or claim)
 
     class Arguments:
+        output_dir = "output/run"
         rollout_timeout = 60.0
         new_special_tokens = ("<|halt|>",)
 
@@ -233,6 +238,7 @@ def test_servers_are_given_the_settings_of_the_run(monkeypatch: pytest.MonkeyPat
 
     client = Client()
     connect_servers(client, Arguments())
+    assert claimed == [(client, "output/run"), "kept"]
     [(given, timeout, connect, tokens)] = made
     assert (given, timeout, tokens) == (client, 60.0, ("<|halt|>",))
     monkeypatch.setattr(updates, "has_accelerator", lambda: True)
