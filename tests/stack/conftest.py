@@ -50,8 +50,11 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 @pytest.fixture(scope="session")
 def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one colocated rank, 6 rounds: three epochs."""
-    make = partial(train, assets, rows, steps=STEPS)
+    """Of one colocated rank, 6 rounds: three epochs. All that is compared with it has a canary."""
+
+    def make(folder: Path) -> rounds.Samples:
+        return train(assets, rows, folder, "--rollout_canary", "off", steps=STEPS)
+
     return once(tmp_path_factory, "reference", make)
 
 

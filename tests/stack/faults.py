@@ -58,6 +58,11 @@ class Fate(ORM):
 
 
 class FailingEngine(RolloutEngine):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if any(fault.get("weights") == "ignore" for fault in FAULTS) and not self._serves:
+            keep_first_weights(type(self.inner_model))
+
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         for request in infer_requests:
             metadata = wire.read_metadata(wire.data_dict_of(request))
@@ -67,6 +72,19 @@ class FailingEngine(RolloutEngine):
 
     def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         return super().reload_weights(spoil(list(weights)))
+
+
+def keep_first_weights(model: Any) -> None:
+    """Let a vLLM model say that it takes all weights, and hold on to those of the first update."""
+    load = model.load_weights
+    first: list[tuple[str, torch.Tensor]] = []
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        new = [(name, tensor.clone()) for name, tensor in weights]
+        first.extend(() if first else new)
+        return load(self, first)
+
+    model.load_weights = load_weights
 
 
 def spoil(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

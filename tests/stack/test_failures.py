@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -109,3 +110,20 @@ def test_weights_that_did_not_arrive_are_noticed(
     assert f"WeightUpdateError: {who}" in finished.output
     assert message.replace("\\", "") in finished.output
     assert not list((tmp_path / "run/record").glob("rank*.jsonl")), "a round was drawn"
+
+
+def test_an_engine_that_does_not_use_its_weights_is_noticed(
+    assets: Path, rows: Path, tmp_path: Path
+) -> None:
+    """Checksums and names are right; the canary, a prompt with an image, sings after the second
+    update. After the first it was silent."""
+    plugins = ("examples/digits/rewards.py", "tests/stack/recorder.py", *FAULTY)
+    argv = ["--learning_rate", "1e-3"]
+    kinds = faults({"weights": "ignore"})
+    finished = run_training(assets, rows, tmp_path / "run", *argv, plugins=plugins, env=kinds)
+    assert finished.returncode != 0
+    assert "WeightUpdateError: rank 0 does not sample with the trainer's weights: at step 1" in (
+        finished.output
+    )
+    log = (tmp_path / "run/run/logging.jsonl").read_text(encoding="utf-8")
+    assert json.loads(log.splitlines()[0])["rollout_gap/canary"] < 0.001

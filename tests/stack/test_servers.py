@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import sample_seed
 from tests.stack import policy
 from tests.stack.rounds import LEARNING, LORA, Samples, assert_same, client_argv, train
 
@@ -44,11 +45,21 @@ def test_servers(
 def test_async_generation(
     assets: Path, rows: Path, folder: Path, servers: tuple[int, int], reference: Samples
 ) -> None:
-    """A round is named by the step that uses it, and asks for the batch of the step before."""
+    """A round is named by the step that uses it, and asks for the batch of the step before. An
+    evaluation has its own names, seeds and G, also for the batch that is drawn ahead of it."""
     argv = [*client_argv(servers[0]), "--async_generate", "true"]
+    argv += ["--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "2"]
+    argv += ["--per_device_eval_batch_size", "2", "--num_generations_eval", "2"]
     samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
-    assert {0, 1, 2} <= {parse_request_id(name).step for name in samples}
+    training = {n: s for n, s in samples.items() if parse_request_id(n).phase == "train"}
+    evaluation = [parse_request_id(name) for name in samples.keys() - training.keys()]
+    assert {0, 1, 2} <= {parse_request_id(name).step for name in training}
+    assert {(i.step, i.number) for i in evaluation} == {(2, 0), (3, 0)}
+    assert {i.index for i in evaluation} == {0, 1}
+    assert {i.group for i in evaluation} >= {0, 1}
     for name, sample in samples.items():
+        assert sample["infos"]["seed"] == sample_seed(42, parse_request_id(name))
+    for name, sample in training.items():
         sample_id = parse_request_id(name)
         if sample_id.step > 0:
             before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
