@@ -71,6 +71,8 @@ swift.rlhf_trainers:GRPOTrainer
         compute_entropy
     _get_per_token_logps_and_entropies_single: self model model_inputs grpo_batch
         compute_entropy
+    _get_per_token_logps_and_entropies: self model model_inputs grpo_batch
+    _template_context: self template
     _get_request_config _load_best_model _prepare_metrics _prepare_resample_data_iterator
         _prepare_rollout_params _prepare_vllm _prepare_vllm_engine: self
     _get_train_sampler: self train_dataset
@@ -92,6 +94,12 @@ swift.rlhf_trainers.vllm_client
 swift.rl_core.data:OnPolicySample
     from_row: cls row
     to_infer_request: self include_extra
+    apply_rollout_output: self rollout_output
+swift.rlhf_trainers.utils
+    encode_sample: sample template
+    collate_to_grpo_micro_batch: samples template
+swift.trainers
+    disable_gradient_checkpointing: model
 swift.infer_engine:TransformersEngine
     _get_adapter_names: self adapter_request
     _infer: self infer_requests request_config adapter_request pre_infer_hook
@@ -188,7 +196,7 @@ swift.utils:SafeMediaPath
     check: cls path since 4.6
 swift.template.vision_utils
     load_file: path
-    _load_audio_librosa: audio sampling_rate mono since 4.6
+    _load_audio_librosa: audio sampling_rate mono
 """)
 """Of `swift rollout`."""
 

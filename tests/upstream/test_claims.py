@@ -18,14 +18,10 @@ GROUP = {"host": "h", "port": 1, "world_size": 2}
 MESSAGE = "this server belongs to another training: runs/a"
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "SECONDS_OF_CLAIM", 0.3)
-    monkeypatch.setattr(claims, "SECONDS_BETWEEN_BEATS", 0.02)
-
-
 @pytest.fixture
-def url() -> Iterator[str]:
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(claims, "SECONDS_OF_CLAIM", 0.5)
+    monkeypatch.setattr(claims, "SECONDS_BETWEEN_BEATS", 0.02)
     with listening(Deployed(Replica())) as address:
         yield address
 
