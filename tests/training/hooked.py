@@ -89,7 +89,7 @@ SETTINGS: dict[str, Any] = {
     **{"callbacks": [], "diversity_action": "warn", "diversity_alarm_p": 1e-6},
     **{"diversity_patience": 3, "max_length": 9, "truncation_strategy": "delete"},
     **{"multi_turn_scheduler": None, "vllm_server_pass_dataset": False, "rollout_timeout": 60},
-    **{"new_special_tokens": []},
+    **{"new_special_tokens": [], "rollout_canary": "off"},
 }
 
 
@@ -196,19 +196,32 @@ class Trainer(RolloutGRPOTrainer, RecordingSwift):  # type: ignore[misc]
     """Our hooks over the recording ones; ms-swift's other methods are its own."""
 
 
-class Engine:
-    """A colocated engine: holds the weights that it is given, or others."""
+class VllmModel(torch.nn.Module):
+    """Holds the weights that it is given."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.weights: dict[str, torch.Tensor] = {}
-        self.inner_model = torch.nn.Module()
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self.weights.update(weights)
+        return set(self.weights)
+
+
+class Engine:
+    """A colocated engine, which loads the weights that it is given, or others."""
+
+    model_config = None
+
+    def __init__(self) -> None:
+        self.inner_model = VllmModel()
+        self.weights = self.inner_model.weights
+        self.engine = self
         self.template: Any = None
         self.error = 0.0
 
-    def reload_weights(self, weights: Any) -> list[tuple[str, torch.Tensor]]:
-        held = [(name, tensor + self.error) for name, tensor in weights]
-        self.weights.update(held)
-        return held
+    def reload_weights(self, weights: Any) -> None:
+        self.inner_model.load_weights([(name, tensor + self.error) for name, tensor in weights])
 
 
 RANKS = threading.local()

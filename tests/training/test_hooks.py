@@ -179,7 +179,7 @@ def test_without_dynamic_sampling_the_iterator_is_ms_swifts(tmp_path: Path) -> N
 
 
 def test_prefetch_draws_the_batch_before_the_first(tmp_path: Path) -> None:
-    """Before an evaluation ms-swift draws; else the rows are those of the round before the one
+    """An evaluation's own batch, under its names and G; else the rows of the round before the one
     that `_prepare_inputs` names, in training mode."""
     trainer = trainer_of(tmp_path, async_generate=True, gradient_accumulation_steps=1)
     trainer.control.should_evaluate = True
@@ -190,7 +190,7 @@ def test_prefetch_draws_the_batch_before_the_first(tmp_path: Path) -> None:
     trainer._prefetch(["not taken"])
     assert not trainer.model.training
     evaluation, (drawn, in_training) = calls_of(trainer, "prefetch")
-    assert (evaluation[0], in_training) == (["of the evaluation"], True)
+    assert (evaluation, in_training) == ((["of the evaluation"], False), True)
     order = list(trainer._get_train_sampler())  # each generation batch of 4 comes twice
     assert drawn == [[trainer.train_dataset[i] for i in order[8:12]]]
     trainer.model.train()
