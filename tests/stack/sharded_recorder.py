@@ -1,0 +1,101 @@
+"""A plugin for tests: writes down each training pass of a run whose weights may be sharded, and has
+DeepSpeed run without an accelerator.
+
+Loaded after `plugins/grpo_ext.py`; the folder comes from the environment variable `RECORD_DIR`.
+With `--logps_chunk_size`, odd steps compute in chunks and even steps do not: one run shows both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from swift.rewards import ORM, orms
+from swift.trainers import TrainerFactory
+
+from swift_grpo_ext.logits import base_model
+from swift_grpo_ext.training import RolloutGRPOTrainer
+
+
+def shard_on_cpu() -> None:
+    """What accelerate 1.15 and DeepSpeed 0.18 lack for gloo ranks without an accelerator."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    # accelerate shards over devices only, and would take their backend.
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        return
+    import deepspeed.comm.torch as comm
+
+    # The shared-memory operator would be compiled; gloo serves.
+    comm.build_shm_op = lambda: None
+    # DeepSpeed waits for the last of several gathers, as CUDA streams allow; gloo runs them side by
+    # side, and a large weight would be read before it is there (partition_parameters.py,
+    # `_allgather_params_coalesced`: log-probabilities and gradient norms at random).
+    # torch 2.13's gloo makes the output's views under autograd: ZeRO-2 then cannot write to them.
+    for name in ("all_gather_into_tensor", "_all_gather_base"):
+        gather = getattr(torch.distributed, name, None)
+        if gather is not None:
+            setattr(torch.distributed, name, torch.no_grad()(finished(gather)))
+
+
+def finished(gather: Any) -> Any:
+    """The collective, which has ended when it returns, asynchronous or not."""
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        work = gather(*args, **kwargs)
+        if work is not None:
+            work.wait()
+        return work
+
+    return wait
+
+
+class ShardedRecordingTrainer(RolloutGRPOTrainer):
+    """Each rank writes a line for each loss, and for each pass of log-probabilities before it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        (batch,) = inputs if isinstance(inputs, list) else [inputs]
+        mask = batch["grpo_batch"].completion_mask
+        ranks = self._logps._shims[base_model(model)].ranks(model)
+        counts = mask.sum(1).tolist()
+        self._write("loss", value=loss.item(), counts=counts, is_sharded=bool(ranks.groups))
+        return loss
+
+    def _get_per_token_logps_and_entropies_single(
+        self, model: Any, model_inputs: Any, grpo_batch: Any, compute_entropy: bool = False
+    ) -> Any:
+        if self.args.logps_chunk_size:
+            in_chunks = self.state.global_step % 2 or os.environ.get("ALWAYS")
+            self._logps._chunk_size = self.args.logps_chunk_size if in_chunks else 0
+        logps, entropies = super()._get_per_token_logps_and_entropies_single(
+            model, model_inputs, grpo_batch, compute_entropy
+        )
+        mask = grpo_batch.completion_mask.bool()
+        tokens = model_inputs["input_ids"][:, -mask.shape[1] :][mask]
+        self._write("logps", value=logps[mask].tolist(), tokens=tokens.tolist())
+        return logps, entropies
+
+    def _write(self, kind: str, **record: Any) -> None:
+        line = {"kind": kind, "step": self.state.global_step, **record}
+        path = Path(os.environ["RECORD_DIR"]) / f"passes{self.accelerator.process_index}.jsonl"
+        with path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+
+
+class PositionReward(ORM):
+    """No two samples of a group are alike to the loss, whatever the policy answers."""
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [float(i) for i in range(len(completions))]
+
+
+if "ACCELERATE_TORCH_DEVICE" in os.environ:  # which sharded trainings are given
+    shard_on_cpu()
+orms["position"] = PositionReward
+TrainerFactory.TRAINER_MAPPING["grpo"] = "sharded_recorder.ShardedRecordingTrainer"
