@@ -17,7 +17,8 @@ pytest_plugins = ("tests.times",)
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FILES = [
     *("launch", "scenarios", "restarts", "servers", "stop_training", "invariance", "failures"),
-    *("resume", "replay", "training", "stops", "interrupt", "logits", "../test_launch_script"),
+    *("options", "sharded", "resume", "replay", "training", "stops", "interrupt", "logits"),
+    "../test_launch_script",
     *("../diversity/test_real_runs", "placeholders", "tool_call", "bad_data", "api_key"),
 ]
 """Files of `tests/stack` in the order in which pytest's workers get them: long ones first, and
