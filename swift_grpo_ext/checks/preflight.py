@@ -168,6 +168,25 @@ def check_adapters(args: Any) -> Findings:
         )
 
 
+def check_tied_head(args: Any) -> Findings:
+    """`--modules_to_save` makes a copy of a tied embedding or head, which training then has beside
+    the other; vLLM has one weight for both (seen: log-probabilities 0.05 nats apart)."""
+    modules = getattr(args, "modules_to_save", None) or ()
+    saved = sorted({"lm_head", "embed_tokens"}.intersection(modules))
+    if not saved or not args.use_vllm or args.tuner_type == "full":
+        return
+    config = Path(args.model).expanduser() / "config.json"
+    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get(
+        "tie_word_embeddings"
+    ):
+        yield error(
+            f"modules_to_save {' '.join(saved)}",
+            f"embedding and head of {args.model} are one weight (tie_word_embeddings). Training "
+            "would part them, and vLLM would draw with one of the two.",
+            "Leave them out, or train all weights (--tuner_type full).",
+        )
+
+
 def check_sharding(args: Any) -> Findings:
     """accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
     assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared

@@ -306,6 +306,21 @@ def test_the_port_of_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(preflight.check_process(arguments())) == []
 
 
+def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
+    """vLLM has one weight for embedding and head."""
+    config = tmp_path / "config.json"
+    config.write_text('{"tie_word_embeddings": true}')
+    own = {"model": str(tmp_path), "tuner_type": "lora", "modules_to_save": ["merger", "lm_head"]}
+    sentence = only(preflight.check_tied_head(arguments(**own)))
+    assert sentence.startswith("error: --modules_to_save lm_head: embedding and head of ")
+    assert "--tuner_type full" in sentence
+    for other in ({"modules_to_save": ["merger"]}, {"use_vllm": False}, {"tuner_type": "full"}):
+        assert said(preflight.check_tied_head(arguments(**{**own, **other}))) == []
+    config.write_text('{"tie_word_embeddings": false}')
+    assert said(preflight.check_tied_head(arguments(**own))) == []
+    assert said(preflight.check_tied_head(arguments())) == []
+
+
 def test_sharding_needs_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU, `--fsdp` would train unsharded, with empty reference models on all ranks but one."""
     monkeypatch.delenv("MASTER_PORT", raising=False)
