@@ -208,3 +208,19 @@ def test_where_vllm_draws(
     sharded = training(assets, unequal_rows, tmp_path / "run", *argv, *served, shards=shards)
     assert_same(sharded, plain, whole=shards in ("zero1", "zero2"))
     assert all(step["rollout_gap/max"] < 1e-3 for step in sharded[1])
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(("shards", "tuning"), [("zero2", "lora"), ("fsdp2", "full")])
+def test_resumed(
+    shards: str, tuning: str, assets: Path, unequal_rows: Path, tmp_path: Path
+) -> None:
+    """The last step of a run is that of the same run, resumed before it."""
+    needs_deepspeed(shards)
+    saves = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
+    argv = (*TUNINGS[tuning], *CHUNKS)
+    whole, steps = training(assets, unequal_rows, tmp_path / "a", *argv, *saves, shards=shards)
+    argv += ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-2"))
+    resumed = training(assets, unequal_rows, tmp_path / "b", *argv, shards=shards)
+    last = [[p for p in of_rank if p["step"] == STEPS - 1] for of_rank in whole]
+    assert_same(resumed, (last, steps[-1:]), whole=shards == "zero2")
