@@ -21,7 +21,8 @@ def test_the_page_is_up_to_date(language: str) -> None:
 def test_every_option_has_one_verdict() -> None:
     options = {option.name: option.verdict for option in recipes.options()}
     assert set(options.values()) == recipes.WORDS["en"].keys() - {"head", "own", "others", "left"}
-    listed = [recipes.REFUSED.keys(), recipes.NO_EFFECT.keys(), recipes.OTHER_ALGORITHMS]
+    refused = {**recipes.REFUSED, **recipes.REFUSED_ON_CPU}
+    listed = [refused.keys(), recipes.NO_EFFECT.keys(), recipes.OTHER_ALGORITHMS]
     assert sum(map(len, listed)) == len(set().union(*listed))
     unknown = set().union(*listed) - options.keys()
     assert unknown == set(), "ms-swift has no such option"

@@ -321,14 +321,14 @@ def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
     assert said(preflight.check_tied_head(arguments())) == []
 
 
-def test_sharding_needs_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU, `--fsdp` would train unsharded, with empty reference models on all ranks but one."""
     monkeypatch.delenv("MASTER_PORT", raising=False)
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
-    for setting in ({"deepspeed": "zero3"}, {"fsdp": "fsdp2"}):
+    for setting in ({"deepspeed": "zero3"}, {"fsdp": "fsdp2"}, {"sleep_level": 1}):
         [(name, value)] = setting.items()
         sentence = only(preflight.check_process(arguments(**setting)))
-        assert sentence.startswith(f"error: --{name} {value}: shards over accelerators, of which")
+        assert sentence.startswith(f"error: --{name} {value}: needs accelerators, of which this")
         assert said(preflight.check_process(arguments(**{name: None}))) == []
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")  # accelerate is told to take it for one
     assert said(preflight.check_process(arguments(fsdp="fsdp2"))) == []

@@ -62,16 +62,17 @@ class ShardedRecordingTrainer(RolloutGRPOTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         (batch,) = inputs if isinstance(inputs, list) else [inputs]
         mask = batch["grpo_batch"].completion_mask
-        ranks = self._logps._shims[base_model(model)].ranks(model)
+        shim = self._logps._shims.get(base_model(model))  # none with --logits_shim off
+        is_sharded = shim is not None and bool(shim.ranks(model).groups)
         counts = mask.sum(1).tolist()
-        self._write("loss", value=loss.item(), counts=counts, is_sharded=bool(ranks.groups))
+        self._write("loss", value=loss.item(), counts=counts, is_sharded=is_sharded)
         return loss
 
     def _get_per_token_logps_and_entropies_single(
         self, model: Any, model_inputs: Any, grpo_batch: Any, compute_entropy: bool = False
     ) -> Any:
         if self.args.logps_chunk_size:
-            in_chunks = self.state.global_step % 2 or os.environ.get("ALWAYS")
+            in_chunks = self.state.global_step % 2
             self._logps._chunk_size = self.args.logps_chunk_size if in_chunks else 0
         logps, entropies = super()._get_per_token_logps_and_entropies_single(
             model, model_inputs, grpo_batch, compute_entropy

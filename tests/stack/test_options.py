@@ -137,7 +137,6 @@ OTHER: dict[str, Case] = {
         "--teacher_model {model} --teacher_model_type qwen2_5_vl --teacher_kl_coef 0.5 "
         "--offload_teacher_model true"
     ),
-    "sleep": options("--sleep_level 1"),
 }
 """Options that change the prompts, their order, or the distribution that is drawn from."""
 

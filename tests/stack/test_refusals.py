@@ -93,7 +93,7 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         ),
         "sharding": (
             rlhf(assets, "--fsdp", "fsdp2"),
-            r"--fsdp fsdp2: shards over accelerators, of which this machine has none.*Leave it out",
+            r"--fsdp fsdp2: needs accelerators, of which this machine has none.*Leave it out",
         ),
         "unknown flag": (
             rlhf(assets, "--logit_shim", "off"),
