@@ -69,7 +69,7 @@ def check_process(args: Any) -> Findings:
         yield from check_alone()
         yield from check_port(args)
     else:
-        yield from check_sharding(args)
+        yield from check_devices(args)
     yield from check_master_port()
 
 
@@ -187,19 +187,21 @@ def check_tied_head(args: Any) -> Findings:
         )
 
 
-def check_sharding(args: Any) -> Findings:
+def check_devices(args: Any) -> Findings:
     """accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
     assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared
     then, all ranks but the first hold empty weights (seen: log-probabilities of -ln(vocabulary)).
+    vLLM 0.32 on CPU has no sleep.
     """
-    if has_accelerator() or "ACCELERATE_TORCH_DEVICE" in os.environ:
+    if has_accelerator():
         return
-    for name in ("deepspeed", "fsdp"):
+    shards = () if "ACCELERATE_TORCH_DEVICE" in os.environ else ("deepspeed", "fsdp")
+    for name in (*shards, "sleep_level"):
         if value := getattr(args, name, None):
             yield error(
                 f"{name} {value}",
-                "shards over accelerators, of which this machine has none; received on CPU, where "
-                "each rank holds whole weights.",
+                "needs accelerators, of which this machine has none: ranks on CPU hold whole "
+                "weights, and vLLM does not sleep there.",
                 "Leave it out.",
             )
 
