@@ -78,7 +78,7 @@ class Markov:
         return found
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(st.lists(st.floats(0, 1), min_size=9, max_size=9))
 def test_bound_holds_exactly_for_every_policy_and_level(weights: list[float]) -> None:
     """All pairs of completions, with their probabilities: P(p <= alpha) <= alpha, whatever alpha;

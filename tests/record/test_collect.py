@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,12 @@ from swift.infer_engine.protocol import (
     RolloutOutput,
     UsageInfo,
 )
+from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.record.row import SampleRow, media_name, sample_row
 from swift_grpo_ext.sampling.seeding import SampleId
 
 NAME = SampleId(phase="train", step=3, number=0, group=1, index=2)
-
-
-@dataclass
-class Sample:
-    """The fields of ms-swift's `OnPolicySample` that are read."""
-
-    messages: list[dict[str, Any]]
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
-    audios: list[Any] = field(default_factory=list)
 
 
 def output(ids: list[int], logprobs: Any = None, **fields: Any) -> RolloutOutput:
@@ -45,7 +35,9 @@ def output(ids: list[int], logprobs: Any = None, **fields: Any) -> RolloutOutput
 
 
 def row_of(out: RolloutOutput) -> SampleRow:
-    sample = Sample([{"role": "user", "content": "几?"}], images=[{"path": "a.png", "bytes": None}])
+    sample = OnPolicySample(
+        [{"role": "user", "content": "几?"}], images=[{"path": "a.png", "bytes": None}]
+    )
     return sample_row(NAME, sample, out, seed=7, fingerprint="f" * 32, rank=1, weight_version=3)
 
 

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from swift_grpo_ext.rollout.new_tokens import (
     check_model_tokens,
@@ -41,16 +44,24 @@ def arguments(model: Path, num_tokens: int, **fields: Any) -> Any:
     return SimpleNamespace(new_special_tokens=tokens, model_dir=str(model), **fields)
 
 
-def test_the_model_on_disk_decides(assets: Path) -> None:
-    """The tiny model has 151,936 rows and 151,665 tokens."""
-    model = assets / "tiny_vlm"
-    check_model_tokens(arguments(model, 271, use_vllm=True))
-    check_model_tokens(arguments(model, 272, use_vllm=False))
-    message = r"272 new tokens do not fit .*\(151936 rows, 151665 taken, 271 free\)"
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model with 40 rows, of whose tokenizer 31 tokens are taken: Qwen2 adds its end of text."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(29)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|box_start|>")
+    tokenizer.save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=40).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_model_on_disk_decides(model: Path) -> None:
+    check_model_tokens(arguments(model, 9, use_vllm=True))
+    check_model_tokens(arguments(model, 10, use_vllm=False))
+    message = r"10 new tokens do not fit .*\(40 rows, 31 taken, 9 free\)"
     for fields in ({"use_vllm": True}, {"port": 8000}):
         with pytest.raises(ValueError, match=message):
-            check_model_tokens(arguments(model, 272, **fields))
-    with_known = arguments(model, 271, use_vllm=True)
+            check_model_tokens(arguments(model, 10, **fields))
+    with_known = arguments(model, 9, use_vllm=True)
     with_known.new_special_tokens += ["<|box_start|>"]
     check_model_tokens(with_known)
 

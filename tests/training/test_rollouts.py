@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from swift.infer_engine.protocol import RolloutInferRequest
+from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_samples
@@ -33,18 +34,8 @@ from tests.ranks import ThreadRanks, run_rank_groups
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
 
 
-@dataclass
-class Sample:
-    """The fields of ms-swift's `OnPolicySample` that are read."""
-
-    messages: list[dict[str, Any]]
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
-    audios: list[Any] = field(default_factory=list)
-
-
-def sample(words: str = "Which digit?") -> Sample:
-    return Sample([{"role": "user", "content": words}])
+def sample(words: str = "Which digit?") -> OnPolicySample:
+    return OnPolicySample([{"role": "user", "content": words}])
 
 
 def ids(*indices: int, group: int = 2) -> list[SampleId]:

@@ -397,12 +397,15 @@ def test_parameter_names_are_those_of_a_worker() -> None:
     assert TestClient(Deployed(silent).app).get("/get_model_state_keys/").json() == {"keys": []}
 
 
-def test_what_a_server_says_of_itself() -> None:
-    answer = TestClient(Deployed(Replica()).app).post("/get_engine_type/").json()
+@pytest.mark.parametrize("tokens", [[], ["<a>", "<b>"]])
+def test_what_a_server_says_of_itself(tokens: list[str]) -> None:
+    deployed = Deployed(Replica())
+    deployed.args.new_special_tokens = tokens
+    answer = TestClient(deployed.app).post("/get_engine_type/").json()
     assert answer["engine_type"] == "LLMEngine"
     assert answer[wire.KEY] == {
         "version": wire.VERSION,
         "instance": server.INSTANCE,
         "replicas": 1,
-        "new_special_tokens": [],
+        "new_special_tokens": tokens,
     }
