@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from swift.infer_engine.protocol import RequestConfig, RolloutOutput, UsageInfo
 from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers import GRPOTrainer
 
+from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.draw import to_rollout_output
 from swift_grpo_ext.rollout.engine import PackedResponse
@@ -80,16 +82,13 @@ SETTINGS: dict[str, Any] = {
     **{"num_generations": 2, "num_generations_eval": 2, "gradient_accumulation_steps": 2},
     **{"steps_per_generation": 2, "num_iterations": 1, "generation_batch_size": 4},
     **{"dynamic_sample": False, "max_resample_times": 3, "async_generate": False},
-    **{"stop_words": [], "stop_token_ids": [], "include_stop_str_in_output": True},
-    **{"rollout_seed_mode": "sample", "rollout_group_requests": True, "duplicate_prompts": "warn"},
-    **{"logits_shim": "auto", "logps_chunk_size": 0, "use_liger_kernel": False},
+    **{"stop_words": [], "use_liger_kernel": False},
     **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ddp_timeout": 60},
     **{"structured_outputs_regex": None, "bf16": False, "fp16": False, "overlong_filter": False},
     **{"off_policy_sequence_mask_delta": None, "rollout_importance_sampling_mode": None},
-    **{"callbacks": [], "diversity_action": "warn", "diversity_alarm_p": 1e-6},
-    **{"diversity_patience": 3, "max_length": 9, "truncation_strategy": "delete"},
-    **{"multi_turn_scheduler": None, "vllm_server_pass_dataset": False, "rollout_timeout": 60},
-    **{"new_special_tokens": [], "rollout_canary": "off"},
+    **{"callbacks": [], "max_length": 9, "truncation_strategy": "delete"},
+    **{"multi_turn_scheduler": None, "vllm_server_pass_dataset": False, "new_special_tokens": []},
+    **{"rollout_canary": "off"},
 }
 
 
@@ -231,12 +230,14 @@ RANKS = threading.local()
 def trainer_of(
     folder: Path, ranks: Any = None, *, template: Any = None, parts: Any = None, **flags: Any
 ) -> Any:
-    """A trainer with these flags, ready for its first round."""
+    """A trainer with these flags, ready for its first round; `drawn`: what its listeners heard."""
     RANKS.own = ranks or SingleRank()
-    args = SimpleNamespace(**(SETTINGS | {"output_dir": str(folder)} | flags))
+    args = SimpleNamespace(**(asdict(ExtFlags()) | SETTINGS | {"output_dir": str(folder)} | flags))
     made = Template(**({"max_length": None, "sequence_parallel_size": 1} | (template or {})))
     trainer: Any = Trainer(args=args, template=made, model=Model(), **(parts or {}))
     trainer._prepare_vllm()
+    trainer.drawn = []
+    trainer.sample_listeners.append(trainer.drawn.extend)
     return trainer
 
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swift_grpo_ext.record.log import SampleLog
-from swift_grpo_ext.record.reader import read_rewards, read_samples
-from swift_grpo_ext.record.row import to_rows
+from swift_grpo_ext.record.reader import read_rewards
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.sampling.groups import request_id
@@ -223,27 +221,24 @@ def test_bad_prompts_of_training_and_evaluation(tmp_path: Path, warnings: list[s
 # --- the rollout ---
 
 
-def drawn_rows(folder: Path) -> list[Any]:
-    return sorted(to_rows(read_samples(folder)), key=lambda row: (row.rank, row.sample_id))
-
-
 @pytest.mark.parametrize("grouped", [True, False])
 def test_samples_of_two_engines_are_written_with_rank_and_replica(
     tmp_path: Path, grouped: bool
 ) -> None:
     """A group is one request, or each sample is; the seeds are the same."""
 
-    def work(ranks: ThreadRanks) -> list[int]:
+    def work(ranks: ThreadRanks) -> tuple[list[int], list[Any]]:
         trainer = trainer_of(tmp_path, ranks, rollout_group_requests=grouped)
         trainer._last_loaded_step = 4
         outputs = trainer._rollout(named(trainer, "a", "a"), None)
         assert [output.rollout_infos["replica"] for output in outputs] == [f"rank {ranks.rank}"] * 2
         [metadatas] = calls_of(trainer, "engine_infer")
         assert all(metadata.packed and metadata.run_seed == 42 for metadata in metadatas)
-        return [metadata.count for metadata in metadatas]
+        return [metadata.count for metadata in metadatas], trainer.drawn
 
-    assert run_rank_groups(2, work) == [[2] if grouped else [1, 1]] * 2
-    found = drawn_rows(tmp_path)
+    counts, drawn = zip(*run_rank_groups(2, work), strict=True)
+    assert counts == ([2] if grouped else [1, 1],) * 2
+    found = [row for of_rank in drawn for row in of_rank]
     assert [(row.rank, row.replica) for row in found] == [
         *[(0, "rank 0")] * 2,
         *[(1, "rank 1")] * 2,
@@ -261,25 +256,22 @@ def test_a_tensor_parallel_engine_has_the_name_of_its_first_rank(
 ) -> None:
     monkeypatch.setattr(trainer_module, "TensorParallelGroup", lambda _: SingleRank())
     ranks = SimpleNamespace(rank=rank, size=4, all_gather=lambda value: [value] * 4)
-    trainer = trainer_of(tmp_path, ranks, vllm_tensor_parallel_size=2, duplicate_prompts="allow")
-    trainer._recorder.log = SampleLog(tmp_path, session=0, start_step=0, rank=rank)
+    flags = {"duplicate_prompts": "allow", "sample_log": "none"}
+    trainer = trainer_of(tmp_path, ranks, vllm_tensor_parallel_size=2, **flags)
     trainer._rollout(named(trainer, "a", "a"), None)
-    assert [(row.rank, row.replica) for row in drawn_rows(tmp_path)] == [(rank, replica)] * 2
+    assert [(row.rank, row.replica) for row in trainer.drawn] == [(rank, replica)] * 2
 
 
 def test_rank_0_draws_for_all_when_inputs_are_global(tmp_path: Path) -> None:
-    def work(ranks: ThreadRanks) -> int:
+    def work(ranks: ThreadRanks) -> tuple[int, list[tuple[int, str]]]:
         trainer = trainer_of(tmp_path, ranks)
         samples = named(trainer, "a", "a")
         gathered = [sample for of_rank in ranks.all_gather(samples) for sample in of_rank]
-        return len(trainer._rollout(gathered, None, is_global_inputs=True))
+        outputs = trainer._rollout(gathered, None, is_global_inputs=True)
+        return len(outputs), [(row.rank, row.replica) for row in trainer.drawn]
 
-    assert run_rank_groups(2, work) == [4, 0]
-    found = drawn_rows(tmp_path)
-    assert [(row.rank, row.replica) for row in found] == [
-        *[(0, "rank 0")] * 2,
-        *[(1, "rank 0")] * 2,
-    ]
+    written = [(0, "rank 0"), (0, "rank 0"), (1, "rank 0"), (1, "rank 0")]
+    assert run_rank_groups(2, work) == [(4, written), (0, [])]
 
 
 def test_ms_swifts_own_rollouts_are_written_without_seeds(tmp_path: Path) -> None:
@@ -287,7 +279,7 @@ def test_ms_swifts_own_rollouts_are_written_without_seeds(tmp_path: Path) -> Non
     trainer = trainer_of(tmp_path, **flags)
     trainer._rollout(named(trainer, "a", "a"), None)
     assert calls_of(trainer, "rollout") == [2]
-    assert [(row.text, row.seed) for row in drawn_rows(tmp_path)] == [
+    assert [(row.text, row.seed) for row in trainer.drawn] == [
         ("train-0.0-0-0", None),
         ("train-0.0-0-1", None),
     ]
@@ -302,7 +294,7 @@ def test_without_vllm_weights_are_those_of_the_step(
     trainer = trainer_of(tmp_path, use_vllm=False)
     trainer.state.global_step, trainer._last_loaded_step = 3, -1
     trainer._rollout(named(trainer, "a"), None)
-    assert [row.weight_version for row in drawn_rows(tmp_path)] == [3]
+    assert [row.weight_version for row in trainer.drawn] == [3]
 
 
 def test_requests_carry_the_name_of_their_sample(tmp_path: Path) -> None:
