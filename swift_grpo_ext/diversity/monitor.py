@@ -1,10 +1,11 @@
 """`--callbacks diversity`: analyzes every round's completions for lost diversity and shared noise.
 
 The trainer hands each rank's samples over as they are drawn (`sample_listeners`), perhaps from
-another thread. When their round is scored (`score_listeners`), rank 0 gathers them, and a thread of
-its own analyzes them while the step goes on. When the step ends, and after each batch of an
-evaluation, rank 0 waits for the thread. It tells all ranks what to log and whether to stop: each
-round is logged with its own step, and no rank stops alone or at another step.
+another thread. When their round is scored (`score_listeners`), rank 0 gathers them. A thread of
+each rank makes arrays of them, and that of rank 0 analyzes them, while the step goes on. When the
+step ends, and after each batch of an evaluation, rank 0 waits for its thread. It tells all ranks
+what to log and whether to stop: each round is logged with its own step, and no rank stops alone or
+at another step.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class DiversityMonitor(TrainerCallback):
         trainer.sample_listeners.append(self._receive)
         trainer.score_listeners.append(self._begin_analysis)
         self._is_greedy = args.temperature < GREEDY_TEMPERATURE
-        self._pending: deque[list[Sample]] = deque()
+        self._pending: deque[Future[list[Sample]]] = deque()
         self._analyzer = RoundAnalyzer(
             AnalyzerSettings(
                 alarm_p=args.diversity_alarm_p,
@@ -114,7 +115,10 @@ class DiversityMonitor(TrainerCallback):
     # --- samples in ---
 
     def _receive(self, rows: Sequence[SampleRow]) -> None:
-        self._pending.append([self._with_replica(sample_from_row(row)) for row in rows])
+        self._pending.append(self._thread.submit(self._to_samples, rows))
+
+    def _to_samples(self, rows: Sequence[SampleRow]) -> list[Sample]:
+        return [self._with_replica(sample_from_row(row)) for row in rows]
 
     def _with_replica(self, sample: Sample) -> Sample:
         """ms-swift's own rollouts do not name the engine; colocated, the rank does."""
@@ -128,7 +132,7 @@ class DiversityMonitor(TrainerCallback):
     def _take_pending(self) -> list[Sample]:
         samples: list[Sample] = []
         while self._pending:
-            samples += self._pending.popleft()
+            samples += self._pending.popleft().result()
         return samples
 
     # --- findings out ---
