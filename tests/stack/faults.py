@@ -23,6 +23,7 @@ from swift.rewards import ORM, orms
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.weights.canary import ROUND as CANARY
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
@@ -66,7 +67,7 @@ class FailingEngine(RolloutEngine):
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         for request in infer_requests:
             metadata = wire.read_metadata(wire.data_dict_of(request))
-            if metadata is not None:
+            if metadata is not None and metadata.sample_id.number != CANARY:
                 meet(metadata.sample_id.step)
         return super()._batch_encode(infer_requests, *args, **kwargs)
 
