@@ -42,6 +42,7 @@ from swift_grpo_ext.training.batch import (
     check_training_batch,
     switch_off_dropout,
 )
+from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
 from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
 from swift_grpo_ext.training.rollouts import (
@@ -55,7 +56,6 @@ from swift_grpo_ext.training.rollouts import (
 from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
-from swift_grpo_ext.weights.canary import WeightCanary
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
 logger = get_logger()

@@ -23,7 +23,7 @@ from swift.rewards import ORM, orms
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.sampling.groups import parse_request_id
-from swift_grpo_ext.weights.canary import ROUND as CANARY
+from swift_grpo_ext.training.canary import ROUND as CANARY
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 

@@ -13,9 +13,9 @@ from swift.rl_core.data import OnPolicySample
 from swift_grpo_ext.rollout.draw import to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.training import canary
 from swift_grpo_ext.training.agreement import Gap
-from swift_grpo_ext.weights import canary
-from swift_grpo_ext.weights.canary import MAX_TOKENS, ROUND, WeightCanary
+from swift_grpo_ext.training.canary import MAX_TOKENS, ROUND, WeightCanary
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 from tests.ranks import ThreadRanks, run_rank_groups
 
