@@ -33,6 +33,9 @@ from swift_grpo_ext.record.rewards import REWARD_SCHEMA, REWARDS
 BLOCK_ROUNDS = 32
 """Rounds that are read before the next snapshot."""
 
+FIRST_ROUNDS = 4
+"""That are shown before the scores are found."""
+
 SAMPLE_COLUMNS = (
     *("phase", "step", "number", "group", "index", "turn", "seed", "replica", "weight_version"),
     *("finish_reason", "stop_reason", "num_tokens", "text", "fingerprint"),
@@ -179,6 +182,8 @@ class Follower:
             return False
         try:
             samples = index_samples(self.run_dir)
+            if not self._rounds:
+                self._show_first(samples)
             scores = index_rewards(samples, self.run_dir)
         except (FileNotFoundError, UnreadableLogError) as e:
             problem, self._sizes = str(e), sizes
@@ -198,6 +203,14 @@ class Follower:
             self._publish(samples, is_whole=True)
         self._sizes = sizes
         return True
+
+    def _show_first(self, samples: SampleIndex) -> None:
+        """The newest rounds without their scores, which take as long to find as the samples."""
+        unscored = SampleIndex(table=REWARDS, rounds={})
+        newest = sorted(samples.rounds, key=_age)[:FIRST_ROUNDS]
+        for read in _read(samples, unscored, newest, dict.fromkeys(newest, ())):
+            self._rounds[read.name] = read
+        self._publish(samples, is_whole=False)
 
     def _publish(self, index: SampleIndex | None, *, is_whole: bool, problem: str = "") -> None:
         self.snapshot = Snapshot(

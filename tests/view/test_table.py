@@ -62,15 +62,17 @@ def test_blocks_are_published_as_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table, "BLOCK_ROUNDS", 1)
-    seen: list[tuple[int, bool]] = []
+    monkeypatch.setattr(table, "FIRST_ROUNDS", 2)
+    seen: list[tuple[int, int, bool]] = []
 
     class Recording(Follower):
         def _publish(self, *args: object, **kwargs: object) -> None:
             super()._publish(*args, **kwargs)  # type: ignore[arg-type]
-            seen.append((len(self.snapshot.rounds), self.snapshot.is_whole))
+            scored = np.isfinite(self.snapshot.numbers("reward")).sum()
+            seen.append((len(self.snapshot.rounds), int(scored), self.snapshot.is_whole))
 
     Recording(make_run(tmp_path / "run")).refresh()
-    assert seen == [(1, False), (2, False), (3, True)]
+    assert seen == [(2, 0, False), (2, 4, False), (2, 8, False), (3, 12, True)]
 
 
 def test_a_folder_without_record_has_a_problem_until_it_has_one(tmp_path: Path) -> None:
