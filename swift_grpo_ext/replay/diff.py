@@ -35,7 +35,8 @@ SCORES = ("group", "index", "reward", "advantage")
 WHERE_ONLY = frozenset(
     ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "external_plugins",
      "add_version", "local_rank", "vllm_server_port", "vllm_server_base_url", "logging_steps",
-     "save_steps", "save_total_limit", "save_strategy", "report_to", "callbacks",
+     "save_steps", "save_total_limit", "save_strategy", "report_to",
+     "callbacks", "training_args",
      "ignore_data_skip")
 )  # fmt: skip
 """Settings that say where a run lives or what it writes, not what it draws."""
@@ -292,6 +293,14 @@ def _cause(
         versions = f"{a['weight_version']} and {b['weight_version']}"
         return "weights", f"Weights of the steps {versions} drew them.", token
     gaps = _gaps(*rows)
+    if not gaps and token is not None and token < min(len(r["token_ids"]) for r in (a, b)):
+        named = _named(result.settings, SAMPLING)
+        return (
+            "settings" if named else "weights",
+            "No token of the round with a log-probability is equal in both runs: other weights, or "
+            f"other settings.{named}",
+            token,
+        )
     gap = max(gaps.values(), default=0.0)
     if gap > tolerance:
         return (*_model_cause(a, gaps, tolerance, result), token)

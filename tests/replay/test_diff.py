@@ -101,6 +101,10 @@ SHIFTED = [-0.6, -1.0, -1.5]
             {}, (1, 1, 2), "pixels", "groups 1 of 2 only",
         ),
         (
+            everywhere(token_ids=[8, 9], logprobs=[-0.5, -0.5]),
+            {}, (0, 0, 0), "weights", "No token of the round",
+        ),
+        (
             at(1, 1, token_ids=[7, 1, 9]),
             {}, (1, 1, 2), "near tie", r"Token 1 \(probability 0.2231\) against 9",
         ),
