@@ -117,14 +117,8 @@ LOOKS_LIKE_FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*\.(?:html|jsonl?|md|png|py|
 UPSTREAM = ("swift", "transformers", "trl", "vllm")
 WRITTEN = {
     *("adapter_config.json", "args.json", "completions.jsonl", "config.json", "diversity.jsonl"),
-    *(
-        "evaluation.json",
-        "logging.jsonl",
-        "page.html",
-        "report.html",
-        "report.png",
-        "trainer_state.json",
-    ),
+    *("evaluation.json", "logging.jsonl", "page.html", "report.html", "report.png"),
+    *("tokenizer.json", "trainer_state.json"),
     *("train.jsonl", "samples.jsonl", "samples.parquet", "launch.sh", "exact.py"),
 }
 """By a run, or by its user."""

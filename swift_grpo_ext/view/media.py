@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,19 @@ class NoImageError(ValueError):
     """A medium cannot be shown; says why."""
 
 
-def image_bytes(
-    name: str, size: str, limits: Mapping[str, int] | None, folder: Path | None = None
-) -> tuple[bytes, str]:
+def image_bytes(name: str, size: str, limits: Mapping[str, int] | None) -> tuple[bytes, str]:
     """An image's bytes and their type.
 
     Args:
-        name: as the sample log has it.
+        name: as the sample log has it; relative to where the training was started, so that the
+            page has to be started there, too.
         size: one of `SIZES`.
         limits: `processor_limits`; for `seen`.
-        folder: for relative names, where the training was started; else the current one.
 
     Raises:
         NoImageError: it is no image on this machine, or too large.
     """
-    path = local_file(name, folder)
+    path = local_file(name)
     try:
         with Image.open(path) as image:
             if image.width * image.height > MAX_PIXELS:
@@ -59,17 +58,14 @@ def image_bytes(
         raise NoImageError(f"{path.name} is no image that can be read.") from e
 
 
-def local_file(name: str, folder: Path | None = None) -> Path:
+def local_file(name: str) -> Path:
     """Raises NoImageError where it is not on this machine."""
     path = media_content(name)
     if not isinstance(path, Path):
         raise NoImageError("The record holds its digest or its address only.")
-    for candidate in (path, (folder or Path()) / path):
-        try:
-            if candidate.is_file():
-                return candidate
-        except (OSError, ValueError):  # a name that no file can have
-            break
+    with suppress(OSError, ValueError):  # a name that no file can have
+        if path.is_file():
+            return path
     raise NoImageError(f"{path.name[:80]} is not on this machine.")
 
 
@@ -86,10 +82,10 @@ def _encode(image: Image.Image, size: str, limits: Mapping[str, int] | None) -> 
     return buffer.getvalue(), "image/png"
 
 
-def image_size(name: str, folder: Path | None = None) -> tuple[int, int]:
+def image_size(name: str) -> tuple[int, int]:
     """Width and height in pixels; raises NoImageError."""
     try:
-        with Image.open(local_file(name, folder)) as image:
+        with Image.open(local_file(name)) as image:
             return image.size
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError) as e:
         raise NoImageError(f"{name[-80:]} is no image that can be read.") from e

@@ -6,6 +6,7 @@ lacks it is answered 404. Each refresh happens in one background thread.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -27,6 +28,8 @@ from swift_grpo_ext.version import __version__
 from swift_grpo_ext.view import media, queries
 from swift_grpo_ext.view.group import RunView
 from swift_grpo_ext.view.table import parse_round, warn_once
+
+logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).with_name("static")
 STATIC_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -61,7 +64,7 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), *HEADERS]}
             await send(message)
 
-        first = scope["path"].split("/")[1]
+        first = scope["path"].lstrip("/").partition("/")[0]
         is_known = secrets.compare_digest(first.encode(), self._token.encode())
         app = self._app if is_known else Response("Not found.", 404)
         await app(scope, receive, send_with_headers)
@@ -239,7 +242,13 @@ def open_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[RunView]:
 
 
 def _follow(runs: Sequence[RunView], stop: threading.Event) -> None:
+    told = ""
     while not stop.is_set():
         for run in runs:
-            run.follower.refresh()
+            try:
+                run.follower.refresh()
+            except (OSError, ValueError) as e:  # a file that is being replaced; of Arrow, too
+                if str(e) != told:
+                    logger.warning("%s cannot be read now (%s): tried again.", run.run_dir, e)
+                told = str(e)
         stop.wait(REFRESH_SECONDS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from swift_grpo_ext.view import server
 from swift_grpo_ext.view.group import RunView
 from swift_grpo_ext.view.server import make_app, open_runs
 from tests.view.runs import Writer, make_rows, make_run
@@ -135,3 +138,28 @@ def test_other_files_are_not_served(client: TestClient, path: str) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="gone is no folder: give the --output_dir"):
         open_runs([tmp_path / "gone"])
+
+
+def test_a_file_that_cannot_be_read_now_is_tried_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, tries = threading.Event(), []
+
+    class Flaky:
+        run_dir = "run"
+        follower: Any
+
+        def refresh(self) -> None:
+            tries.append(1)
+            if len(tries) < 3:
+                raise OSError("gone")
+            stop.set()
+
+    flaky = Flaky()
+    flaky.follower = flaky
+    monkeypatch.setattr(server, "REFRESH_SECONDS", 0)
+    server._follow([flaky], stop)  # type: ignore[list-item]
+    assert len(tries) == 3
+    assert [r.getMessage() for r in caplog.records] == [
+        "run cannot be read now (gone): tried again."
+    ]
