@@ -6,9 +6,11 @@ async. A request without our metadata (an evaluation, another client) gets ms-sw
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -112,7 +114,13 @@ class RolloutEngine(GRPOVllmEngine):
         adapter_request: Any = None,
         pre_infer_hook: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> Any:
-        metadata = advance_turn(infer_request)
+        metadata = advance_turn(infer_request, _conversation.get())
+        if metadata is not None and request_config is not None and (request_config.n or 1) > 1:
+            raise ValueError(
+                f"--multi_turn_scheduler: its `run` asked for n={request_config.n} completions in "
+                "one request: their seeds would be those of other samples. Expected: one request "
+                "each, with n=1; requests side by side are served together."
+            )
 
         is_encoded = False
 
@@ -274,9 +282,10 @@ class RolloutEngine(GRPOVllmEngine):
             extra=None if routed_experts is None else {"routed_experts": routed_experts},
         )
 
-    async def _batch_infer_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedulers of a server return their outputs through here."""
-        outputs = await super()._batch_infer_stream(*args, **kwargs)
+    async def _batch_infer_stream(self, tasks: Any, *args: Any, **kwargs: Any) -> Any:
+        """Schedulers of a server come through here, with a task for each sample."""
+        tasks = [_in_conversation(task) for task in tasks]
+        outputs = await super()._batch_infer_stream(tasks, *args, **kwargs)
         for output in outputs:
             for one in output if isinstance(output, list) else [output]:
                 record_stop_reason(one)
@@ -306,14 +315,44 @@ class RolloutEngine(GRPOVllmEngine):
         model_runner.reload_weights(weights_iterator=iter(weights))
 
 
-def advance_turn(request: Any) -> RequestMetadata | None:
+@dataclass
+class Conversation:
+    """What a server's scheduler asks for one sample: each request is a turn of it.
+
+    Schedulers may ask with requests that they made themselves, which have no metadata, and with
+    copies of one request side by side.
+    """
+
+    upcoming: RequestMetadata | None
+    """Of the next request; None where the trainer sent none."""
+
+
+_conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
+
+
+async def _in_conversation(task: Any) -> Any:
+    """Await one of `_batch_infer_stream`'s coroutines, each of which runs in a context of its own.
+
+    All of ms-swift's have the sample's request as a local `infer_request` (4.6, rollout/
+    multi_turn.py, `_infer_async_single`; `infer_async` of the engine).
+    """
+    request = inspect.getcoroutinelocals(task).get("infer_request")
+    metadata = None if request is None else wire.read_metadata(wire.data_dict_of(request))
+    _conversation.set(Conversation(metadata))
+    return await task
+
+
+def advance_turn(request: Any, conversation: Conversation | None = None) -> RequestMetadata | None:
     """The metadata of a request that the engine is about to serve.
 
     The request itself moves on to its next turn: a multi-turn scheduler sends it, or a copy, again.
     """
     data_dict = wire.data_dict_of(request)
-    metadata = wire.read_metadata(data_dict)
-    if metadata is not None and data_dict is not None:
+    metadata = carried = wire.read_metadata(data_dict)
+    if conversation is not None and conversation.upcoming is not None:
+        metadata = conversation.upcoming
+        conversation.upcoming = metadata.next_turn()
+    if metadata is not None and carried is not None and data_dict is not None:
         wire.write_metadata(data_dict, metadata.next_turn())
     return metadata
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,13 @@ import torch
 from PIL import Image
 from PIL.ExifTags import Base
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
-from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, serialize_ndarray
+from swift.infer_engine.protocol import (
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+    serialize_ndarray,
+)
+from swift.rollout import RolloutScheduler
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.multimodal.image import normalize_image
@@ -399,6 +406,49 @@ def test_the_async_engine_draws_turn_after_turn(make: Any) -> None:
     third = metadata_of().next_turn().next_turn()
     assert vllm.params[2].seed == third.seed
     assert len({params.seed for params in vllm.params}) == 3
+
+
+class OwnRequests(RolloutScheduler):
+    """Asks questions of its own, two of them at once, before and after the sample's."""
+
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+        async def ask(request: Any) -> Any:
+            return await self.infer_engine.infer_async(request, request_config, **kwargs)
+
+        await ask(RolloutInferRequest(messages=[{"role": "user", "content": "own"}]))
+        response = await ask(infer_request)
+        await asyncio.gather(ask(copy.deepcopy(infer_request)), ask(copy.deepcopy(infer_request)))
+        return RolloutOutput(response=response)
+
+
+def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(make: Any) -> None:
+    """Its requests have no metadata; copies of one request have the same."""
+    vllm = RecordingVllm([*"abcdefgh"])
+    engine = make(vllm, use_async=True, serves=True)
+    other = replace(ID, index=1)
+    first = metadata_of(packed=False, stop_token_ids=(7,))
+    asked = [first, replace(first, sample_id=other)]
+    scheduler = OwnRequests(engine)
+    asyncio.run(scheduler.async_infer([*map(request, asked)], config(), use_tqdm=False))
+    expected = {sample_seed(RUN_SEED, replace(i, turn=t)) for i in (ID, other) for t in range(4)}
+    assert len(vllm.params) == 8
+    assert {params.seed for params in vllm.params} == expected
+    assert all(7 in params.stop_token_ids for params in vllm.params)
+
+
+def test_several_completions_of_a_schedulers_request_are_refused(make: Any) -> None:
+    """Their seeds would be those of other samples of the group."""
+    engine = make(RecordingVllm([*"ab"]), use_async=True, serves=True)
+
+    class Several(RolloutScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
+            own = RolloutInferRequest(messages=infer_request.messages)
+            return await self.infer_engine.infer_async(own, replace(request_config, n=2))
+
+    asked = [request(metadata_of(packed=False))]
+    told = r"--multi_turn_scheduler: its `run` asked for n=2 .* one request each"
+    with pytest.raises(ValueError, match=told):
+        asyncio.run(Several(engine).async_infer(asked, config(), use_tqdm=False))
 
 
 def test_hooks_of_the_async_engine_see_the_metadata(make: Any) -> None:
