@@ -106,6 +106,13 @@ def install() -> None:
         given = _adopt_command_line(self, upstream) if upstream else []
         if isinstance(self, ExtFlags):
             _check(self, given)
+        elif not isinstance(self, RLHFArguments) and getattr(self, "rlhf_type", None) == "grpo":
+            logger.warning(
+                f"swift-grpo-ext does not act on {type(self).__name__}: Megatron GRPO and "
+                "ms-swift's Ray pipelines have trainers of their own. Seeds, stops, checks, the "
+                "record and the monitor are ms-swift's, and its noise may freeze (docs/seeds.md). "
+                "Train with `swift rlhf --rlhf_type grpo`, or leave --external_plugins out."
+            )
         original(self)
 
     BaseArguments._init_model_kwargs = _init_model_kwargs

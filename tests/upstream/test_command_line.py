@@ -6,11 +6,12 @@ import contextlib
 import os
 import pickle
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_type_hints
 
 import pytest
-from swift.arguments import RLHFArguments
+from swift.arguments import BaseArguments, RLHFArguments
 from swift.utils.utils import parse_args
 from transformers import hf_argparser
 
@@ -117,3 +118,25 @@ def test_json_flags_do_not_depend_on_what_was_imported_first(
     parser = flags.Parser([flags.RLHFExtArguments], allow_abbrev=False)
     namespace, leftover = parser.parse_known_args(["--model_kwargs", '{"a": 1}'])
     assert (namespace.model_kwargs, leftover) == ('{"a": 1}', [])
+
+
+@dataclass
+class MegatronRLHFArguments(BaseArguments):
+    """Stands for ms-swift's, which needs Megatron to be imported: it too begins as these do."""
+
+    rlhf_type: str = "grpo"
+
+
+def test_megatron_is_told_that_nothing_of_ours_acts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ms-swift's Ray pipelines, which parse the same class."""
+    swift_grpo_ext.register()
+    warned: list[str] = []
+    monkeypatch.setattr(flags.logger, "warning", warned.append)
+    args = MegatronRLHFArguments.__new__(MegatronRLHFArguments)
+    args.model_kwargs = None
+    for rlhf_type in ("dpo", "grpo"):
+        args.rlhf_type = rlhf_type
+        args._init_model_kwargs()
+    [warning] = warned
+    assert warning.startswith("swift-grpo-ext does not act on MegatronRLHFArguments: Megatron GRPO")
+    assert "`swift rlhf --rlhf_type grpo`" in warning
