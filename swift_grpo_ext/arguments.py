@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -75,9 +76,9 @@ class LogitsFlags:
     """Compute logits for completion positions only, however the model spells the keyword. `auto`
     slices where nothing works, `strict` stops there, `off` is ms-swift's own behaviour."""
 
-    logps_chunk_size: int = 0
-    """Number of positions whose log-probabilities are computed at a time. 0 computes all at
-    once."""
+    logps_chunk_size: str = "0"
+    """Number of positions whose log-probabilities are computed at a time. 0 computes all at once;
+    `auto` decides from the vocabulary and the memory that is free when the training starts."""
 
 
 @dataclass(kw_only=True)
@@ -103,7 +104,7 @@ class DiversityFlags:
 EXPECTED = {
     "rollout_timeout": "number of seconds above 0",
     "sample_log_gb": "number of gigabytes, or 0 for no bound",
-    "logps_chunk_size": "number of positions, or 0 for no chunks",
+    "logps_chunk_size": "number of positions, 0 for no chunks, or `auto`",
     "diversity_patience": "number of rounds, or 0 for no alarms about collapse",
     "diversity_alarm_p": "probability between 0 and 1, such as 1e-6",
 }
@@ -166,6 +167,11 @@ def flag_names() -> list[str]:
     return [info.name for info in flag_infos()]
 
 
+def chunk_size(value: str | int) -> int | None:
+    """`--logps_chunk_size` in positions, 0 for no chunks; None for `auto`."""
+    return None if value == "auto" else int(value)
+
+
 def show(value: Any) -> str:
     """A value as it is typed on a command line."""
     if isinstance(value, bool):
@@ -197,7 +203,7 @@ def check_flags(flags: ExtFlags) -> None:
     within = {
         "rollout_timeout": flags.rollout_timeout > 0,
         "sample_log_gb": 0 <= flags.sample_log_gb < float("inf"),
-        "logps_chunk_size": flags.logps_chunk_size >= 0,
+        "logps_chunk_size": re.fullmatch("auto|[0-9]+", str(flags.logps_chunk_size)),
         "diversity_patience": flags.diversity_patience >= 0,
         "diversity_alarm_p": 0 < flags.diversity_alarm_p < 1,
     }

@@ -67,7 +67,8 @@ def test_values_out_of_range_are_refused_by_name(flag: str, value: object, messa
     [
         ("stop_token_ids", [0]),
         ("logps_chunk_size", 0),
-        ("logps_chunk_size", 1),
+        ("logps_chunk_size", "1"),
+        ("logps_chunk_size", "auto"),
         ("diversity_patience", 0),
         ("diversity_patience", 1),
         ("diversity_alarm_p", 5e-324),
@@ -99,7 +100,12 @@ def test_values_at_the_edge_pass(flag: str, value: object) -> None:
         (
             "logps_chunk_size",
             -1,
-            "--logps_chunk_size -1: expected a number of positions, or 0 for no chunks.",
+            "--logps_chunk_size -1: expected a number of positions, 0 for no chunks, or `auto`.",
+        ),
+        (
+            "logps_chunk_size",
+            "many",
+            "--logps_chunk_size many: expected a number of positions, 0 for no chunks, or `auto`.",
         ),
         (
             "diversity_patience",
@@ -143,7 +149,7 @@ def test_what_the_help_says_of_a_flag() -> None:
         "stop_token_ids": ("int ...", []),
         "include_stop_str_in_output": ("bool", True),
         "logits_shim": ("auto | strict | off", "auto"),
-        "logps_chunk_size": ("int", 0),
+        "logps_chunk_size": ("str", "0"),
         "diversity_action": ("log | warn | stop", "warn"),
         "diversity_alarm_p": ("float", 1e-6),
         "diversity_patience": ("int", 3),

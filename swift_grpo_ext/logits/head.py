@@ -162,3 +162,62 @@ def known_transforms(config: Any) -> Iterator[Transform]:
 
 def unchanged(logits: Tensor) -> Tensor:
     return logits
+
+
+# --- gradients of the head ---
+
+
+class _Sum:
+    """Of the gradients that the calls of one backward give a parameter, in float32."""
+
+    def __init__(self, num_calls: int) -> None:
+        self._num_calls = self._num_left = num_calls
+        self._sum: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> Tensor | None:
+        """The whole, in the gradient's type, with the last call; None before."""
+        self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
+        self._num_left -= 1
+        if self._num_left:
+            return None
+        whole, self._sum, self._num_left = self._sum, None, self._num_calls
+        return whole.to(gradient.dtype)
+
+
+class _SummedInFloat32(torch.autograd.Function):
+    """A parameter as one of several calls uses it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, total: _Sum) -> Tensor:
+        ctx.total = total
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.total.add(gradient), None
+
+
+def summed_in_float32(head: nn.Module, num_calls: int) -> Callable[[Tensor], Tensor]:
+    """`head` for that many calls in one graph, whose gradients are summed in float32.
+
+    autograd sums them in the parameters' type: 16 bits round each partial sum. Takes float32 memory
+    of the size of the head during the backward. The head itself where no rounding is to be saved: a
+    single call, parameters of 32 bits without autocast, frozen ones. Not for sharded heads, whose
+    gradients ZeRO-3 and FSDP take from the parameters themselves.
+    """
+    sums = {
+        name: _Sum(num_calls)
+        for name, parameter in head.named_parameters()
+        if parameter.requires_grad
+        and (parameter.itemsize < 4 or torch.is_autocast_enabled(parameter.device.type))
+    }
+    if num_calls == 1 or not sums or not torch.is_grad_enabled():
+        return head
+
+    def call(hidden: Tensor) -> Tensor:
+        own = dict(head.named_parameters())
+        uses = {name: _SummedInFloat32.apply(own[name], total) for name, total in sums.items()}
+        logits: Tensor = torch.func.functional_call(head, uses, (hidden,))
+        return logits
+
+    return call

@@ -11,15 +11,19 @@ completion tokens.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 from swift.utils import get_logger
 from torch import Tensor, nn
 
+from swift_grpo_ext.arguments import chunk_size
 from swift_grpo_ext.logits import KEYWORDS, LogitsShim, base_model, token_logps
 
 logger = get_logger()
@@ -56,14 +60,16 @@ class CompletionModel:
 class CompletionLogps:
     """`--logits_shim` and `--logps_chunk_size`: which logits the training passes compute."""
 
-    def __init__(self, config: Any, template: Any) -> None:
+    def __init__(self, config: Any, template: Any, auto: Callable[[], int] = int) -> None:
         """
         Args:
             config: the training arguments, with our flags.
             template: ms-swift's, of the policy.
+            auto: gives the positions of `--logps_chunk_size auto`, the same on all ranks.
         """
         self._is_strict = config.logits_shim == "strict"
-        self._chunk_size = int(config.logps_chunk_size)
+        size = chunk_size(config.logps_chunk_size)
+        self._chunk_size = auto() if size is None else size
         self._is_packed = bool(template.padding_free)
         self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
         self._is_off = config.logits_shim == "off" and not self._chunk_size
@@ -134,6 +140,38 @@ class CompletionLogps:
         )
         logps_BK = scattered(logps_N, mask_BK)
         return logps_BK, None if entropies_N is None else scattered(entropies_N, mask_BK)
+
+
+def agreed_chunk_size(model: Any, all_gather: Callable[[Any], list[Any]]) -> int:
+    """`--logps_chunk_size auto`: positions whose logits take a 16th of the free memory at most.
+
+    A power of two from 64 to 4096, the same on all ranks, which call this together before the first
+    forward: gradients, the optimizer's state and activations take their memory after it. A position
+    takes its logits, over which the backward writes, and blocks in float32: together 2 bytes more
+    for each token of the vocabulary than the logits alone.
+    """
+    base: Any = base_model(model)
+    free = min(all_gather(free_bytes(base.device)))
+    vocabulary = int(base.config.get_text_config().vocab_size)
+    of_position = vocabulary * (base.dtype.itemsize + 2)
+    size = 2 ** int(math.log2(max(free // 16 // of_position, 64)))
+    size = min(size, 4096)
+    logger.info(
+        f"--logps_chunk_size auto: {size} positions at a time, whose logits take "
+        f"{size * of_position / 2**30:.2f} GiB (vocabulary {vocabulary}; the rank with the least "
+        f"has {free / 2**30:.1f} GiB free)."
+    )
+    return size
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that this rank's device has left, what its allocator keeps in reserve included. Ranks
+    on one machine's CPUs share its memory."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    module = torch.get_device_module(device)
+    kept = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + kept)
 
 
 def completion_mask(grpo_batch: Any, *, packed: bool) -> Tensor:

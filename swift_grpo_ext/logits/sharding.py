@@ -1,7 +1,7 @@
 """What ranks that share a model's weights must do alike.
 
-With ZeRO-3 and FSDP2 each rank holds a shard of the weights, and a module's call gathers them from
-all ranks. A rank that calls a module more often than the others waits for them forever, in the
+With ZeRO-3, FSDP and FSDP2 each rank holds a shard of the weights, and a module's call gathers them
+from all ranks. A rank that calls a module more often than the others waits for them forever, in the
 backward too. So whatever decides the number of calls (how many chunks, which way, whether to run
 another forward) is agreed on here. Where nothing is sharded, each rank decides by itself, and
 there is no communication.
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 
@@ -45,10 +46,16 @@ class ShardRanks(NamedTuple):
 
 
 def shard_ranks(model: nn.Module) -> ShardRanks:
-    """The ranks among which DeepSpeed's ZeRO-3 or FSDP2 has sharded a model's weights.
+    """The ranks among which DeepSpeed's ZeRO-3, FSDP or FSDP2 has sharded a model's weights.
 
     FSDP2 leaves some weights whole between passes: ask once, before the first forward.
     """
+    for module in model.modules():
+        # FSDP shows whole parameters in its forward, and flat ones or shards at other times.
+        if isinstance(module, FullyShardedDataParallel):
+            if module.sharding_strategy == ShardingStrategy.NO_SHARD:
+                continue
+            return ShardRanks((module.process_group,), module.compute_device)
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id"):  # DeepSpeed's mark; it need not be installed
             return ShardRanks((parameter.ds_process_group,), parameter.device)

@@ -29,6 +29,7 @@ from swift_grpo_ext.logits.head import (
     output_embedding,
     select_at_head,
     select_positions,
+    summed_in_float32,
     unchanged,
 )
 from swift_grpo_ext.logits.sharding import ShardRanks, shard_ranks
@@ -235,8 +236,10 @@ class LogitsShim:
         def compute(hidden_BTH: Tensor) -> Tensor:
             nonlocal logps
             assert head is not None
+            is_sharded = bool(self.ranks(model).groups)
+            call = head if is_sharded else summed_in_float32(head, max(options["num_chunks"], 1))
             logps = chunked_logps(
-                lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
+                lambda hidden_CH: transform(call(hidden_CH[None]).squeeze(0)),
                 select_positions(hidden_BTH, mask_BT).squeeze(0),
                 targets_N,
                 **options,

@@ -7,9 +7,12 @@ equal weights differ by what those tokens would have got.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from swift_grpo_ext.logits import base_model
 
 SHARE_OF_LOWEST = 1 / 16
 """Of the lowest number of a type: far enough from it for a temperature of 1/16, and 0 times it is
@@ -48,3 +51,30 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
         return logits
 
     return head.register_forward_hook(leave_out)
+
+
+def mask_models(trainer: Any, template: Any) -> None:
+    """Take the template's placeholders out of the logits of ms-swift's policy, reference and local
+    teacher, and of Liger's loss, which computes logits by itself."""
+    ids = placeholder_ids(template)
+    for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
+        mask_placeholders(base_model(model), ids)
+    if trainer.use_liger_loss:
+        trainer.liger_grpo_loss = mask_fused_loss(trainer.liger_grpo_loss, ids)
+
+
+def mask_fused_loss(loss: Callable[..., Any], ids: list[int]) -> Callable[..., Any]:
+    """A loss that is made of hidden states and the head's weight, without these tokens' logits.
+
+    Args:
+        loss: takes `lin_weight` [vocab, H] and `bias` [vocab] or None among its keywords, as
+            Liger's fused losses do, which never call the head that `mask_placeholders` hooks.
+        ids: rows of the weight.
+    """
+
+    def without_placeholders(*, lin_weight: torch.Tensor, bias: Any, **kwargs: Any) -> Any:
+        mask = lin_weight.new_zeros(len(lin_weight))
+        mask[ids] = torch.finfo(mask.dtype).min * SHARE_OF_LOWEST
+        return loss(lin_weight=lin_weight, bias=mask if bias is None else bias + mask, **kwargs)
+
+    return without_placeholders if ids else loss

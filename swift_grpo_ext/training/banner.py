@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.arguments import show
+from swift_grpo_ext.arguments import chunk_size, show
 from swift_grpo_ext.version import __version__
 
 
@@ -66,9 +66,10 @@ def _dropout(num_dropouts: int) -> str:
 
 
 def _logits(args: Any) -> str:
-    if args.logits_shim == "off" and not args.logps_chunk_size:
+    size = chunk_size(args.logps_chunk_size)
+    if args.logits_shim == "off" and size == 0:
         return "ms-swift's own (--logits_shim off)"
-    chunks = f", {args.logps_chunk_size} at a time" if args.logps_chunk_size else ""
+    chunks = f", {size} at a time" if size else ", as many at a time as fit" * (size is None)
     return f"of completion positions (--logits_shim {args.logits_shim}){chunks}"
 
 

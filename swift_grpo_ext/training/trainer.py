@@ -18,10 +18,10 @@ from swift.utils import get_logger
 from torch import nn
 
 from swift_grpo_ext.arguments import ExtFlags
-from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
 from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.rollout.placeholders import mask_placeholders, placeholder_ids
+from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.rank_group import (
     RankGroup,
     SingleRank,
@@ -34,6 +34,7 @@ from swift_grpo_ext.sampling.rounds import RoundNames
 from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
+from swift_grpo_ext.training import rollouts
 from swift_grpo_ext.training.banner import banner
 from swift_grpo_ext.training.batch import (
     RolloutGap,
@@ -45,14 +46,6 @@ from swift_grpo_ext.training.batch import (
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
 from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
-from swift_grpo_ext.training.rollouts import (
-    DuplicateCheck,
-    RolloutSettings,
-    SampleRecorder,
-    UnevenGroupsWarning,
-    begin_turn,
-    name_samples,
-)
 from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
@@ -90,8 +83,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         config, template = kwargs["args"], kwargs["template"]
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
-        self._settings = RolloutSettings.of(config)
-        self._recorder = SampleRecorder(
+        self._settings = rollouts.RolloutSettings.of(config)
+        self._recorder = rollouts.SampleRecorder(
             config.output_dir,
             self.ranks,
             self._settings.run_seed,
@@ -103,15 +96,15 @@ class RolloutGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         clock = round_clock(config, len(self.train_dataset), template.sequence_parallel_size)
         self._rounds = RoundNames(clock)
-        self._duplicates = DuplicateCheck(config.duplicate_prompts, self.ranks)
-        self._uneven_groups = UnevenGroupsWarning()
+        self._duplicates = rollouts.DuplicateCheck(config.duplicate_prompts, self.ranks)
+        self._uneven_groups = rollouts.UnevenGroupsWarning()
         self._rollout_gap = RolloutGap(config, self.ranks)
         self._zero_gradient = ZeroGradientWarning(config)
-        self._logps = CompletionLogps(config, template)
+        auto = partial(agreed_chunk_size, self.model, self.ranks.all_gather)
+        self._logps = CompletionLogps(config, template, auto)
         self._canary = WeightCanary(config, self.ranks, off=self._reason_against_canary())
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
-        for model in filter(None, (self.model, self.ref_model)):
-            mask_placeholders(model, placeholder_ids(template))
+        mask_models(self, template)
         num_dropouts = switch_off_dropout(self.model)
         if self.is_world_process_zero():
             logger.info(banner(config, num_dropouts=num_dropouts))
@@ -229,7 +222,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         start = sum(sizes[: self.ranks.rank])
         positions = range(start, start + len(samples))
         sample_ids = sample_ids_at(round_, positions, self._group_size)
-        name_samples(samples, sample_ids)
+        rollouts.name_samples(samples, sample_ids)
         self._recorder.open(start_step=self.state.global_step)
         self._duplicates.check(samples, sample_ids)
         return samples
@@ -240,7 +233,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _rollout(
         self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
     ) -> list[Any]:
-        sample_ids = [begin_turn(sample, self.args.multi_turn_scheduler) for sample in samples]
+        sample_ids = [rollouts.begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
         prompts = fingerprints(samples)
         if not self._settings.draws or self.enable_server_multi_turn:
             outputs = super()._rollout(samples, request_config, is_global_inputs)

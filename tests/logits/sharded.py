@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from swift_grpo_ext.logits import LogitsShim, base_model
 from swift_grpo_ext.logits.head import output_embedding
@@ -39,6 +39,7 @@ COUNTS = [(7, 2), (3, 0), (0, 0)]
 CASES = [
     *(Case(name, counts) for name in ("gathered head", "untied") for counts in COUNTS),
     *(Case(name, (7, 2), chunk_size=0) for name in ("gathered head", "untied")),
+    *(Case("FSDP1", counts) for counts in COUNTS),
     Case("tied", (0, 7)),
     Case("LoRA", (7, 0)),
     Case("capped", (7, 2)),
@@ -61,6 +62,7 @@ class RefusingOddNumbers(RemoteCode):
 MODELS: dict[str, Callable[[], Any]] = {
     "gathered head": lambda: models.build("remote code"),
     "untied": lambda: models.build("Qwen2"),
+    "FSDP1": lambda: models.build("Qwen2"),
     "tied": lambda: models.build("Qwen2, tied"),
     "LoRA": lambda: models.build("Qwen2", lora=True),
     "capped": lambda: models.build("soft-capped (Gemma2)"),
@@ -92,7 +94,8 @@ class Trained:
         torch.testing.assert_close(values.detach(), without)
         self.backward(values.sum())
         parameters = base_model(self.model).named_parameters()
-        found = {n: self.gradient(p) for n, p in parameters if p.requires_grad}
+        named = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in parameters}
+        found = {n: self.gradient(p) for n, p in named.items() if p.requires_grad}
         self.finish()
         return values.detach(), {n: g.detach().clone() for n, g in found.items() if g is not None}
 
@@ -148,12 +151,27 @@ def gathered_or_fsdp2(model: Any, case: Case) -> Trained:
     if case.name == "gathered head":
         model.lm_head = GatheredHead(model.lm_head)
         return Trained(model, gradient=mean_over_ranks)
+    if case.name == "FSDP1":
+        return fsdp1(model)
     base = base_model(model)
     is_tied = base.lm_head.weight is base.model.embed_tokens.weight
     assert is_tied == (case.name in ("tied", "capped"))
     for unit in (*base.model.layers, *([] if is_tied else [base.lm_head]), model):
         fully_shard(unit)
     return Trained(model, gradient=lambda p: None if p.grad is None else p.grad.full_tensor())
+
+
+def fsdp1(model: Any) -> Trained:
+    """With the head as a unit of its own, as transformers' policies wrap large ones."""
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
+    whole = FullyShardedDataParallel(model, **options)
+
+    def gradient(parameter: nn.Parameter) -> Tensor | None:
+        with FullyShardedDataParallel.summon_full_params(whole, with_grads=True, writeback=False):
+            return None if parameter.grad is None else parameter.grad.clone()
+
+    return Trained(whole, gradient=gradient)
 
 
 class GatheredHead(nn.Module):

@@ -18,7 +18,7 @@ from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.sharding import ShardRanks
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
-from tests.logits.models import build
+from tests.logits.models import add_lora, build
 
 
 class Upstream(GRPOTrainer):
@@ -239,3 +239,56 @@ def test_one_shim_for_each_model() -> None:
     assert ours.restrict(policy, batch).shim is shim
     assert ours.restrict(policy.get_base_model(), batch).shim is shim
     assert ours.restrict(reference, batch).shim is not shim
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "positions", "told"),
+    [
+        (1, 512, "512 positions at a time, whose logits take 0.04 GiB (vocabulary 15"),
+        (0.001, 64, "64 positions"),
+        (1000, 4096, "4096 positions"),
+    ],
+)
+def test_a_chunk_size_that_fits(
+    free_gib: float, positions: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 16th of the free memory of the rank that has the least; said with its figures."""
+    said: list[str] = []
+    monkeypatch.setattr(logps.logger, "info", said.append)
+    monkeypatch.setattr(logps, "free_bytes", lambda device: int(free_gib * 2**30))
+    model = build("Qwen2")
+    model.config.vocab_size = 15_000
+    others = [1 << 50, 1 << 45]
+
+    def all_gather(own: int) -> list[int]:
+        return [others[0], own, others[1]]
+
+    found = logps.agreed_chunk_size(add_lora(model), all_gather)
+    assert found == positions
+    [line] = said
+    assert line.startswith("--logps_chunk_size auto: ")
+    assert told in line
+    assert line.endswith(f"the rank with the least has {free_gib:.1f} GiB free).")
+
+
+def test_auto_is_the_number_that_ranks_agreed_on() -> None:
+    template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
+    asked: list[int] = []
+
+    def auto() -> int:
+        asked.append(256)
+        return 256
+
+    for given, size in (("auto", 256), ("512", 512), ("0", 0), (16, 16)):
+        config = config_of(logps_chunk_size=given)
+        assert CompletionLogps(config, template, auto)._chunk_size == size
+    assert asked == [256]
+
+
+def test_free_memory_of_a_cpu_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(available=6 << 30)
+    monkeypatch.setattr(logps.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert logps.free_bytes(torch.device("cpu")) == 6 << 30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert logps.free_bytes(torch.device("cpu")) == 2 << 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -408,6 +409,14 @@ def test_the_async_engine_draws_turn_after_turn(make: Any) -> None:
     assert len({params.seed for params in vllm.params}) == 3
 
 
+def served(scheduler: RolloutScheduler, asked: list[Any]) -> Any:
+    """A scheduler's answers, in a thread of their own: ms-swift enters inference mode around its
+    awaits, and requests side by side leave it on behind them."""
+    with ThreadPoolExecutor(1) as pool:
+        answers = scheduler.async_infer(asked, config(), use_tqdm=False)
+        return pool.submit(asyncio.run, answers).result()
+
+
 class OwnRequests(RolloutScheduler):
     """Asks questions of its own, two of them at once, before and after the sample's."""
 
@@ -429,7 +438,7 @@ def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(make: A
     first = metadata_of(packed=False, stop_token_ids=(7,))
     asked = [first, replace(first, sample_id=other)]
     scheduler = OwnRequests(engine)
-    asyncio.run(scheduler.async_infer([*map(request, asked)], config(), use_tqdm=False))
+    served(scheduler, [*map(request, asked)])
     expected = {sample_seed(RUN_SEED, replace(i, turn=t)) for i in (ID, other) for t in range(4)}
     assert len(vllm.params) == 8
     assert {params.seed for params in vllm.params} == expected
@@ -448,7 +457,7 @@ def test_several_completions_of_a_schedulers_request_are_refused(make: Any) -> N
     asked = [request(metadata_of(packed=False))]
     told = r"--multi_turn_scheduler: its `run` asked for n=2 .* one request each"
     with pytest.raises(ValueError, match=told):
-        asyncio.run(Several(engine).async_infer(asked, config(), use_tqdm=False))
+        served(Several(engine), asked)
 
 
 def test_hooks_of_the_async_engine_see_the_metadata(make: Any) -> None:

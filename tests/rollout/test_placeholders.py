@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from swift_grpo_ext.rollout.placeholders import logit_bias, mask_placeholders, placeholder_ids
+from swift_grpo_ext.rollout.placeholders import (
+    logit_bias,
+    mask_fused_loss,
+    mask_placeholders,
+    placeholder_ids,
+)
 
 VOCAB = 64
 
@@ -58,6 +64,30 @@ def test_the_softmax_is_over_the_others(
     gradients = [p.grad for p in wrapped.parameters() if p.grad is not None]
     assert gradients
     assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_from_hidden_states_leaves_them_out_too(bias: bool, dtype: torch.dtype) -> None:
+    """As Liger's, which multiplies with the head's weight itself, and adds its bias."""
+    head = torch.nn.Linear(8, VOCAB, bias=bias).to(dtype)
+    hidden_BTH = torch.randn(2, 3, 8, dtype=dtype)
+    with torch.no_grad():
+        full = head(hidden_BTH)
+
+    def loss(*, _input: Any, lin_weight: Any, bias: Any, temperature: float) -> torch.Tensor:
+        logits = torch.nn.functional.linear(_input, lin_weight, bias)
+        return (logits.float() / temperature).log_softmax(-1)
+
+    given = {"_input": hidden_BTH, "lin_weight": head.weight, "bias": head.bias}
+    logps = mask_fused_loss(loss, [3, 7])(**given, temperature=0.1)
+    others = [i for i in range(VOCAB) if i not in (3, 7)]
+    expected = (full[..., others].float() / 0.1).log_softmax(-1)
+    assert torch.equal(logps[..., others], expected)
+    assert logps.exp()[..., [3, 7]].max() == 0
+    logps[..., others].sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in head.parameters())
+    assert mask_fused_loss(loss, []) is loss
 
 
 def test_generate_leaves_them_out(model: Qwen2ForCausalLM) -> None:

@@ -97,7 +97,9 @@ class RecordingSwift(GRPOTrainer):
 
     def __init__(self, *, args: Any, template: Template, model: Model, **parts: Any) -> None:
         self.args, self.template, self.model = args, template, model
-        self.ref_model = parts.get("ref_model")
+        self.ref_model, self.teacher_model = parts.get("ref_model"), parts.get("teacher_model")
+        self.use_liger_loss = args.use_liger_kernel
+        self.liger_grpo_loss = parts.get("liger_grpo_loss")
         self.train_dataset = parts.get("train_dataset") or rows(*"abcdefgh")
         self.calls: list[tuple[str, Any]] = []
         self.state = SimpleNamespace(global_step=0, best_model_checkpoint=None, best_metric=0.5)

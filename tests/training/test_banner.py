@@ -81,6 +81,10 @@ def test_a_run_with_defaults() -> None:
         ),
         ({"logits_shim": "off"}, "logits      ms-swift's own (--logits_shim off)"),
         (
+            {"logps_chunk_size": "auto"},
+            "logits      of completion positions (--logits_shim auto), as many at a time as fit",
+        ),
+        (
             {"logits_shim": "off", "logps_chunk_size": 512},
             "logits      of completion positions (--logits_shim off), 512 at a time",
         ),

@@ -67,14 +67,28 @@ def test_dropout_is_off_in_training_mode(tmp_path: Path, monkeypatch: pytest.Mon
     assert "switched off in 2 places" in text
 
 
-def test_placeholders_have_no_probability_in_policy_and_reference(tmp_path: Path) -> None:
-    reference = Model().eval()
-    trainer = trainer_of(tmp_path, parts={"ref_model": reference})
-    for model in (trainer.model, reference):
+def test_placeholders_have_no_probability_in_any_model(tmp_path: Path) -> None:
+    """Policy, reference and local teacher."""
+    reference, teacher = Model().eval(), Model().eval()
+    trainer = trainer_of(tmp_path, parts={"ref_model": reference, "teacher_model": teacher})
+    for model in (trainer.model, reference, teacher):
         probabilities = model(torch.ones(1, 4)).softmax(-1)[0]
         assert probabilities[IMAGE] == 0
         assert probabilities.count_nonzero() == 7
     assert reference.dropout.p == 0.5  # in eval mode it does nothing
+
+
+def test_placeholders_have_no_probability_in_ligers_loss(tmp_path: Path) -> None:
+    def liger_grpo_loss(*, _input: Any, lin_weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        return torch.nn.functional.linear(_input, lin_weight, bias).softmax(-1)
+
+    parts = {"liger_grpo_loss": liger_grpo_loss}
+    trainer = trainer_of(tmp_path, parts=parts, use_liger_kernel=True)
+    [probabilities] = trainer.liger_grpo_loss(
+        _input=torch.ones(1, 4), lin_weight=torch.ones(8, 4), bias=None
+    )
+    assert probabilities[IMAGE] == 0
+    assert probabilities.count_nonzero() == 7
 
 
 # --- a round's name ---
