@@ -189,6 +189,8 @@ def test_evaluations_are_counted_within_their_step() -> None:
 
 def test_evaluating_leaves_the_training_round_alone() -> None:
     names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
+    assert names.current == Round(phase="train", step=0, number=0)
+    assert names.upcoming(training=False) == Round(phase="eval", step=0, number=0)
     names.begin_training(3)
     names.begin_evaluation(3)
     names.take_eval_batch(2)

@@ -116,7 +116,7 @@ class RecordingSwift(GRPOTrainer):
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
         self.reward_func_names, self.reward_weights = ["right"], torch.tensor([2.0])
         self.engine: Any = Engine()
-        self.request_config = RequestConfig()
+        self.request_config, self.temperature = RequestConfig(), 1.0
         self.shuffle_dataset, self.num_iterations = True, args.num_iterations
         self.batches: list[Any] = []
         self.rewards: list[list[float]] = []
@@ -163,6 +163,9 @@ class RecordingSwift(GRPOTrainer):
     def split_by_mini_batches(self, inputs: Any) -> Any:
         size = len(inputs) // len(self.batches)
         return [inputs[start : start + size] for start in range(0, len(inputs), size)]
+
+    def _get_logps_via_local_forward(self, model: Any, model_inputs: Any, *_: Any) -> Any:
+        self.note("local_forward", dict(model_inputs))
 
     def _compute_rewards_per_func(self, samples: Any) -> torch.Tensor:
         return torch.tensor(self.rewards)

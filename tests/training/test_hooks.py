@@ -179,9 +179,8 @@ def test_resampled_rounds_have_rows_and_names_of_their_own(tmp_path: Path) -> No
     assert names == ["train-0.1-0-0", "train-0.2-0-0"]
     assert all(words[0] == words[1] != words[2] == words[3] for words in drawn)
     assert not set(drawn[0]) & set(drawn[1])
-    regular = list(trainer._get_train_sampler())
-    order = [trainer.train_dataset[i]["messages"][0]["content"] for i in regular]
-    assert drawn[0] + drawn[1] != order[:8]
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(trainer.args.seed + 1))
+    assert drawn[0] + drawn[1] == ["abcdefgh"[i] for i in order[:4] for _ in range(2)]
 
 
 def test_without_dynamic_sampling_the_iterator_is_ms_swifts(tmp_path: Path) -> None:
@@ -408,6 +407,15 @@ def test_the_gap_is_a_metric_of_its_phase(tmp_path: Path, warnings: list[str]) -
         metrics = trainer._metrics[mode]
         assert metrics["rollout_gap/mean"] == metrics["rollout_gap/max"] == [gap]
     assert [text.split(":")[0] for text in warnings] == ["Step 8"]
+
+
+@pytest.mark.parametrize("takes_cache", [True, False])
+def test_training_passes_keep_no_cache(takes_cache: bool, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.model_kwarg_keys = {"use_cache"} if takes_cache else set()
+    inputs: dict[str, Any] = {"use_cache": True} if takes_cache else {}
+    trainer._get_logps_via_local_forward(trainer.model, inputs, 2, torch.ones(1, 2))
+    assert calls_of(trainer, "local_forward") == [{"use_cache": False} if takes_cache else {}]
 
 
 # --- scores ---

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +431,21 @@ def test_arrays_and_containers_are_each_callers_own() -> None:
     assert made[2]["b"] == [1, (2,)]
 
 
+def test_what_never_fits_drives_nothing_out() -> None:
+    """A pixel of an image takes four bytes."""
+    cache = MediaCache(100)
+    for _ in range(2):
+        cache.share("small", lambda: Image.new("RGB", (2, 3)))
+        assert cache.num_bytes == 4 * 2 * 3
+        cache.share("large", lambda: torch.zeros(100))
+    assert (cache.num_hits, cache.num_misses, cache.num_bytes) == (1, 3, 24)
+
+
+@dataclass
+class Setting:
+    value: int
+
+
 @pytest.mark.parametrize("part", [open, threading.Lock(), object(), [{1: iter([])}]])
 def test_content_without_a_name_is_not_shared(part: Any) -> None:
     cache = MediaCache(2**20)
@@ -454,6 +470,7 @@ def test_content_without_a_name_is_not_shared(part: Any) -> None:
         (Image.new("L", (2, 2)), Image.new("L", (4, 1))),
         (Image.new("RGB", (2, 2)), Image.new("YCbCr", (2, 2))),
         ("x" * 300, "x" * 300 + "y"),
+        (Setting(1), Setting(2)),
     ],
 )
 def test_contents_that_differ_are_told_apart(one: Any, other: Any) -> None:
