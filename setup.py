@@ -11,8 +11,6 @@ import os
 import re
 from pathlib import Path
 
-from setuptools import setup
-
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)")
 
 
@@ -43,4 +41,6 @@ def metadata(url: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    from setuptools import setup  # a build has it, a test run perhaps not
+
     setup(**metadata(os.environ.get("PROJECT_URL", "").rstrip("/")))
