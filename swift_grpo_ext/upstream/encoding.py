@@ -58,7 +58,7 @@ def _as_stored(image: Any) -> Any:
         return image
     _warn_of_orientation()
     stored = image.copy()
-    del stored.getexif()[Base.Orientation]
+    stored.getexif().pop(Base.Orientation, None)  # a copy has the mark only where a file had it
     return stored
 
 
