@@ -39,6 +39,10 @@ class RolloutFlags:
     update every engine draws 8 tokens for the run's first prompt, and their log-probabilities are
     held against the trainer's."""
 
+    rollout_restarts: int = 3
+    """How often `swift rollout` starts a replica anew after it has lost one, in all. It draws again
+    once it has the weights of the next update. Only `swift rollout` reads it."""
+
     require_images: bool = True
     """Refuse a data set in which no row holds an image, a video or an audio, where the model takes
     them. `false` trains such a model on text alone."""
@@ -105,6 +109,7 @@ EXPECTED = {
     "rollout_timeout": "number of seconds above 0",
     "sample_log_gb": "number of gigabytes, or 0 for no bound",
     "logps_chunk_size": "number of positions, 0 for no chunks, or `auto`",
+    "rollout_restarts": "number of restarts, or 0 for none",
     "diversity_patience": "number of rounds, or 0 for no alarms about collapse",
     "diversity_alarm_p": "probability between 0 and 1, such as 1e-6",
 }
@@ -204,6 +209,7 @@ def check_flags(flags: ExtFlags) -> None:
         "rollout_timeout": flags.rollout_timeout > 0,
         "sample_log_gb": 0 <= flags.sample_log_gb < float("inf"),
         "logps_chunk_size": re.fullmatch("auto|[0-9]+", str(flags.logps_chunk_size)),
+        "rollout_restarts": flags.rollout_restarts >= 0,
         "diversity_patience": flags.diversity_patience >= 0,
         "diversity_alarm_p": 0 < flags.diversity_alarm_p < 1,
     }

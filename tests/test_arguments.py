@@ -55,6 +55,7 @@ def test_defaults_pass() -> None:
         ("sample_log", "some", "expected one of all, tokens, none"),
         ("sample_log_gb", -1.0, "expected a number of gigabytes, or 0 for no bound"),
         ("sample_log_gb", float("nan"), "expected a number of gigabytes, or 0 for no bound"),
+        ("rollout_restarts", -1, "expected a number of restarts"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(flag: str, value: object, message: str) -> None:
@@ -75,6 +76,7 @@ def test_values_out_of_range_are_refused_by_name(flag: str, value: object, messa
         ("diversity_alarm_p", 0.999),
         ("rollout_timeout", 0.001),
         ("sample_log_gb", 0.0),
+        ("rollout_restarts", 0),
         ("rollout_seed_mode", "engine"),
         ("duplicate_prompts", "allow"),
     ],
@@ -96,6 +98,11 @@ def test_values_at_the_edge_pass(flag: str, value: object) -> None:
             "rollout_timeout",
             float("nan"),
             "--rollout_timeout nan: expected a number of seconds above 0.",
+        ),
+        (
+            "rollout_restarts",
+            -1,
+            "--rollout_restarts -1: expected a number of restarts, or 0 for none.",
         ),
         (
             "logps_chunk_size",
@@ -143,6 +150,7 @@ def test_what_the_help_says_of_a_flag() -> None:
         "duplicate_prompts": ("allow | warn | error", "warn"),
         "rollout_timeout": ("float", 1800.0),
         "rollout_canary": ("stop | warn | off", "stop"),
+        "rollout_restarts": ("int", 3),
         "require_images": ("bool", True),
         "sample_log": ("all | tokens | none", "all"),
         "sample_log_gb": ("float", 0.0),

@@ -37,7 +37,8 @@ from swift_grpo_ext.upstream.contract import swift_version
 logger = get_logger()
 
 _SAMPLING = [f.name for part in (RolloutFlags, RecordFlags, StopFlags) for f in fields(part)]
-TRAINER_FLAGS = tuple(name for name in _SAMPLING if name != "rollout_timeout")
+SERVER_FLAGS = ("rollout_timeout", "rollout_restarts")
+TRAINER_FLAGS = tuple(name for name in _SAMPLING if name not in SERVER_FLAGS)
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SECONDS_OF_OLD_CONNECTIONS = 75

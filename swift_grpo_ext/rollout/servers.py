@@ -35,6 +35,13 @@ logger = get_logger()
 
 CHECKSUMS_PATH = "swift_grpo_ext/weight_receipts/"
 SECONDS_TO_CONNECT = 10.0
+SECONDS_TO_LOOK = 2.0
+"""For a server that was lost to say that it is healthy, before each weight update."""
+
+SECONDS_BETWEEN_LOOKS = 0.5
+"""At replicas that are being started."""
+
+TRIES_TO_CONNECT = 3
 BACKOFF = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each further try after a connection that failed."""
 
@@ -55,7 +62,7 @@ class RolloutServers:
     """Sends requests to the servers of a connected `VLLMClient`, and reads their packed answers.
 
     Another server answers what one cannot: the tokens are the same (SPEC S2). A server that does
-    not answer at all is dropped.
+    not answer at all is dropped, until it answers again before a weight update (SPEC F4).
 
     Args:
         client: ms-swift's client; its sessions and addresses are used.
@@ -82,11 +89,18 @@ class RolloutServers:
             for scheme in ("http://", "https://"):
                 session.mount(scheme, _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout))
         self._new_special_tokens = new_special_tokens
+        self._timeout = timeout
         self._urls = list(client.base_urls)
+        self._dropped: dict[str, tuple[Any, ...]] = {}
+        """Servers that were lost: URL to host, session and group port."""
+
         known = [self._identify(url) for url in client.base_urls]
         self.replicas = [replicas for replicas, _ in known]
-        for session, (_, instance) in zip(client.sessions, known, strict=True):
-            session.headers[wire.INSTANCE_HEADER] = instance
+        self._members = [members for _, members in known]
+        """Of each server, as the weights' group has them: names of its start and its replicas'."""
+
+        for session, (_, members) in zip(client.sessions, known, strict=True):
+            session.headers[wire.INSTANCE_HEADER] = members[0]
 
     # --- rollouts ---
 
@@ -146,59 +160,102 @@ class RolloutServers:
         if isinstance(error, WorkerLostError) and len(self._client.base_urls) > 1:
             self._drop(self._client.base_urls.index(url))
 
+    def _lists(self) -> tuple[list[Any], ...]:
+        """What is held for each server."""
+        c = self._client
+        return (
+            *(getattr(c, name) for name in OF_SERVERS),
+            *(c.pynccl_comms, self.replicas, self._members),
+        )
+
     def _drop(self, server: int) -> None:
-        """Send a server neither requests nor weights any more."""
-        client = self._client
-        of_client = (getattr(client, name) for name in (*OF_SERVERS, "pynccl_comms"))
-        for values in (*of_client, self.replicas):
+        """Send a server neither requests nor weights, until it answers again."""
+        host, session, port = (values[server] for values in self._lists()[1:4])
+        self._dropped[self._client.base_urls[server]] = (host, session, port)
+        for values in self._lists():
             del values[server]
-        client.num_servers -= 1
+        self._client.num_servers -= 1
+
+    def _take_back(self) -> None:
+        """Take servers back that were dropped, and are healthy again."""
+        for url in list(self._dropped):
+            try:
+                is_healthy = requests.get(f"{url}/health/", timeout=SECONDS_TO_LOOK).ok
+            except requests.RequestException:
+                is_healthy = False
+            if is_healthy:
+                logger.warning(f"{self._name(url)} answers again.")
+                new = (url, *self._dropped.pop(url), None, 0, [])
+                for values, value in zip(self._lists(), new, strict=True):
+                    values.append(value)
+                self._client.num_servers += 1
 
     # --- weights ---
 
-    def reconnect(self) -> None:
+    def reconnect(self, *, again: bool = False) -> bool:
         """Before weights are sent: drop servers that are lost, and connect again to those that were
-        started anew or have fewer replicas.
+        started anew or have other replicas. Returns whether there were any.
+
+        Args:
+            again: connect to all, since an update has failed.
 
         Raises:
             RolloutError: no server is left.
         """
+        self._take_back()
+        before = list(self._client.pynccl_comms)
         for url in list(self._client.base_urls):
             try:
-                replicas, instance = self._identify(url)
-                if replicas == 0:
-                    raise WorkerLostError(f"{self._name(url)} has no replica left.")
+                self._reconnect_if_changed(url, again)
             except WorkerLostError as e:
                 if len(self._client.base_urls) == 1:
                     raise RolloutError(str(e)) from e
                 self._note_failure(url, e)
-                continue
-            server = self._client.base_urls.index(url)
-            headers = self._client.sessions[server].headers
-            if instance != headers[wire.INSTANCE_HEADER]:
-                logger.warning(f"{self._name(url)} was started anew; it is given the weights.")
-            elif replicas != self.replicas[server]:
-                logger.warning(
-                    f"{self._name(url)} has {replicas} of {self.replicas[server]} replicas left; "
-                    "weights go to these."
-                )
-            else:
-                continue
-            headers[wire.INSTANCE_HEADER] = instance
-            self._reconnect(server, replicas)
+        return any(comm not in before for comm in self._client.pynccl_comms)
 
-    def _reconnect(self, server: int, replicas: int) -> None:
+    def _reconnect_if_changed(self, url: str, again: bool) -> None:
+        for tries_left in reversed(range(TRIES_TO_CONNECT)):
+            replicas, members = self._identify(url, wait=True)
+            if replicas == 0:
+                raise WorkerLostError(f"{self._name(url)} has no replica left.")
+            server = self._client.base_urls.index(url)
+            if members == self._members[server] and not again:
+                return
+            self._tell_change(server, replicas, members)
+            try:
+                self._reconnect(server, replicas, members)
+                return
+            except (RequestError, WireError):
+                raise
+            except Exception as e:  # of a store, or ms-swift's own: it has no kinds of its own
+                lost = f"{self._name(url)}: the weights' group was not made ({e})."
+                if tries_left == 0:
+                    raise WorkerLostError(lost) from e
+                logger.warning(f"{lost} It is tried again.")
+                again = True
+
+    def _tell_change(self, server: int, replicas: int, members: list[str]) -> None:
+        name, before = self._name(self._client.base_urls[server]), self.replicas[server]
+        if members[0] != self._client.sessions[server].headers.get(wire.INSTANCE_HEADER):
+            logger.warning(f"{name} was started anew; it is given the weights.")
+        elif replicas < before:
+            logger.warning(f"{name} has {replicas} of {before} replicas left; weights go to these.")
+        else:
+            logger.warning(f"{name} is connected anew; weights go to its {replicas} replicas.")
+
+    def _reconnect(self, server: int, replicas: int, members: list[str]) -> None:
         client = self._client
         alone = copy.copy(client)
         alone.num_servers = 1
         for name in OF_SERVERS:
             setattr(alone, name, [getattr(client, name)[server]])
+        client.sessions[server].headers[wire.INSTANCE_HEADER] = members[0]
         self._request(client.base_urls[server], "post", "close_communicator/")
         client.pynccl_comms[server] = None  # it holds on to the store of the group that was
         assert self._connect is not None
         self._connect(alone)
         client.pynccl_comms[server] = alone.pynccl_comms[0]
-        self.replicas[server] = replicas
+        self.replicas[server], self._members[server] = replicas, members
 
     def loaded_checksums(self) -> list[tuple[str, WeightChecksums]]:
         """What each worker of each server loaded in the last update, with the worker's name.
@@ -214,20 +271,28 @@ class RolloutServers:
 
     # --- one server ---
 
-    def _identify(self, url: str) -> tuple[int, str]:
-        """How many replicas it has, and which start of the server it is."""
-        ours = self._request(url, "post", "get_engine_type/").get(wire.KEY)
-        if ours is None:
-            raise WireError(
-                f"{self._name(url)} runs without swift-grpo-ext: start it with the plugin file "
-                "that this training uses (swift rollout --external_plugins ... ), or train with "
-                "--rollout_seed_mode engine --rollout_group_requests false."
-            )
-        wire.check_version(ours, self._name(url))
-        check_served_tokens(
-            self._new_special_tokens, ours.get("new_special_tokens", []), self._name(url)
-        )
-        return int(ours["replicas"]), str(ours["instance"])
+    def _identify(self, url: str, *, wait: bool = False) -> tuple[int, list[str]]:
+        """How many replicas it has, and the names of its start and of theirs.
+
+        Args:
+            wait: for replicas that are being started, where there is no other.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            ours = self._request(url, "post", "get_engine_type/").get(wire.KEY)
+            if ours is None:
+                raise WireError(
+                    f"{self._name(url)} runs without swift-grpo-ext: start it with the plugin file "
+                    "that this training uses (swift rollout --external_plugins ... ), or train "
+                    "with --rollout_seed_mode engine --rollout_group_requests false."
+                )
+            wire.check_version(ours, self._name(url))
+            tokens = ours.get("new_special_tokens", [])
+            check_served_tokens(self._new_special_tokens, tokens, self._name(url))
+            is_over = not (wait and ours.get("starting")) or time.monotonic() > deadline
+            if int(ours["replicas"]) or is_over:
+                return int(ours["replicas"]), [str(ours["instance"]), *ours.get("members", ())]
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _request(self, url: str, method: str, path: str, **kwargs: Any) -> Any:
         """A server's answer.

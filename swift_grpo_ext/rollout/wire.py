@@ -30,11 +30,13 @@ TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 """Names a request; its answer has the same name (SPEC F1)."""
 
+GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
 TRAINER_TIMEOUTS = 3.0
 """How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
-(SPEC F2): a server has half a unit to wait for its turn, and two for a replica that hangs and for
-the one that draws its groups instead."""
+(SPEC F2). In a weight update a replica waits half a unit for the others, lest it count as hanging
+where another hangs. A server has half a unit to wait for its turn, and two for a replica that hangs
+and for the one that draws its groups instead."""
 
 WIRE_NAMES = {"sample_id": "place", "packed": "lean"}
 """Fields of `RequestMetadata` that have another name in JSON."""

@@ -409,8 +409,14 @@ class RolloutGRPOTrainer(GRPOTrainer):
     # --- weights and checkpoints ---
 
     def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
-        move = super()._move_model_to_vllm
-        self._weights.update(lambda: move(*args, **kwargs))
+        upstream = super()._move_model_to_vllm
+
+        def move(made_anew: bool) -> None:
+            if made_anew:  # an adapter alone would find no base to go with
+                self.base_sync_done = False
+            upstream(*args, **kwargs)
+
+        self._weights.update(move)
         self._canary.weights_changed()
 
     def _load_state_dict_to_vllm(self, state_dict: dict[str, Any]) -> None:

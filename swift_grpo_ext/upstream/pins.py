@@ -175,7 +175,7 @@ vllm.distributed.utils:StatelessProcessGroup
 
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
-    _register_rl_rollout_app _start_data_parallel_workers get_engine_type
+    _register_rl_rollout_app _start_data_parallel_workers close_communicator get_engine_type
         get_model_state_keys get_world_size process_weights_after_loading
         reset_encoder_cache reset_mm_cache reset_prefix_cache: self
     infer: self infer_requests request_config use_tqdm

@@ -2,17 +2,19 @@
 
 Symptom: after one lost or late reply a replica answers every request with the reply before. A
 replica that was killed answers with an error while `/health` says that all is well; one that hangs
-is waited for without limit.
+is waited for without limit. What is lost is lost for the run.
 Upstream: ms-swift 4.6, pipelines/infer/rollout.py, `SwiftRolloutDeploy.connections` and
 `.processes`: a pipe and a process for each replica (one for all with the async engine);
 `llm_worker` and `async_llm_worker` answer commands in turn, without a name.
 Adaptation: both ends of a pipe number their messages. A replica whose reply is missing, late or to
-another message is ended.
+another message is ended, and started anew within `--rollout_restarts`. It joins the others when a
+trainer is about to send weights, and draws once it holds them.
 Can go when ms-swift pairs messages and watches its workers.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import warnings
 from collections.abc import Sequence
@@ -108,8 +110,13 @@ def install() -> None:
 
     def _start_data_parallel_workers(self: Any) -> None:
         start(self)
-        pairs = zip(self.connections, self.processes, strict=True)
-        self.connections = [ReplicaConnection(c, process) for c, process in pairs]
+        self.connections = [
+            ReplicaConnection(connection, process, number)
+            for number, (connection, process) in enumerate(
+                zip(self.connections, self.processes, strict=True)
+            )
+        ]
+        self.restarts = Restarts(self)
 
     SwiftRolloutDeploy._start_data_parallel_workers = _start_data_parallel_workers
 
@@ -123,10 +130,16 @@ class ReplicaConnection:
     Args:
         connection: of `multiprocessing.Pipe`.
         process: the replica's.
+        number: of the replica, which names its devices.
+        start: 0, or how often replicas of this server were started anew before.
     """
 
-    def __init__(self, connection: Any, process: Any) -> None:
-        self._connection, self._process = connection, process
+    def __init__(self, connection: Any, process: Any, number: int = 0, start: int = 0) -> None:
+        self._connection, self.process = connection, process
+        self.number, self.name = number, f"{number}.{start}"
+        self.holds_weights = start == 0
+        """Whether it may draw: those of the model that the server was given, or a trainer's."""
+
         self._numbers = count(1)
         self._is_free = threading.Lock()
         # Writes in order, and off the event loop: a pipe that nobody reads is full at some point.
@@ -147,7 +160,9 @@ class ReplicaConnection:
         number = next(self._numbers)
         return number, self._writer.submit(self._connection.send, (number, command))
 
-    def close(self) -> None:
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(SECONDS_TO_END)
         self._writer.shutdown(wait=False)
         self._connection.close()
 
@@ -163,7 +178,7 @@ class ReplicaConnection:
         if not self._is_free.acquire(timeout=timeout):
             raise late
         # Ends a write that the replica does not read, and a reply that stops halfway.
-        ends = threading.Timer(timeout + 1.0, self._process.kill)
+        ends = threading.Timer(timeout + 1.0, self.process.kill)
         ends.daemon = True
         ends.start()
         try:
@@ -186,6 +201,87 @@ class ReplicaConnection:
         return reply
 
 
+class Restarts:
+    """Replicas of `server` that were lost, and are started anew (SPEC F4).
+
+    All is done in the event loop's thread: a replica ends with the thread that started it.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self._server, self._count = server, 0
+        self.lost: list[int] = []
+        """Numbers of replicas that are to be started."""
+
+        self.starting: list[ReplicaConnection] = []
+        atexit.register(self._end)  # before multiprocessing would wait for them
+
+    def _end(self) -> None:
+        for connection in self.starting:
+            connection.process.kill()
+
+    @property
+    def num_awaited(self) -> int:
+        """Replicas that may join."""
+        budget = self._server.args.rollout_restarts - self._count
+        return len(self.starting) + min(len(self.lost), max(budget, 0))
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that wait for weights."""
+        return sum(c.process.is_alive() and c.poll() for c in self.starting)
+
+    def start_lost(self) -> None:
+        """Start what is lost, as far as `--rollout_restarts` goes."""
+        from swift.pipelines.infer import rollout
+
+        budget = self._server.args.rollout_restarts
+        while self.lost:
+            number = self.lost.pop()
+            if self._count >= budget:
+                logger.error(
+                    f"Replica {number} stays lost: --rollout_restarts {budget} is used up. A "
+                    "greater number lets `swift rollout` start more of them anew."
+                )
+                continue
+            self._count += 1
+            parent, child = rollout.Pipe()
+            is_async = self._server.use_async_engine
+            process = rollout.Process(
+                target=rollout.llm_worker_entry if is_async else rollout.llm_worker,
+                args=(self._server.args, number, self._server.master_port, child),
+            )
+            process.start()
+            child.close()
+            self.starting.append(ReplicaConnection(parent, process, number, self._count))
+            logger.warning(f"Replica {number} is started anew ({self._count} of {budget}).")
+
+    def admit(self) -> None:
+        """Let replicas that are ready join: the caller is about to send weights."""
+        for connection in list(self.starting):
+            status = {"status": "ended"} if not connection.process.is_alive() else None
+            if connection.poll():
+                try:
+                    status = connection.recv()
+                except (EOFError, OSError):
+                    status = {"status": "ended"}
+            if status is None:
+                continue
+            self.starting.remove(connection)
+            if status.get("status") == "ready":
+                self._server.connections.append(connection)
+                self._server.processes.append(connection.process)
+            else:
+                logger.error(f"Replica {connection.number} did not start: {status}")
+                connection.end()
+                self.lost.append(connection.number)
+
+
+def note_weights(server: Any) -> None:
+    """All replicas that are connected have the weights of a trainer."""
+    for connection in server.connections:
+        connection.holds_weights = True
+
+
 def prune(server: Any) -> None:
     """Remove replicas that have ended."""
     for number in reversed(range(len(server.processes))):
@@ -200,14 +296,13 @@ def remove(server: Any, connection: Any, cause: object) -> None:
         return
     number = server.connections.index(connection)
     server.connections.pop(number)
-    process = server.processes.pop(number)
-    process.kill()
-    process.join(SECONDS_TO_END)
-    connection.close()
+    server.processes.pop(number)
+    connection.end()
     logger.error(
         f"A replica is lost ({cause}); {len(server.connections)} are left. Weights reach these "
         "once the trainer has connected to them anew."
     )
+    server.restarts.lost.append(connection.number)
 
 
 def call_all(server: Any, command: Any, timeout: float) -> list[Any]:
@@ -263,7 +358,7 @@ def infer(
     def workers() -> dict[Any, float]:
         if is_abandoned is not None and is_abandoned.is_set():
             raise RequestError("the client has left")
-        return dict.fromkeys(server.connections, 1.0)
+        return {c: 1.0 for c in server.connections if c.holds_weights}
 
     def send(connection: Any, share: list[int]) -> list[list[Any]]:
         bound = min(timeout, deadline - monotonic())

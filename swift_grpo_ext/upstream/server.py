@@ -67,11 +67,18 @@ def install() -> None:
         return await asyncio.to_thread(_infer, self, infer_requests, request_config)
 
     async def get_engine_type(self: Any) -> dict[str, Any]:
-        await _call_all(self, replicas.PING)  # one that hangs must get no weights
+        self.restarts.admit()
+        try:
+            await _call_all(self, replicas.PING)  # one that hangs must get no weights
+        except HTTPException:
+            if not self.restarts.num_awaited:
+                raise
         ours = {
             "version": wire.VERSION,
             "instance": INSTANCE,
             "replicas": _count_replicas(self),
+            "members": [connection.name for connection in self.connections],
+            "starting": self.restarts.num_awaited,
             "new_special_tokens": self.args.new_special_tokens,
         }
         return {**await upstream_engine_type(self), wire.KEY: ours}
@@ -88,11 +95,17 @@ def install() -> None:
     async def init_communicator(self: Any, request: Any) -> dict[str, str]:
         caller = CALLER.get()
         host = _store_host(request.host, self.args.host, caller.came_in_at)
+        timeout = wire.GROUP_TIMEOUTS * caller.timeout
         for number, connection in enumerate(self.connections):
             replica = None if self.use_async_engine else number
-            args = (host, request.port, request.world_size, replica, caller.timeout)
+            args = (host, request.port, request.world_size, replica, timeout)
             connection.send(_command("fire_and_forget", "init_communicator", args))
         return {"message": "The replicas are connecting."}
+
+    async def close_communicator(self: Any) -> dict[str, str]:
+        """Returns once it is closed: a trainer must not reach the store of the group that was."""
+        await _call_all(self, _command("call", "close_communicator"))
+        return {"message": "The group is closed."}
 
     async def process_weights_after_loading(self: Any) -> dict[str, str]:
         replies = await _call_all(self, _command("call", "process_weights_after_loading"))
@@ -104,7 +117,7 @@ def install() -> None:
     init_communicator.__annotations__["request"] = InitCommunicatorRequest  # FastAPI reads it
     for method in (
         *(infer, get_engine_type, get_world_size, get_model_state_keys, init_communicator),
-        *(process_weights_after_loading, *map(_reset, RESETS)),
+        *(close_communicator, process_weights_after_loading, *map(_reset, RESETS)),
     ):
         setattr(SwiftRolloutDeploy, method.__name__, method)
 

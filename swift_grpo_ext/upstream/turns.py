@@ -25,6 +25,9 @@ from swift_grpo_ext.upstream.claims import Claims
 NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
 """Beginnings of the routes that rest on weights, or on the group that brings them."""
 
+BRING_WEIGHTS = ("/process_weights_after_loading", "/update_adapter")
+"""Beginnings of the routes after which replicas hold a trainer's weights."""
+
 SECONDS_BETWEEN_PARTS = 30.0
 """Of a body: a client that is silent for longer has stalled."""
 
@@ -84,8 +87,13 @@ class Turns:
         that only the scope's path can be trusted."""
         path = request.scope["path"]
         if path.rstrip("/") == "/health":
-            alive = [p for p in self._server.processes if p.is_alive()]
-            return JSONResponse({"status": "ok"}) if alive else _refuse(503, "no replica is left")
+            alive = sum(p.is_alive() for p in self._server.processes)
+            ready = self._server.restarts.num_ready
+            if alive or ready:
+                return JSONResponse(
+                    {"status": "ok", "replicas": alive, "waiting_for_weights": ready}
+                )
+            return _refuse(503, "no replica is left")
         try:
             await self._check_key(request)
         except HTTPException as e:
@@ -155,7 +163,10 @@ class Turns:
         try:
             await asyncio.to_thread(replicas.prune, self._server)
             await self._app(scope, receive, collect)
+            if scope["path"].startswith(BRING_WEIGHTS) and messages[0]["status"] == 200:
+                replicas.note_weights(self._server)
         finally:
+            self._server.restarts.start_lost()
             self._lock.release()
 
     async def _wait_for_turn(self, caller: Caller) -> bool:

@@ -13,11 +13,15 @@ import datetime
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from swift.rlhf_trainers import vllm_client as upstream_client
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+BARRIER_SECONDS = 30.0
+"""vLLM's own bound of a barrier; a replica that was killed is noticed there."""
 
 DEFAULT_SECONDS = 1800.0
 """Of a broadcast, where neither side has a bound of its own."""
@@ -65,17 +69,21 @@ def connect_client(client: Any, timeout: float | None = None) -> None:
 def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
     """Bound the wait of ms-swift's `module` for the others of a weight group.
 
-    vLLM's `StatelessProcessGroup.create` waits 300 s, and ms-swift gives it no other bound.
+    vLLM's `StatelessProcessGroup.create` waits 300 s, and its barrier 30 s; ms-swift gives them no
+    other bounds.
     """
     if timeout is None:
         yield
         return
     upstream, seconds = module.StatelessProcessGroup, max(int(timeout), 1)  # the store takes whole
+    barrier_seconds = min(timeout, BARRIER_SECONDS)
 
     class Bounded(upstream):  # type: ignore[misc, valid-type]
         @staticmethod
         def create(*args: Any, **kwargs: Any) -> Any:
-            return upstream.create(*args, **kwargs, store_timeout=seconds)
+            group = upstream.create(*args, **kwargs, store_timeout=seconds)
+            group.barrier = partial(group.barrier, timeout=barrier_seconds)
+            return group
 
     module.StatelessProcessGroup = Bounded
     try:

@@ -54,27 +54,50 @@ class WeightUpdates:
         self._unfilled: Callable[[], list[str]] = list
         """A colocated engine's parameters that the update has left as they were."""
 
-    def update(self, move: Callable[[], None]) -> None:
-        """One update, on every rank.
+        self._made_anew = False
+
+    def update(self, move: Callable[[bool], None]) -> None:
+        """One update, on every rank. One that cannot be sent is made once more, with those replicas
+        that are left: it brings all weights, so that what has arrived does no harm.
 
         Args:
-            move: ms-swift's update, which calls `load_colocated` or `send` for what it gathers.
+            move: ms-swift's update, which calls `load_colocated` or `send` for what it gathers;
+                told whether replicas may have nothing yet.
 
         Raises:
             WeightUpdateError: on every rank, where it failed on one.
         """
-        self._sent, self._failure = {}, None
-        self._filled, self._unfilled = set(), list
-        if self._servers is not None:
-            self._attempt(self._servers.reconnect)
-        # Before the first rank gathers weights: the others would wait there for one that failed.
-        self._raise_on_all_ranks()
-        try:
-            move()
-        except Exception as e:
-            self._note(e)
-        self._attempt(self._verify)
-        self._raise_on_all_ranks()
+        for is_last in (False, True):
+            self._sent, self._failure, self._made_anew = {}, None, False
+            self._filled, self._unfilled = set(), list
+            if self._servers is not None:
+                self._attempt(partial(self._reconnect, again=is_last))
+            # Before the first rank gathers weights: the others would wait there for one that
+            # failed.
+            made_anew = self._meet()
+            try:
+                move(made_anew)
+            except Exception as e:
+                self._note(e)
+            self._attempt(self._verify)
+            if is_last or not self._was_not_sent():
+                break
+        self._meet()
+
+    def _reconnect(self, again: bool) -> None:
+        assert self._servers is not None
+        self._made_anew = self._servers.reconnect(again=again)
+
+    def _was_not_sent(self) -> bool:
+        """Whether servers did not take the update, though all ranks made it; on every rank."""
+        failure = self._failure
+        can_repeat = self._servers is not None and not isinstance(failure, WeightUpdateError)
+        kinds = self._ranks.all_gather(failure and ("servers" if can_repeat else "rank"))
+        if set(kinds) - {None} != {"servers"}:
+            return False
+        if failure is not None:
+            logger.warning("The weight update is made once more.")
+        return True
 
     def _verify(self) -> None:
         if left := self._unfilled():
@@ -98,14 +121,16 @@ class WeightUpdates:
             self._failure = failure
             logger.error(f"The weight update failed on rank {self._ranks.rank}: {_text(failure)}")
 
-    def _raise_on_all_ranks(self) -> None:
+    def _meet(self) -> bool:
+        """Whether a server was connected anew, on every rank; a failure of one is raised on all."""
         failure = self._failure
-        failures = self._ranks.all_gather(failure and _text(failure))
+        of_ranks = self._ranks.all_gather((failure and _text(failure), self._made_anew))
         if failure is not None:
             raise failure
-        for rank, text in enumerate(failures):
+        for rank, (text, _) in enumerate(of_ranks):
             if text:
                 raise WeightUpdateError(f"The weight update failed on rank {rank}: {text}")
+        return any(made_anew for _, made_anew in of_ranks)
 
     def load_colocated(self, state_dict: StateDict, engine: Any, load: Load) -> None:
         """Give tensors to this process's engine, and compare what it loaded."""

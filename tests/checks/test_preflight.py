@@ -198,7 +198,7 @@ def test_what_the_seed_rule_takes(changes: dict[str, Any], message: str | None) 
 
 
 def test_a_server_says_what_the_trainer_decides() -> None:
-    every = [*preflight.TRAINER_FLAGS, "rollout_timeout", "port", "seed"]
+    every = [*preflight.TRAINER_FLAGS, "rollout_timeout", "rollout_restarts", "port", "seed"]
     assert said(preflight.check_ignored_flags(arguments(), every)) == []
     found = said(preflight.check_ignored_flags(arguments(port=8000), every))
     assert found == [

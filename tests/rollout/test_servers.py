@@ -27,8 +27,10 @@ TIMEOUT = 60.0  # seconds
 OF_ONE_THAT_HANGS = 2.0
 
 
-def ours_of(replicas: int = 1, instance: str = "first start") -> dict[str, Any]:
-    return {"version": wire.VERSION, "replicas": replicas, "instance": instance}
+def ours_of(replicas: int = 1, instance: str = "first start", starting: int = 0) -> dict[str, Any]:
+    members = [f"{number}.0" for number in range(replicas)]
+    said = {"replicas": replicas, "members": members, "starting": starting}
+    return {"version": wire.VERSION, "instance": instance, **said}
 
 
 @dataclass

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import requests
 
 from swift_grpo_ext.sampling.groups import parse_request_id
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     Samples,
+    assert_logged,
     assert_same,
     client_argv,
     faults,
@@ -24,6 +28,8 @@ from tests.stack.rounds import (
 pytestmark = pytest.mark.stack
 
 FAULTY = ("tests/stack/faults.py",)
+PLUGINS = ("examples/digits/rewards.py", "tests/stack/recorder.py", *FAULTY)
+FATE = ("--reward_funcs", "position", "fate", "--reward_weights", "1.0", "0.0")
 SECONDS_TO_END = 300
 """After the last replica is lost. Two busy cores need a minute; a hang has gloo's half hour, or
 no end."""
@@ -34,23 +40,44 @@ def replicas_of(samples: Samples, step: int) -> set[str]:
     return {s["infos"]["replica"].rpartition("replica ")[2] for s in of_step}
 
 
-def test_a_run_goes_on_with_the_replicas_that_are_left(
+def test_a_run_goes_on_and_a_lost_replica_comes_back(
     assets: Path, rows: Path, folder: Path, reference: Samples, tmp_path: Path
 ) -> None:
-    """In round 0 replica 1 raises, in round 1 it is killed; weights then go to the other alone."""
-    server = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=FAULTY)
+    """In round 0 replica 1 raises, in round 1 it is killed; in round 2 it draws with new weights.
+    Training goes on from round 1 once it has started anew."""
+    server = server_argv(
+        assets, *("--vllm_data_parallel_size", "2", "--rollout_restarts", "1"), plugins=FAULTY
+    )
     kinds = faults(
         {"step": 0, "replica": 1, "kind": "raise"}, {"step": 1, "replica": 1, "kind": "kill"}
     )
-    with rollout_server(*server, log=tmp_path / "server.log", env=kinds) as port:
-        samples = train(assets, rows, tmp_path / "run", *client_argv(port), ranks=2)
+    waits = faults({"trainer": "wait", "step": 1, "rank": 0, "folder": str(tmp_path)})
+    with (
+        rollout_server(*server, log=tmp_path / "server.log", env=kinds) as port,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        argv = (*FATE, *client_argv(port))
+        training = pool.submit(
+            partial(run_training, ranks=2, plugins=PLUGINS, env=waits),
+            *(assets, rows, tmp_path / "run", *argv),
+        )
+        health = f"http://127.0.0.1:{port}/health/"
+        deadline = time.monotonic() + SECONDS_TO_END
+        while requests.get(health, timeout=5).json()["waiting_for_weights"] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        (tmp_path / "go").touch()
+        finished = training.result()
+    assert finished.returncode == 0, finished.cause
+    samples = recorded(tmp_path / "run")
+    assert_logged(tmp_path / "run/run", samples, ranks=2)
     assert_same(samples, reference)
-    assert [replicas_of(samples, step) for step in range(3)] == [{"0"}, {"0"}, {"0"}]
-    log = (tmp_path / "run/log").read_text(encoding="utf-8")
-    assert "has 1 of 2 replicas left; weights go to these" in log
+    assert [replicas_of(samples, step) for step in range(3)] == [{"0"}, {"0"}, {"0", "1"}]
+    assert "is connected anew; weights go to its 2 replicas" in finished.output
     server_log = (tmp_path / "server.log").read_text(encoding="utf-8")
     assert "OSError: the disk is gone" in server_log
     assert "A replica is lost (a replica has ended (EOFError))" in server_log
+    assert "Replica 1 is started anew (1 of 1)" in server_log
 
 
 def test_servers_are_lost_one_by_one_and_the_run_resumes(
@@ -60,7 +87,8 @@ def test_servers_are_lost_one_by_one_and_the_run_resumes(
     hangs = faults({"step": 1, "kind": "hang"})
     lost_at = tmp_path / "lost_at"
     is_killed = faults({"step": 2, "kind": "kill", "noted": str(lost_at)})
-    server = server_argv(assets, "--rollout_timeout", "30", plugins=FAULTY)
+    bounds = ("--rollout_timeout", "30", "--rollout_restarts", "0")
+    server = server_argv(assets, *bounds, plugins=FAULTY)
     argv = ["--save_strategy", "steps", "--save_steps", "2", "--rollout_timeout", "60"]
     with (
         rollout_server(*server, log=tmp_path / "one.log", env=is_killed) as one,
@@ -91,7 +119,6 @@ def test_weights_that_did_not_arrive_are_noticed(
     fault: str, message: str, assets: Path, rows: Path, tmp_path: Path
 ) -> None:
     """One bit of a server's weights; one tensor of a colocated engine's, of merged adapters."""
-    plugins = ("examples/digits/rewards.py", "tests/stack/recorder.py", *FAULTY)
     kinds = faults({"weights": fault})
     if fault == "flip":
         server = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=FAULTY)
@@ -103,7 +130,7 @@ def test_weights_that_did_not_arrive_are_noticed(
         argv = ["--tuner_type", "lora", "--target_modules", "all-linear"]
         argv += ["--vllm_tensor_parallel_size", "2"]
         finished = run_training(
-            assets, rows, tmp_path / "run", *argv, ranks=2, plugins=plugins, env=kinds
+            assets, rows, tmp_path / "run", *argv, ranks=2, plugins=PLUGINS, env=kinds
         )
         who = "The colocated engine of rank 0"
     assert finished.returncode != 0

@@ -24,6 +24,7 @@ from swift_grpo_ext.upstream.replicas import (
     FAILURE,
     REQUEST_FAULT,
     ReplicaConnection,
+    Restarts,
     WorkerConnection,
 )
 
@@ -45,7 +46,7 @@ class Replica:
 
     def __init__(self, fault: str = "", **faults: str) -> None:
         parent, child = Pipe()
-        self.connection = ReplicaConnection(parent, self)
+        self.connection = ReplicaConnection(parent, self, number=7)
         self.faults = {"infer": fault} | faults
         self.groups: list[int] = []
         self.calls: list[str] = []
@@ -155,6 +156,7 @@ class Deployed(SwiftRolloutDeploy):
         self.args = SimpleNamespace(
             api_key=key,
             rollout_timeout=timeout,
+            rollout_restarts=0,
             host="127.0.0.1",
             vllm_tensor_parallel_size=2,
             vllm_data_parallel_size=3,
@@ -166,6 +168,7 @@ class Deployed(SwiftRolloutDeploy):
         self.use_async_engine, self.use_gym_env = use_async, False
         self.connections = [replica.connection for replica in replicas]
         self.processes = list(replicas)
+        self.restarts = Restarts(self)
         self._register_rl_rollout_app()
 
 

@@ -147,7 +147,7 @@ def test_a_replica_that_has_ended_is_removed() -> None:
 @pytest.mark.parametrize("method", [*RESETS, "process_weights_after_loading"])
 def test_a_late_reply_is_never_the_answer_to_another_message(method: str) -> None:
     late, healthy = Replica(**{method: "is late"}), Replica()
-    deployed = Deployed(late, healthy, timeout=0.3)
+    deployed = Deployed(late, healthy, timeout=1.0)
     client = TestClient(deployed.app)
     assert client.post(f"/{method}/").status_code == 200
     late.goes_on.set()
@@ -333,14 +333,14 @@ def test_replicas_join_the_group_under_their_numbers() -> None:
     assert client.post("/init_communicator/", json=asked).status_code == 200
     wait_until(lambda: all(replica.calls for replica in two))
     assert [replica.commands for replica in two] == [
-        [("127.0.0.1", 7, 5, 0, 9.0)],
-        [("127.0.0.1", 7, 5, 1, 9.0)],
+        [("127.0.0.1", 7, 5, 0, 4.5)],
+        [("127.0.0.1", 7, 5, 1, 4.5)],
     ]
     one = Replica()
     engine = TestClient(Deployed(one, use_async=True).app)
     engine.post("/init_communicator/", json=asked)
     wait_until(lambda: bool(one.calls))
-    assert one.commands == [("127.0.0.1", 7, 5, None, 60.0)]
+    assert one.commands == [("127.0.0.1", 7, 5, None, 30.0)]
     assert engine.get("/get_world_size/").json() == {"world_size": 6}
     assert engine.post("/get_engine_type/").json()[wire.KEY]["replicas"] == 3
     assert groups_of(engine.post("/infer/", json={"infer_requests": [request(0)]})) == [0]
@@ -361,7 +361,7 @@ def test_the_weights_store_opens_where_the_training_came_in(
         asked = {"host": "0.0.0.0", "port": 7, "world_size": 2}
         requests.post(f"{url}/init_communicator/", json=asked, headers=headers, timeout=20)
         wait_until(lambda: bool(replica.commands))
-    assert replica.commands == [(host, 7, 2, 0, 60.0)]
+    assert replica.commands == [(host, 7, 2, 0, 30.0)]
 
 
 def test_checksums_are_those_of_each_worker_of_each_replica() -> None:
@@ -408,4 +408,6 @@ def test_what_a_server_says_of_itself(tokens: list[str]) -> None:
         "instance": server.INSTANCE,
         "replicas": 1,
         "new_special_tokens": tokens,
+        "members": ["7.0"],
+        "starting": 0,
     }

@@ -115,12 +115,12 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
 
     class Group:
         @staticmethod
-        def create(**kwargs: Any) -> dict[str, Any]:
-            return kwargs
+        def create(**kwargs: Any) -> Any:
+            return SimpleNamespace(kwargs=kwargs, barrier=dict)
 
     def init_communicator(self: Any, host: str, port: int, world_size: int) -> None:
         group = rollout.StatelessProcessGroup.create(host=host)
-        joined.append((host, port, world_size, os.environ.get(REPLICA_NUMBER), group))
+        joined.append((host, port, world_size, os.environ.get(REPLICA_NUMBER), group.kwargs))
 
     monkeypatch.setattr(rollout, "StatelessProcessGroup", Group)
     monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)

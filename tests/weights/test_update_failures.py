@@ -31,8 +31,9 @@ class Servers:
         if name in self._failures:
             raise self._failures[name]
 
-    def reconnect(self) -> None:
-        self._call("reconnect")
+    def reconnect(self, *, again: bool) -> bool:
+        self._call("reconnect again" if again else "reconnect")
+        return again
 
     def load(self, state_dict: dict[str, torch.Tensor]) -> None:
         self._call("load")
@@ -60,7 +61,7 @@ def update_on_ranks(
         held: Any = servers if rank == 0 else None
         weights = WeightUpdates(ranks, held)
         try:
-            weights.update(lambda: move(weights, rank))
+            weights.update(lambda _: move(weights, rank))
         except Exception as e:
             return f"{type(e).__name__}: {e}"
         return ""
@@ -96,6 +97,7 @@ def test_without_servers_no_rank_gathers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_after_a_failure_rank_0_still_gathers_with_the_others() -> None:
+    """In both tries."""
     servers = Servers(load=ConnectionError("reset"))
     gathered: list[tuple[int, int]] = []
 
@@ -105,22 +107,59 @@ def test_after_a_failure_rank_0_still_gathers_with_the_others() -> None:
             weights.send(WEIGHTS, servers.load if rank == 0 else lambda _: None)
 
     first, second = update_on_ranks(servers, move)
-    assert sorted(gathered) == [(rank, part) for rank in range(2) for part in range(3)]
-    assert servers.calls == ["reconnect", "load"]
+    assert sorted(gathered) == sorted(2 * [(rank, part) for rank in range(2) for part in range(3)])
+    assert servers.calls == ["reconnect", "load", "reconnect again", "load"]
     assert (first, "failed on rank 0: ConnectionError: reset" in second) == (
         "ConnectionError: reset",
         True,
     )
 
 
+def test_an_update_that_was_not_sent_is_made_once_more() -> None:
+    """With all weights, on all ranks, and with the base of adapters where a group is new."""
+    servers = Servers(load=ConnectionError("reset"))
+    moves: list[tuple[int, bool]] = []
+
+    def work(rank: int, gather: Gather) -> None:
+        ranks: Any = Ranks(rank, gather)
+        held: Any = servers if rank == 0 else None
+        weights = WeightUpdates(ranks, held)
+
+        def move(made_anew: bool) -> None:
+            moves.append((rank, made_anew))
+            weights.send(WEIGHTS, servers.load if rank == 0 else lambda _: None)
+            if rank == 0:
+                servers._failures.clear()
+
+        weights.update(move)
+
+    run_ranks(2, work)
+    assert sorted(moves) == [(0, False), (0, True), (1, False), (1, True)]
+    assert servers.calls == ["reconnect", "load", "reconnect again", "load", "loaded_checksums"]
+
+
+def test_what_a_rank_cannot_make_is_not_made_again() -> None:
+    servers = Servers()
+
+    def move(weights: WeightUpdates, rank: int) -> None:
+        weights.send(WEIGHTS, servers.load if rank == 0 else lambda _: None)
+        if rank == 1:
+            raise MemoryError("of rank 1")
+
+    first, second = update_on_ranks(servers, move)
+    assert second == "MemoryError: of rank 1"
+    assert first == f"WeightUpdateError: The weight update failed on rank 1: {second}"
+    assert servers.calls.count("load") == 1
+
+
 def test_each_update_begins_anew() -> None:
     servers: Any = Servers()
     weights = WeightUpdates(SingleRank(), servers)
     with pytest.raises(ValueError, match="once"):
-        weights.update(lambda: (_ for _ in ()).throw(ValueError("once")))
-    weights.update(lambda: weights.send(WEIGHTS, servers.load))
+        weights.update(lambda _: (_ for _ in ()).throw(ValueError("once")))
+    weights.update(lambda _: weights.send(WEIGHTS, servers.load))
     servers.loaded = {}
-    weights.update(lambda: weights.send({"a": WEIGHTS["a"]}, servers.load))  # `b` is not missed
+    weights.update(lambda _: weights.send({"a": WEIGHTS["a"]}, servers.load))  # `b` is not missed
 
 
 def test_each_wait_of_a_group_has_the_bound_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +172,7 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(monkeypatch: pytest.Monk
         @staticmethod
         def create(*args: Any, **kwargs: Any) -> Any:
             made.append((args, kwargs))
-            return SimpleNamespace(rank=1, world_size=2)
+            return SimpleNamespace(rank=1, world_size=2, barrier=dict)
 
     def init_communicator(device: Any) -> None:
         group = vllm_client.StatelessProcessGroup.create("host", 7)
@@ -151,3 +190,4 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(monkeypatch: pytest.Monk
     [communicator] = client.pynccl_comms
     assert communicator._timeout.total_seconds() == 12.5
     assert (communicator.rank, communicator.world_size) == (1, 2)
+    assert communicator.group.barrier() == {"timeout": 12.5}

@@ -35,8 +35,9 @@ class Servers:
         self.loaded[0] |= state_dict
         self.loaded[1] |= {n: (self._second or state_dict)[n] for n in state_dict}
 
-    def reconnect(self) -> None:
-        self.calls.append("reconnect")
+    def reconnect(self, *, again: bool) -> bool:
+        self.calls.append("reconnect again" if again else "reconnect")
+        return again
 
     def loaded_checksums(self) -> list[tuple[str, dict[str, str]]]:
         self.calls.append("checksums")
@@ -45,11 +46,11 @@ class Servers:
         return sums
 
 
-def served(servers: Any) -> tuple[WeightUpdates, Callable[[], None]]:
+def served(servers: Any) -> tuple[WeightUpdates, Callable[[bool], None]]:
     """An updater for servers, and ms-swift's update, which sends in two parts."""
     weights = WeightUpdates(SingleRank(), servers)
 
-    def move() -> None:
+    def move(_: bool) -> None:
         for name, tensor in WEIGHTS.items():
             weights.send({name: tensor}, servers.load)
 
@@ -74,7 +75,7 @@ def test_a_worker_that_loaded_something_else_stops_the_run() -> None:
 def test_adapters_that_stay_apart_are_not_compared() -> None:
     servers = Servers()
     weights, _ = served(servers)
-    weights.update(lambda: servers.calls.append("adapter"))
+    weights.update(lambda _: servers.calls.append("adapter"))
     assert servers.calls == ["reconnect", "adapter"]
 
 
@@ -83,7 +84,7 @@ def test_what_was_sent_before_is_forgotten() -> None:
     servers = Servers()
     weights, move = served(servers)
     weights.update(move)
-    weights.update(lambda: None)
+    weights.update(lambda _: None)
     assert servers.calls[-1] == "reconnect"
 
 
@@ -95,7 +96,7 @@ def test_other_ranks_take_part_and_send_nothing_of_their_own() -> None:
     def work(ranks: ThreadRanks) -> Any:
         weights = WeightUpdates(ranks, servers if ranks.rank == 0 else None)  # type: ignore[arg-type]
         load = servers.load if ranks.rank == 0 else lambda _: took_part.append(ranks.rank)
-        weights.update(lambda: weights.send(WEIGHTS, load))
+        weights.update(lambda _: weights.send(WEIGHTS, load))
         return weights._sent
 
     first, *others = run_rank_groups(3, work)
@@ -109,7 +110,7 @@ def test_a_failure_on_one_rank_ends_all(failing: int) -> None:
     """The rank itself keeps its own exception; the others name it."""
 
     def work(ranks: ThreadRanks) -> str:
-        def move() -> None:
+        def move(_: bool) -> None:
             if ranks.rank == failing:
                 raise ConnectionError("no route")
 
@@ -126,7 +127,7 @@ def test_a_failure_on_one_rank_ends_all(failing: int) -> None:
 
 def test_a_server_that_is_gone_is_a_failure() -> None:
     class Gone(Servers):
-        def reconnect(self) -> None:
+        def reconnect(self, *, again: bool) -> bool:
             raise ConnectionError("gone")
 
     weights, move = served(Gone())
@@ -210,7 +211,7 @@ def test_a_colocated_engine_that_fills_nothing_is_noticed(
         engine.load_weights(state_dict.items())
 
     def update() -> None:
-        weights.update(lambda: weights.load_colocated(WEIGHTS, engine, load))
+        weights.update(lambda _: weights.load_colocated(WEIGHTS, engine, load))
 
     for _ in range(2):
         if message is None:
