@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from swift_grpo_ext.record.reader import RoundName, SampleIndex, index_rewards, index_samples
+from swift_grpo_ext.record.row import LOGPROB_STEPS
 from swift_grpo_ext.replay.compare import first_difference
 
 EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
@@ -103,7 +104,7 @@ class Diff:
 
     num_samples: int = 0
     logprob_gap: float = 0.0
-    """The greatest |A - B| log-probability of their tokens, in nats."""
+    """The greatest |A - B| log-probability of their tokens, in nats beyond rounding."""
 
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Those that differ."""
@@ -304,7 +305,7 @@ def _cause(
     gap = max(gaps.values(), default=0.0)
     if gap > tolerance:
         return (*_model_cause(a, gaps, tolerance, result), token)
-    found = f"log-probabilities before agree within {gap:.1e} nats"
+    found = f"log-probabilities before agree within {gap:.1e} nats and the record's rounding"
     if token is None or token in (len(a["token_ids"]), len(b["token_ids"])):
         ends = " and ".join(f"{r['finish_reason']} {r['stop_reason']!r}" for r in (a, b))
         named = _named(result.settings, STOPS)
@@ -369,8 +370,8 @@ def _named(settings: Mapping[str, tuple[Any, Any]], names: frozenset[str]) -> st
 
 
 def _gaps(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """By group, the greatest |A - B| log-probability of the tokens before the first that differs,
-    over samples of one place and prompt; groups without such tokens are left out."""
+    """By group, how far log-probabilities lie apart at most: of the tokens before the first that
+    differs, over samples of one place and prompt; groups without such tokens are left out."""
     gaps: dict[int, float] = {}
     of_place = {tuple(row[column] for column in PLACE): row for row in other}
     for a in one:
@@ -383,10 +384,17 @@ def _gaps(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> dic
             continue
         end = first_difference(a["token_ids"], b["token_ids"])
         pairs = zip(a["logprobs"][:end], b["logprobs"][:end], strict=False)
-        found = [0.0 if x == y else abs(x - y) for x, y in pairs]
+        found = [_apart(x, y) for x, y in pairs]
         if found:
             gaps[a["group"]] = max(gaps.get(a["group"], 0.0), *found)
     return gaps
+
+
+def _apart(one: float, other: float) -> float:
+    """|one - other| as far as the record's rounding, to one step each, does not explain it."""
+    if one == other:  # equal infinities, too
+        return 0.0
+    return max(0.0, abs(one - other) - max(1.0, abs(one), abs(other)) / LOGPROB_STEPS)
 
 
 # --- the command ---
@@ -413,7 +421,10 @@ def run(options: Any) -> int:
 def describe(result: Diff) -> list[str]:
     """Lines for people."""
     equal = f"{result.num_rounds:,} rounds with {result.num_samples:,} samples have equal tokens"
-    lines = [f"{equal}; their log-probabilities agree within {result.logprob_gap:.1e} nats."]
+    lines = [
+        f"{equal}; their log-probabilities agree within {result.logprob_gap:.1e} nats "
+        "and the record's rounding."
+    ]
     lines += [f"They part in {p.place}.\n  Cause: {p.cause}. {p.why}" for p in result.parts]
     if result.settings:
         lines.append("Settings that differ:")
