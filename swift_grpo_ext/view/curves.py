@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from swift_grpo_ext.diversity.charts import read_log
+from swift_grpo_ext.diversity.alarms import read_words
+from swift_grpo_ext.diversity.charts import PANELS, read_log
 from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.diversity.report import alarm_spans
 from swift_grpo_ext.view.table import PART, Round, Snapshot, numbers
@@ -36,12 +37,6 @@ LOGGED: tuple[tuple[str, str], ...] = (
 )
 """Panels of what ms-swift logs, by the names in `logging.jsonl`."""
 
-DIVERSITY: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("copies", ("unique_ratio", "groups_with_duplicates", "common_mode")),
-    ("likeness", ("edit_similarity", "self_bleu")),
-    ("ngrams", ("distinct_1", "distinct_2", "distinct_3")),
-    ("effective", ("vendi", "distinct_answers")),
-)
 RECORDED = (("length", "num_tokens"), ("surprisal", "surprisal"), ("gap", "gap_mean"))
 """Panels of the record's columns."""
 
@@ -51,7 +46,8 @@ Curve = dict[str, Any]
 
 
 def make_panels(run_dir: Path, snapshot: Snapshot) -> dict[str, Any]:
-    """`panels`: a list of `key` and `curves`; `alarms`: spans of steps with their kind."""
+    """`panels`: a list of `key`, `curves`, and the `title` in both languages where the report has
+    it; `alarms`: spans of steps with their kind."""
     log, records = read_log(run_dir), read_records(run_dir)
     trained = [r for r in records if r.phase == "train"]
     panels: list[dict[str, Any]] = [{"key": "reward", "curves": _rewards(snapshot)}]
@@ -62,12 +58,10 @@ def make_panels(run_dir: Path, snapshot: Snapshot) -> dict[str, Any]:
         names = dict.fromkeys(name for row in log for name in row if re.fullmatch(pattern, name))
         curves = [_curve(name, [(row["step"], row.get(name)) for row in log]) for name in names]
         panels.append({"key": key, "curves": curves})
-    for key, names_of_panel in DIVERSITY:
-        curves = [
-            _curve(name, [(r.steps_done, r.metrics.get(name)) for r in trained])
-            for name in names_of_panel
-        ]
-        panels.append({"key": key, "curves": curves})
+    for key, kinds, _, _ in PANELS:
+        curves = [_curve(k, [(r.steps_done, r.metrics.get(k)) for r in trained]) for k in kinds]
+        if key not in dict(RECORDED):
+            panels.append({"key": key, "title": read_words()[key], "curves": curves})
     for panel in panels:
         panel["curves"] = [curve for curve in panel["curves"] if curve["points"]]
     alarms = [{"first": s.first, "last": s.last, "kind": s.kind} for s in alarm_spans(records)]

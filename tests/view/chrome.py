@@ -50,7 +50,7 @@ class Chrome:
         )
         port = port_file.read_text(encoding="utf-8").splitlines()[0]
         self._session: str | None = None
-        self._socket = connect(
+        self._connection = connect(
             f"ws://127.0.0.1:{port}{lines[0]}", max_size=None, proxy=None
         )  # closed in `__exit__`
         targets = self.call("Target.getTargets")["targetInfos"]
@@ -127,6 +127,6 @@ class Chrome:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._socket.close()
+        self._connection.__exit__(None, None, None)
         self._process.terminate()
         self._process.wait()

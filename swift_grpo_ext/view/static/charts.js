@@ -1,6 +1,6 @@
 // Curves as SVG: bands, alarms, smoothing, two runs, values by pointer and by keyboard.
 import { h, svg } from "./dom.js";
-import { number, t } from "./words.js";
+import { number, state, t } from "./words.js";
 
 const WIDTH = 460, HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22, COLOURS = 6;
 
@@ -11,11 +11,13 @@ export function drawPanels(runs, names, smoothing) {
       const panel = run.panels.find((found) => found.key === key);
       return (panel ? panel.curves : []).map((curve) => ({...curve, run: number}));
     });
-    return drawPanel(key, curves, runs.flatMap((run) => run.alarms), names, smoothing);
+    const found = runs.flatMap((run) => run.panels).find((panel) => panel.key === key);
+    const title = found.title ? found.title[state.language] : t(`panel_${key}`);
+    return drawPanel(key, title, curves, runs.flatMap((run) => run.alarms), names, smoothing);
   });
 }
 
-function drawPanel(key, curves, alarms, names, smoothing) {
+function drawPanel(key, title, curves, alarms, names, smoothing) {
   const shown = curves.map((curve) => ({...curve, drawn: smooth(curve.points, smoothing)}));
   const xs = shown.flatMap((curve) => curve.points.map((point) => point[0]));
   const bands = shown.flatMap((curve) => (curve.band || []).flatMap((point) => point.slice(1)));
@@ -24,7 +26,6 @@ function drawPanel(key, curves, alarms, names, smoothing) {
   const y = scale(...roomy(least(ys), greatest(ys)), HEIGHT - BOTTOM, TOP);
   const labels = [...new Set(shown.map((curve) => curve.name))];
   const colour = (curve) => `c${labels.indexOf(curve.name) % COLOURS}`;
-  const title = t(`panel_${key}`);
   const chart = svg("svg", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img", "aria-label": title, "data-panel": key});
   for (const span of alarms) {
     chart.append(svg("rect", {x: x(span.first - 0.5), width: Math.max(x(span.last + 0.5) - x(span.first - 0.5), 1),

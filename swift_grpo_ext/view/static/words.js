@@ -110,10 +110,6 @@ const WORDS = {
   panel_clipped: ["Truncated completions", "被截断的 completion"],
   panel_entropy: ["Entropy", "熵"],
   panel_time: ["Time, seconds", "时间（秒）"],
-  panel_copies: ["Diversity: copies", "多样性：副本"],
-  panel_likeness: ["Diversity: likeness", "多样性：相似度"],
-  panel_ngrams: ["Diversity: distinct n-grams", "多样性：不同 n-gram"],
-  panel_effective: ["Diversity: effective samples", "多样性：有效样本数"],
   key_list: ["/ search · j k next and previous sample · Enter open · n p groups · [ ] rounds · b w d best, worst, most different · 1 2 3 pages · Esc back", "/ 搜索 · j k 下一个、上一个样本 · Enter 打开 · n p 组 · [ ] 轮次 · b w d 最好、最差、差异最大 · 1 2 3 页面 · Esc 返回"],
 };
 
