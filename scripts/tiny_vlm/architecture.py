@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import (
     GenerationConfig,
+    PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -104,16 +105,22 @@ def build_model(config: Qwen2_5_VLConfig, seed: int) -> Qwen2_5_VLForConditional
     """A freshly drawn model in float32."""
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(config)
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv3d):
-            # transformers draws every weight with a standard deviation of 0.02, which suits widths
-            # of thousands. At widths of 64 and 128 it all but silences the vision tower.
-            fan_in = module.weight[0].numel()
-            nn.init.normal_(module.weight, std=1 / math.sqrt(fan_in))
-    nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD)
-    model.tie_weights()
+    draw_weights(model)
     model.generation_config = make_generation_config(config)
     return model
+
+
+def draw_weights(model: PreTrainedModel) -> None:
+    """Draw a model's weights as its small widths need.
+
+    transformers draws every weight with a standard deviation of 0.02, which suits widths of
+    thousands. At widths of 64 and 128 it all but silences the vision tower.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
+            nn.init.normal_(module.weight, std=1 / math.sqrt(module.weight[0].numel()))
+    nn.init.normal_(model.get_input_embeddings().weight, std=EMBEDDING_STD)
+    model.tie_weights()
 
 
 def make_generation_config(config: Qwen2_5_VLConfig) -> GenerationConfig:

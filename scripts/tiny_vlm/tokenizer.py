@@ -8,8 +8,10 @@ below it leave of it. `check_tokenizer` asserts the ids on which ms-swift and vL
 
 import base64
 import importlib.util
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 from transformers import AddedToken, Qwen2TokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -97,14 +99,29 @@ def final_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     return parts[0], parts[1]
 
 
-def build_tokenizer(ranks: dict[bytes, int]) -> Qwen2TokenizerFast:
-    """Qwen2.5-VL's tokenizer: the ranks are its ids, its added tokens follow them."""
+def build_tokenizer(
+    ranks: dict[bytes, int],
+    special: Sequence[str] = SPECIAL_TOKENS,
+    plain: Sequence[str] = PLAIN_ADDED_TOKENS,
+    unused: Mapping[str, int] = MappingProxyType({}),
+    eos: str = "<|im_end|>",
+    **named: str,
+) -> Qwen2TokenizerFast:
+    """Qwen2.5-VL's tokenizer: the ranks are its ids, its added tokens follow them.
+
+    Args:
+        special: another family's, after which padding (the first) and `eos` are named.
+        plain: added tokens that stay visible.
+        unused: entries of the vocabulary that nothing encodes to, by id; they may hold the places
+            of special tokens.
+        named: special tokens that a processor asks for, by attribute.
+    """
     letters = bytes_to_unicode()
 
     def spell(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    vocab = {spell(token): rank for token, rank in ranks.items()}
+    vocab = {spell(token): rank for token, rank in ranks.items()} | dict(unused)
     pairs = (
         final_merge(token, ranks)
         for token in sorted(ranks, key=ranks.__getitem__)
@@ -112,13 +129,12 @@ def build_tokenizer(ranks: dict[bytes, int]) -> Qwen2TokenizerFast:
     )
     merges = [(spell(left), spell(right)) for left, right in pairs]
     # Naming <|im_end|> as eos here would give it the id of <|endoftext|>: the names come last.
-    tokenizer = Qwen2TokenizerFast(vocab=vocab, merges=merges)
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
-    tokenizer.add_tokens(
-        [AddedToken(t, special=False, normalized=False) for t in PLAIN_ADDED_TOKENS]
-    )
-    tokenizer.eos_token = "<|im_end|>"
-    tokenizer.pad_token = "<|endoftext|>"
+    more = {"extra_special_tokens": named} if named else {}
+    tokenizer = Qwen2TokenizerFast(vocab=vocab, merges=merges, **more)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
+    tokenizer.eos_token = eos
+    tokenizer.pad_token = special[0]
     return tokenizer
 
 

@@ -1,0 +1,61 @@
+"""Weights in the layout of checkpoints, which vLLM loads.
+
+Symptom: Qwen3-VL-MoE dies at the first weight update with a bare `AssertionError`, or, where twice
+the experts' width is the hidden size, goes on with wrong weights. transformers (5.19,
+`conversion_mapping.py`) keeps experts transposed against their checkpoints, vLLM transposes what it
+loads, and ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes
+renamings only. This can go when ms-swift undoes transpositions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+StateDict = dict[str, torch.Tensor]
+
+
+def checkpoint_layout(model: Any, state_dict: StateDict) -> StateDict:
+    """Tensors, some of them transposed, as the model's checkpoint has them.
+
+    Args:
+        model: of transformers, wrapped by PEFT or not, whose parameters these are.
+        state_dict: tensors by the names that the checkpoint has.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    transposed = list(_transpositions(model))
+    if not transposed:
+        return state_dict
+
+    def undo(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        for pattern, dims in transposed:
+            if pattern.search(name):
+                return tensor.transpose(*dims).contiguous()
+        return tensor
+
+    return {name: undo(name, tensor) for name, tensor in state_dict.items()}
+
+
+def _transpositions(model: Any) -> Iterable[tuple[re.Pattern[str], tuple[int, int]]]:
+    """Which tensors were transposed at loading, and along which dimensions.
+
+    Conversions that merge or split tensors are not among them: vLLM takes their runtime layout.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import Transpose, WeightConverter
+    except ImportError:  # before 5.0, which converted nothing
+        return
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    for conversion in conversions or ():
+        if not isinstance(conversion, WeightConverter):
+            continue
+        match conversion.operations:
+            case [Transpose(dim0=first, dim1=second)]:
+                for pattern in conversion.source_patterns:
+                    yield re.compile(pattern), (first, second)
