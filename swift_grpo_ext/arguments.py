@@ -29,6 +29,10 @@ class RolloutFlags:
     """What to do about prompts that stand twice in the data set or in a generation batch, images
     included."""
 
+    prompt_mismatch: Literal["error", "warn"] = "error"
+    """What to do where training sees another prompt than the rollout saw. `warn` trains on its own
+    prompt, for templates of ms-swift that write another one for vLLM."""
+
     rollout_timeout: float = 1800.0
     """Seconds that a replica has for an answer before it counts as lost: a round's completions, a
     weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that ms-swift trains with GRPO, with Qwen's byte-pair vocabulary.
+"""Tiny random models of families that ms-swift trains with GRPO, with Qwen's byte pairs.
 
 Only a tokenizer's special tokens differ by family: the vocabulary is the one that a package index
 has (`tokenizer.py`). Sizes are as small as vLLM's CPU attention allows (heads of 32).
@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, Qwen2TokenizerFast
 
+from swift_grpo_ext.weights.layout import checkpoint_layout
 from tiny_vlm import architecture
 from tiny_vlm.architecture import draw_weights
 from tiny_vlm.tokenizer import NUM_RANKS, SPECIAL_TOKENS, build_tokenizer
@@ -334,9 +335,7 @@ FAMILIES = {
                 "image_token": "<image_soft_token>",
             },
         ),
-        Family(
-            name="glm4v", template="glm4v", build=_glm4v, tokens=GLM4V_TOKENS, eos="<|user|>"
-        ),
+        Family(name="glm4v", template="glm4v", build=_glm4v, tokens=GLM4V_TOKENS, eos="<|user|>"),
     )
 }
 
@@ -375,6 +374,7 @@ def make_family(family: Family, ranks: dict[bytes, int], output: Path, seed: int
         bos_token_id=getattr(text, "bos_token_id", None),
         eos_token_id=text.eos_token_id,
     )
-    model.save_pretrained(output)
+    # transformers 5.19 loads experts transposed, and saves them as it holds them.
+    model.save_pretrained(output, state_dict=checkpoint_layout(model, model.state_dict()))
     processor.save_pretrained(output)
     return int(model.num_parameters())

@@ -7,21 +7,41 @@ equal weights differ by what those tokens would have got.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from swift.utils import get_logger
 
 from swift_grpo_ext.logits import base_model
+from swift_grpo_ext.logits.head import output_embedding
+
+logger = get_logger()
 
 SHARE_OF_LOWEST = 1 / 16
 """Of the lowest number of a type: far enough from it for a temperature of 1/16, and 0 times it is
 0, as entropies need, where 0 times minus infinity is not a number."""
 
 
+CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
+"""Attributes by which configurations of transformers name placeholders."""
+
+
 def placeholder_ids(template: Any) -> list[int]:
-    """Ids of the tokens that ms-swift's template puts in the place of media; [] for text models."""
-    return sorted({int(i) for i in template.placeholder_tokens if isinstance(i, int) and i >= 0})
+    """Ids of the tokens that stand for media, by ms-swift's template (which asks the processor) and
+    by the model's configuration, within the vocabulary; [] for text models."""
+    config = getattr(template, "config", None)
+    config = getattr(config, "thinker_config", config)  # of Qwen's omni models
+    named = vars(config) if config is not None else {}
+    found = [
+        *template.placeholder_tokens,
+        *(v for k, v in named.items() if CONFIGURED.fullmatch(k)),
+    ]
+    text = getattr(config, "text_config", config)
+    num_ids = getattr(text, "vocab_size", None) or sys.maxsize
+    return sorted({i for i in found if isinstance(i, int) and 0 <= i < num_ids})
 
 
 def logit_bias(ids: list[int]) -> dict[int, float]:
@@ -33,14 +53,21 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
     """Take these tokens out of a model's logits, in training and in `generate`.
 
     Args:
-        model: with `get_output_embeddings`; wrapped by PEFT or not.
+        model: wrapped by PEFT or not.
         ids: columns of the logits [..., vocab].
 
     Returns:
         The handle of the hook, or None where there is no id, or no output embedding.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or not ids:
+    head = output_embedding(model)
+    if not ids:
+        return None
+    if head is None:
+        logger.warning(
+            f"{type(model).__name__} names no output embedding: the placeholders of media (token "
+            f"ids {ids}) cannot be taken out of its logits. A rollout never samples them; its "
+            "log-probabilities lie above those of training by what they would get."
+        )
         return None
 
     def leave_out(module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:

@@ -55,21 +55,3 @@ def check_counts(name: str, token_ids: Sequence[int], logprobs: Sequence[float] 
             f"{name}: {len(token_ids)} sampled tokens and {len(logprobs)} log-probabilities came "
             "back from the engine."
         )
-
-
-def check_prompt(name: str, rollout: Sequence[int], training: Sequence[int], remedy: str) -> None:
-    """Raise `DisagreementError` where training does not begin with the prompt of the rollout.
-
-    Args:
-        rollout: token ids of the prompt, as the engine saw it.
-        training: token ids of prompt and completion.
-    """
-    if list(training[: len(rollout)]) == list(rollout):
-        return
-    pairs = zip(rollout, training, strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rollout), len(training)))
-    raise DisagreementError(
-        f"{name}: the rollout saw a prompt of {len(rollout)} tokens that training does not begin "
-        f"with; they differ from token {first} on ({list(rollout[first : first + 5])} against "
-        f"{list(training[first : first + 5])}). {remedy}"
-    )

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from swift.utils import get_logger
 
+from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.groups import parse_request_id
 from swift_grpo_ext.training.agreement import (
     DisagreementError,
     Gap,
     check_counts,
-    check_prompt,
     gap_limit,
 )
+from swift_grpo_ext.training.prompt_match import check_prompt
 
 logger = get_logger()
 
@@ -41,32 +42,60 @@ def check_counts_of(samples: Sequence[Any]) -> None:
         check_counts(_name(sample), _trained_ids(sample), _logprobs(sample))
 
 
-def check_training_batch(
-    samples: Sequence[Any], batch: Any, args: Any, max_length: int | None
-) -> None:
+def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template: Any) -> None:
     """Raise `DisagreementError` where training sees other prompts (SPEC M3) or tokens (SPEC M6).
+
+    `--prompt_mismatch warn` makes a warning of the first, once for each process.
 
     Args:
         samples: ms-swift's, encoded for training.
         batch: the `GRPOBatch` that was made of them.
-        args: of the training, for the remedy.
-        max_length: of the template in rollouts.
+        args: of the training.
+        template: of the training; its `max_length` is that of rollouts.
     """
     for sample in samples:
         prompt_ids = getattr(sample, "rollout_prompt_ids", None)
         # A conversation of several turns has its prompt checked by its own scheduler.
         if prompt_ids and _num_turns(sample) == 1:
-            remedy = (
-                f"Training encodes prompts whole, rollouts with --max_length {args.max_length} and "
-                f"--truncation_strategy {args.truncation_strategy}: raise the first, or delete "
-                "such prompts with the second."
-                if max_length and len(prompt_ids) >= max_length
-                else "Give `swift rollout` the settings of the training: --template, --system, "
-                "--max_length, MAX_PIXELS and the like."
-            )
             training_ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
-            check_prompt(_name(sample), prompt_ids, training_ids, remedy)
+            is_cut = bool(template.max_length) and len(prompt_ids) >= template.max_length
+            try:
+                check_prompt(
+                    _name(sample),
+                    prompt_ids,
+                    training_ids,
+                    _remedy(args, is_cut),
+                    placeholder_ids(template),
+                    template.tokenizer.decode,
+                )
+            except DisagreementError as e:
+                if args.prompt_mismatch == "error":
+                    raise
+                logger.warning_once(
+                    f"{e} Training goes on (--prompt_mismatch warn); its log-probabilities are of "
+                    "its own prompt, and rollout_gap says how far they lie apart. (Said once.)",
+                    hash_id="prompt_mismatch",
+                )
     _check_alignment(samples, batch)
+
+
+def _remedy(args: Any, is_cut: bool) -> str:
+    if is_cut:
+        return (
+            f"Training encodes prompts whole, rollouts with --max_length {args.max_length} and "
+            f"--truncation_strategy {args.truncation_strategy}: raise the first, or delete such "
+            "prompts with the second."
+        )
+    settings = (
+        "Give `swift rollout` the settings of the training: --template, --system, --max_length, "
+        "MAX_PIXELS and the like. "
+        if args.vllm_mode == "server"
+        else ""
+    )
+    return (
+        f"{settings}Where ms-swift's template writes another prompt for vLLM than for training "
+        "(docs/families.md), --prompt_mismatch warn trains on its prompt all the same."
+    )
 
 
 class RolloutGap:

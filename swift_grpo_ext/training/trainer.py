@@ -49,6 +49,7 @@ from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, 
 from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+from swift_grpo_ext.weights.layout import checkpoint_layout
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
 logger = get_logger()
@@ -329,7 +330,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         with shared_media(self.template), only_sampled_tokens(self.template, samples):
             batches = super()._prepare_batch_inputs(samples)
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
-            check_training_batch(chunk, batch, self.args, self.template.max_length)
+            check_training_batch(chunk, batch, self.args, self.template)
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         if getattr(self, "_is_dynamic_self_distillation", False):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
@@ -421,6 +422,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _load_state_dict_to_vllm(self, state_dict: dict[str, Any]) -> None:
         load = super()._load_state_dict_to_vllm
+        state_dict = checkpoint_layout(self.accelerator.unwrap_model(self.model), state_dict)
         if self.vllm_mode == "colocate":
             self._weights.load_colocated(state_dict, self.engine, load)
         else:

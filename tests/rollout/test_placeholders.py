@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from swift.utils import get_logger
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from swift_grpo_ext.rollout.placeholders import (
@@ -40,6 +41,43 @@ def test_ids_of_a_template() -> None:
         9,
     ]
     assert logit_bias([4, 9]) == {4: float("-inf"), 9: float("-inf")}
+
+
+def test_ids_of_a_configuration() -> None:
+    """Gemma3's processor names another token than the one that its model takes; a placeholder
+    outside the vocabulary would make vLLM refuse every request."""
+    text = SimpleNamespace(vocab_size=20)
+    config = SimpleNamespace(
+        boi_token_index=8, image_token_index=12, audio_token_id=30, eos_token_id=3, text_config=text
+    )
+    template = SimpleNamespace(placeholder_tokens=[9], config=config)
+    assert placeholder_ids(template) == [8, 9, 12]
+    omni = SimpleNamespace(thinker_config=config)
+    assert placeholder_ids(SimpleNamespace(placeholder_tokens=[], config=omni)) == [8, 12]
+
+
+def test_a_head_that_only_a_part_of_the_model_names(model: Qwen2ForCausalLM) -> None:
+    """As Qwen2.5-Omni's thinker does."""
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thinker = model
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    assert mask_placeholders(Whole(), [3]) is not None
+    assert model(torch.tensor([[1, 2]])).logits[..., 3].max() < -1e30
+
+
+def test_a_model_without_a_head_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger().addHandler(caplog.handler)
+    try:
+        assert mask_placeholders(torch.nn.Linear(2, 2), [3]) is None
+    finally:
+        get_logger().removeHandler(caplog.handler)
+    assert "Linear names no output embedding" in caplog.text
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -1,4 +1,4 @@
-"""Families of models on real processes: what docs/families.md says (made by scripts/families.py)."""
+"""Families of models on real processes: what docs/families.md says."""
 
 from __future__ import annotations
 

@@ -28,8 +28,15 @@ def arguments(**changes: Any) -> SimpleNamespace:
         **{"overlong_filter": False, "off_policy_sequence_mask_delta": None},
         **{"rollout_importance_sampling_mode": None, "num_iterations": 1},
         **{"gradient_accumulation_steps": 2, "steps_per_generation": 2},
+        **{"vllm_mode": "server", "prompt_mismatch": "error"},
     }
     return SimpleNamespace(**(values | changes))
+
+
+def template(max_length: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        max_length=max_length, placeholder_tokens=[90], tokenizer=SimpleNamespace(decode=str)
+    )
 
 
 def sample(
@@ -81,29 +88,29 @@ def test_a_batch_without_log_probabilities_names_the_count(count: int, is_good: 
     drawn = sample(turns=[(5,) * count], logprobs=[(-1.0,) * count])
     without = batch(rollout=None)
     if is_good:
-        check_training_batch([drawn], without, arguments(), None)
+        check_training_batch([drawn], without, arguments(), template())
         return
     with pytest.raises(DisagreementError, match=f"{count} tokens were sampled, and 2 would be"):
-        check_training_batch([drawn], without, arguments(), None)
+        check_training_batch([drawn], without, arguments(), template())
 
 
 def test_a_batch_with_log_probabilities_is_aligned() -> None:
     many = sample(turns=[(5,) * 4], logprobs=[(-1.0,) * 4])
-    check_training_batch([many], batch(), arguments(), None)
-    check_training_batch([sample(logprobs=())], batch(rollout=None), arguments(), None)
+    check_training_batch([many], batch(), arguments(), template())
+    check_training_batch([sample(logprobs=())], batch(rollout=None), arguments(), template())
 
 
 # --- prompts (M3) ---
 
 
 def test_training_begins_with_the_prompt_of_the_rollout() -> None:
-    check_training_batch([sample()], batch(), arguments(), None)
+    check_training_batch([sample()], batch(), arguments(), template())
     listed = sample(encoded={"input_ids": [1, 2, 3, 5]})
-    check_training_batch([listed], batch(), arguments(), None)
+    check_training_batch([listed], batch(), arguments(), template())
     other = sample(rollout_prompt_ids=[1, 9, 3])
     message = r"train round 3\.0, group 2, sample 1: .* from token 1 on .* Give `swift rollout`"
     with pytest.raises(DisagreementError, match=message):
-        check_training_batch([sample(), other], batch(), arguments(), None)
+        check_training_batch([sample(), other], batch(), arguments(), template())
 
 
 @pytest.mark.parametrize(("max_length", "is_cut"), [(3, True), (2, True), (4, False), (0, False)])
@@ -111,7 +118,25 @@ def test_a_prompt_as_long_as_the_limit_was_cut(max_length: int, is_cut: bool) ->
     other = sample(rollout_prompt_ids=[2, 3, 5])
     remedy = "--max_length 9 and --truncation_strategy left" if is_cut else "MAX_PIXELS"
     with pytest.raises(DisagreementError, match=remedy):
-        check_training_batch([other], batch(), arguments(), max_length)
+        check_training_batch([other], batch(), arguments(), template(max_length))
+
+
+def test_a_mismatch_may_be_a_warning(warnings: list[str]) -> None:
+    """Once; and the way to it is named."""
+    other = sample(rollout_prompt_ids=[1, 9, 3])
+    with pytest.raises(DisagreementError, match=r"vLLM than .* --prompt_mismatch warn trains"):
+        check_training_batch([other], batch(), arguments(vllm_mode="colocate"), template())
+    warns = arguments(prompt_mismatch="warn")
+    for _ in range(2):
+        check_training_batch([sample(), other], batch(), warns, template())
+    [warning] = warnings
+    assert "from token 1 on" in warning
+    assert "Training goes on (--prompt_mismatch warn)" in warning
+
+
+def test_placeholders_are_another_notation_for_media() -> None:
+    drawn = sample(rollout_prompt_ids=[1, 90, 90, 3], encoded={"input_ids": [1, -200, 3, 5, 6]})
+    check_training_batch([drawn], batch(), arguments(), template())
 
 
 def test_conversations_and_unknown_prompts_are_left_to_others() -> None:
@@ -119,10 +144,10 @@ def test_conversations_and_unknown_prompts_are_left_to_others() -> None:
     unknown = sample(rollout_prompt_ids=None)
     never_drawn = sample()
     del never_drawn.rollout_prompt_ids
-    check_training_batch([turns, unknown, never_drawn], batch(), arguments(), None)
+    check_training_batch([turns, unknown, never_drawn], batch(), arguments(), template())
     one_turn = sample(turns=[(5, 6)], rollout_prompt_ids=[9])
     with pytest.raises(DisagreementError):
-        check_training_batch([one_turn], batch(), arguments(), None)
+        check_training_batch([one_turn], batch(), arguments(), template())
 
 
 # --- the gap (M5) ---

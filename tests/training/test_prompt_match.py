@@ -1,0 +1,85 @@
+"""Prompts of rollout and training, in whatever notation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_grpo_ext.training.agreement import DisagreementError
+from swift_grpo_ext.training.prompt_match import check_prompt
+
+IDS = st.lists(st.integers(0, 5), max_size=8)
+
+PAD, SOFT = 90, 91
+WORDS = {10: "\n", 11: "\n\n", 12: "\n\n\n", 1: "a", 2: "b", 3: "ab"}
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(WORDS.get(i, f"<{i}>") for i in ids)
+
+
+def differ(rollout: list[int], training: list[int]) -> bool:
+    try:
+        check_prompt("sample 1", rollout, training, "", {PAD, SOFT}, decode)
+    except DisagreementError:
+        return True
+    return False
+
+
+@given(prompt=IDS, completion=IDS, change=st.integers(0, 7))
+def test_a_prompt_that_differs_anywhere_is_named(
+    prompt: list[int], completion: list[int], change: int
+) -> None:
+    check_prompt("sample 1", prompt, prompt + completion, "Do this.")
+    if change < len(prompt):
+        other = [*prompt[:change], 9, *prompt[change + 1 :]]
+        message = rf"sample 1: .* from token {change} on.*Do this"
+        with pytest.raises(DisagreementError, match=message):
+            check_prompt("sample 1", other, prompt + completion, "Do this.")
+
+
+def test_a_prompt_that_was_cut() -> None:
+    message = r"a prompt of 2 tokens .* from token 0 on \(\[3, 4\] against \[1, 2, 3, 4, 5\], "
+    with pytest.raises(DisagreementError, match=message):
+        check_prompt("sample 1", [3, 4], [1, 2, 3, 4, 5, 6], "")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "training"),
+    [
+        ([1, PAD, PAD, 2], [1, PAD, PAD, 2, 5]),
+        ([1, PAD, PAD, 2], [1, -200, 2, 5]),  # Phi-3-Vision, Ovis2.5
+        ([PAD, PAD, 2, PAD, 2], [-1, 2, -2, 2, 5]),
+        ([1, 12, PAD, SOFT, 2], [1, 10, 11, PAD, SOFT, 2, 5]),  # Gemma3: whitespace is merged
+        ([1, PAD, 12, 2], [1, PAD, 11, 10, 2, 5]),
+        ([1, PAD, 12], [1, PAD, 11, 10, 5]),
+        ([1, PAD, 10, 11], [1, PAD, 12]),
+    ],
+)
+def test_notation_is_no_difference(rollout: list[int], training: list[int]) -> None:
+    assert not differ(rollout, training)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "training"),
+    [
+        ([1, PAD, PAD, 2], [1, PAD, PAD, PAD, 2, 5]),  # other pixel limits
+        ([1, PAD, 2], [1, PAD, 10, 2, 5]),  # InternVL: a line more
+        ([1, PAD, 10, 2], [1, PAD, 2, 5]),
+        ([1, PAD, 2], [1, 2, 5]),
+        ([1, 2], [1, PAD, 2, 5]),
+        ([1, PAD, 2, PAD], [1, PAD, 2]),
+        ([3, PAD], [1, 2, PAD, 5]),  # words that other tokens spell
+        ([1, PAD, 3], [1, PAD, 1, 2, 5]),
+        ([1, PAD, 11], [1, PAD, 10]),
+    ],
+)
+def test_other_prompts_differ(rollout: list[int], training: list[int]) -> None:
+    assert differ(rollout, training)
+
+
+def test_a_message_spells_both_sides() -> None:
+    message = r"from token 2 on \(\[2\] against \[10, 2, 5\], 'b' against '\\nb<5>'\)"
+    with pytest.raises(DisagreementError, match=message):
+        check_prompt("sample 1", [1, PAD, 2], [1, PAD, 10, 2, 5], "", {PAD}, decode)

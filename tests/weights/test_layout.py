@@ -1,0 +1,44 @@
+"""Tensors as checkpoints have them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from swift_grpo_ext.weights.layout import checkpoint_layout
+
+TEXT = {
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2},
+    **{"num_experts_per_tok": 1, "moe_intermediate_size": 8},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}
+VISION = {
+    **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+    **{"out_hidden_size": 16, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
+    """Here twice the experts' width is the hidden size: shapes alone would tell nothing."""
+    config = transformers.Qwen3VLMoeConfig(text_config=TEXT, vision_config=VISION)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    runtime = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if lora else model
+    sent = checkpoint_layout(wrapped, runtime)
+    experts = [name for name in runtime if ".experts." in name]
+    assert len(experts) == 2
+    for name, tensor in runtime.items():
+        expected = tensor.transpose(1, 2) if name in experts else tensor
+        assert torch.equal(sent[name], expected)
+        assert sent[name].is_contiguous()
+
+
+def test_other_models_are_left_as_they_are() -> None:
+    config = transformers.Qwen2Config(vocab_size=32, hidden_size=16, num_hidden_layers=1)
+    model = transformers.Qwen2ForCausalLM(config)
+    state_dict = model.state_dict()
+    assert checkpoint_layout(model, state_dict) is state_dict
