@@ -38,7 +38,9 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
 
 
 def test_other_models_are_left_as_they_are() -> None:
-    config = transformers.Qwen2Config(vocab_size=32, hidden_size=16, num_hidden_layers=1)
+    config = transformers.Qwen2Config(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     model = transformers.Qwen2ForCausalLM(config)
     state_dict = model.state_dict()
     assert checkpoint_layout(model, state_dict) is state_dict
