@@ -80,7 +80,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if client is not None and not has_accelerator():
             from swift_grpo_ext.upstream.weight_sync import connect_client
 
-            connect_client(client)
+            connect_client(client, kwargs["args"].rollout_timeout)
         config, template = kwargs["args"], kwargs["template"]
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)

@@ -106,6 +106,7 @@ def _error(action: str, phase: str) -> str:
 
 
 WORDS = {
+    "fault": ("fault", "故障"),
     "kill": ("a replica is killed", "副本被杀"),
     "stop": ("a replica stops (SIGSTOP)", "副本停住（SIGSTOP）"),
     "delay": ("a replica is slow", "副本变慢"),
@@ -121,7 +122,8 @@ WORDS = {
     "evaluation": ("evaluation", "评估"),
     "idle": ("idle", "空闲"),
     "goes on": ("the same tokens", "token 相同"),
-    "ends": ("ends by name", "报名结束"),
+    "ends": ("ends by name", "指名结束"),
+    "upstream": ("ends with ms-swift's error", "以 ms-swift 的报错结束"),
     "": ("", ""),
 }
 
@@ -134,12 +136,13 @@ def markdown(*, chinese: bool = False) -> str:
 
     every = list(cells())
     phases = list(dict.fromkeys(("connecting", "naming itself", *OF_REPLICAS)))
-    lines = [["", *map(word, phases)], ["---"] * (len(phases) + 1)]
+    lines = [[word("fault"), *map(word, phases)], ["---"] * (len(phases) + 1)]
     for action in dict.fromkeys(cell.fault.action for cell in every):
         row = [word(action)]
         for phase in phases:
             own = [c for c in every if (c.fault.action, c.phase) == (action, phase)]
             ends = "ends" if any(c.error for c in own) else "goes on"
+            ends = "upstream" if phase == "connecting" and ends == "ends" else ends
             row.append(f"{word(ends)} ({len(own)})" if own else "")
         lines.append(row)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

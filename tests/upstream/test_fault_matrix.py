@@ -8,13 +8,14 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from swift_grpo_ext.rollout import servers
 from swift_grpo_ext.upstream import server
 from tests.stack.processes import free_port
-from tests.upstream.fault_table import OF_REPLICAS, Cell, Fault, cells
+from tests.upstream.fault_table import OF_REPLICAS, Cell, Fault, cells, markdown
 from tests.upstream.forked import RANKS, EchoServer, Outcome, Training, deployed, frozen, use_fork
 
 TIMEOUT = 5.0
@@ -120,6 +121,13 @@ def test_restarts_end_with_their_budget() -> None:
     assert [c.name for c in first.connections] == ["1.0"]
     assert first.restarts.num_awaited == 0
     assert len(first.every_process) == 3
+
+
+@pytest.mark.parametrize(("page", "chinese"), [("faults", False), ("faults_CN", True)])
+def test_the_page_holds_the_table(page: str, chinese: bool) -> None:
+    """`python -m tests.upstream.fault_table` prints it."""
+    text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text(encoding="utf-8")
+    assert markdown(chinese=chinese) in text
 
 
 def test_the_table_has_every_kind_of_cell() -> None:
