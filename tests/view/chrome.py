@@ -50,9 +50,9 @@ class Chrome:
         )
         port = port_file.read_text(encoding="utf-8").splitlines()[0]
         self._session: str | None = None
-        self._connection = connect(
-            f"ws://127.0.0.1:{port}{lines[0]}", max_size=None, proxy=None
-        )  # closed in `__exit__`
+        address = f"ws://127.0.0.1:{port}{lines[0]}"
+        self._connection = connect(address, max_size=None, proxy=None)
+        self._socket = self._connection.__enter__()  # left in `__exit__`
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(t for t in targets if t["type"] == "page")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
