@@ -70,7 +70,7 @@ LOGPROB_STEPS = 1024
 """In a nat: log-probabilities are rounded to them, and to 16 bits. The error is at most 0.0005
 nats, or 0.05% where that is more."""
 
-PACKED = {pa.list_(pa.int32()): ("i", np.int32), HALVES: ("d", np.float64)}
+PACKED = {pa.list_(pa.int32()): ("i", np.int32), HALVES: ("f", np.float32)}
 """How `struct` and numpy call the numbers of lists."""
 MISFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
 """What pyarrow raises for a value that does not fit its column."""
@@ -180,7 +180,7 @@ def _lists_of_numbers(values: list[Any], kind: pa.DataType) -> pa.ListArray | No
     lists = [v.tolist() if isinstance(v, np.ndarray) else () if v is None else v for v in values]
     try:
         packed = b"".join(struct.pack(f"{len(numbers)}{code}", *numbers) for numbers in lists)
-    except (struct.error, TypeError):
+    except (struct.error, OverflowError, TypeError):
         return None
     flat = np.frombuffer(packed, dtype)
     offsets = pa.array(np.cumsum([0, *map(len, lists)]), pa.int32())
@@ -191,7 +191,7 @@ def _lists_of_numbers(values: list[Any], kind: pa.DataType) -> pa.ListArray | No
 
 def _split_halves(logprobs: np.ndarray[Any, Any]) -> pa.StructArray:
     # From 1 on, 16 bits have no finer steps.
-    steps = np.rint(logprobs * LOGPROB_STEPS) / LOGPROB_STEPS
+    steps = np.rint(logprobs * np.float32(LOGPROB_STEPS)) / np.float32(LOGPROB_STEPS)
     with np.errstate(over="ignore"):  # what 16 bits cannot hold is infinite
         rounded = np.where(logprobs > -1, steps, logprobs).astype(np.float16)
     halves = rounded.view(np.uint8).reshape(-1, 2)
