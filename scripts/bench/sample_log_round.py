@@ -5,8 +5,8 @@
 Two ways in turns, with the same rows. *Before*: written in the step, log-probabilities in 32 bits,
 zstd level 1, lists handed to pyarrow. *Now*: handed to a thread. What the step then pays is the
 hand-over, the seconds in which the thread holds Python's lock (its CPU time in `to_batch` without
-`_split_halves`, where numpy gives the lock back: an upper bound), and the wait at the round's end, if
-the step is shorter than the writing.
+`_split_halves`, where numpy gives the lock back: an upper bound), and the wait at the round's end,
+if the step is shorter than the writing.
 
 Texts are drawn from a Markov chain over the tokens of this repository's documentation and sources,
 in the tokenizer of `--model`; log-probabilities are exponential with mean -0.5, which compresses
