@@ -97,6 +97,12 @@ def _recorded(snapshot: Snapshot, columns: Mapping[str, str], phase: str = "trai
 
 def group_means(of_round: Round, column: str) -> np.ndarray:
     """The mean of a column over each group's samples; groups without a value are left out."""
+    if column not in of_round.group_means:
+        of_round.group_means[column] = _group_means(of_round, column)
+    return of_round.group_means[column]
+
+
+def _group_means(of_round: Round, column: str) -> np.ndarray:
     if column not in of_round.rows.schema.names:
         return np.empty(0)
     values = numbers(of_round.rows[column])

@@ -72,6 +72,9 @@ class Round:
     places: tuple[Any, ...]
     """Where its rows stand on disk: another round has others."""
 
+    group_means: dict[str, np.ndarray] = field(default_factory=dict)
+    """By column, as `curves.group_means` made them: what does not change is computed once."""
+
     @cached_property
     def summary(self) -> dict[str, Any]:
         """What a list of rounds shows; `reward` is the mean, None without scores."""
