@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +30,7 @@ from swift_grpo_ext.rollout.new_tokens import check_served_tokens
 from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.upstream.api_key import REMEDY
+from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts
 from swift_grpo_ext.weights.checksums import WeightChecksums
 
 logger = get_logger()
@@ -256,6 +258,10 @@ class RolloutServers:
         self._connect(alone)
         client.pynccl_comms[server] = alone.pynccl_comms[0]
         self.replicas[server], self._members[server] = replicas, members
+
+    def bounded(self) -> AbstractContextManager[None]:
+        """Bounds what is broadcast to servers meanwhile."""
+        return bounded_broadcasts(self._client.pynccl_comms, self._timeout)
 
     def loaded_checksums(self) -> list[tuple[str, WeightChecksums]]:
         """What each worker of each server loaded in the last update, with the worker's name.

@@ -10,8 +10,9 @@ Can go when ms-swift has a communicator for CPU.
 from __future__ import annotations
 
 import datetime
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -90,6 +91,37 @@ def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
         yield
     finally:
         module.StatelessProcessGroup = upstream
+
+
+@contextmanager
+def bounded_broadcasts(communicators: Sequence[Any], timeout: float | None) -> Iterator[None]:
+    """Abort NCCL's communicators after `timeout` seconds: a broadcast to a rank that has ended
+    waits for ever. Gloo's have a bound of their own. (Only a stand-in was run: no GPU.)
+
+    Raises:
+        TimeoutError: they were aborted.
+    """
+    of_nccl = [c for c in communicators if not getattr(c, "disabled", True)]
+    if timeout is None or not of_nccl:
+        yield
+        return
+    has_fired = threading.Event()
+
+    def abort() -> None:
+        has_fired.set()
+        for communicator in of_nccl:
+            communicator.disabled = True  # what follows must not use it
+            communicator.nccl.ncclCommAbort(communicator.comm)
+
+    timer = threading.Timer(timeout, abort)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if has_fired.is_set():
+            raise TimeoutError(f"weights were not taken within {timeout:g} s (--rollout_timeout)")
 
 
 def _broadcast_tensors(communicator: GlooCommunicator, tensors: Iterable[torch.Tensor]) -> None:

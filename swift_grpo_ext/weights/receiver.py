@@ -33,7 +33,11 @@ from swift.rlhf_trainers.utils import FlattenedTensorBucket, FlattenedTensorMeta
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.vllm_repairs import repair_cpu_engine
-from swift_grpo_ext.upstream.weight_sync import GlooCommunicator, bounded_rendezvous
+from swift_grpo_ext.upstream.weight_sync import (
+    GlooCommunicator,
+    bounded_broadcasts,
+    bounded_rendezvous,
+)
 from swift_grpo_ext.weights.checksums import (
     UNFILLED,
     WeightChecksums,
@@ -111,7 +115,8 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:
-        with recorded_loads(self.model_runner.model) as loads:
+        bounded = bounded_broadcasts([self.communicator], self._timeout)
+        with bounded, recorded_loads(self.model_runner.model) as loads:
             yield
         self.record_loaded(weight_checksums(loads), loads.filled)
 

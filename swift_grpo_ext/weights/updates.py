@@ -8,6 +8,7 @@ where all ranks meet.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -155,7 +156,8 @@ class WeightUpdates:
 
     def _send(self, state_dict: StateDict, load: Load) -> None:
         sent = weight_checksums_in_background(list(state_dict.items()))
-        load(state_dict)
+        with self._servers.bounded() if self._servers else nullcontext():
+            load(state_dict)
         self._sent.update(sent())
 
 

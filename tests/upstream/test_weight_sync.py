@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -53,6 +54,31 @@ def test_a_wait_for_the_others_is_bounded() -> None:
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         GlooCommunicator(alone, 0.2).broadcast(torch.zeros(1), src=0)
     assert GlooCommunicator(alone)._timeout.total_seconds() == DEFAULT_SECONDS
+
+
+def test_a_broadcast_of_nccl_is_aborted_in_time() -> None:
+    """And the communicator is used no more; gloo's is left alone."""
+    aborted = threading.Event()
+    calls: list[str] = []
+
+    def abort(comm: str) -> None:
+        calls.append(comm)
+        aborted.set()
+
+    of_nccl = SimpleNamespace(
+        disabled=False, comm="comm", nccl=SimpleNamespace(ncclCommAbort=abort)
+    )
+    with weight_sync.bounded_broadcasts([of_nccl], 20.0):
+        pass
+    assert (of_nccl.disabled, calls) == (False, [])
+    with (
+        pytest.raises(TimeoutError, match=r"not taken within 0.05 s \(--rollout_timeout\)"),
+        weight_sync.bounded_broadcasts([SimpleNamespace(), of_nccl], 0.05),
+    ):
+        assert aborted.wait(20)
+    assert (of_nccl.disabled, calls) == (True, ["comm"])
+    with weight_sync.bounded_broadcasts([of_nccl], 0.0):  # nothing is left to bound
+        pass
 
 
 def test_no_bound_leaves_vllms() -> None:

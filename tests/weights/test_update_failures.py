@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,9 @@ class Servers:
         self.calls.append(name)
         if name in self._failures:
             raise self._failures[name]
+
+    def bounded(self) -> Any:
+        return nullcontext()
 
     def reconnect(self, *, again: bool) -> bool:
         self._call("reconnect again" if again else "reconnect")
