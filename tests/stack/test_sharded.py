@@ -26,7 +26,7 @@ pytestmark = pytest.mark.stack
 
 STEPS = 3
 RANKS = 2
-CLOSE = {"rel": 2e-4, "abs": 2e-5}
+CLOSE = {"rel": 5e-5, "abs": 2e-5}
 """Of values that are sums in another order, after steps that amplify the difference."""
 
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear", "--lora_dropout", "0")
@@ -172,6 +172,8 @@ def test_without_vllm(
 
 
 COLOCATED = ("--vllm_mode", "colocate")
+COOLER = ("--temperature", "1.0")
+"""From the whole vocabulary: hotter, no completion would end before its last possible token."""
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +198,10 @@ def test_where_vllm_draws(
 ) -> None:
     """Each update reaches the engine, and is verified, a part of the weights at a time."""
     needs_deepspeed(shards)
-    argv = (*TUNINGS[tuning], *CHUNKS, "--move_model_batches", "2")
+    argv = (*TUNINGS[tuning], *CHUNKS, *COOLER, "--move_model_batches", "2")
 
     def make(folder: Path) -> None:
-        own = (*TUNINGS[tuning], "--vllm_mode", "colocate")
+        own = (*TUNINGS[tuning], *COLOCATED, *COOLER)
         training(assets, unequal_rows, folder, *own, "--logits_shim", "off")
 
     plain = read(once(tmp_path_factory, f"plain-colocated-{tuning}", make))
