@@ -73,7 +73,7 @@ class ShardedRecordingTrainer(RolloutGRPOTrainer):
     ) -> Any:
         if self.args.logps_chunk_size:
             in_chunks = self.state.global_step % 2
-            self._logps._chunk_size = self.args.logps_chunk_size if in_chunks else 0
+            self._logps._chunk_size = int(self.args.logps_chunk_size) if in_chunks else 0
         logps, entropies = super()._get_per_token_logps_and_entropies_single(
             model, model_inputs, grpo_batch, compute_entropy
         )
