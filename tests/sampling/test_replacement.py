@@ -126,3 +126,10 @@ def test_the_order_of_candidates_is_the_rounds_own() -> None:
     ]
     for other in others:
         assert list(islice(other, 10)) != order[:10]
+
+
+def test_two_failing_groups_get_two_prompts() -> None:
+    """Also where the data set holds the first one's prompt again."""
+    [(rows, replaced)] = replace("AABB", 2, bad="ABC", spare="XCXY")
+    assert rows == "XXYY"
+    assert [r.group for r in replaced] == [0, 1]
