@@ -205,8 +205,8 @@ def test_a_server_says_what_the_trainer_decides() -> None:
         f"warning: --{name}: is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
         for name in (
             *("rollout_seed_mode", "rollout_group_requests", "duplicate_prompts"),
-            *("rollout_canary", "require_images", "sample_log", "sample_log_gb"),
-            *("stop_token_ids", "include_stop_str_in_output"),
+            *("prompt_mismatch", "rollout_canary", "require_images", "sample_log"),
+            *("sample_log_gb", "stop_token_ids", "include_stop_str_in_output"),
         )
     ]
 
