@@ -148,6 +148,7 @@ def test_what_the_help_says_of_a_flag() -> None:
         "rollout_seed_mode": ("sample | engine", "sample"),
         "rollout_group_requests": ("bool", True),
         "duplicate_prompts": ("allow | warn | error", "warn"),
+        "prompt_mismatch": ("error | warn", "error"),
         "rollout_timeout": ("float", 1800.0),
         "rollout_canary": ("stop | warn | off", "stop"),
         "rollout_restarts": ("int", 3),

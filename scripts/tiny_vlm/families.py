@@ -142,6 +142,7 @@ def _qwen3_vl(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
 
 def _qwen3_vl_moe(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    experts["norm_topk_prob"] = True  # which vLLM asks of a checkpoint
     config = transformers.Qwen3VLMoeConfig(
         text_config=_qwen_text(ids, head_dim=32, rope_parameters=QWEN3_MROPE, **experts),
         vision_config=QWEN3_VISION,

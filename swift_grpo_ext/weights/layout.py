@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import transformers
 
 StateDict = dict[str, torch.Tensor]
 
@@ -44,6 +45,8 @@ def _transpositions(model: Any) -> Iterable[tuple[re.Pattern[str], tuple[int, in
 
     Conversions that merge or split tensors are not among them: vLLM takes their runtime layout.
     """
+    if not isinstance(model, transformers.PreTrainedModel):
+        return
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import Transpose, WeightConverter

@@ -359,7 +359,9 @@ def test_a_prompt_that_training_sees_otherwise_stops_the_run(tmp_path: Path) -> 
         trainer._prepare_batch_inputs(bad)
 
 
-@pytest.mark.parametrize(("max_length", "remedy"), [(2, "--max_length 9"), (3, "MAX_PIXELS")])
+@pytest.mark.parametrize(
+    ("max_length", "remedy"), [(2, "--max_length 9"), (3, "--prompt_mismatch warn")]
+)
 def test_the_remedy_follows_the_templates_limit(
     max_length: int, remedy: str, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def assert_cell(cell: Cell, outcome: Outcome) -> None:
         assert re.search(cell.error, error), error
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("cell", list(cells()), ids=str)
 def test_faults(cell: Cell) -> None:
     waits = cell.fault.action == "stop" or (cell.phase == "connecting" and bool(cell.error))
@@ -97,6 +98,7 @@ def test_faults(cell: Cell) -> None:
 # --- replicas come back (SPEC F4) ---
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize(
     ("phase", "replicas"), [("round", (2,)), ("idle", (1,)), ("round", (1, 1)), ("loading", (2,))]
 )
@@ -113,6 +115,7 @@ def test_a_replica_that_was_lost_comes_back(phase: str, replicas: tuple[int, ...
     assert connection.process.pid in last_drew
 
 
+@pytest.mark.stack
 def test_restarts_end_with_their_budget() -> None:
     """One that is lost again after its second start stays lost; the other draws."""
     fault = Fault(action="kill", method="infer train", call=1, lives=2)
