@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, Qwen2TokenizerFast
 
 from swift_grpo_ext.weights.layout import checkpoint_layout
@@ -43,6 +45,8 @@ SIGLIP = {
     "vision_use_head": False,
 }
 
+SIGLIP_NAMES = ("vision_tower.", "vision_tower.vision_model.")
+
 Ids = Callable[[str], int]
 
 
@@ -61,11 +65,16 @@ class Family:
     tokens: Mapping[int, str] | tuple[str, ...] = SPECIAL_TOKENS
     """Special tokens after the byte pairs, in order; or by id."""
 
+    plain: Mapping[int, str] = MappingProxyType({})
+    """Added tokens that are no special ones, by id."""
+
     eos: str = "<|im_end|>"
     names: Mapping[str, str] | None = None
     """Special tokens that the family's processor asks its tokenizer for, by attribute."""
 
     has_images: bool = True
+    renamed: tuple[str, str] | None = None
+    """The beginning of names as transformers saves them, and in published checkpoints."""
 
 
 def _qwen_text(ids: Ids, **more: Any) -> dict[str, Any]:
@@ -221,6 +230,8 @@ GEMMA3_TOKENS = {
     256_000: "<end_of_image>",
     262_144: "<image_soft_token>",
 }
+NEWLINES = {NUM_RANKS + 4 + i: "\n" * i for i in range(1, 5)}
+"""Tokens of Gemma's vocabulary that vLLM merges beside an image."""
 
 
 def _gemma3(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
@@ -266,7 +277,12 @@ def _glm4v(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
             "vocab_size": architecture.VOCAB_SIZE,
             "pad_token_id": ids("<|endoftext|>"),
             "eos_token_id": [ids("<|endoftext|>"), ids("<|user|>"), ids("<|observation|>")],
-            "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0},
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                **ROPE,
+                "mrope_section": [2, 3, 3],
+                "partial_rotary_factor": 0.5,
+            },
         },
         vision_config={
             "depth": 2,
@@ -282,7 +298,7 @@ def _glm4v(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
         image_end_token_id=ids("<|end_of_image|>"),
         video_start_token_id=ids("<|begin_of_video|>"),
         video_end_token_id=ids("<|end_of_video|>"),
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
     )
     processor = transformers.Glm4vProcessor(
         image_processor=transformers.Glm4vImageProcessor(),
@@ -307,7 +323,6 @@ FAMILIES = {
             name="internvl",
             template="internvl_hf",
             build=_internvl,
-            model_type="internvl_hf",
             tokens=INTERNVL_TOKENS,
             names={
                 "start_image_token": "<img>",
@@ -322,6 +337,7 @@ FAMILIES = {
             build=_llava_onevision,
             model_type="llava_onevision_hf",
             tokens=LLAVA_TOKENS,
+            renamed=SIGLIP_NAMES,
         ),
         Family(
             name="gemma3",
@@ -329,6 +345,8 @@ FAMILIES = {
             build=_gemma3,
             model_type="gemma3_vision",
             tokens=GEMMA3_TOKENS,
+            plain=NEWLINES,
+            renamed=SIGLIP_NAMES,
             eos="<end_of_turn>",
             names={
                 "boi_token": "<start_of_image>",
@@ -346,13 +364,26 @@ def make_tokenizer(family: Family, ranks: dict[bytes, int]) -> Qwen2TokenizerFas
     tokens = family.tokens
     if isinstance(tokens, tuple):
         tokens = dict(enumerate(tokens, NUM_RANKS))
-    places = {tokens.get(i, f"<unused{i}>"): i for i in range(NUM_RANKS, max(tokens) + 1)}
-    special = tuple(tokens.values())
+    known = {**tokens, **family.plain}
+    places = {known.get(i, f"<unused{i}>"): i for i in range(NUM_RANKS, max(known) + 1)}
+    special, plain = tuple(tokens.values()), tuple(family.plain.values())
     named = dict(family.names or {})
-    tokenizer = build_tokenizer(ranks, special, (), places, family.eos, **named)
-    for i, token in tokens.items():
+    tokenizer = build_tokenizer(ranks, special, plain, places, family.eos, **named)
+    for i, token in known.items():
         assert tokenizer.encode(token) == [i], f"{token}: {tokenizer.encode(token)}, not {i}"
     return tokenizer
+
+
+def published_names(model: Any, family: Family, path: Path) -> None:
+    """Make a saved file what published ones are: transformers 5.19 loads experts transposed, and
+    saves them as it holds them; SigLIP's parameters have lost a level of their names there."""
+    tensors = checkpoint_layout(model, load_file(path))
+    old, new = family.renamed or ("", "")
+    tensors = {
+        new + name.removeprefix(old) if name.startswith(old) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def make_family(family: Family, ranks: dict[bytes, int], output: Path, seed: int) -> int:
@@ -375,7 +406,8 @@ def make_family(family: Family, ranks: dict[bytes, int], output: Path, seed: int
         bos_token_id=getattr(text, "bos_token_id", None),
         eos_token_id=text.eos_token_id,
     )
-    # transformers 5.19 loads experts transposed, and saves them as it holds them.
-    model.save_pretrained(output, state_dict=checkpoint_layout(model, model.state_dict()))
+    model.save_pretrained(output)
+    if family.renamed or family.name.endswith("_moe"):
+        published_names(model, family, output / "model.safetensors")
     processor.save_pretrained(output)
     return int(model.num_parameters())

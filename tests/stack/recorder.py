@@ -61,7 +61,7 @@ class RecordingTrainer(RolloutGRPOTrainer):
 def _count_work(engine: Any, path: Path) -> None:
     """Write down each request that vLLM is given, and the images that its vision tower encodes."""
     add_request, model = engine.engine.add_request, engine.inner_model
-    embed_multimodal = model.embed_multimodal
+    embed_multimodal = getattr(model, "embed_multimodal", None)  # of models that see
 
     def write(record: dict[str, Any]) -> None:
         with path.open("a", encoding="utf-8") as f:
@@ -77,7 +77,9 @@ def _count_work(engine: Any, path: Path) -> None:
         write({"encoded": len(kwargs.get("image_grid_thw", ()))})
         return embed_multimodal(**kwargs)
 
-    engine.engine.add_request, model.embed_multimodal = counted_request, counted_embed
+    engine.engine.add_request = counted_request
+    if embed_multimodal is not None:
+        model.embed_multimodal = counted_embed
 
 
 def _logprobs(output: Any) -> list[float]:

@@ -35,7 +35,8 @@ def ranks() -> dict[bytes, int]:
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
-    return request.param
+    param: Family = request.param
+    return param
 
 
 @pytest.fixture
