@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class Family:
     tokens: Mapping[int, str] | tuple[str, ...] = SPECIAL_TOKENS
     """Special tokens after the byte pairs, in order; or by id."""
 
-    plain: Mapping[int, str] = MappingProxyType({})
+    plain: Mapping[int, str] | None = None
     """Added tokens that are no special ones, by id."""
 
     eos: str = "<|im_end|>"
@@ -364,9 +363,10 @@ def make_tokenizer(family: Family, ranks: dict[bytes, int]) -> Qwen2TokenizerFas
     tokens = family.tokens
     if isinstance(tokens, tuple):
         tokens = dict(enumerate(tokens, NUM_RANKS))
-    known = {**tokens, **family.plain}
+    plain_tokens = dict(family.plain or {})
+    known = {**tokens, **plain_tokens}
     places = {known.get(i, f"<unused{i}>"): i for i in range(NUM_RANKS, max(known) + 1)}
-    special, plain = tuple(tokens.values()), tuple(family.plain.values())
+    special, plain = tuple(tokens.values()), tuple(plain_tokens.values())
     named = dict(family.names or {})
     tokenizer = build_tokenizer(ranks, special, plain, places, family.eos, **named)
     for i, token in known.items():

@@ -32,8 +32,10 @@ PATH = "/swift_grpo_ext/claim/"
 SECONDS_OF_CLAIM = 15.0
 SECONDS_BETWEEN_BEATS = 3.0
 
-CONNECTING = "/init_communicator"
-OF_OWNER = (CONNECTING, "/close_communicator", "/update_", "/process_weights_after_loading")
+CONNECTING = ("/close_communicator", "/init_communicator")
+"""What ms-swift's client asks first: a group that a dead training left has to go before its own."""
+
+OF_OWNER = (*CONNECTING, "/update_", "/process_weights_after_loading")
 """Beginnings of the routes that change weights, or the group that brings them."""
 
 
