@@ -52,9 +52,11 @@ def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None
 
 
 def test_a_dead_trainings_claim_ends_by_itself(url: str) -> None:
-    """One that takes its place waits for that."""
+    """One that takes its place waits for that, first of all with the end of the dead one's group:
+    replicas that are still in it would not join another."""
     requests.post(f"{url}{PATH}", headers=claim_of(url, "runs/a")._headers, timeout=20)
-    assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 409
+    assert requests.post(f"{url}/update_named_param/", timeout=20).status_code == 409
+    assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 200
     assert connect(url).status_code == 200
 
 
