@@ -18,7 +18,6 @@ from swift.utils import get_logger
 from torch import nn
 
 from swift_grpo_ext.arguments import ExtFlags
-from swift_grpo_ext.logits import base_model
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
 from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.record.row import SampleRow
@@ -423,7 +422,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _load_state_dict_to_vllm(self, state_dict: dict[str, Any]) -> None:
         load = super()._load_state_dict_to_vllm
-        state_dict = checkpoint_layout(base_model(self.model), state_dict)
+        state_dict = checkpoint_layout(self.model, state_dict)
         if self.vllm_mode == "colocate":
             self._weights.load_colocated(state_dict, self.engine, load)
         else:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import transformers
 
+from swift_grpo_ext.logits import base_model
+
 StateDict = dict[str, torch.Tensor]
 
 
@@ -23,11 +25,10 @@ def checkpoint_layout(model: Any, state_dict: StateDict) -> StateDict:
     """Tensors, some of them transposed, as the model's checkpoint has them.
 
     Args:
-        model: of transformers, wrapped by PEFT or not, whose parameters these are.
+        model: of transformers, wrapped in any way, whose parameters these are.
         state_dict: tensors by the names that the checkpoint has.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    transposed = list(_transpositions(model))
+    transposed = list(_transpositions(base_model(model)))
     if not transposed:
         return state_dict
 
