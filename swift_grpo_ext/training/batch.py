@@ -53,6 +53,7 @@ def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template
         args: of the training.
         template: of the training; its `max_length` is that of rollouts.
     """
+    placeholders = placeholder_ids(template)
     for sample in samples:
         prompt_ids = getattr(sample, "rollout_prompt_ids", None)
         # A conversation of several turns has its prompt checked by its own scheduler.
@@ -65,7 +66,7 @@ def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template
                     prompt_ids,
                     training_ids,
                     _remedy(args, is_cut),
-                    placeholder_ids(template),
+                    placeholders,
                     template.tokenizer.decode,
                 )
             except DisagreementError as e:
