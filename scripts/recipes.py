@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from compat.table import put_into
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
@@ -291,15 +292,6 @@ def _where(option: Option, language: int) -> str:
     return f"`{option.tests[0]}`" if option.verdict == "tested" else ""
 
 
-def put_into(text: str, table: str) -> str:
-    """`text` with what is between the marks replaced; raises `ValueError` where they are not."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"there is no {BEGIN} ... {END} to put the tables into")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="into docs/recipes.md and _CN.md")
@@ -310,7 +302,7 @@ def main() -> int:
     elif not arguments.write:
         print(made("en"))
     for language, page in PAGES.items() if arguments.write else ():
-        text = put_into(page.read_text(encoding="utf-8"), made(language))
+        text = put_into(page.read_text(encoding="utf-8"), made(language), BEGIN, END)
         page.write_text(text, encoding="utf-8")
         print(f"{page.relative_to(ROOT)}: written")
     return 0

@@ -23,13 +23,13 @@ def table(trials: Iterable[Trial]) -> str:
     return "\n".join([*HEAD, *map(_row, trials), *(["", *notes] if notes else [])])
 
 
-def put_into(text: str, made: str) -> str:
+def put_into(text: str, made: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with what is between the marks replaced; raises `ValueError` where they are not."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"there is no {BEGIN} ... {END} to put the table into")
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"there is no {begin} ... {end} to put the table into")
+    return f"{before}{begin}\n\n{made}\n\n{end}{after}"
 
 
 def rows_of(text: str) -> dict[str, bool]:
