@@ -6,7 +6,8 @@ not wait for one another:
     RUN_DIR/samples/session-0000-rank-00000.arrows
     RUN_DIR/rewards/session-0000-rank-00000.arrows
 
-A file is an Arrow IPC stream of batches compressed with zstd, each with rows of one round. A row is
+A file is an Arrow IPC stream of batches compressed with zstd, each with rows of one round, and with
+checksums (`checksums.py`). A row is
 on disk when `append` returns: a process that is killed, or a machine that loses power, loses at
 most the rows that were being appended. `reader` reads what is there, also while the run goes on.
 With a bound, a rank begins another file (`...-part-0001.arrows`) when one holds an eighth of it,
@@ -29,6 +30,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from swift_grpo_ext.record.checksums import column_checksums, text_checksum
 from swift_grpo_ext.record.row import SCHEMA, STORED_SCHEMA, Row, to_batch
 
 ROWS_PER_BATCH = 1024
@@ -41,6 +43,13 @@ ZSTD_LEVEL = 9
 
 PARTS = 8
 """Files that a bounded log is kept in."""
+
+CRC32 = "crc32"
+"""In a file's header, its checksum: where it stands, each batch has one for each column."""
+
+
+def header_checksum(metadata: Mapping[str, str]) -> str:
+    return text_checksum(" ".join(f"{k}={v}" for k, v in sorted(metadata.items()) if k != CRC32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +110,9 @@ class SampleLog:
         """Opens a log of another table (`table=`), for the same rank and session."""
 
         self.path = table.folder(run_dir) / f"session-{session:04d}-rank-{rank:05d}.arrows"
-        metadata = {"version": table.version, **names}
-        self._schema = table.stored.with_metadata({k: str(v) for k, v in metadata.items()})
+        metadata = {k: str(v) for k, v in {"version": table.version, **names}.items()}
+        metadata[CRC32] = header_checksum(metadata)
+        self._schema = table.stored.with_metadata(metadata)
         self._rank, self._max_bytes = rank, max_bytes
         self._closed = False
         self._begin(self.path)
@@ -132,7 +142,7 @@ class SampleLog:
             return
         with self._explained():
             for batch in batches:
-                self._writer.write_batch(batch)
+                self._writer.write_batch(batch, column_checksums(batch))
             self._flush()
             if self._max_bytes is not None:
                 self._stay_within(self._max_bytes)

@@ -36,7 +36,8 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from swift_grpo_ext.record.log import FILE_NAME, SAMPLES, Table
+from swift_grpo_ext.record.checksums import check_columns
+from swift_grpo_ext.record.log import CRC32, FILE_NAME, SAMPLES, Table, header_checksum
 from swift_grpo_ext.record.rewards import REWARDS
 from swift_grpo_ext.record.row import HALVES, ROUND_COLUMNS, SampleRow, join_halves, to_rows
 from swift_grpo_ext.sampling.seeding import Phase
@@ -383,7 +384,10 @@ def _session(
     """The session that a file's header names; raises one of `DAMAGE` where it is damaged."""
     source.seek(0)
     schema = pa.ipc.open_stream(source).schema
-    version = int(schema.metadata[b"version"])
+    metadata = {k.decode(): v.decode() for k, v in schema.metadata.items()}
+    if metadata.get(CRC32, "") not in ("", header_checksum(metadata)):
+        raise ValueError("another header")
+    version = int(metadata["version"])
     known = {**table.older, table.version: table.stored}
     if version not in known:
         raise UnreadableLogError(
@@ -392,7 +396,7 @@ def _session(
         )
     if not schema.equals(known[version]):
         raise ValueError("other columns")
-    start_step = int(schema.metadata[b"start_step"])
+    start_step = int(metadata["start_step"])
     match = FILE_NAME.fullmatch(path.name)
     assert match is not None
     number = int(match[1])
@@ -452,10 +456,13 @@ def _open(
 def _read_batch(
     stream: pa.ipc.RecordBatchStreamReader, source: pa.NativeFile, offset: int
 ) -> pa.RecordBatch:
-    """Raises one of `DAMAGE` where the batch is not what was written, as far as that shows."""
+    """Raises one of `DAMAGE` where the batch is not what was written; in an older file, without
+    checksums, as far as that shows."""
     source.seek(offset)
-    batch = stream.read_next_batch()
+    batch, checksums = stream.read_next_batch_with_custom_metadata()
     batch.validate(full=True)
+    if checksums or CRC32.encode() in stream.schema.metadata:
+        check_columns(batch, checksums or {})
     columns = [join_halves(c) if c.type == HALVES else c for c in batch.columns]
     fields = [f.with_type(c.type) for f, c in zip(batch.schema, columns, strict=True)]
     return pa.record_batch(columns, schema=pa.schema(fields))

@@ -332,3 +332,18 @@ def test_a_selection_that_is_none(
     assert main(["samples", str(run_dir), *argv]) == 1
     message = capsys.readouterr().err
     assert re.search(error, message), message
+
+
+def test_a_changed_score_is_left_out(tmp_path: Path) -> None:
+    """Of booleans and maps too: what is read after a flipped bit is what was written."""
+    record(tmp_path, *(sample_id(group=i) for i in range(3)))
+    written = read_rewards(tmp_path).to_pylist()
+    [path] = (tmp_path / "rewards").iterdir()
+    data = path.read_bytes()
+    counts = []
+    for position in range(0, len(data), 97):
+        path.write_bytes(data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
+        read = read_rewards(tmp_path).to_pylist()
+        assert read in ([], written), position
+        counts.append(len(read))
+    assert {*counts} == {0, 3}
