@@ -8,6 +8,11 @@ vLLM (on a CPU, too) and ms-swift (`--model DIR --model_type qwen2_5_vl --templa
 load. After the warm start it answers "Which digit is this?" in the right form, and its samples are
 right on about a third of the images: room for GRPO to improve, and groups whose rewards differ.
 
+    python scripts/make_tiny_vlm.py --output DIR --family qwen3_vl
+
+makes a random model of another family in seconds (`tiny_vlm/families.py` lists them), of which no
+warm start is known.
+
 `tiny_vlm.json` beside the weights says how good this model is on the held-out images, and what
 made it. The same seed, versions and kind of processor give the same weights. It takes 30 to 40
 seconds on an idle machine, most of them on one core.
@@ -23,6 +28,14 @@ from typing import Any
 from tiny_vlm.output_folder import MANIFEST, claim, finish, read_manifest
 
 REPORT = "tiny_vlm.json"
+
+
+def check_family(name: str) -> None:
+    """Raise `ValueError` for a family that is not known; names those that are."""
+    from tiny_vlm.families import FAMILIES
+
+    if name not in FAMILIES:
+        raise ValueError(f"--family {name} is not known; expected one of {', '.join(FAMILIES)}")
 
 
 def find_digits_seed(data: Path | None) -> int:
@@ -76,19 +89,31 @@ def make_tiny_vlm(output: Path, data: Path | None, seed: int) -> dict[str, Any]:
     return report
 
 
+def make_one_of_family(output: Path, name: str, seed: int) -> dict[str, Any]:
+    """Write a random model of a family into the existing folder `output`; the report."""
+    from tiny_vlm import families
+    from tiny_vlm.tokenizer import find_ranks_file, read_ranks
+
+    family = families.FAMILIES[name]
+    count = families.make_family(family, read_ranks(find_ranks_file()), output, seed)
+    return {"seed": seed, "num_parameters": count, "swift": family.swift_argv}
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--data", type=Path, help="folder that make_digits.py wrote")
     parser.add_argument("--seed", type=int, default=0, help="decides the weights (default: 0)")
     parser.add_argument("--no-warm-start", action="store_true", help="leave the weights random")
+    parser.add_argument("--family", help="of a random model; default: a trained Qwen2.5-VL")
     parser.add_argument("--force", action="store_true", help="build again, whatever is there")
     return parser.parse_args(argv)
 
 
 def summary(report: dict[str, Any]) -> str:
     if "heldout" not in report:
-        return f"{report['num_parameters']:,} parameters, random weights"
+        given = f" ({' '.join(report['swift'])})" if "swift" in report else ""
+        return f"{report['num_parameters']:,} parameters, random weights{given}"
     heldout = report["heldout"]
     return (
         f"{report['num_parameters']:,} parameters, {report['num_steps']} warm-start steps; "
@@ -99,14 +124,21 @@ def summary(report: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    data = None if args.no_warm_start else args.data
+    has_warm_start = not (args.no_warm_start or args.family)
     try:
-        digits_seed = None if args.no_warm_start else find_digits_seed(args.data)
-        settings = {"seed": args.seed, "digits_seed": digits_seed}
+        digits_seed = find_digits_seed(args.data) if has_warm_start else None
+        settings: dict[str, Any] = {"seed": args.seed, "digits_seed": digits_seed}
+        if args.family:
+            check_family(args.family)
+            settings["family"] = args.family
         if not claim(args.output, settings, force=args.force):
             print(f"{args.output} is complete already; nothing to do")
             return
-        report = make_tiny_vlm(args.output, data, args.seed)
+        if args.family:
+            report = make_one_of_family(args.output, args.family, args.seed)
+        else:
+            data = args.data if has_warm_start else None
+            report = make_tiny_vlm(args.output, data, args.seed)
     except ValueError as error:
         raise SystemExit(f"make_tiny_vlm: {error}") from error
     finish(args.output, settings)

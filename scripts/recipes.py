@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from compat.table import put_into
+from compat.table import write_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
@@ -299,12 +299,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.not_tried:
         print("\n".join(_not_tried()))
-    elif not arguments.write:
+    elif arguments.write:
+        write_pages(PAGES, made, BEGIN, END)
+    else:
         print(made("en"))
-    for language, page in PAGES.items() if arguments.write else ():
-        text = put_into(page.read_text(encoding="utf-8"), made(language), BEGIN, END)
-        page.write_text(text, encoding="utf-8")
-        print(f"{page.relative_to(ROOT)}: written")
     return 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from compat.trial import Counts, Trial
 
@@ -30,6 +31,16 @@ def put_into(text: str, made: str, begin: str = BEGIN, end: str = END) -> str:
     if not (found_begin and found_end):
         raise ValueError(f"there is no {begin} ... {end} to put the table into")
     return f"{before}{begin}\n\n{made}\n\n{end}{after}"
+
+
+def write_pages(
+    pages: Mapping[str, Path], made: Callable[[str], str], begin: str, end: str
+) -> None:
+    """Put what is `made` for each language between the marks of its page, and say so."""
+    for language, page in pages.items():
+        text = put_into(page.read_text(encoding="utf-8"), made(language), begin, end)
+        page.write_text(text, encoding="utf-8")
+        print(f"{page.name}: written")
 
 
 def rows_of(text: str) -> dict[str, bool]:

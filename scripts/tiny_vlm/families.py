@@ -75,6 +75,11 @@ class Family:
     renamed: tuple[str, str] | None = None
     """The beginning of names as transformers saves them, and in published checkpoints."""
 
+    @property
+    def swift_argv(self) -> list[str]:
+        """What `swift rlhf` and `swift rollout` have to be told."""
+        return ["--model_type", self.model_type or self.name, "--template", self.template]
+
 
 def _qwen_text(ids: Ids, **more: Any) -> dict[str, Any]:
     eos = {"bos_token_id": ids("<|endoftext|>"), "eos_token_id": ids("<|im_end|>")}

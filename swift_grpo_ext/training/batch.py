@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,7 @@ from swift_grpo_ext.training.agreement import (
     check_counts,
     gap_limit,
 )
-from swift_grpo_ext.training.prompt_match import check_prompt
+from swift_grpo_ext.training.prompt_match import check_prompt, with_text_of
 
 logger = get_logger()
 
@@ -42,6 +43,43 @@ def check_counts_of(samples: Sequence[Any]) -> None:
         check_counts(_name(sample), _trained_ids(sample), _logprobs(sample))
 
 
+@contextmanager
+def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None]:
+    """Let what `template` collates have the line breaks of the prompts that rollouts saw.
+
+    Args:
+        template: of ms-swift; changed within the block only.
+        samples: those that are encoded and collated there.
+    """
+    collate, placeholders = template.data_collator, placeholder_ids(template)
+
+    def data_collator(batch: list[dict[str, Any]], **kwargs: Any) -> Any:
+        prompts = {
+            id(sample.encoded): getattr(sample, "rollout_prompt_ids", None)
+            for sample in samples
+            if _num_turns(sample) == 1
+        }
+        for encoded in batch:
+            prompt = prompts.get(id(encoded))
+            decode = template.tokenizer.decode
+            changed = with_text_of(prompt, encoded, placeholders, decode) if prompt else {}
+            encoded.update(changed)
+            if changed:
+                logger.info_once(
+                    "ms-swift's template writes other line breaks beside media for training than "
+                    "for vLLM, or vLLM merges them (docs/families.md): training has those that the "
+                    "rollout saw.",
+                    hash_id="line_breaks",
+                )
+        return collate(batch, **kwargs)
+
+    template.data_collator = data_collator
+    try:
+        yield
+    finally:
+        del template.data_collator
+
+
 def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template: Any) -> None:
     """Raise `DisagreementError` where training sees other prompts (SPEC M3) or tokens (SPEC M6).
 
@@ -55,29 +93,31 @@ def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template
     """
     placeholders = placeholder_ids(template)
     for sample in samples:
-        prompt_ids = getattr(sample, "rollout_prompt_ids", None)
-        # A conversation of several turns has its prompt checked by its own scheduler.
-        if prompt_ids and _num_turns(sample) == 1:
-            training_ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
-            is_cut = bool(template.max_length) and len(prompt_ids) >= template.max_length
-            try:
-                check_prompt(
-                    _name(sample),
-                    prompt_ids,
-                    training_ids,
-                    _remedy(args, is_cut),
-                    placeholders,
-                    template.tokenizer.decode,
-                )
-            except DisagreementError as e:
-                if args.prompt_mismatch == "error":
-                    raise
-                logger.warning_once(
-                    f"{e} Training goes on (--prompt_mismatch warn); its log-probabilities are of "
-                    "its own prompt, and rollout_gap says how far they lie apart. (Said once.)",
-                    hash_id="prompt_mismatch",
-                )
+        prompt_ids = getattr(sample, "rollout_prompt_ids", None) or ()
+        is_cut = bool(template.max_length) and len(prompt_ids) >= template.max_length
+        try:
+            check_prompt_of(sample, template, placeholders, _remedy(args, is_cut))
+        except DisagreementError as e:
+            if args.prompt_mismatch == "error":
+                raise
+            logger.warning_once(
+                f"{e} Training goes on (--prompt_mismatch warn); its log-probabilities are of "
+                "its own prompt, and rollout_gap says how far they lie apart. (Said once.)",
+                hash_id="prompt_mismatch",
+            )
     _check_alignment(samples, batch)
+
+
+def check_prompt_of(
+    sample: Any, template: Any, placeholders: Sequence[int], remedy: str = ""
+) -> None:
+    """`check_prompt` for an encoded sample, where it knows what its rollout saw."""
+    prompt_ids = getattr(sample, "rollout_prompt_ids", None)
+    # A conversation of several turns has its prompt checked by its own scheduler.
+    if prompt_ids and _num_turns(sample) == 1:
+        training_ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
+        decode = template.tokenizer.decode
+        check_prompt(_name(sample), prompt_ids, training_ids, remedy, placeholders, decode)
 
 
 def _remedy(args: Any, is_cut: bool) -> str:

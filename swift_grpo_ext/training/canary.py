@@ -17,10 +17,11 @@ from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch, encode_sample
 from swift.trainers import disable_gradient_checkpointing
 from swift.utils import get_logger
 
+from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.training.agreement import Gap, gap_limit
-from swift_grpo_ext.training.batch import gap_of
+from swift_grpo_ext.training.agreement import DisagreementError, Gap, gap_limit
+from swift_grpo_ext.training.batch import check_prompt_of, gap_of, rollouts_own_prompts
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 
@@ -87,6 +88,7 @@ class WeightCanary:
         for output in draw(self._prompt, ids, config):
             probe = deepcopy(self._prompt)
             probe.apply_rollout_output(rollout_output=output)
+            probe.rollout_prompt_ids = output.response.prompt_token_ids
             self._probes.append(probe)
 
     def judge(self, trainer: Any, step: int) -> float | None:
@@ -129,12 +131,20 @@ def _engine_of(probe: Any) -> str:
 def _gap(trainer: Any, probe: Any) -> Gap:
     """Of one pass of the trainer's model, as ms-swift makes it for a batch of this sample."""
     template = trainer.template
-    with trainer._template_context(template), only_sampled_tokens(template, [probe]):
+    sampled, own_prompt = (
+        only_sampled_tokens(template, [probe]),
+        rollouts_own_prompts(template, [probe]),
+    )
+    with trainer._template_context(template), sampled, own_prompt:
         probe.encoded = encode_sample(probe, template)
         probe.encoded.pop("_extra_kwargs", None)
         inputs, batch = collate_to_grpo_micro_batch(
             [probe], template, device=trainer.accelerator.device, use_logits_to_keep=True
         )
+    try:
+        check_prompt_of(probe, template, placeholder_ids(template))
+    except DisagreementError:
+        return Gap()  # of two prompts; the round's own check says so
     inputs.pop("labels", None)
     checkpointing = disable_gradient_checkpointing(
         trainer.model, trainer.args.gradient_checkpointing_kwargs

@@ -2,13 +2,15 @@
 
 Templates of ms-swift write media in one way for training and in another for vLLM. What differs in
 notation alone is no difference: a placeholder may be a negative number in training, and whitespace
-beside a media item may be cut into other tokens that spell the same.
+beside a media item may be cut into other tokens that spell the same. Where line breaks differ,
+training is given those of the rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate, chain, groupby
+from typing import Any
 
 from swift_grpo_ext.training.agreement import DisagreementError
 
@@ -58,6 +60,69 @@ def check_prompt(
         f"with; they differ from token {first} on ({seen} against {trained}, {words[0]} against "
         f"{words[1]}). {remedy}"
     )
+
+
+def with_text_of(
+    rollout: Sequence[int],
+    encoded: Mapping[str, Any],
+    placeholders: Collection[int] = (),
+    decode: Decode = str,
+) -> dict[str, Any]:
+    """What changes of an encoded sample so that it has the text of the rollout's prompt.
+
+    Templates that write a line more beside an image for training (ms-swift's InternVL), or engines
+    that merge line breaks (vLLM's Gemma3), make two prompts of one row. The policy was asked with
+    the rollout's: it is trained on that one. Media stay as they are encoded.
+
+    Args:
+        rollout: as `check_prompt`'s.
+        encoded: ms-swift's, with `input_ids`, `labels` (-100 in the prompt) and what else has one
+            value for each token.
+
+    Returns:
+        New entries; none where the prompts are equal or differ in more than line breaks, where
+        there is no media, or where text tokens of the prompt do not share an entry's value.
+    """
+    ids, labels = encoded["input_ids"], encoded.get("labels")
+    if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
+        return {}
+    num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+    ours, theirs = _spans(rollout, placeholders), _spans(ids[:num_prompt], placeholders)
+    pairs = list(zip(ours, theirs, strict=False))
+    has_media = len(ours) == len(theirs) > 1
+    if not has_media or not all(_differ_in_lines(*pair, decode) for pair in pairs):
+        return {}
+    ends = list(accumulate(len(their) for _, their in theirs))
+    changed: dict[str, Any] = {"length": 0} if "length" in encoded else {}
+    for name, values in encoded.items():
+        if not isinstance(values, list) or len(values) != len(ids):
+            continue
+        parts = [
+            values[end - len(their) : end] for end, (_, their) in zip(ends, theirs, strict=True)
+        ]
+        of_text = {
+            v for (is_media, _), part in zip(ours, parts, strict=True) if not is_media for v in part
+        }
+        if name != "input_ids" and len(of_text) != 1:
+            return {}
+        text = [own if name == "input_ids" else [*of_text] * len(own) for _, own in ours]
+        chosen = [
+            p if is_media else t for (is_media, _), p, t in zip(ours, parts, text, strict=True)
+        ]
+        changed[name] = [*chain(*chosen), *values[num_prompt:]]
+    if "length" in changed:
+        changed["length"] = len(changed["input_ids"])
+    return changed
+
+
+def _differ_in_lines(rollout: Span, training: Span, decode: Decode) -> bool:
+    """Whether two parts of a prompt are the same, or have the same text but for line breaks."""
+    (is_media, ours), (_, theirs) = rollout, training
+    if ours == theirs:
+        return True
+    if is_media:
+        return min(theirs) < 0
+    return decode(ours).replace("\n", "") == decode(theirs).replace("\n", "")
 
 
 def _spans(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:

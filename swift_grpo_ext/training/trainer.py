@@ -41,6 +41,7 @@ from swift_grpo_ext.training.batch import (
     ZeroGradientWarning,
     check_counts_of,
     check_training_batch,
+    rollouts_own_prompts,
     switch_off_dropout,
 )
 from swift_grpo_ext.training.canary import WeightCanary
@@ -327,7 +328,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if canary_gap is not None:
             self._metrics[self._mode]["rollout_gap/canary"].append(canary_gap)
         check_counts_of(samples)
-        with shared_media(self.template), only_sampled_tokens(self.template, samples):
+        own_prompts = rollouts_own_prompts(self.template, samples)
+        with shared_media(self.template), only_sampled_tokens(self.template, samples), own_prompts:
             batches = super()._prepare_batch_inputs(samples)
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
             check_training_batch(chunk, batch, self.args, self.template)

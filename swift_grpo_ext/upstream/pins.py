@@ -168,6 +168,8 @@ vllm.v1.worker.cpu_model_runner:CPUModelRunner
     _sample: self logits spec_decode_metadata
 vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed
     make_group_name: communicator
+vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod
+    _setup_kernel: self layer w13 w2
 vllm.distributed.utils:StatelessProcessGroup
     (): rank world_size store
 """)

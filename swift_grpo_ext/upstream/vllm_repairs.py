@@ -1,4 +1,4 @@
-"""Three repairs of vLLM 0.32, each with what went wrong, where, and when it can go.
+"""Four repairs of vLLM 0.32, each with what went wrong, where, and when it can go.
 
 `serve_split_prompts` (CPU). Symptom: `RuntimeError: CPU Generator does not use offset` ends the
 engine as soon as the prompt of a request with a seed does not fit into one step
@@ -15,6 +15,12 @@ Upstream: v1/worker/cpu_worker.py: the name of the ranks' memory is made of what
 colon of the rendezvous' address. That is a port, but `//` for `env://`, the address of every
 colocated engine.
 Here: the port of the rendezvous becomes part of the name. Can go when vLLM's name differs.
+
+`pack_experts_anew` (CPU). Symptom: after its first weight update a mixture of experts samples from
+other weights than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE), and nothing fails.
+Upstream: model_executor/layers/fused_moe/unquantized_fused_moe_method.py, `_setup_kernel`: experts
+are packed for the CPU's kernel when they are loaded first, and never again.
+Here: experts that an update brought are packed too. Can go when vLLM packs them.
 
 `load_processors_uncopied`. Symptom: the first request with an image waits for 17 s (151,936 tokens
 of Qwen2.5-VL, one core). vLLM hands its tokenizer to `from_pretrained` of the processor, which
@@ -46,6 +52,7 @@ def repair_cpu_engine() -> None:
     """What engines need without an accelerator. Call before one is made."""
     serve_split_prompts()
     name_shared_memory_by_run()
+    pack_experts_anew()
 
 
 @cache
@@ -83,6 +90,26 @@ def name_shared_memory_by_run() -> None:
         return f"{make_name(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+@cache
+def pack_experts_anew() -> None:
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
+
+    setup_kernel = upstream.UnquantizedFusedMoEMethod._setup_kernel
+
+    @wraps(setup_kernel)
+    def _setup_kernel(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+        is_first = self.moe_kernel is None
+        setup_kernel(self, layer, w13, w2)
+        if is_first:
+            self._packed = layer.w13_weight
+        elif (
+            w13 is not self._packed
+        ):  # that one is packed; a reload loads into another, then copies
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    upstream.UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel
 
 
 @cache

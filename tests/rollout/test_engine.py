@@ -520,14 +520,15 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
 
 def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
-    for name in ("serve_split_prompts", "name_shared_memory_by_run"):
+    repairs = ["serve_split_prompts", "name_shared_memory_by_run", "pack_experts_anew"]
+    for name in repairs:
         monkeypatch.setattr(vllm_repairs, name, lambda name=name: installed.append(name))
     monkeypatch.setattr(
         vllm_repairs, "repair_cpu_engine", vllm_repairs.repair_cpu_engine.__wrapped__
     )
     for accelerator, extension, adapted in (
         (True, engine_module.VERIFIED_EXTENSION, []),
-        (False, engine_module.CPU_EXTENSION, ["serve_split_prompts", "name_shared_memory_by_run"]),
+        (False, engine_module.CPU_EXTENSION, repairs),
     ):
         monkeypatch.setattr(engine_module, "has_accelerator", lambda on=accelerator: on)
         served = make(RecordingVllm([]), serves=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import make_tiny_vlm
 import pytest
 import torch
+from tiny_vlm import families
 from tiny_vlm import tokenizer as tokenizer_module
 from tiny_vlm.architecture import VOCAB_SIZE, build_model, make_config, make_processor
 from tiny_vlm.compact_vocab import CompactVocab, expand, shrink
@@ -261,6 +262,24 @@ def test_missing_digits_are_named(tmp_path: Path) -> None:
         make_tiny_vlm.main(["--output", output])
     with pytest.raises(SystemExit, match=r"has no manifest\.json.*make_digits\.py --output"):
         make_tiny_vlm.main(["--output", output, "--data", str(tmp_path / "nowhere")])
+
+
+def test_a_family_is_made_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the folder then holds, `tests/stack/test_families.py` loads."""
+    monkeypatch.setattr(tokenizer_module, "read_ranks", lambda _: {})
+    monkeypatch.setattr(families, "make_family", lambda family, *_: len(family.name))
+    output = tmp_path / "model"
+    arguments = ["--output", str(output), "--family", "gemma3"]
+    make_tiny_vlm.main(arguments)
+    argv = "--model_type gemma3_vision --template gemma3_vision"
+    assert f"6 parameters, random weights ({argv})" in capsys.readouterr().out
+    make_tiny_vlm.main(arguments)
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"--family gema3 is not known; expected one of qwen2_vl"):
+        make_tiny_vlm.main(["--output", str(tmp_path / "other"), "--family", "gema3"])
+    assert not (tmp_path / "other").exists()
 
 
 def test_claim_builds_once_and_resumes_what_was_interrupted(tmp_path: Path) -> None:

@@ -1,22 +1,31 @@
-"""Families of models on real processes: what docs/families.md says."""
+"""Families of models on real processes: what docs/families.md says.
+
+Each family trains twice, all weights on one rank and LoRA on two, and some against a server. The
+prompts hold the image first, last, between words, twice, and not at all. Weights want nothing more
+than placeholders. `python scripts/families.py --run NAME` keeps what was found for the page.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import to_rows
+from swift_grpo_ext.record.row import SampleRow, to_rows
 from swift_grpo_ext.training.agreement import gap_limit
 from tests.stack import rounds
 from tests.stack.conftest import once
-from tests.stack.processes import ROOT
-from tests.stack.rounds import run_training
+from tests.stack.processes import PLUGIN, ROOT, rollout_server
+from tests.stack.rounds import client_argv, run_training
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from tiny_vlm.families import FAMILIES, Family, make_family
@@ -25,7 +34,34 @@ from tiny_vlm.tokenizer import find_ranks_file, read_ranks
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
 QUESTION = "Which digit is this?"
-WITH_IMAGES = [f"<image>{QUESTION}", f"{QUESTION}\n<image>", f"<image>\n{QUESTION} <image> Both?"]
+WITH_IMAGES = [
+    *(f"<image>{QUESTION}", f"{QUESTION}\n<image>", f"Here:\n<image>\n{QUESTION} <image> Both?"),
+    "Which digits are there?",
+]
+WITH_VIDEOS = [
+    *(f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),
+    "Which digits are there?",
+]
+WORDS_ALONE = ["One?", "Two?", "Three?", "Four?"]
+BATCH = len(WITH_IMAGES) * rounds.GROUP_SIZE
+STOP = "er"
+"""Spelled by one in twenty tokens."""
+
+RESULTS = os.environ.get("FAMILY_RESULTS")
+"""A JSON file, in which what was found is noted by family and test."""
+
+TAKES_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SERVED = ("qwen3_vl", "qwen3_vl_moe", "internvl", "glm4v")
+
+
+def note(family: Family, name: str, **found: Any) -> None:
+    if RESULTS is None:
+        return
+    path = Path(RESULTS)
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results.setdefault(family.name, {})[name] = found
+    text = json.dumps(results, indent=1, sort_keys=True) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 @cache
@@ -33,47 +69,208 @@ def ranks() -> dict[bytes, int]:
     return read_ranks(find_ranks_file())
 
 
-@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES)
+@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES, scope="module")
 def family(request: pytest.FixtureRequest) -> Family:
     param: Family = request.param
     return param
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return once(
-        tmp_path_factory,
-        f"family-{family.name}",
-        lambda folder: make_family(family, ranks(), folder, seed=0),
-    )
+    def make(folder: Path) -> None:
+        make_family(family, ranks(), folder, seed=0)
+        want_placeholders(folder)
+
+    return once(tmp_path_factory, f"family-{family.name}", make)
+
+
+def want_placeholders(folder: Path) -> None:
+    """Let the head give placeholders the largest logits, or the smallest, wherever it is asked."""
+    tensors = load_file(folder / "model.safetensors")
+    heads = [name for name in tensors if name.endswith("lm_head.weight")]
+    heads = heads or [name for name in tensors if name.endswith("embed_tokens.weight")]
+    assert len(heads) == 1, heads
+    head = tensors[heads[0]]
+    for i in configured_placeholders(folder):
+        if i < len(head):
+            head[i] *= 20
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def configured_placeholders(folder: Path) -> list[int]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return [v for k, v in config.items() if re.fullmatch(r"(image|video)_token_(id|index)", k)]
 
 
 def write_rows(assets: Path, path: Path, prompts: list[str]) -> Path:
+    """Each prompt with images of its own; a video shows the first four, one a second."""
     lines = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
     images = [json.loads(line)["images"][0] for line in lines]
+    video = str(rounds.write_video(images[:4], path.with_name("digits.mp4")))
     rows: list[dict[str, Any]] = []
     for i, prompt in enumerate(prompts):
         count = prompt.count("<image>")
         messages = [{"role": "user", "content": prompt}]
-        rows.append({"messages": messages, "images": images[i : i + count], "solution": "1"})
+        row = {"messages": messages, "images": images[i : i + count], "solution": "1"}
+        row["videos"] = [video] * prompt.count("<video>")
+        rows.append(row)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return path
 
 
 def model_argv(family: Family, model: Path) -> list[str]:
-    model_type = family.model_type or family.name
-    return ["--model", str(model), "--model_type", model_type, "--template", family.template]
+    return ["--model", str(model), *family.swift_argv]
 
 
-def test_a_family_trains(family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
-    prompts = WITH_IMAGES if family.has_images else ["One?", "Two?", "Three?"]
-    rows = write_rows(assets, tmp_path / "rows.jsonl", prompts)
-    argv = [*model_argv(family, model), *rounds.LEARNING]
-    finished = run_training(assets, rows, tmp_path / "one", *argv)
+def train(
+    family: Family,
+    model: Path,
+    assets: Path,
+    folder: Path,
+    *argv: str,
+    ranks: int = 1,
+    prompts: list[str] | None = None,
+) -> rounds.Samples:
+    folder.mkdir(parents=True)
+    prompts = prompts or (WITH_IMAGES if family.has_images else WORDS_ALONE)
+    finished = run_training(
+        assets,
+        write_rows(assets, folder / "rows.jsonl", prompts),
+        folder / "training",
+        *model_argv(family, model),
+        *("--learning_rate", "2e-3", "--temperature", "1.0", "--stop_words", STOP),
+        *("--per_device_train_batch_size", str(BATCH // ranks)),
+        *("--ddp_find_unused_parameters", "true"),  # words alone ask no vision tower
+        *argv,
+        ranks=ranks,
+        plugins=(
+            *("examples/digits/rewards.py", "tests/stack/recorder.py"),
+            "tests/stack/family_recorder.py",
+        ),
+    )
     assert finished.returncode == 0, finished.cause
-    logs = (tmp_path / "one/run/logging.jsonl").read_text(encoding="utf-8").splitlines()
-    gaps = [log["rollout_gap/mean"] for log in map(json.loads, logs) if "rollout_gap/mean" in log]
-    assert len(gaps) == 3
-    assert max(gaps) < gap_limit(32)
-    samples = to_rows(read_samples(tmp_path / "one/run"))
-    assert len({tuple(sample.token_ids) for sample in samples}) > 30
+    samples = rounds.recorded(folder / "training")
+    rounds.assert_logged(folder / "training/run", samples, ranks)
+    return samples
+
+
+def assert_agrees(folder: Path) -> float:
+    """The largest mean gap of a round, in nats."""
+    logs = (folder / "training/run/logging.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [log for log in map(json.loads, logs) if "rollout_gap/mean" in log]
+    assert len(steps) == 3
+    gap = max(max(step["rollout_gap/mean"], step["rollout_gap/canary"]) for step in steps)
+    assert gap < gap_limit(32)
+    assert all(step["grad_norm"] > 0 for step in steps)
+    return float(gap)
+
+
+def first_round(samples: rounds.Samples) -> dict[str, list[int]]:
+    tokens = {name: s["token_ids"] for name, s in samples.items() if s["step"] == 0}
+    assert len(tokens) == BATCH
+    return tokens
+
+
+def rows_of(folder: Path) -> list[SampleRow]:
+    return to_rows(read_samples(folder / "training/run"))
+
+
+@pytest.fixture(scope="module")
+def whole(
+    family: Family, model: Path, assets: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The training of all weights on one rank."""
+
+    def make(folder: Path) -> None:
+        train(family, model, assets, folder)
+
+    return once(tmp_path_factory, f"whole-{family.name}", make)
+
+
+def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> None:
+    gap = assert_agrees(whole)
+    rows = rows_of(whole)
+    assert len({tuple(row.token_ids) for row in rows}) > 30
+    stopped = [row for row in rows if row.stop_reason == STOP]
+    assert len(stopped) > 5
+    assert all(row.text.endswith(STOP) and row.text.count(STOP) == 1 for row in stopped)
+    assert all(STOP not in row.text for row in rows if row.stop_reason != STOP)
+    [seen] = _lines(whole / "training/record/family.jsonl")
+    log = (whole / "training/log").read_text(encoding="utf-8", errors="replace")
+    log += (whole / "training/run/startup.log").read_text(encoding="utf-8", errors="replace")
+    work = _lines(whole / "training/record/engine.jsonl")
+    requests = [record for record in work if record.get("samples") == rounds.GROUP_SIZE]
+    note(
+        family,
+        "whole",
+        gap=gap,
+        line_breaks="writes other line breaks" in log,
+        ways=seen["ways"],
+        stopped=len(stopped),
+        samples=len(rows),
+        wanted=seen["wanted"],
+        media_asked=seen["media_asked"],
+        media_made=seen["media_made"],
+    )
+    assert seen["ways"]
+    assert len(requests) == 3 * len(WITH_IMAGES)  # a group is one request
+    if family.has_images:
+        assert seen["media_equal"]
+        assert seen["media_made"] * 2 < seen["media_asked"]
+        placeholders = set(configured_placeholders(model))
+        assert placeholders <= {*seen["placeholders"]} | _beyond_vocabulary(model)
+        assert seen["wanted"] > 0.1
+        assert not placeholders.intersection(i for row in rows for i in row.token_ids)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _beyond_vocabulary(model: Path) -> set[int]:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    size = config.get("text_config", config)["vocab_size"]
+    return {i for i in configured_placeholders(model) if i >= size}
+
+
+def test_lora_on_two_ranks(
+    family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path
+) -> None:
+    """Before it has learned anything, it draws what one rank draws for all weights."""
+    samples = train(family, model, assets, tmp_path / "lora", *rounds.LORA, ranks=2)
+    gap = assert_agrees(tmp_path / "lora")
+    assert first_round(samples) == first_round(rounds.recorded(whole / "training"))
+    note(family, "lora", gap=gap)
+
+
+def test_videos(family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
+    if family.name not in TAKES_VIDEOS:
+        pytest.skip("not one of those that are shown videos")
+    train(family, model, assets, tmp_path / "videos", prompts=WITH_VIDEOS)
+    gap = assert_agrees(tmp_path / "videos")
+    placeholders = configured_placeholders(model)
+    tokens = {i for row in rows_of(tmp_path / "videos") for i in row.token_ids}
+    assert not tokens.intersection(placeholders)
+    note(family, "videos", gap=gap)
+
+
+@pytest.fixture(scope="module")
+def server(
+    family: Family, model: Path, assets: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
+    if family.name not in SERVED:
+        pytest.skip("not one of those that are served")
+    argv = [*rounds.server_argv(assets), *model_argv(family, model)]
+    assert PLUGIN in argv
+    log = tmp_path_factory.mktemp("server") / "log"
+    with rollout_server(*argv, log=log) as port:
+        yield port
+
+
+def test_served(
+    family: Family, model: Path, whole: Path, server: int, assets: Path, tmp_path: Path
+) -> None:
+    samples = train(family, model, assets, tmp_path / "served", *client_argv(server))
+    gap = assert_agrees(tmp_path / "served")
+    assert first_round(samples) == first_round(rounds.recorded(whole / "training"))
+    note(family, "served", gap=gap)

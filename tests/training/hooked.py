@@ -84,6 +84,9 @@ class Template:
             raise ValueError("too long")
         return {}
 
+    def data_collator(self, batch: list[Any]) -> list[Any]:
+        return batch
+
 
 SETTINGS: dict[str, Any] = {
     **{"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 1, "seed": 42},

@@ -15,6 +15,7 @@ from swift_grpo_ext.training.batch import (
     ZeroGradientWarning,
     check_counts_of,
     check_training_batch,
+    rollouts_own_prompts,
     switch_off_dropout,
 )
 from tests.ranks import ThreadRanks, run_rank_groups
@@ -65,6 +66,28 @@ def batch(
         old_per_token_logps=tensor(training),
         completion_mask=torch.tensor(mask),
     )
+
+
+# --- prompts (M3) ---
+
+
+def test_what_is_collated_has_the_prompt_of_its_rollout() -> None:
+    """Each sample its own; a conversation, and a sample without a rollout, keep theirs."""
+    prompts = [[1, 90, 2], None, [1, 90, 3], [1, 90, 2]]
+    samples = [sample(rollout_prompt_ids=ids) for ids in prompts]
+    samples[3].response_token_ids = [[5], [6]]
+    for one in samples:
+        ids = [1, 90, 10, 2, 5]
+        one.encoded = {"input_ids": ids, "labels": [-100, -100, -100, -100, 5]}
+    words = {10: "\n"}
+    made = template()
+    made.tokenizer.decode = lambda ids: "".join(words.get(i, str(i)) for i in ids)
+    made.data_collator = list
+    with rollouts_own_prompts(made, samples):
+        collated = made.data_collator([one.encoded for one in samples])
+    assert [len(encoded["input_ids"]) for encoded in collated] == [4, 5, 5, 5]
+    assert samples[0].encoded == {"input_ids": [1, 90, 2, 5], "labels": [-100, -100, -100, 5]}
+    check_training_batch(samples[:2], batch(), arguments(), made)
 
 
 # --- counts (M6) ---

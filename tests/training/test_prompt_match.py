@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_grpo_ext.training.agreement import DisagreementError
-from swift_grpo_ext.training.prompt_match import check_prompt
+from swift_grpo_ext.training.prompt_match import check_prompt, with_text_of
 
 IDS = st.lists(st.integers(0, 5), max_size=8)
 
@@ -83,3 +85,57 @@ def test_a_message_spells_both_sides() -> None:
     message = r"from token 2 on \(\[2\] against \[10, 2, 5\], 'b' against '\\nb<5>'\)"
     with pytest.raises(DisagreementError, match=message):
         check_prompt("sample 1", [1, PAD, 2], [1, PAD, 10, 2, 5], "", {PAD}, decode)
+
+
+def encoded(prompt: list[int], **more: Any) -> dict[str, Any]:
+    ids = [*prompt, 5, 6]
+    return {
+        "input_ids": ids,
+        "labels": [*[-100] * len(prompt), 5, 6],
+        "length": len(ids),
+        "pixel_values": [0.5],
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rollout", "training", "expected"),
+    [
+        ([1, PAD, PAD, 2], [1, PAD, PAD, 10, 2], [1, PAD, PAD, 2]),  # InternVL: a line more
+        ([PAD, 11, 1, PAD], [PAD, 1, PAD, 10], [PAD, 11, 1, PAD]),
+        ([1, 12, PAD, 2], [1, 10, 11, PAD, 2], [1, 12, PAD, 2]),  # Gemma3
+        ([1, PAD, PAD, 2, 11], [1, -200, 10, 2, 10], [1, -200, 2, 11]),  # Ovis2.5
+    ],
+)
+def test_training_gets_the_line_breaks_of_the_rollout(
+    rollout: list[int], training: list[int], expected: list[int]
+) -> None:
+    kinds = [int(i < 0 or i == PAD) for i in training]
+    sample = encoded(training, token_type_ids=[*kinds, 0, 0], loss_scale=None)
+    changed = with_text_of(rollout, sample, {PAD, SOFT}, decode)
+    assert changed == {
+        "input_ids": [*expected, 5, 6],
+        "labels": [*[-100] * len(expected), 5, 6],
+        "token_type_ids": [*(int(i < 0 or i == PAD) for i in expected), 0, 0],
+        "length": len(expected) + 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rollout", "training"),
+    [
+        ([1, PAD, 2], [1, PAD, 2]),
+        ([1, 10, 2], [1, 2]),  # no media: no template writes that
+        ([1, PAD, 3], [1, PAD, 10, 1]),  # words
+        ([1, PAD, PAD], [1, PAD, 10]),  # other pixel limits
+        ([1, PAD, 2, PAD], [1, PAD, 10, 2]),
+    ],
+)
+def test_other_prompts_are_left_to_the_check(rollout: list[int], training: list[int]) -> None:
+    assert with_text_of(rollout, encoded(training), {PAD, SOFT}, decode) == {}
+
+
+def test_entries_whose_values_are_not_known_stay_as_they_are() -> None:
+    """Positions of a text that becomes shorter are not those of its first tokens."""
+    sample = encoded([1, PAD, 10, 2], position_ids=[0, 1, 2, 3, 4, 5])
+    assert with_text_of([1, PAD, 2], sample, {PAD, SOFT}, decode) == {}

@@ -1,15 +1,18 @@
-"""vLLM's processors are loaded without copies of the tokenizer that they are handed."""
+"""vLLM's processors are loaded without copies of their tokenizer; experts are packed anew."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import TokenizersBackend
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
 from vllm.tokenizers.hf import maybe_make_thread_pool
 from vllm.transformers_utils import processor as upstream
 
@@ -77,3 +80,46 @@ def test_an_unknown_vllm_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pins, "PROCESSOR_COPIES", (unknown,))
     vllm_repairs.load_processors_uncopied.__wrapped__()
     assert upstream.get_processor is before
+
+
+def test_experts_of_an_update_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM 0.32 loads and reloads: experts come in parameters of their own, are processed, and
+    are copied into the first ones, which ms-swift then lets it process once more."""
+    method = SimpleNamespace(moe_kernel=None, unquantized_backend="cpu")
+    layer = SimpleNamespace(moe_config=None)
+
+    def pack(layer: Any) -> None:
+        for name in ("w13_weight", "w2_weight"):
+            setattr(layer, name, torch.nn.Parameter(getattr(layer, name).detach() + 100))
+
+    def init(_: Any) -> None:
+        method.moe_kernel = SimpleNamespace(
+            fused_experts=SimpleNamespace(process_weights_after_loading=pack)
+        )
+
+    method._init_moe_kernel = init
+    monkeypatch.setattr(
+        moe,
+        "convert_to_unquantized_kernel_format",
+        lambda *_, w13_weight, w2_weight, **__: (w13_weight, w2_weight),
+    )
+    vllm_repairs.pack_experts_anew()
+    set_up = moe.UnquantizedFusedMoEMethod._setup_kernel
+
+    def load(value: float) -> list[torch.nn.Parameter]:
+        layer.w13_weight, layer.w2_weight = (
+            torch.nn.Parameter(torch.tensor([value])) for _ in "ab"
+        )
+        set_up(method, layer, layer.w13_weight, layer.w2_weight)
+        return [layer.w13_weight, layer.w2_weight]
+
+    first = load(1.0)
+    assert [float(p) for p in first] == [101.0, 101.0]
+    for value in (2.0, 3.0):
+        loaded = load(value)
+        assert [float(p) for p in loaded] == [value + 100] * 2
+        for own, new in zip(first, loaded, strict=True):
+            own.data.copy_(new)
+        layer.w13_weight, layer.w2_weight = first
+        set_up(method, layer, layer.w13_weight, layer.w2_weight)
+        assert [float(p) for p in (layer.w13_weight, layer.w2_weight)] == [value + 100] * 2

@@ -1,0 +1,80 @@
+"""A plugin for tests: what the first round of a training says of its family of models.
+
+Loaded after `recorder.py`. Writes a line for each rank into `family.jsonl` in
+`RECORD_DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from recorder import RecordingTrainer
+from swift.rlhf_trainers.utils import encode_sample
+from swift.trainers import TrainerFactory
+
+from swift_grpo_ext.logits import base_model
+from swift_grpo_ext.logits.head import output_embedding
+from swift_grpo_ext.rollout.placeholders import placeholder_ids
+from swift_grpo_ext.training import trainer as trainer_module
+from swift_grpo_ext.training.shared_media import MediaCache, shared_media
+from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+
+
+class FamilyTrainer(RecordingTrainer):
+    _has_written = False
+
+    def _prepare_batch_inputs(self, samples: Any) -> Any:
+        if self._has_written:
+            return super()._prepare_batch_inputs(samples)
+        self._has_written = True
+        caches: list[MediaCache] = []
+
+        @contextmanager
+        def kept(template: Any) -> Iterator[None]:
+            with shared_media(template) as cache:
+                caches.append(cache)
+                yield
+
+        head = output_embedding(base_model(self.model))
+        ids = torch.tensor(placeholder_ids(self.template), dtype=torch.long)
+        wanted: list[torch.Tensor] = []
+
+        def look(module: Any, args: Any) -> None:
+            logits = torch.nn.functional.linear(args[0].detach(), module.weight, module.bias)
+            wanted.append(torch.isin(logits.argmax(-1), ids).float().flatten())
+
+        hook = head.register_forward_pre_hook(look)
+        trainer_module.shared_media = kept
+        try:
+            batches = super()._prepare_batch_inputs(samples)
+        finally:
+            hook.remove()
+            trainer_module.shared_media = shared_media
+        record = {
+            "ways": self._logps.ways,
+            "media_asked": sum(c.num_hits + c.num_misses for c in caches),
+            "media_made": sum(c.num_misses for c in caches),
+            "media_equal": all(map(self._is_as_without_sharing, samples)),
+            "placeholders": ids.tolist(),
+            "wanted": float(torch.cat(wanted).mean()),
+        }
+        with (Path(os.environ["RECORD_DIR"]) / "family.jsonl").open("a", encoding="utf-8") as f:
+            f.write(json.dumps(record) + "\n")
+        return batches
+
+    def _is_as_without_sharing(self, sample: Any) -> bool:
+        """Whether each tensor that was trained on is, bit for bit, that of the sample alone."""
+        template = self.template
+        with self._template_context(template), only_sampled_tokens(template, [sample]):
+            own = encode_sample(sample, template)
+        tensors = {k: v for k, v in sample.encoded.items() if isinstance(v, torch.Tensor)}
+        return all(torch.equal(tensor, own[name]) for name, tensor in tensors.items())
+
+
+TrainerFactory.TRAINER_MAPPING["grpo"] = "family_recorder.FamilyTrainer"
