@@ -36,8 +36,8 @@ def test_a_row_says_what_was_found_and_no_more(
     monkeypatch.setattr(families, "RESULTS", results)
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", families.made("en"), re.M))
     assert rows["internvl"] == (
-        "works | equal: the rollout's line breaks | 2e-06 | equal, 3e-03 | not run | not run | never, "
-        "wanted at 50% | `logits_to_keep` | 9 of 48 | 60 asked, 15 made"
+        "works | equal: the rollout's line breaks | 2e-06 | equal, 3e-03 | not run | not run | "
+        "never, wanted at 50% | `logits_to_keep` | 9 of 48 | 60 asked, 15 made"
     )
     assert rows["glm4v"].startswith("in part | ")
     assert rows["gemma3"] == " | ".join(["not run"] * 10)
