@@ -102,7 +102,7 @@ def encoded(prompt: list[int], **more: Any) -> dict[str, Any]:
     ("rollout", "training", "expected"),
     [
         ([1, PAD, PAD, 2], [1, PAD, PAD, 10, 2], [1, PAD, PAD, 2]),  # InternVL: a line more
-        ([PAD, 11, 1, PAD], [PAD, 1, PAD, 10], [PAD, 11, 1, PAD]),
+        ([PAD, 11, 1, PAD, 2], [PAD, 1, PAD, 10, 2], [PAD, 11, 1, PAD, 2]),
         ([1, 12, PAD, 2], [1, 10, 11, PAD, 2], [1, 12, PAD, 2]),  # Gemma3
         ([1, PAD, PAD, 2, 11], [1, -200, 10, 2, 10], [1, -200, 2, 11]),  # Ovis2.5
     ],
