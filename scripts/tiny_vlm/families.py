@@ -267,11 +267,13 @@ def _gemma3(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
     return config, processor
 
 
-GLM4V_TOKENS = (
+GLM4V_SPECIAL = (
     *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>"),
     *("<|assistant|>", "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>"),
     *("<|begin_of_video|>", "<|end_of_video|>", "<|image|>", "<|video|>"),
 )
+GLM4V_TOKENS = dict(enumerate(GLM4V_SPECIAL, 151_329))
+"""ms-swift's template has some of GLM's ids as numbers; they lie below the last byte pairs."""
 
 
 def _glm4v(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
@@ -370,7 +372,9 @@ def make_tokenizer(family: Family, ranks: dict[bytes, int]) -> Qwen2TokenizerFas
         tokens = dict(enumerate(tokens, NUM_RANKS))
     plain_tokens = dict(family.plain or {})
     known = {**tokens, **plain_tokens}
-    places = {known.get(i, f"<unused{i}>"): i for i in range(NUM_RANKS, max(known) + 1)}
+    first = min(NUM_RANKS, *known)  # no byte pair is made of later ones
+    ranks = {token: rank for token, rank in ranks.items() if rank < first}
+    places = {known.get(i, f"<unused{i}>"): i for i in range(first, max(known) + 1)}
     special, plain = tuple(tokens.values()), tuple(plain_tokens.values())
     named = dict(family.names or {})
     tokenizer = build_tokenizer(ranks, special, plain, places, family.eos, **named)

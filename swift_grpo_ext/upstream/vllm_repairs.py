@@ -103,10 +103,8 @@ def pack_experts_anew() -> None:
         is_first = self.moe_kernel is None
         setup_kernel(self, layer, w13, w2)
         if is_first:
-            self._packed = layer.w13_weight
-        elif (
-            w13 is not self._packed
-        ):  # that one is packed; a reload loads into another, then copies
+            self._packed = [layer.w13_weight]  # bare, the method would be this parameter's module
+        elif w13 is not self._packed[0]:  # a reload loads into another, and copies into that one
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     upstream.UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel

@@ -90,7 +90,9 @@ def test_experts_of_an_update_are_packed_once(monkeypatch: pytest.MonkeyPatch) -
 
     def pack(layer: Any) -> None:
         for name in ("w13_weight", "w2_weight"):
-            setattr(layer, name, torch.nn.Parameter(getattr(layer, name).detach() + 100))
+            setattr(
+                layer, name, torch.nn.Parameter(getattr(layer, name) + 100, requires_grad=False)
+            )
 
     def init(_: Any) -> None:
         method.moe_kernel = SimpleNamespace(
@@ -108,7 +110,7 @@ def test_experts_of_an_update_are_packed_once(monkeypatch: pytest.MonkeyPatch) -
 
     def load(value: float) -> list[torch.nn.Parameter]:
         layer.w13_weight, layer.w2_weight = (
-            torch.nn.Parameter(torch.tensor([value])) for _ in "ab"
+            torch.nn.Parameter(torch.tensor([value]), requires_grad=False) for _ in "ab"
         )
         set_up(method, layer, layer.w13_weight, layer.w2_weight)
         return [layer.w13_weight, layer.w2_weight]
