@@ -20,7 +20,7 @@ from functools import cache, partial
 from types import NoneType
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from swift.infer_engine.protocol import RequestConfig
 
 from swift_grpo_ext.rollout import wire
@@ -66,8 +66,10 @@ def install() -> None:
     ) -> Any:
         return await asyncio.to_thread(_infer, self, infer_requests, request_config)
 
-    async def get_engine_type(self: Any) -> dict[str, Any]:
-        self.restarts.admit()
+    async def get_engine_type(self: Any, request: Request) -> dict[str, Any]:
+        # One that is still connecting has made its group of those that it was told of before.
+        if wire.INSTANCE_HEADER in request.headers:
+            self.restarts.admit()
         try:
             await _call_all(self, replicas.PING)  # one that hangs must get no weights
         except HTTPException:

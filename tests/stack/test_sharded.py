@@ -12,15 +12,18 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.stack.conftest import once
-from tests.stack.processes import PLUGIN, rollout_server, swift
-from tests.stack.rounds import PRESET, client_argv, server_argv, without_vllm
+from tests.stack.processes import PLUGIN, Finished, rollout_server, swift
+from tests.stack.rounds import PRESET, client_argv, faults, server_argv, without_vllm
 
 pytestmark = pytest.mark.stack
 
@@ -83,18 +86,32 @@ def unequal_rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def training(
-    assets: Path, rows: Path, folder: Path, *argv: str, shards: str = "plain", steps: int = STEPS
+    assets: Path, rows: Path, folder: Path, *argv: str, shards: str = "plain"
 ) -> tuple[Passes, list[dict[str, float]]]:
     """The passes of each rank, and what each step logged."""
+    finished = run_training(assets, rows, folder, *argv, shards=shards)
+    assert finished.returncode == 0, finished.cause
+    return read(folder)
+
+
+def run_training(
+    assets: Path,
+    rows: Path,
+    folder: Path,
+    *argv: str,
+    shards: str,
+    plugins: tuple[str, ...] = (),
+    more_env: dict[str, str] | None = None,
+) -> Finished:
     folder.mkdir(parents=True, exist_ok=True)
     sharded, env = sharding(shards, folder)
     draws = "--vllm_mode" in argv
-    finished = swift(
+    return swift(
         *("rlhf", str(PRESET if draws else without_vllm(folder))),
         *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
-        *("--external_plugins", PLUGIN, "tests/stack/sharded_recorder.py"),
+        *("--external_plugins", PLUGIN, "tests/stack/sharded_recorder.py", *plugins),
         *("--output_dir", str(folder / "run"), "--add_version", "false"),
-        *("--max_steps", str(steps), "--save_strategy", "no", "--num_generations", "4"),
+        *("--max_steps", str(STEPS), "--save_strategy", "no", "--num_generations", "4"),
         *("--per_device_train_batch_size", "4", "--temperature", "2.0"),
         # Not AdamW, whose first step is the sign of each gradient.
         *("--optim", "sgd", "--learning_rate", "0.5", "--warmup_steps", "0", "--beta", "0.5"),
@@ -103,10 +120,8 @@ def training(
         *sharded,
         *argv,
         log=folder / "log",
-        env={"RECORD_DIR": str(folder), "NPROC_PER_NODE": str(RANKS), **env},
+        env={"RECORD_DIR": str(folder), "NPROC_PER_NODE": str(RANKS), **env, **(more_env or {})},
     )
-    assert finished.returncode == 0, finished.cause
-    return read(folder)
 
 
 def read(folder: Path) -> tuple[Passes, list[dict[str, float]]]:
@@ -226,3 +241,37 @@ def test_resumed(
     resumed = training(assets, unequal_rows, tmp_path / "b", *argv, shards=shards)
     last = [[p for p in of_rank if p["step"] == STEPS - 1] for of_rank in whole]
     assert_same(resumed, (last, steps[-1:]), whole=shards == "zero2")
+
+
+@pytest.mark.extra
+def test_a_server_is_lost_before_weights_are_gathered(
+    assets: Path, unequal_rows: Path, tmp_path: Path
+) -> None:
+    """Between two rounds: each rank ends by name, and none waits in a gather (SPEC F3)."""
+    needs_deepspeed("zero3")
+    timeout = 15
+    waits = faults({"trainer": "wait", "step": 0, "rank": 0, "folder": str(tmp_path)})
+    argv = ("--rollout_timeout", str(timeout), *COOLER, "--reward_funcs", "position", "fate")
+    argv += ("--reward_weights", "1.0", "0.0")
+    with ExitStack() as lives, ThreadPoolExecutor(1) as pool:
+        port = lives.enter_context(rollout_server(*server_argv(assets), log=tmp_path / "server"))
+        running = pool.submit(
+            run_training,
+            *(assets, unequal_rows, tmp_path / "run", *argv, *client_argv(port)),
+            shards="zero3",
+            plugins=("tests/stack/faults.py",),
+            more_env=waits,
+        )
+        while not (tmp_path / "waiting").exists():
+            assert not running.done(), running.result().cause
+            time.sleep(0.2)
+        lives.close()
+        (tmp_path / "go").touch()
+        began = time.monotonic()
+        finished = running.result()
+    assert finished.returncode != 0
+    # A step's training, three timeouts, and the launcher's half minute for ranks that do not end.
+    assert time.monotonic() - began < 3 * timeout + 60
+    cause = f"RolloutError: server 0 (http://127.0.0.1:{port}) does not answer"
+    assert f"rank_group.{cause}" in finished.output, finished.cause
+    assert f"WeightUpdateError: The weight update failed on rank 0: {cause}" in finished.output

@@ -204,6 +204,27 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def test_a_replica_that_is_back_joins_when_a_connected_training_asks() -> None:
+    """One that connects has been told how many there are; `doctor` asks too."""
+    deployed, late = Deployed(Replica()), Replica()
+    late._child.send((None, {"status": "ready"}))
+    deployed.restarts.starting.append(late.connection)
+    client = TestClient(deployed.app)
+
+    def replicas_told(**headers: str) -> int:
+        answer = client.post("/get_engine_type/", headers=headers)
+        return int(answer.json()[wire.KEY]["replicas"])
+
+    assert replicas_told() == 1
+    assert client.get("/get_world_size/").json() == {"world_size": 2}
+    assert replicas_told(**{wire.INSTANCE_HEADER: server.INSTANCE}) == 2
+    assert client.get("/health/").json() == {
+        "status": "ok",
+        "replicas": 2,
+        "waiting_for_weights": 0,
+    }
+
+
 @pytest.mark.parametrize("path", ["/infer/", "/reset_prefix_cache/", "/get_engine_type/"])
 def test_health_answers_while_replicas_hang(path: str) -> None:
     stuck = Replica("hangs", reset_prefix_cache="hangs")
