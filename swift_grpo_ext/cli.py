@@ -120,6 +120,26 @@ def check(options: argparse.Namespace) -> int:
 
 
 @command(
+    "selftest",
+    "check each promise with your settings, model, rows and devices",
+    arg("config", nargs="?", help="the YAML file of swift rlhf, or NAME as for check"),
+    arg("rollout", nargs="?", help="that of swift rollout: its server is started and tried"),
+    arg("--model", help="instead of the file's; with --dataset, no file is needed"),
+    arg("--dataset", nargs="+", default=[], help="instead of the file's"),
+    arg("--server", metavar="HOST:PORT", help="a swift rollout that runs already"),
+    arg("--minutes", type=float, default=5.0, help="checks begin within them (default: 5)"),
+    arg("--output", type=Path, default=Path("output/selftest"), help="default: %(default)s"),
+    arg("--json", action="store_true", help="print JSON instead of the table"),
+    epilog="Arguments of swift rlhf behind -- win over the file's settings. Exit status: 1 where a "
+    "promise does not hold, 2 where none could be tried.",
+)
+def selftest(options: argparse.Namespace) -> int:
+    from swift_grpo_ext.selftest.command import run
+
+    return run(options)
+
+
+@command(
     "init",
     "copy a preset and its launch script to start from",
     arg("directory", type=Path, nargs="?", help="where to"),

@@ -209,7 +209,7 @@ def parse(
 
     parsed: dict[str, Any] = {"ENV": settings["ENV"]} if settings.get("ENV") else {}
     findings: list[Finding] = []
-    for name, values in [*_from_yaml(settings, findings), *_from_command_line(overrides)]:
+    for name, values in [*_from_yaml(settings, findings), *from_command_line(overrides)]:
         full = _flag(side, name, findings)
         if full is None:
             continue
@@ -242,7 +242,7 @@ def _from_yaml(
             yield name, [str(v) for v in (value if isinstance(value, list) else [value])]
 
 
-def _from_command_line(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+def from_command_line(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
     for token in argv:
         if token.startswith("--"):

@@ -79,11 +79,7 @@ class WeightCanary:
             SampleId(phase="eval", step=0, number=ROUND, group=own + k, index=0)
             for k in range(count)
         ]
-        config = copy(config)
-        config.max_tokens = min(config.max_tokens or MAX_TOKENS, MAX_TOKENS)
-        # The whole distribution, as in training.
-        config.top_p, config.top_k, config.min_p, config.repetition_penalty = 1.0, -1, 0.0, 1.0
-        config.structured_outputs_regex = None
+        config = probe_config(config)
         self._probes = []
         for output in draw(self._prompt, ids, config):
             probe = deepcopy(self._prompt)
@@ -103,7 +99,7 @@ class WeightCanary:
         if self._probes is None:
             return None
         probes, self._probes = self._probes, None
-        own = [(_engine_of(probe), _gap(trainer, probe)) for probe in probes]
+        own = [(_engine_of(probe), sample_gap(trainer, probe)) for probe in probes]
         gaps = [pair for pairs in self._ranks.all_gather(own) for pair in pairs]
         engine, gap = max(gaps, key=lambda pair: pair[1].mean)
         bits = 16 if self._is_mixed else torch.finfo(trainer.model.dtype).bits
@@ -128,24 +124,22 @@ def _engine_of(probe: Any) -> str:
     return str((probe.rollout_infos or {}).get("replica", "The engine"))
 
 
-def _gap(trainer: Any, probe: Any) -> Gap:
-    """Of one pass of the trainer's model, as ms-swift makes it for a batch of this sample."""
-    template = trainer.template
-    sampled, own_prompt = (
-        only_sampled_tokens(template, [probe]),
-        rollouts_own_prompts(template, [probe]),
-    )
-    with trainer._template_context(template), sampled, own_prompt:
-        probe.encoded = encode_sample(probe, template)
-        probe.encoded.pop("_extra_kwargs", None)
-        inputs, batch = collate_to_grpo_micro_batch(
-            [probe], template, device=trainer.accelerator.device, use_logits_to_keep=True
-        )
+def probe_config(config: Any, max_tokens: int = MAX_TOKENS) -> Any:
+    """A request config for so many tokens at most of the whole distribution, as in training."""
+    config = copy(config)
+    config.max_tokens = min(config.max_tokens or max_tokens, max_tokens)
+    config.top_p, config.top_k, config.min_p, config.repetition_penalty = 1.0, -1, 0.0, 1.0
+    config.structured_outputs_regex = None
+    return config
+
+
+def sample_gap(trainer: Any, probe: Any) -> Gap:
+    """Between a drawn sample's log-probabilities and those of the trainer's model."""
+    inputs, batch = encoded_batch(trainer, [probe])
     try:
-        check_prompt_of(probe, template, placeholder_ids(template))
+        check_prompt_of(probe, trainer.template, placeholder_ids(trainer.template))
     except DisagreementError:
         return Gap()  # of two prompts; the round's own check says so
-    inputs.pop("labels", None)
     checkpointing = disable_gradient_checkpointing(
         trainer.model, trainer.args.gradient_checkpointing_kwargs
     )
@@ -153,3 +147,22 @@ def _gap(trainer: Any, probe: Any) -> Gap:
         logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
     batch.old_per_token_logps = logps
     return gap_of(batch)
+
+
+def encoded_batch(trainer: Any, samples: Sequence[Any]) -> tuple[dict[str, Any], Any]:
+    """A model's inputs and the `GRPOBatch` of drawn samples, as ms-swift makes them for training.
+
+    It leaves what a template made of each sample in its `encoded`.
+    """
+    template = trainer.template
+    sampled = only_sampled_tokens(template, samples)
+    own_prompts = rollouts_own_prompts(template, samples)
+    with trainer._template_context(template), sampled, own_prompts:
+        for sample in samples:
+            sample.encoded = encode_sample(sample, template)
+            sample.encoded.pop("_extra_kwargs", None)
+        inputs, batch = collate_to_grpo_micro_batch(
+            list(samples), template, device=trainer.accelerator.device, use_logits_to_keep=True
+        )
+    inputs.pop("labels", None)
+    return inputs, batch

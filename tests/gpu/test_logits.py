@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from bench.peak import peak_bytes
 from torch import Tensor, nn
 
 from swift_grpo_ext.logits import LogitsShim, chunked_logps, token_logps
+from swift_grpo_ext.selftest.peak import peak_bytes
 from tests.logits.models import build, inputs_of
 
 CUDA = pytest.param(

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import transformers
-from bench.peak import peak_bytes
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from swift_grpo_ext.logits import LogitsShim
+from swift_grpo_ext.selftest.peak import peak_bytes
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 
 VOCABULARY, LENGTH, KEPT = 32_768, 1024, 65

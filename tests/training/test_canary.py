@@ -63,7 +63,7 @@ def fly(
         largest = gaps[probe.rollout_infos["replica"]]
         return Gap(2 * largest, 2, largest)
 
-    monkeypatch.setattr(canary, "_gap", gap)
+    monkeypatch.setattr(canary, "sample_gap", gap)
 
     def work(ranks: ThreadRanks) -> float | str | None:
         flown = make(ranks, **args)

@@ -1,0 +1,142 @@
+"""The selftest's checks on one engine: as it is, and with faults that they have to find.
+
+    python -m tests.stack.selftest_faults OUTPUT.json ARGV_OF_SWIFT_RLHF...
+
+Faults sit at the boundaries: what vLLM is given, and what crosses to the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from swift_grpo_ext.selftest.worker import ALL, attempt, checks, run_with_trainer
+
+SAMPLES = 64
+"""For the collision test; a user gets more."""
+
+
+@contextmanager
+def shared_seeds(rig: Any) -> Iterator[None]:
+    """vLLM draws every request with one seed."""
+    engine = rig.trainer.engine.engine
+    upstream = engine.add_request
+
+    def add_request(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        params.seed = 7
+        return upstream(request_id, prompt, params, *args, **kwargs)
+
+    with replaced(engine, "add_request", add_request):
+        yield
+
+
+@contextmanager
+def ignored_update(rig: Any) -> Iterator[None]:
+    """vLLM's model says that it takes all weights, and holds on to those that it has."""
+    model = type(rig.trainer.engine.inner_model)
+    load = model.load_weights
+    first: list[tuple[str, Any]] = []
+
+    def load_weights(self: Any, weights: Any) -> Any:
+        new = [(name, tensor.clone()) for name, tensor in weights]
+        first.extend(() if first else new)
+        return load(self, first)
+
+    with replaced(model, "load_weights", load_weights):
+        rig.update_weights()
+        yield
+
+
+@contextmanager
+def forgotten_stop(rig: Any) -> Iterator[None]:
+    """Stop strings are lost on the way to the engine."""
+
+    def change(requests: Any, config: Any) -> tuple[Any, Any]:
+        config = copy(config)
+        config.stop = []
+        return requests, config
+
+    with on_the_way(rig, change):
+        yield
+
+
+@contextmanager
+def other_prompt(rig: Any) -> Iterator[None]:
+    """The engine is asked something else, as with another template."""
+
+    def change(requests: Any, config: Any) -> tuple[Any, Any]:
+        for request in requests:
+            last = request.messages[-1]
+            request.messages[-1] = {**last, "content": f"{last['content']} Please."}
+        return requests, config
+
+    with on_the_way(rig, change):
+        yield
+
+
+@contextmanager
+def on_the_way(rig: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[None]:
+    upstream = rig.trainer._engine_infer
+
+    def infer(infer_requests: Any, request_config: Any, **kwargs: Any) -> Any:
+        return upstream(*change(infer_requests, request_config), **kwargs)
+
+    with replaced(rig.trainer, "_engine_infer", infer):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    had_own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+FAULTS = {
+    "shared seeds": (shared_seeds, "seeds"),
+    "an ignored update": (ignored_update, "agreement"),
+    "a stop that is not kept": (forgotten_stop, "stops"),
+    "a prompt that differs": (other_prompt, "prompts"),
+}
+"""Each with the check that has to find it."""
+
+
+def main(output: Path, argv: list[str]) -> None:
+    def use(trainer: Any) -> None:
+        from swift_grpo_ext.selftest import seeds
+        from swift_grpo_ext.selftest.rig import Rig
+
+        seeds.NUM_COLLISION_SAMPLES = SAMPLES
+        known = checks(output.with_suffix(".round"))
+
+        def tried(name: str) -> dict[str, Any]:
+            rig.forget()
+            vars(rig).pop("base", None)
+            return asdict(attempt(rig, known[name]))
+
+        rig = Rig(trainer, "colocate, 1 rank", float("inf"))
+        found = {"healthy": {name: tried(name) for name in ALL}}
+        for fault, (make, name) in FAULTS.items():
+            with make(rig):
+                found[fault] = {name: tried(name)}
+        rig.update_weights()
+        found["again"] = {"agreement": tried("agreement")}
+        output.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+
+    run_with_trainer(argv, use)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

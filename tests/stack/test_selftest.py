@@ -1,0 +1,104 @@
+"""`swift-grpo-ext selftest` on the tiny model: what holds, and faults that it has to find."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.stack.processes import ROOT, free_port, started
+from tests.stack.rounds import HOT, PRESET, server_argv, write_rows
+from tests.stack.selftest_faults import FAULTS
+
+pytestmark = pytest.mark.stack
+
+STOP = "</digit>"
+
+
+@pytest.fixture(scope="module")
+def found(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results by name, of the healthy stack and of each fault, all on one engine."""
+    folder = tmp_path_factory.mktemp("selftest")
+    rows = write_rows(assets / "digits/train.jsonl", folder / "rows.jsonl", range(8))
+    argv = [
+        *(str(PRESET), "--model", str(assets / "tiny_vlm"), "--dataset", str(rows), *HOT),
+        *("--num_generations", "4", "--per_device_train_batch_size", "16"),
+        *("--stop_words", STOP, "--output_dir", str(folder / "run"), "--add_version", "false"),
+        *("--sample_log", "none", "--max_steps", "1"),
+    ]
+    output = folder / "found.json"
+    command = [sys.executable, "-m", "tests.stack.selftest_faults", str(output), *argv]
+    with started(command, folder / "log") as running:
+        finished = running.wait(900)
+    assert finished.returncode == 0, finished.cause
+    return dict(json.loads(output.read_text(encoding="utf-8")))
+
+
+def test_a_healthy_stack_holds(found: dict[str, Any]) -> None:
+    healthy = found["healthy"]
+    reasons = {name: r["reason"] for name, r in healthy.items() if r["status"] != "holds"}
+    assert reasons == {}
+    assert healthy["seeds"]["values"]["surprisal of all (bits)"] > 1000
+    assert healthy["batch invariance"]["values"]["flips"] == 0  # float32 on a CPU
+    assert healthy["prompts"]["values"]["most media"] == 1
+    agreement = healthy["agreement"]["values"]
+    assert agreement["the change moved them by (nats)"] >= 4 * agreement["limit (nats)"]
+    assert healthy["weights"]["values"]["GiB / s"] > 0
+    assert healthy["logits"]["values"]["recommended --logps_chunk_size"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("shared seeds", "samples share noise that should differ"),
+        ("an ignored update", "after an update: "),
+        ("a stop that is not kept", f"'{STOP}': "),
+        ("a prompt that differs", "the rollout saw a prompt of "),
+    ],
+)
+def test_a_fault_is_found(fault: str, reason: str, found: dict[str, Any]) -> None:
+    [(name, result)] = found[fault].items()
+    assert name == FAULTS[fault][1]
+    assert result["status"] == "does not hold"
+    assert reason in result["reason"]
+    assert result["remedy"]
+
+
+def test_faults_leave_nothing_behind(found: dict[str, Any]) -> None:
+    assert found["again"]["agreement"]["status"] == "holds"
+
+
+@pytest.mark.extra
+def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:
+    """Both files; the table, JSON, and a page without this machine's folders."""
+    rows = write_rows(assets / "digits/train.jsonl", tmp_path / "rows.jsonl", range(8))
+    training = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
+    words = server_argv(assets)
+    served: dict[str, Any] = {"port": free_port()}
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        served[name.removeprefix("--")] = value
+    own = {"model": str(assets / "tiny_vlm"), "dataset": str(rows), "temperature": 2.0}
+    own |= {"num_generations": 4, "per_device_train_batch_size": 16, "stop_words": [STOP]}
+    files = tmp_path / "run.train.yaml", tmp_path / "run.rollout.yaml"
+    for file, settings in zip(files, ({**training, **own}, served), strict=True):
+        file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    main = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
+    output = tmp_path / "out"
+    argv = ["selftest", str(tmp_path / "run"), "--minutes", "30", "--output", str(output)]
+    with started([sys.executable, "-c", main, *argv], tmp_path / "log") as running:
+        finished = running.wait(1500)
+    assert finished.returncode == 0, finished.cause
+    report = json.loads((output / "selftest.json").read_text(encoding="utf-8"))
+    statuses = {(r["topology"], r["name"]): r["status"] for r in report["results"]}
+    assert {status for (topology, _), status in statuses.items() if topology == "server"} == {
+        "holds"
+    }
+    assert statuses["colocate, 1 rank", "seeds"] == "holds"  # the server's tokens
+    assert statuses["colocate, 2 ranks", "seeds"] == "could not be tried"
+    page = (output / "selftest.html").read_text(encoding="utf-8")
+    assert "does not hold" not in page
+    assert str(ROOT) not in page
