@@ -1,4 +1,4 @@
-"""`swift-grpo-ext selftest`: runs the parts of the plan one after another, and shows what they find.
+"""`swift-grpo-ext selftest`: runs the parts of the plan one by one, and shows what they find.
 
 Each part is a process of its own, with its log in the output folder: what one part breaks, or takes
 of a device, the next does not notice.
@@ -95,7 +95,9 @@ def settings_of(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
     served: dict[str, Any] | None = None
     if options.config is None:
         if not (options.model and options.dataset):
-            raise ValueError("selftest: give a YAML file of `swift rlhf`, or --model and --dataset.")
+            raise ValueError(
+                "selftest: give a YAML file of `swift rlhf`, or --model and --dataset."
+            )
         training = plan.bare_settings(options.model, options.dataset)
     else:
         first, second = files_of(Path(options.config))

@@ -157,9 +157,7 @@ def _settings(run: Run, settings: Mapping[str, Any], ranks: int) -> dict[str, An
     return {**kept, **OWN}
 
 
-def _address(
-    run: Run, served: Mapping[str, Any] | None, address: str | None
-) -> tuple[str, int]:
+def _address(run: Run, served: Mapping[str, Any] | None, address: str | None) -> tuple[str, int]:
     """Raises ValueError: `address` is no HOST:PORT."""
     if address is not None:
         host, colon, port = address.removeprefix("http://").rpartition(":")

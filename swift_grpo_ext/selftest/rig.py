@@ -74,7 +74,7 @@ class Rig:
         rows = list(enumerate(self._rows()))
         by_text = sorted(rows, key=lambda pair: -len(str(pair[1].get("messages"))))
         by_media = sorted(rows, key=lambda pair: -sum(len(pair[1].get(k) or ()) for k in MEDIA))
-        numbered = {n: row for n, row in (*by_text[:count], *by_media[:count], *rows[:1])}
+        numbered = dict((*by_text[:count], *by_media[:count], *rows[:1]))
         return [(f"prompt {n} of those looked at", row) for n, row in numbered.items()]
 
     def _rows(self) -> Sequence[dict[str, Any]]:

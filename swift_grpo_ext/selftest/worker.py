@@ -2,8 +2,8 @@
 
     python -m swift_grpo_ext.selftest.worker JOB.json
 
-`run_with_trainer` is `swift rlhf` up to where it would train. Each result is a line of JSON, written
-as soon as it is known: a process that is ended leaves what it has found.
+`run_with_trainer` is `swift rlhf` up to where it would train. Each result is a line of JSON,
+written as soon as it is known: a process that is ended leaves what it has found.
 """
 
 from __future__ import annotations
