@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -26,7 +27,8 @@ MAX_GROUP_SIZE = 8
 MAX_TOKENS = 64
 """Of a completion, where the user's own limit is higher."""
 
-ROWS_LOOKED_AT = 2000
+ROWS_LOOKED_AT = 500
+"""Of the data set, evenly spread."""
 
 
 class Rig:
@@ -77,10 +79,10 @@ class Rig:
         numbered = dict((*by_text[:count], *by_media[:count], *rows[:1]))
         return [(f"prompt {n} of those looked at", row) for n, row in numbered.items()]
 
-    def _rows(self) -> Sequence[dict[str, Any]]:
+    def _rows(self) -> Iterator[dict[str, Any]]:
         data = self.trainer.train_dataset
         numbers = np.linspace(0, len(data) - 1, min(len(data), ROWS_LOOKED_AT)).astype(int)
-        return [data[int(number)] for number in dict.fromkeys(numbers.tolist())]
+        yield from (data[int(number)] for number in numbers)
 
     @property
     def group_size(self) -> int:
@@ -98,7 +100,7 @@ class Rig:
 
     def samples(self, rows: Sequence[dict[str, Any]]) -> list[Any]:
         """ms-swift's samples, as a round begins with them."""
-        samples = self.trainer._set_inputs_system(self.trainer.to_samples([dict(r) for r in rows]))
+        samples = self.trainer._set_inputs_system(self.trainer.to_samples(deepcopy(list(rows))))
         for sample in samples:
             remove_response(sample.messages)
         return list(samples)

@@ -92,7 +92,7 @@ def _forced(rig: Rig, row: dict[str, Any], word: str) -> Any:
     config.temperature = config.temperature or 1.0
     # Grammars of vLLM's backends have no word for some escapes that Python writes.
     config.structured_outputs_regex = "".join(
-        f"\\{c}" if c in r".^$*+?{}[]\|()/" else c for c in BEFORE + word + BEHIND
+        f"\\{c}" if c in r".^$*+?{}[]\|()" else c for c in BEFORE + word + BEHIND
     )
     [sample] = rig.drawn_samples([row], rig.ids(0, 1, 1), config=config)
     return sample
