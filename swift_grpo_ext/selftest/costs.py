@@ -17,6 +17,7 @@ from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size, free
 from swift_grpo_ext.selftest.peak import peak_bytes
 from swift_grpo_ext.selftest.result import Result, judged, untried
 from swift_grpo_ext.selftest.rig import Rig
+from swift_grpo_ext.training.batch import trained_ids
 from swift_grpo_ext.training.canary import encoded_batch
 from swift_grpo_ext.weights import updates
 
@@ -107,8 +108,7 @@ def check_logits(rig: Rig) -> Result:
     samples = rig.drawn_samples([row] * num_rows, rig.ids(0, 1, num_rows))
     length = int(trainer.max_completion_length)
     for sample in samples:
-        [ids] = sample.response_token_ids
-        sample.response_token_ids = [(ids * length)[:length]]
+        sample.response_token_ids = (trained_ids(sample) * length)[:length]
         sample.rollout_logprobs, sample.response_loss_mask = [], []
     inputs, batch = encoded_batch(trainer, samples)
     num_tokens = int(batch.completion_mask.sum())

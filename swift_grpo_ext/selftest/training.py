@@ -15,6 +15,7 @@ from swift_grpo_ext.selftest.result import Result, judged, untried
 from swift_grpo_ext.selftest.rig import Rig
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.training.agreement import DisagreementError, Gap, gap_limit
+from swift_grpo_ext.training.batch import logprobs_of, trained_ids
 from swift_grpo_ext.training.canary import encoded_batch, probe_config, sample_gap
 from swift_grpo_ext.training.prompt_match import check_prompt
 from swift_grpo_ext.training.prompts import encoding_error
@@ -102,7 +103,7 @@ def _stop_faults(rig: Rig, word: str, sample: Any) -> Iterator[str]:
     """What is wrong with a completion that a grammar made spell `word` and more."""
     trainer = rig.trainer
     decode = trainer.template.tokenizer.decode
-    [ids] = sample.response_token_ids
+    ids = trained_ids(sample)
     text, spelled = sample.messages[-1]["content"], decode(ids)
     found = find(spelled, [*trainer.args.stop_words, word])
     if found is None:
@@ -120,7 +121,7 @@ def _stop_faults(rig: Rig, word: str, sample: Any) -> Iterator[str]:
     reason = sample.rollout_infos.get("stop_reason")
     if reason != word:
         yield f"{word!r}: stop_reason is {reason!r}"
-    logprobs = [p for turn in sample.rollout_logprobs for p in turn]
+    logprobs = logprobs_of(sample)
     if len(logprobs) != len(ids):
         yield f"{word!r}: {len(ids)} tokens have {len(logprobs)} log-probabilities"
     _, batch = encoded_batch(trainer, [sample])

@@ -40,7 +40,7 @@ None leaves the choice to the model's own generation settings."""
 def check_counts_of(samples: Sequence[Any]) -> None:
     """SPEC M6: raise `DisagreementError` for samples without one log-probability for each token."""
     for sample in samples:
-        check_counts(_name(sample), _trained_ids(sample), _logprobs(sample))
+        check_counts(_name(sample), trained_ids(sample), logprobs_of(sample))
 
 
 @contextmanager
@@ -254,13 +254,13 @@ def gap_of(batch: Any) -> Gap:
 
 def _check_alignment(samples: Sequence[Any], batch: Any) -> None:
     """SPEC M6: ms-swift leaves out all of a batch's log-probabilities where one count disagrees."""
-    if batch.rollout_per_token_logps is not None or not all(map(_logprobs, samples)):
+    if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
         return
     for sample, mask in zip(samples, batch.completion_mask, strict=True):
         count = int(mask.sum())
-        if len(_logprobs(sample)) not in (count, count + 1):
+        if len(logprobs_of(sample)) not in (count, count + 1):
             raise DisagreementError(
-                f"{_name(sample)}: {len(_logprobs(sample))} tokens were sampled, and {count} would "
+                f"{_name(sample)}: {len(logprobs_of(sample))} tokens were sampled, and {count} would "
                 "be trained on. The template has to keep a completion's tokens as they are."
             )
 
@@ -269,11 +269,11 @@ def _name(sample: Any) -> str:
     return str(parse_request_id(sample.request_id))
 
 
-def _logprobs(sample: Any) -> list[float]:
+def logprobs_of(sample: Any) -> list[float]:
     return list(_flatten(sample.rollout_logprobs))
 
 
-def _trained_ids(sample: Any) -> list[int]:
+def trained_ids(sample: Any) -> list[int]:
     """The tokens that have a log-probability: not those that an environment put in between."""
     ids = list(_flatten(sample.response_token_ids))
     mask = list(_flatten(sample.response_loss_mask))
