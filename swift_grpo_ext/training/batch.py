@@ -257,10 +257,10 @@ def _check_alignment(samples: Sequence[Any], batch: Any) -> None:
     if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
         return
     for sample, mask in zip(samples, batch.completion_mask, strict=True):
-        count = int(mask.sum())
-        if len(logprobs_of(sample)) not in (count, count + 1):
+        count, num_sampled = int(mask.sum()), len(logprobs_of(sample))
+        if num_sampled not in (count, count + 1):
             raise DisagreementError(
-                f"{_name(sample)}: {len(logprobs_of(sample))} tokens were sampled, and {count} would "
+                f"{_name(sample)}: {num_sampled} tokens were sampled, and {count} would "
                 "be trained on. The template has to keep a completion's tokens as they are."
             )
 
