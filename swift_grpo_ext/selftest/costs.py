@@ -198,7 +198,8 @@ def check_speed(rig: Rig) -> Result:
     ids = rig.ids(1, len(rig.prompts))
     rows = [rig.prompts[i.group] for i in ids]
     ours: Callable[[], Any] = partial(rig.draw, rows, ids)
-    ways = {"ours": ours, "ms-swift": partial(_as_upstream, rig, rows), "cached": ours}
+    theirs = partial(_as_upstream, rig, rows)
+    ways: dict[str, Callable[[], Any]] = {"ours": ours, "ms-swift": theirs, "cached": ours}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(TURNS + 1):
         for way, draw in ways.items():
