@@ -21,6 +21,7 @@ from swift_grpo_ext.sampling.groups import fingerprint, fingerprints, sample_ids
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.selftest.flips import Drawn
+from swift_grpo_ext.training.rollouts import name_samples
 
 NUM_PROMPTS = 4
 MAX_GROUP_SIZE = 8
@@ -177,6 +178,7 @@ class Rig:
     ) -> list[Any]:
         """Samples with their completions, ready for training."""
         samples, outputs = self.outputs(rows, ids, **how)
+        name_samples(samples, ids)
         return list(self.trainer._postprocess_rollout_outputs(samples, outputs))
 
     # --- weights ---

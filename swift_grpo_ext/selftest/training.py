@@ -15,9 +15,8 @@ from swift_grpo_ext.selftest.result import Result, judged, untried
 from swift_grpo_ext.selftest.rig import Rig
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.training.agreement import DisagreementError, Gap, gap_limit
-from swift_grpo_ext.training.batch import logprobs_of, trained_ids
+from swift_grpo_ext.training.batch import check_prompt_of, logprobs_of, trained_ids
 from swift_grpo_ext.training.canary import encoded_batch, probe_config, sample_gap
-from swift_grpo_ext.training.prompt_match import check_prompt
 from swift_grpo_ext.training.prompts import encoding_error
 
 NUM_HARDEST = 3
@@ -28,22 +27,20 @@ NUM_HARDEST = 3
 def check_prompts(rig: Rig) -> Result:
     """Rollout and training ids of the user's rows: the longest, and those with most media."""
     trainer = rig.trainer
-    tokenizer, placeholders = trainer.template.tokenizer, placeholder_ids(trainer.template)
+    placeholders = placeholder_ids(trainer.template)
     refused, faults, lengths, num_media = 0, [], [], 0
     for name, row in rig.hardest_prompts(NUM_HARDEST):
         if encoding_error(trainer.template, row):
             refused += 1
             continue
         [sample] = rig.drawn_samples([row], rig.ids(0, 1, 1), config=rig.config(1))
-        seen = sample.rollout_prompt_ids
         encoded_batch(trainer, [sample])
-        trained = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
-        lengths.append(len(seen))
+        lengths.append(len(sample.rollout_prompt_ids))
         num_media = max(num_media, len(sample.images) + len(sample.videos) + len(sample.audios))
         try:
-            check_prompt(name, seen, trained, "", placeholders, tokenizer.decode)
+            check_prompt_of(sample, trainer.template, placeholders)
         except DisagreementError as e:
-            faults.append(str(e).strip())
+            faults.append(f"{name}: {str(e).partition(': ')[2].strip()}")
     values = {
         "prompts": len(lengths),
         "longest (tokens)": max(lengths, default=0),
@@ -54,7 +51,7 @@ def check_prompts(rig: Rig) -> Result:
         return untried("the template refuses every prompt that was looked at", values=values)
     remedy = (
         "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the like "
-        "(docs/recipes.md has what ms-swift's templates write differently)."
+        "(docs/families.md has what ms-swift's templates write differently)."
     )
     return judged(values, faults, remedy)
 
@@ -145,6 +142,8 @@ def check_agreement(rig: Rig) -> Result:
     a known change, and after it was taken back."""
     limit = gap_limit(rig.bits)
     before, probes = _gap(rig)
+    if not before.count:
+        return untried("rollout and training see other prompts", "`prompts` says how they differ.")
     with _changed(rig, probes, CLEAR * limit) as moved:
         if moved is None:
             return untried(
