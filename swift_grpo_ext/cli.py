@@ -297,6 +297,23 @@ def diff(options: argparse.Namespace) -> int:
 
 
 @command(
+    "compare",
+    "how much better runs score than others, prompt by prompt, with intervals",
+    arg("--baseline", nargs="+", required=True, metavar="RUN", help="output folders"),
+    arg("--candidate", nargs="+", required=True, metavar="RUN", help="paired by their --seed"),
+    arg("--phase", choices=PHASES, default="train", help="default: %(default)s"),
+    arg("--steps", metavar="A:B", default="", help="rounds of these only, both included"),
+    arg("--reward", metavar="NAME", help="a reward function; default: the total"),
+    arg("--resamples", type=int, default=10_000, help="of the bootstrap; default: %(default)s"),
+    arg("--json", action="store_true", help="for scripts"),
+)
+def compare(options: argparse.Namespace) -> int:
+    from swift_grpo_ext.replay.paired import run
+
+    return run(options)
+
+
+@command(
     "audit",
     "do rollouts that any framework dumped share their noise?",
     arg("file", nargs="+", type=Path, help="of TRL, verl, slime, ms-swift: .parquet, .csv, .jsonl"),

@@ -62,10 +62,6 @@ def main() -> None:
     print(f"reward curve   {run / 'reward_curve.png'}")
     print(f"checkpoint     {after['model']}")
     print(f"training log   {run / 'logging.jsonl'}  (swift's own output: swift.log)")
-    print(
-        "\nNext: another seed (SEED=1 bash scripts/demo.sh), your own data with this preset as the"
-        "\nstart (examples/digits/grpo.yaml), the tests (bash scripts/test.sh)."
-    )
 
 
 if __name__ == "__main__":

@@ -435,7 +435,7 @@ def _read_batches(
                     rows = _read_batch(stream, source, batch.offset)
                     if rows.num_rows != batch.num_rows:
                         raise ValueError(f"{rows.num_rows} rows, not {batch.num_rows}")
-                    read[number] = rows
+                    read[number] = _filled(table, rows, names)
                 except DAMAGE as e:
                     rows_of_file = f"{batch.first_row} to {batch.first_row + batch.num_rows - 1}"
                     phase, step, of_step = batch.round
@@ -443,11 +443,21 @@ def _read_batches(
     return [read.get(number) for number in range(len(batches))]
 
 
+def _filled(table: Table, rows: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """With nulls for what a file of an earlier version does not have."""
+    for name in [n for n in table.schema.names if n in names and n not in rows.schema.names]:
+        field = table.schema.field(name)
+        rows = rows.append_column(field, pa.nulls(rows.num_rows, field.type))
+    return rows
+
+
 def _open(
     table: Table, source: pa.NativeFile, columns: Iterable[str]
 ) -> pa.ipc.RecordBatchStreamReader:
     """A reader of some columns of a file whose header is whole, for `_read_batch`."""
-    indices = sorted(table.schema.get_field_index(name) for name in columns)
+    source.seek(0)
+    held = pa.ipc.open_stream(source).schema.names  # an earlier version's may be fewer
+    indices = sorted(held.index(name) for name in columns if name in held)
     options = pa.ipc.IpcReadOptions(included_fields=indices, use_threads=False)
     source.seek(0)
     return pa.ipc.open_stream(source, options=options)

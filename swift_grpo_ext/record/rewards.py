@@ -21,6 +21,12 @@ from swift_grpo_ext.sampling.seeding import SampleId
 
 Fate = Literal["trained", "dropped", "evaluated"]
 
+SHOWN_GAP = 0.05
+"""Nats from which on a token's gap is recorded: most lie below, so that they cost little."""
+
+MOST_GAPS = 64
+"""Of a completion: the greatest."""
+
 REWARD_SCHEMA = make_schema(
     {
         **SAMPLE_TYPES,
@@ -32,10 +38,17 @@ REWARD_SCHEMA = make_schema(
         "truncated": pa.bool_(),
         "replaced": pa.bool_(),
         "fate": pa.utf8(),
+        "gaps": pa.map_(pa.int32(), pa.float32()),
     },
-    nullable=("reward", "advantage", "gap_mean", "gap_max"),
+    nullable=("reward", "advantage", "gap_mean", "gap_max", "gaps"),
 )
-REWARDS = Table(name="rewards", version=1, schema=REWARD_SCHEMA, stored=REWARD_SCHEMA)
+REWARDS = Table(
+    name="rewards",
+    version=2,
+    schema=REWARD_SCHEMA,
+    stored=REWARD_SCHEMA,
+    older={1: REWARD_SCHEMA.remove(REWARD_SCHEMA.get_field_index("gaps"))},
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +80,11 @@ class RewardRow:
 
     replaced: bool
     """Whether its prompt replaced one that could not be encoded."""
+
+    gaps: Sequence[tuple[int, float]] | None = None
+    """Position in the completion and gap in nats of the tokens whose gap is `SHOWN_GAP` or more,
+    at most `MOST_GAPS`; None where gaps are unknown, and where the positions are, in conversations
+    with tokens of the environment."""
 
     fate: Fate
     """`dropped`: dynamic sampling left it out."""
@@ -107,7 +125,7 @@ class RewardRecorder:
         values: Sequence[Sequence[float]],
         *,
         fate: Fate,
-        extras: Mapping[str, Mapping[str, float | None]],
+        extras: Mapping[str, Mapping[str, Any]],
         all_gather: Callable[[Any], list[Any]],
     ) -> list[RewardRow]:
         """Write the scores of a round that is over, and return them; all ranks call it.
@@ -117,7 +135,7 @@ class RewardRecorder:
             samples: ms-swift's, those that this rank goes on with.
             values: as for `drawn`.
             fate: of these samples.
-            extras: by `request_id`: `advantage`, `gap_mean` and `gap_max`, as far as known.
+            extras: by `request_id`: `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
             all_gather: gives every rank's value; called only where dynamic sampling drew.
         """
         rows: dict[SampleId, RewardRow] = {}
@@ -154,7 +172,7 @@ class RewardRecorder:
 
 def training_scores(
     samples: Sequence[Any], chunks: Sequence[Sequence[Any]], batches: Sequence[Any]
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """What training adds to a sample's score, by `request_id`: `RewardRecorder.record`'s `extras`.
 
     Args:
@@ -162,7 +180,9 @@ def training_scores(
         chunks: the samples of each micro-batch.
         batches: the micro-batches, ms-swift's `GRPOBatch` with tensors [samples, tokens].
     """
-    scores = {sample.request_id: {"advantage": float(sample.advantages)} for sample in samples}
+    scores: dict[str, dict[str, Any]] = {
+        sample.request_id: {"advantage": float(sample.advantages)} for sample in samples
+    }
     for chunk, batch in zip(chunks, batches, strict=True):
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
         if rollout is None or training is None:
@@ -173,4 +193,30 @@ def training_scores(
             chunk, means.tolist(), difference.amax(1).tolist(), strict=True
         ):
             scores[sample.request_id].update(gap_mean=mean, gap_max=largest)
+        counts = batch.completion_mask.sum(1).tolist()
+        for sample, count, gaps in zip(
+            chunk, counts, _greatest_gaps(difference, batch.completion_mask), strict=True
+        ):
+            if count == sum(map(_num_tokens, sample.response_token_ids)):
+                scores[sample.request_id]["gaps"] = gaps
     return scores
+
+
+def _num_tokens(ids: int | Sequence[int]) -> int:
+    """Of a turn; ms-swift has a lone turn's ids as they are, too."""
+    return 1 if isinstance(ids, int) else len(ids)
+
+
+def _greatest_gaps(difference: Any, mask: Any) -> list[list[tuple[int, float]]]:
+    """Of each sample, `RewardRow.gaps`.
+
+    Args:
+        difference: tensor of [samples, tokens], in nats; 0 outside the mask.
+        mask: of the completion's tokens.
+    """
+    values, places = difference.topk(min(MOST_GAPS, difference.shape[1]), dim=1)
+    positions = (mask.cumsum(1) - 1).gather(1, places)
+    rows = zip(positions.tolist(), values.tolist(), strict=True)
+    return [
+        sorted((at, gap) for at, gap in zip(*row, strict=True) if gap >= SHOWN_GAP) for row in rows
+    ]

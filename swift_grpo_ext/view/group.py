@@ -72,6 +72,8 @@ class RunView:
             raise KeyError(f"{name} {group}")
         [tokens] = snapshot.index.read_rounds([name], [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs"])
         tokens = tokens.filter(pc.equal(tokens["group"], group)).to_pylist()
+        has_turns = any(t["turn"] for t in tokens)  # positions count over all of them
+        gaps = {} if has_turns else self._gaps(name, group)
         of_sample = {(t["index"], t["turn"]): t for t in tokens}
         found = [of_sample[row["index"], row["turn"]] for row in rows]
         shared = shared_lengths([t["token_ids"] for t in found])
@@ -82,11 +84,24 @@ class RunView:
             "prompt": read_messages(prompt),
             "media": [self.medium(medium) for medium in names],
             "samples": [
-                {**describe(of_round, row), **self._tokens(t, num_shared)}
+                {
+                    **describe(of_round, row),
+                    **self._tokens(t, num_shared),
+                    "gaps": gaps.get(row["index"]),
+                }
                 for row, t, num_shared in zip(rows, found, shared, strict=True)
             ],
             "replay": self.replay_command(name, group),
         }
+
+    def _gaps(self, name: RoundName, group: int) -> dict[int, dict[int, float]]:
+        """By a sample's index, the gaps of tokens by position (`RewardRow.gaps`)."""
+        scores = self.snapshot.scores
+        if scores is None or name not in scores.rounds:
+            return {}
+        [rows] = scores.read_rounds([name], ["group", "index", "gaps"])
+        found = rows.filter(pc.equal(rows["group"], group)).to_pylist()
+        return {row["index"]: dict(row["gaps"]) for row in found if row["gaps"] is not None}
 
     def _tokens(self, row: dict[str, Any], num_shared: int) -> dict[str, Any]:
         ids, logprobs = row["token_ids"][:MAX_TOKENS], row["logprobs"]

@@ -100,6 +100,7 @@ class Snapshot:
     """Whether all that was on disk is read."""
 
     index: SampleIndex | None = None
+    scores: SampleIndex | None = None
     problem: str = ""
     """Why nothing can be read; empty where something can."""
 
@@ -201,9 +202,9 @@ class Follower:
         for start in range(0, len(changed), BLOCK_ROUNDS):
             for read in _read(samples, scores, changed[start : start + BLOCK_ROUNDS], places):
                 self._rounds[read.name] = read
-            self._publish(samples, is_whole=start + BLOCK_ROUNDS >= len(changed))
+            self._publish(samples, scores, is_whole=start + BLOCK_ROUNDS >= len(changed))
         if not changed:
-            self._publish(samples, is_whole=True)
+            self._publish(samples, scores, is_whole=True)
         self._sizes = sizes
         return True
 
@@ -215,12 +216,20 @@ class Follower:
             self._rounds[read.name] = read
         self._publish(samples, is_whole=False)
 
-    def _publish(self, index: SampleIndex | None, *, is_whole: bool, problem: str = "") -> None:
+    def _publish(
+        self,
+        index: SampleIndex | None,
+        scores: SampleIndex | None = None,
+        *,
+        is_whole: bool,
+        problem: str = "",
+    ) -> None:
         self.snapshot = Snapshot(
             version=self.snapshot.version + 1,
             rounds=sorted(self._rounds.values(), key=lambda r: _age(r.name)),
             is_whole=is_whole,
             index=index,
+            scores=scores,
             problem=problem,
         )
 

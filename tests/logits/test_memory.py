@@ -12,9 +12,9 @@ import pytest
 
 from tests.logits.memory import CHUNK, NAMES, NEW, PROMPT, VOCABULARY
 
+pytestmark = pytest.mark.stack
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
 POSITION = 4 * VOCABULARY
 """Bytes of the logits of one position."""
 

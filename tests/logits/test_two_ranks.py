@@ -15,6 +15,8 @@ from tests.logits import sharded, two_ranks, zero3
 from tests.logits.compare import assert_close
 from tests.logits.sharded import Case
 
+pytestmark = pytest.mark.stack
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from swift_grpo_ext.cli import main
+from swift_grpo_ext.record import rewards
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_rewards
-from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
+from swift_grpo_ext.record.rewards import REWARDS, RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.sampling.groups import request_id
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -33,6 +35,7 @@ class Sample:
     request_id: str
     is_truncated: bool = False
     advantages: Any = 0.0
+    response_token_ids: Sequence[Any] = ()
 
 
 def samples_of(*sample_ids: SampleId, **fields: Any) -> list[Sample]:
@@ -79,7 +82,7 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
             **{"phase": "train", "step": 3, "number": 1, "group": 2, "index": 5},
             **{"reward": 0.75, "rewards": [("accuracy", 0.25), ("format", 1.0)]},
             **{"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0},
-            **{"truncated": True, "replaced": False, "fate": "trained"},
+            **{"truncated": True, "replaced": False, "fate": "trained", "gaps": None},
         }
     ]
 
@@ -89,7 +92,7 @@ def test_what_must_be_known_of_a_sample(tmp_path: Path) -> None:
     assert (tmp_path / "rewards/session-0000-rank-00000.arrows").is_file()
     schema = read_rewards(tmp_path).schema
     assert {field.name for field in schema if field.nullable} == {
-        *("reward", "advantage", "gap_mean", "gap_max")
+        *("reward", "advantage", "gap_mean", "gap_max", "gaps")
     }
 
 
@@ -208,6 +211,7 @@ def test_what_training_adds() -> None:
     import torch
 
     first, second, third = samples_of(*(sample_id(index=i) for i in range(3)))
+    first.response_token_ids, second.response_token_ids = [5, 6], [[5, 6], [7]]
     first.advantages, second.advantages = torch.tensor(0.5), torch.tensor(-1.5)
     batch = SimpleNamespace(
         rollout_per_token_logps=torch.tensor([[-1.0, -2.0, 0.0], [-1.0, 9.0, 9.0]]),
@@ -217,10 +221,45 @@ def test_what_training_adds() -> None:
     unknown = SimpleNamespace(rollout_per_token_logps=None, old_per_token_logps=torch.zeros(1, 1))
     scores = training_scores([first, second, third], [[first, second], [third]], [batch, unknown])
     assert scores == {
-        "train-0.0-0-0": {"advantage": 0.5, "gap_mean": 0.75, "gap_max": 1.0},
+        "train-0.0-0-0": {
+            **{"advantage": 0.5, "gap_mean": 0.75, "gap_max": 1.0},
+            "gaps": [(0, 0.5), (1, 1.0)],
+        },
+        # It has more tokens than training saw: their positions are not known.
         "train-0.0-0-1": {"advantage": -1.5, "gap_mean": 0.25, "gap_max": 0.25},
         "train-0.0-0-2": {"advantage": 0.0},
     }
+
+
+def test_gaps_by_token_are_few_and_count_from_the_completions_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    monkeypatch.setattr(rewards, "MOST_GAPS", 2)
+    difference = torch.tensor([[0.0, 0.3, 0.04, 0.2, 0.5], [0.0, 0.0, 0.0, 0.05, 0.0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
+    assert rewards._greatest_gaps(difference, mask) == [
+        [(0, pytest.approx(0.3)), (3, 0.5)],
+        [(0, pytest.approx(0.05))],
+    ]
+
+
+def test_records_of_before_have_no_gaps_by_token(tmp_path: Path) -> None:
+    older = REWARDS.older[1]
+    table = replace(REWARDS, version=1, schema=older, stored=older)
+    write_session(tmp_path, [replace(ROW, sample_id=sample_id(step)) for step in range(2)])
+    with SampleLog(tmp_path, session=0, start_step=0, rank=0, table=table) as log:
+        log.append([scored(sample_id(0))])
+    with SampleLog(tmp_path, session=0, start_step=0, rank=1, table=REWARDS) as log:
+        log.append([replace(scored(sample_id(1)), gaps=[(3, 0.5)])])
+    assert rows_of(tmp_path, "step", "gaps") == [(0, None), (1, [(3, 0.5)])]
+
+
+def scored(name: SampleId) -> RewardRow:
+    return RewardRow(
+        sample_id=name, reward=0.5, rewards=[], truncated=False, replaced=False, fate="trained"
+    )
 
 
 # --- swift-grpo-ext samples ---

@@ -114,6 +114,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.stack
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are named in /proc")
 def test_no_thread_of_gloo_outlives_its_groups() -> None:
     """As when a rank ends: its trainer is unreachable, in a cycle that holds DDP's group. And when

@@ -79,6 +79,7 @@ def test_a_groups_page(tmp_path: Path) -> None:
     assert found["media"] == [{"name": "1.png", "size": (56, 28), "seen": (84, 56)}]
     assert [s["num_shared"] for s in found["samples"]] == [2, 2]
     assert [s["pieces"] for s in found["samples"]] == [None, None]  # no tokenizer
+    assert [s["gaps"] for s in found["samples"]] == [{1: 0.25}, {1: 0.25}]
     assert found["replay"] == f"swift-grpo-ext replay '{run_dir}' --round 1.0 --group 1"
     with pytest.raises(KeyError):
         run.group(RoundName("train", 1, 0), 7)

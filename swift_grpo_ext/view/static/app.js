@@ -276,17 +276,28 @@ function completion(sample, values) {
     h("dl", {}, facts.filter(([, value]) => value !== null && value !== undefined).map(([key, value]) => [h("dt", {}, t(key)), h("dd", {}, value)])));
 }
 
+// The greatest gap among each piece's tokens, in nats; 0 below what the record keeps.
+function gapsOf(sample) {
+  let position = 0;
+  return sample.pieces.map(([, count]) => {
+    const found = Array.from({length: count}, (_, i) => (sample.gaps || {})[position + i] || 0);
+    position += count;
+    return Math.max(...found);
+  });
+}
+
 function tokens(sample) {
   const describe = (span) => {
     const [text, count, logprob] = sample.pieces[span.dataset.at];
+    const gap = gapAt[span.dataset.at];
     const known_ = logprob === null ? ["–", "–"] : [logprob.toFixed(4), number(Math.exp(logprob), 4)];
-    const words = t("token", JSON.stringify(text), ...known_) + (count > 1 ? ` · ${t("tokens_together", count)}` : "");
+    const words = t("token", JSON.stringify(text), ...known_) + (gap ? ` · ${t("token_gap", number(gap))}` : "") + (count > 1 ? ` · ${t("tokens_together", count)}` : "");
     document.getElementById("token").textContent = words;
   };
   let position = 0;
-  const gap = Math.min(1, (sample.gap_mean || 0) / 0.1);
+  const gapAt = gapsOf(sample);
   const spans = sample.pieces.map(([text, count, logprob], at) => {
-    const depth = colour === "gap" ? gap : colour === "logprob" && logprob !== null ? Math.min(1, -logprob / 5) : 0;
+    const depth = colour === "gap" ? Math.min(1, gapAt[at]) : colour === "logprob" && logprob !== null ? Math.min(1, -logprob / 5) : 0;
     const shared = position + count <= sample.num_shared ? " shared" : "";
     position += count;
     return h("span", {class: `token ${colour}${shared}`, "data-at": at, style: {"--depth": depth.toFixed(3)}}, text);
