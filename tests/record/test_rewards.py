@@ -315,7 +315,7 @@ def test_exports_hold_the_scores_of_every_turn(run_dir: Path) -> None:
     assert main(["samples", str(run_dir), "--output", str(output), "--where", "step == 1"]) == 0
     table = pq.read_table(output)
     assert brief(table.to_pylist()) == ALL[2:6]
-    assert table.schema.names[-3:] == ["fate", "reward_accuracy", "reward_format"]
+    assert table.schema.names[-4:] == ["fate", "gaps", "reward_accuracy", "reward_format"]
 
 
 @pytest.mark.parametrize(
