@@ -83,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arg("--json", action="store_true", help="for scripts"),
 )
 def doctor(options: argparse.Namespace) -> int:
+    from swift_grpo_ext.checks import vllm_load
+
+    vllm_load.start()  # beside the imports that come
     from swift_grpo_ext.checks.doctor import examine, report, target_of
 
     return report(examine(target_of(options)), as_json=options.json)

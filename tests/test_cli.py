@@ -100,7 +100,7 @@ def test_samples_to_jsonl(run_dir: Path, tmp_path: Path) -> None:
     assert main(["samples", str(run_dir), "--output", str(output)]) == 0
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     for row in rows:
-        assert [row.pop(column.name) for column in export.SCORE_COLUMNS] == [None] * 7
+        assert [row.pop(column.name) for column in export.SCORE_COLUMNS] == [None] * 8
     assert "七 👍" in output.read_text(encoding="utf-8")
     assert rows[1].pop("logprobs") == [None, None, -0.5]
     expected = read_samples(run_dir).to_pylist()

@@ -13,6 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from swift_grpo_ext.checks import vllm_load
 from swift_grpo_ext.checks.finding import Finding, error, ok, warning
 from swift_grpo_ext.checks.preflight import GIB, port_is_free
 from swift_grpo_ext.upstream.accelerator import has_accelerator
@@ -73,15 +74,14 @@ def check_vllm() -> Finding:
     if build.level == "error":
         return build
     try:
-        platform = importlib.import_module("vllm.platforms").current_platform
-    except Exception as e:  # a broken binary raises anything
+        where = vllm_load.device_type() or "no device that it knows"
+    except ImportError as e:
         return error(
             "vLLM",
-            f"{build.text}, which cannot be loaded ({type(e).__name__}: {e})",
+            f"{build.text}, which cannot be loaded ({e})",
             "Install it again, with the torch version that it was built for: pip install "
             "--force-reinstall 'swift-grpo-ext[gpu]', or [cpu].",
         )
-    where = platform.device_type or "no device that it knows"
     return replace(build, text=f"{build.text}, on {where}")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_grpo_ext.checks import Run, doctor, lookup, machine
+from swift_grpo_ext.checks import Run, doctor, lookup, machine, vllm_load
 from swift_grpo_ext.checks.doctor import Target, report, target_of
 from swift_grpo_ext.checks.finding import Finding, error, ok
 from swift_grpo_ext.rollout import wire
@@ -103,10 +103,20 @@ def test_the_wrong_vllm(installed: dict[str, str], has_gpu: bool, found: str, re
     assert_error(machine.vllm_build(installed, has_gpu=has_gpu), found, remedy)
 
 
-def test_a_vllm_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
-    result = machine.check_vllm()
-    assert_error(result, "cannot be loaded", "--force-reinstall")
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ('raise OSError("libcudart.so.12 is missing")', "OSError: libcudart.so.12 is missing"),
+        ("import os; os._exit(7)", "exit 7"),
+    ],
+)
+def test_a_vllm_that_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, found: str
+) -> None:
+    (tmp_path / "vllm.py").write_text(content, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(vllm_load, "start", vllm_load.start.__wrapped__)
+    assert_error(machine.check_vllm(), f"cannot be loaded ({found})", "--force-reinstall")
 
 
 def test_a_torchvision_that_cannot_be_loaded(

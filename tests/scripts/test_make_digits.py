@@ -112,6 +112,7 @@ def test_load_digits_come_from_the_training_part(built: Path) -> None:
     assert digits == [row["solution"] for row in train[: len(digits)]]
 
 
+@pytest.mark.stack  # makes all of it twice
 def test_the_same_bytes_again(built: Path) -> None:
     before = digests(built)
     make_digits.main(["--output", str(built), "--force"])

@@ -240,6 +240,7 @@ def test_one_thread_is_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.stack  # writes 80 MB
 def test_folder_with_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "model"
     arguments = ["--output", str(output), "--no-warm-start", "--seed", "5"]

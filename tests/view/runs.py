@@ -43,8 +43,8 @@ def score(row: SampleRow, reward: float | None = None) -> RewardRow:
     value = float(sample.group * sample.index) if reward is None else reward
     return RewardRow(
         sample_id=sample, reward=value, rewards=[("Accuracy", value), ("Format", 1.0)],
-        advantage=value - 0.5, gap_mean=0.1, gap_max=0.25, gaps=[(1, 0.25)], truncated=sample.index == 1,
-        replaced=False, fate="trained",
+        advantage=value - 0.5, gap_mean=0.1, gap_max=0.25, gaps=[(1, 0.25)],
+        truncated=sample.index == 1, replaced=False, fate="trained",
     )  # fmt: skip
 
 
