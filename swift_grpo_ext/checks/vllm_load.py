@@ -16,8 +16,10 @@ LIMIT_SECONDS = 120.0
 def start() -> subprocess.Popen[str]:
     """Begin, once."""
     env = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", SCRIPT], text=True, env=env, **pipes)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], text=True, env=env, stdout=pipe, stderr=pipe
+    )
 
 
 def device_type() -> str:

@@ -100,7 +100,7 @@ def read_side(
         if name.phase == phase and steps[0] <= name.step <= steps[1] and name in samples.rounds
     ]
     values: defaultdict[str, list[float]] = defaultdict(list)
-    places = set()
+    places: set[tuple[RoundName, int, str]] = set()
     tables = zip(
         rounds,
         samples.read_rounds(rounds, ["group", "fingerprint"]),
