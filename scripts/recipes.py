@@ -45,14 +45,29 @@ REFUSED_ON_CPU = {
 }
 """By whom, or the test that holds it."""
 
-NO_EFFECT = {
+NO_EFFECT: dict[str, str | tuple[str, str]] = {
     "remove_unused_columns": (
         "ms-swift: always false, and says so",
         "ms-swift：总是 false，并会说明",
     ),
     "dataloader_drop_last": ("ms-swift: true", "ms-swift：为 true"),
+    **dict.fromkeys(
+        (
+            *("vllm_pipeline_parallel_size", "vllm_enable_expert_parallel", "vllm_quantization"),
+            *("vllm_disable_custom_all_reduce", "vllm_speculative_config", "vllm_max_lora_rank"),
+        ),
+        f"{PREFLIGHT}::test_engine_settings_that_trainings_do_not_read",
+    ),
 }
-"""What ms-swift's GRPO puts in its place, in both languages."""
+"""What ms-swift's GRPO puts in its place, in both languages; or the test of our warning."""
+
+NEEDS = {
+    "wandb_log_unique_prompts": (
+        "wandb, of whose tables alone it drops rows (grpo_trainer.py:1926)",
+        "wandb：只从它的表格中去掉重复的行（grpo_trainer.py:1926）",
+    ),
+}
+"""What a training with the option would need that no test has, in both languages."""
 
 OTHER_ALGORITHMS = frozenset(
     [
@@ -90,6 +105,8 @@ class Option:
             return "tested"
         if self.name in NO_EFFECT:
             return "no effect"
+        if self.name in NEEDS:
+            return "needs"
         return "another algorithm" if self.name in OTHER_ALGORITHMS else "not tried"
 
 
@@ -222,7 +239,8 @@ WORDS: dict[str, dict[str, str]] = {
         "tested": "tested",
         "refused": "refused",
         "refused on CPU": "refused on CPU; not tried elsewhere",
-        "no effect": "no effect",
+        "no effect": "no effect, said",
+        "needs": "not tried, needs",
         "another algorithm": "not GRPO's",
         "not tried": "not tried",
         "own": "Options of reinforcement learning",
@@ -235,7 +253,8 @@ WORDS: dict[str, dict[str, str]] = {
         "tested": "已测试",
         "refused": "拒绝",
         "refused on CPU": "CPU 上拒绝；其他环境未试过",
-        "no effect": "无作用",
+        "no effect": "无作用，会说明",
+        "needs": "未试过，需要",
         "another algorithm": "不属于 GRPO",
         "not tried": "未试过",
         "own": "强化学习的选项",
@@ -284,11 +303,12 @@ def _table(rows: Iterable[Option], words: Mapping[str, str]) -> list[str]:
 
 
 def _where(option: Option, language: int) -> str:
-    if option.verdict == "no effect":
-        return NO_EFFECT[option.name][language]
-    if option.verdict.startswith("refused"):
-        where = {**REFUSED, **REFUSED_ON_CPU}[option.name].removeprefix("tests/")
-        return f"`{where}`" if "::" in where else where
+    reasons = {**NO_EFFECT, **NEEDS, **REFUSED, **REFUSED_ON_CPU}
+    where = reasons.get(option.name) if option.verdict != "tested" else None
+    if isinstance(where, tuple):
+        return where[language]
+    if where is not None:
+        return f"`{where.removeprefix('tests/')}`" if "::" in where else where
     return f"`{option.tests[0]}`" if option.verdict == "tested" else ""
 
 

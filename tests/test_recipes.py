@@ -37,12 +37,17 @@ def test_every_option_has_one_verdict() -> None:
     options = {option.name: option.verdict for option in recipes.options()}
     assert set(options.values()) == recipes.WORDS["en"].keys() - {"head", "own", "others", "left"}
     refused = {**recipes.REFUSED, **recipes.REFUSED_ON_CPU}
-    listed = [refused.keys(), recipes.NO_EFFECT.keys(), recipes.OTHER_ALGORITHMS]
+    listed = [refused.keys(), recipes.NO_EFFECT.keys(), recipes.NEEDS.keys()]
+    listed += [recipes.OTHER_ALGORITHMS]
     assert sum(map(len, listed)) == len(set().union(*listed))
     unknown = set().union(*listed) - options.keys()
     assert unknown == set(), "ms-swift has no such option"
     said = {name: verdict for name, verdict in options.items() if name in recipes.NO_EFFECT}
     assert set(said.values()) == {"no effect"}, "a test trains with it"
+    needy = {name: verdict for name, verdict in options.items() if name in recipes.NEEDS}
+    assert set(needy.values()) == {"needs"}, "a test trains with it"
+    own = {o.name for o in recipes.options() if o.owner in recipes.OWN}
+    assert {name for name in own if options[name] == "not tried"} == set()
     assert options["loss_type"] == options["vllm_mode"] == "tested"
     assert options["streaming"] == "refused"
 

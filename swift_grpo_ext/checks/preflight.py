@@ -40,6 +40,14 @@ _SAMPLING = [f.name for part in (RolloutFlags, RecordFlags, StopFlags) for f in 
 SERVER_FLAGS = ("rollout_timeout", "rollout_restarts")
 TRAINER_FLAGS = tuple(name for name in _SAMPLING if name not in SERVER_FLAGS)
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
+OF_SERVERS = (
+    *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
+    *("vllm_disable_custom_all_reduce", "vllm_quantization", "vllm_speculative_config"),
+    *("vllm_max_lora_rank", "vllm_use_async_engine"),
+)
+"""ms-swift's engine settings that a training's own engine is not given (4.6, rlhf_trainers/
+rollout_mixin.py:502-530): `swift rollout` reads them, `swift rlhf` never does."""
+
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SECONDS_OF_OLD_CONNECTIONS = 75
 GIB = 1024**3
@@ -60,6 +68,7 @@ def check_arguments(args: Any, given: Collection[str]) -> Findings:
     for look in (check_ranges, check_model, check_vllm, check_adapters, check_resume, check_seed):
         yield from look(args)
     yield from check_streaming(args)
+    yield from check_teacher_server(args)
     yield from check_ignored_flags(args, given)
 
 
@@ -251,13 +260,29 @@ def check_streaming(args: Any) -> Findings:
         )
 
 
+def check_teacher_server(args: Any) -> Findings:
+    """A teacher's server scores tokens without a temperature (ms-swift 4.6, rollout_mixin.py:279;
+    vLLM's prompt log-probabilities), where policy and local teacher have the rollout's."""
+    if getattr(args, "teacher_model_server", None) and args.temperature != 1 and not _serves(args):
+        yield warning(
+            "teacher_model_server",
+            f"its log-probabilities are those of temperature 1, the policy's those of "
+            f"--temperature {args.temperature:g}: a teacher equal to the policy would still pull.",
+            "Set --temperature 1, or load the teacher here (--teacher_model).",
+        )
+
+
 def check_ignored_flags(args: Any, given: Collection[str]) -> Findings:
-    """Flags that nobody reads: of requests on a server, of the monitor where there is none."""
+    """Flags that nobody reads: of requests on a server, of the monitor where there is none, of a
+    server's engine in a training."""
     has_monitor = "diversity" in (getattr(args, "callbacks", None) or ())
     for name in dict.fromkeys(given):
         if name in TRAINER_FLAGS and _serves(args):
             text = "is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
             yield warning(name, text)
+        elif name in OF_SERVERS and not _serves(args):
+            text = "is read by nothing in `swift rlhf`: ms-swift gives it to servers alone."
+            yield warning(name, text, "Leave it out, or give it to `swift rollout`.")
         elif name in DIVERSITY_FLAGS and not has_monitor:
             yield warning(name, "is read by nothing without --callbacks diversity.")
 

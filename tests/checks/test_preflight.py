@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import logging
 import socket
@@ -197,6 +198,18 @@ def test_what_the_seed_rule_takes(changes: dict[str, Any], message: str | None) 
     assert message is None or message in found[0]
 
 
+def test_a_teachers_server_knows_no_temperature() -> None:
+    server = {"teacher_model_server": "http://teacher:8000"}
+    assert said(preflight.check_arguments(arguments(temperature=1.0, **server), [])) == []
+    assert said(preflight.check_arguments(arguments(temperature=0.9), [])) == []
+    found = only(preflight.check_arguments(arguments(temperature=0.9, **server), []))
+    assert found == (
+        "warning: --teacher_model_server: its log-probabilities are those of temperature 1, the "
+        "policy's those of --temperature 0.9: a teacher equal to the policy would still pull. Set "
+        "--temperature 1, or load the teacher here (--teacher_model)."
+    )
+
+
 def test_a_server_says_what_the_trainer_decides() -> None:
     every = [*preflight.TRAINER_FLAGS, "rollout_timeout", "rollout_restarts", "port", "seed"]
     assert said(preflight.check_ignored_flags(arguments(), every)) == []
@@ -209,6 +222,21 @@ def test_a_server_says_what_the_trainer_decides() -> None:
             *("sample_log_gb", "stop_token_ids", "include_stop_str_in_output"),
         )
     ]
+
+
+def test_engine_settings_that_trainings_do_not_read() -> None:
+    """ms-swift 4.6 parses them for `swift rlhf` too, and says nothing."""
+    given = ["seed", *preflight.OF_SERVERS, "vllm_enforce_eager"]
+    assert said(preflight.check_ignored_flags(arguments(port=8000), given)) == []
+    assert said(preflight.check_ignored_flags(arguments(), given)) == [
+        f"warning: --{name}: is read by nothing in `swift rlhf`: ms-swift gives it to servers "
+        "alone. Leave it out, or give it to `swift rollout`."
+        for name in preflight.OF_SERVERS
+    ]
+    from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
+
+    read = inspect.getsource(RolloutTrainerMixin)
+    assert [name for name in preflight.OF_SERVERS if f"args.{name}" in read] == []
 
 
 def test_flags_of_a_monitor_that_is_not_there() -> None:

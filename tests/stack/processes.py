@@ -169,11 +169,12 @@ def rollout_server(
     env: dict[str, str] | None = None,
     seconds: float = 600,
     port: int | None = None,
+    command: str = "rollout",
 ) -> Iterator[int]:
-    """A healthy `swift rollout` server; the value is its port."""
+    """A healthy `swift rollout` server, or of another `command`; the value is its port."""
     port = port or free_port()
-    command = [str(SWIFT), "rollout", "--port", str(port), "--host", "127.0.0.1", *argv]
-    with started(command, log, env) as running:
+    started_by = [str(SWIFT), command, "--port", str(port), "--host", "127.0.0.1", *argv]
+    with started(started_by, log, env) as running:
         deadline = time.monotonic() + seconds
         while not _healthy(port):
             assert running.process.poll() is None, ending(running.output)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.rewards import ORM, orms
+from swift.rewards.orm import CosineReward
 from swift.trainers import TrainerFactory
 
 from swift_grpo_ext.record.row import media_name
@@ -54,7 +55,11 @@ class RecordingTrainer(RolloutGRPOTrainer):
         path = Path(os.environ["RECORD_DIR"]) / f"advantages{rank}.jsonl"
         with path.open("a", encoding="utf-8") as f:
             for sample in samples:
-                record = {"name": sample.request_id, "advantage": float(sample.advantages)}
+                record = {
+                    "name": sample.request_id,
+                    "advantage": float(sample.advantages),
+                    "chunk_size": self._logps._chunk_size,
+                }
                 f.write(json.dumps(record) + "\n")
 
 
@@ -125,6 +130,14 @@ class SilentReward(ORM):
         return [0.25 if sample_id.group % 2 else None for sample_id in sample_ids]
 
 
+class CosineOfDigits(CosineReward):
+    """ms-swift's, by the digit: its own judge of mathematics is a package that is not here."""
+
+    def __init__(self, args: Any = None) -> None:
+        super().__init__(args, accuracy_orm=orms["digit_accuracy"]())
+
+
+orms["cosine"] = CosineOfDigits
 orms["odd_groups_only"] = OddGroupsReward
 orms["silent"] = SilentReward
 orms["position"] = PositionReward

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from swift_grpo_ext.sampling.groups import parse_request_id
-from tests.stack.rounds import LORA, Samples, assert_same, train
+from tests.stack.processes import free_port, rollout_server
+from tests.stack.rounds import LORA, Samples, assert_same, server_argv, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
@@ -40,6 +46,14 @@ class Case:
     gap: float = 1e-3
     """Nats: the largest difference of log-probabilities of rollout and training, of any token. The
     policy moves much further in a step."""
+
+    begins: tuple[str, ...] = ()
+    """Metrics that are 0 in the first step, and more in the second: policy and reference, or
+    teacher, are one before the first update."""
+
+    ranks: int = 1
+
+    plugins: tuple[str, ...] = ("examples/digits/rewards.py", "tests/stack/recorder.py")
 
 
 def options(text: str, **more: Any) -> Case:
@@ -109,6 +123,31 @@ ALIKE: dict[str, Case] = {
         "--freeze_vit true --freeze_aligner true --freeze_parameters_ratio 0.5 "
         "--trainable_parameters model.language_model.norm --max_epochs 1"
     ),
+    "rlsd": options(
+        "--dataset {told} --advantage_reweight rlsd --rlsd_lambda 0.5 --rlsd_negative_only true "
+        "--rlsd_reweight_clip_range 0.3 --rlsd_lambda_warmup_steps 1 --rlsd_lambda_decay_steps 10 "
+        '--vllm_limit_mm_per_prompt {"image":2}',
+        begins=("rlsd_lambda",),
+    ),
+    "sdar": options(
+        "--dataset {told} --sdar_loss_coef 0.1 --sdar_gate_beta 4.0 --teacher_model {model} "
+        "--teacher_model_type qwen2_5_vl --teacher_model_revision master "
+        "--teacher_adapters {adapter}"
+    ),
+    "chord": options(
+        "--chord_sft_dataset {experts} --chord_sft_per_device_train_batch_size 2 "
+        "--chord_mu_warmup_steps 1 --chord_mu_decay_steps 4 --chord_mu_peak 0.5 "
+        "--chord_mu_valley 0.05 --chord_enable_phi_function true "
+        "--ref_model {model} --ref_model_type qwen2_5_vl --ref_model_revision master --beta 0.1",
+        begins=("kl",),
+    ),
+    "reward model": options(
+        "--reward_funcs position cosine --reward_weights 1.0 0.5 0.5 --cosine_max_len 16 "
+        "--cosine_min_len_value_wrong -0.4 --cosine_max_len_value_wrong -0.1 "
+        "--cosine_min_len_value_correct 0.9 --cosine_max_len_value_correct 0.6 "
+        "--reward_model {judge} --reward_model_type qwen2_5_vl --reward_model_revision master "
+        "--reward_template qwen2_5_vl --reward_model_plugin default --reward_adapters {adapter}"
+    ),
 }
 """Options that leave the prompts and the first round's noise as they are."""
 
@@ -122,7 +161,15 @@ OTHER: dict[str, Case] = {
         "--top_p 0.95 --top_k 500 --min_p 0.001 --repetition_penalty 1.05", is_exact=False
     ),
     "structure": options("--structured_outputs_regex [0-9]+", is_exact=False),
-    "bfloat16": options("--torch_dtype bfloat16 --bf16 true", gap=0.3),
+    "bfloat16": options(
+        "--torch_dtype bfloat16 --bf16 true --logps_chunk_size auto", gap=0.3, ranks=2
+    ),
+    "adapters": options(
+        f"{' '.join(LORA)} --adapters {{adapter}} --ref_adapters {{adapter}} --beta 0.1 "
+        "--multi_turn_scheduler ask_again --max_turns 2 --completion_length_limit_scope total",
+        begins=("kl",),
+        plugins=(*Case.plugins, "tests/stack/scenarios.py"),
+    ),
     "order": options(
         "--dataset_shuffle false --train_dataloader_shuffle false --data_seed 7 "
         "--report_to tensorboard --save_only_model true --save_strategy steps --save_steps 1 "
@@ -141,26 +188,146 @@ OTHER: dict[str, Case] = {
 """Options that change the prompts, their order, or the distribution that is drawn from."""
 
 
+Places = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Places:
+    """What stands for the words in braces."""
+    folder = tmp_path_factory.mktemp("places")
+    lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    question = "<image>Which digit is this? It is a {}."
+    told = [{**row, "teacher_prompt": question.format(row["solution"])} for row in lines]
+    tagged = [{**row, "kind": ("even", "odd")[int(row["solution"]) % 2]} for row in lines]
+    experts = [
+        {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+        for row in lines
+        for answer in [f"<answer>{row['solution']}</answer>"]
+    ]
+    model = assets / "tiny_vlm"
+    return {
+        "rows": rows,
+        "model": model,
+        "told": write(folder / "told.jsonl", told),
+        "tagged": write(folder / "tagged.jsonl", tagged),
+        "experts": write(folder / "experts.jsonl", experts),
+        "adapter": make_adapter(folder / "adapter", model),
+        "judge": make_judge(folder / "judge", model),
+    }
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def make_adapter(folder: Path, model: Path) -> Path:
+    """A LoRA of the language model that changes what it says a little."""
+    text = json.loads((model / "config.json").read_text(encoding="utf-8"))["text_config"]
+    size, rank = text["hidden_size"], 4
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 8}
+    config |= {"target_modules": ["q_proj"], "base_model_name_or_path": str(model)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(text["num_hidden_layers"]):
+        name = f"base_model.model.model.language_model.layers.{layer}.self_attn.q_proj.lora"
+        weights[f"{name}_A.weight"] = torch.randn(rank, size, generator=generator) * 0.1
+        weights[f"{name}_B.weight"] = torch.randn(size, rank, generator=generator) * 0.1
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+def make_judge(folder: Path, model: Path) -> Path:
+    """The model as one of rewards: a score of one number in the place of a vocabulary."""
+    shutil.copytree(model, folder, copy_function=os.link)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def argv_of(case: Case, places: Places) -> list[str]:
+    """Its words, of which `{name}` names a place; other braces are JSON's."""
+    names = {f"{{{name}}}": str(path) for name, path in places.items()}
+    return [names.get(word, word) for word in case.argv]
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_options_leave_rollouts_alone(
-    name: str, assets: Path, rows: Path, reference: Samples, tmp_path: Path
+    name: str, assets: Path, places: Places, reference: Samples, tmp_path: Path
 ) -> None:
     case = ALIKE[name]
-    samples = train(assets, rows, tmp_path / "a", *LEARN, *case.argv, steps=case.steps)
+    samples = run(case, assets, places, tmp_path)
     assert {round_of(sample) for sample in samples} == set(case.rounds)
     assert_same({n: s for n, s in samples.items() if round_of(n) == "0.0"}, reference, range(1))
     assert_trains(tmp_path / "a/run", case)
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_options_that_change_rollouts(name: str, assets: Path, rows: Path, tmp_path: Path) -> None:
+def test_options_that_change_rollouts(
+    name: str, assets: Path, places: Places, tmp_path: Path
+) -> None:
     case = OTHER[name]
-    places = {"rows": rows, "model": assets / "tiny_vlm"}
-    argv = [word.format(**places) if "{" in word else word for word in case.argv]
-    samples = train(assets, rows, tmp_path / "a", *LEARN, *argv, steps=case.steps)
+    samples = run(case, assets, places, tmp_path)
     trained = {n for n in samples if parse_request_id(n).phase == "train"}
     assert {round_of(name) for name in trained} == set(case.rounds)
     assert_trains(tmp_path / "a/run", case)
+    if name == "bfloat16":
+        assert_one_chunk_size(tmp_path / "a", case.ranks)
+
+
+def run(case: Case, assets: Path, places: Places, folder: Path) -> Samples:
+    argv = (*LEARN, *argv_of(case, places))
+    of_case: dict[str, Any] = {"ranks": case.ranks, "steps": case.steps, "plugins": case.plugins}
+    return train(assets, places["rows"], folder / "a", *argv, **of_case)
+
+
+def assert_one_chunk_size(folder: Path, num_ranks: int) -> None:
+    """`--logps_chunk_size auto` says its figure once, and is the same on all ranks."""
+    sizes = []
+    for rank in range(num_ranks):
+        lines = (folder / f"record/advantages{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+        sizes += [json.loads(line)["chunk_size"] for line in lines]
+    assert len(set(sizes)) == 1
+    said = f"--logps_chunk_size auto: {sizes[0]} positions at a time"
+    assert sizes[0] >= 64
+    assert (folder / "log").read_text(encoding="utf-8").count(said) == 1
+
+
+SERVED = Case(("--temperature", "1.0"), begins=("teacher_kl",))
+
+
+def test_servers_of_rollouts_and_of_a_teacher(assets: Path, places: Places, tmp_path: Path) -> None:
+    """A plain `swift deploy` of the policy's first weights scores completions: its
+    log-probabilities are the policy's, before the first update and not after it. Each kind of rows
+    has a teacher, as ms-swift wants of several; both are this one."""
+    teacher_argv = [*server_argv(assets), "--infer_backend", "vllm"]
+    del teacher_argv[2:4]  # without plugins
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "SWIFT_MEDIA_ALLOWED_DIRS": str(assets),
+    }
+    log = tmp_path / "teacher.log"
+    with (
+        rollout_server(*server_argv(assets), log=tmp_path / "server.log") as port,
+        rollout_server(*teacher_argv, log=log, env=env, command="deploy") as teacher_port,
+    ):
+        teacher = f"http://127.0.0.1:{teacher_port}"
+        teachers = [{"url": teacher, "tags": ["even"]}, {"url": teacher, "tags": ["odd"]}]
+        train(
+            assets, places["tagged"], tmp_path / "a", *LEARN, *SERVED.argv,
+            *("--vllm_mode", "server", "--vllm_server_base_url", f"http://127.0.0.1:{port}"),
+            *("--vllm_server_timeout", "60", "--vllm_server_group_port", str(free_port())),
+            *("--vllm_server_pass_dataset", "true", "--enable_flattened_weight_sync", "false"),
+            *("--teacher_model_server", json.dumps(teachers), "--teacher_tag_key", "kind"),
+            *("--teacher_kl_coef", "0.5", "--log_completions", "true"),
+            steps=2,
+        )  # fmt: skip
+    assert_trains(tmp_path / "a/run", SERVED)
 
 
 def round_of(name: str) -> str:
@@ -178,3 +345,5 @@ def assert_trains(run: Path, case: Case) -> None:
         if case.is_exact and "rollout_gap/max" in step:
             assert step["rollout_gap/max"] < case.gap
     assert not case.is_exact or any("rollout_gap/max" in step for step in steps)
+    for name in case.begins:
+        assert abs(steps[0][name]) < 1e-6 < 1e-5 < steps[1][name], name

@@ -228,6 +228,24 @@ def test_where_vllm_draws(
 
 
 @pytest.mark.extra
+def test_a_teacher_with_shards_of_its_own(assets: Path, unequal_rows: Path, tmp_path: Path) -> None:
+    """The policy has ZeRO-3, and its teacher is whole."""
+    needs_deepspeed("zero3")
+    config = tmp_path / "teacher.json"
+    whole = {**DEEPSPEED, "zero_optimization": {"stage": 0}}
+    config.write_text(json.dumps(whole), encoding="utf-8")
+    teacher = ("--teacher_model", str(assets / "tiny_vlm"), "--teacher_model_type", "qwen2_5_vl")
+    argv = (*teacher, "--teacher_kl_coef", "0.5")
+    plain = training(assets, unequal_rows, tmp_path / "plain", *argv, "--logits_shim", "off")
+    argv += ("--teacher_deepspeed", str(config), *GENERATES_SHARDED, *CHUNKS)
+    sharded = training(assets, unequal_rows, tmp_path / "run", *argv, shards="zero3")
+    assert_same(sharded, plain, whole=False)
+    kls = [[step["teacher_kl"] for step in steps] for _, steps in (sharded, plain)]
+    assert kls[0] == pytest.approx(kls[1], **CLOSE)
+    assert abs(kls[1][0]) < 1e-6 < 1e-5 < kls[1][1]
+
+
+@pytest.mark.extra
 @pytest.mark.parametrize(("shards", "tuning"), [("zero2", "lora"), ("fsdp2", "full")])
 def test_resumed(
     shards: str, tuning: str, assets: Path, unequal_rows: Path, tmp_path: Path
