@@ -241,7 +241,7 @@ def make_adapter(folder: Path, model: Path) -> Path:
 
 def make_judge(folder: Path, model: Path) -> Path:
     """The model as one of rewards: a score of one number in the place of a vocabulary."""
-    shutil.copytree(model, folder, copy_function=os.link)
+    shutil.copytree(model, folder, copy_function=os.symlink)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     (folder / "config.json").unlink()
