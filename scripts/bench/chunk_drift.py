@@ -116,7 +116,7 @@ def _step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(loss)
+    return loss.item()
 
 
 def _precision(way: Way) -> AbstractContextManager[Any]:

@@ -49,7 +49,7 @@ from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_mode
 from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
 from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_layout
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
@@ -375,6 +375,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
             temperature=self.temperature,
             with_entropy=compute_entropy,
         )
+
+    def _gather_teacher_requests(self, requests: list[Any]) -> Any:
+        return super()._gather_teacher_requests(list(answers_for_servers(requests)))
 
     # --- how samples scored ---
 

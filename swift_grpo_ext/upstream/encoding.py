@@ -119,3 +119,16 @@ def only_sampled_tokens(template: Any, samples: Sequence[Any]) -> Iterator[None]
         yield
     finally:
         del template._add_dynamic_eos
+
+
+def answers_for_servers(requests: Sequence[Any]) -> Sequence[Any]:
+    """Requests to a teacher, whose answers in token ids become what its server lets pass.
+
+    Args:
+        requests: ms-swift's own, changed in place; their messages are theirs alone.
+    """
+    for message in (m for request in requests for m in request.messages):
+        content = message["content"]
+        if isinstance(content, list) and content and isinstance(content[0], int):
+            message["content"] = {"token_ids": content, "loss_scale": [1] * len(content)}
+    return requests

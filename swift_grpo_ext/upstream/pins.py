@@ -67,6 +67,7 @@ swift.rlhf_trainers:GRPOTrainer
     _add_prompt_id_to_inputs _compute_rewards_per_func _prepare_batch_inputs
         samples2requests split_by_mini_batches: self samples
     _engine_infer: self infer_requests request_config use_tqdm
+    _gather_teacher_requests: self requests since 4.6
     _get_logps_via_local_forward: self model model_inputs logits_to_keep input_ids
         compute_entropy
     _get_per_token_logps_and_entropies_single: self model model_inputs grpo_batch

@@ -182,7 +182,8 @@ OTHER: dict[str, Case] = {
     ),
     "teacher": options(
         "--teacher_model {model} --teacher_model_type qwen2_5_vl --teacher_kl_coef 0.5 "
-        "--offload_teacher_model true"
+        "--offload_teacher_model true",
+        begins=("teacher_kl",),
     ),
 }
 """Options that change the prompts, their order, or the distribution that is drawn from."""

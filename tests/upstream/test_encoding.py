@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.ExifTags import Base
+from swift.infer_engine.protocol import RolloutInferRequest
+from swift.pipelines.infer.deploy import SwiftDeploy
 from vllm.multimodal.image import normalize_image
 
-from swift_grpo_ext.upstream.encoding import add_video_metadata, drop_orientation
+from swift_grpo_ext.upstream.encoding import (
+    add_video_metadata,
+    answers_for_servers,
+    drop_orientation,
+)
 
 
 def photograph(path: Path, orientation: int) -> Image.Image:
@@ -73,3 +79,25 @@ def test_what_has_metadata_or_no_video_is_left_alone() -> None:
     assert inputs["videos"][0] is known
     assert inputs["mm_processor_kwargs"] == {"fps": 24.0}
     add_video_metadata({"input_ids": [1]})
+
+
+def test_a_teachers_server_takes_answers_in_token_ids() -> None:
+    """ms-swift's own server, which looks for media in messages, and takes ids for parts of one."""
+    parts = [{"type": "text", "text": "Which digit?"}]
+
+    def request() -> Any:
+        answers = [{"role": "assistant", "content": ids} for ids in ([5, 6], [7])]
+        return RolloutInferRequest(messages=[{"role": "user", "content": parts}, *answers])
+
+    def served(request: Any) -> list[Any]:
+        with SwiftDeploy._prepare_request_media(request) as prepared:
+            return [message["content"] for message in prepared.messages]
+
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'get'"):
+        served(request())
+    [found] = answers_for_servers([request()])
+    assert served(found) == [
+        parts,
+        {"token_ids": [5, 6], "loss_scale": [1, 1]},
+        {"token_ids": [7], "loss_scale": [1]},
+    ]
