@@ -12,10 +12,12 @@ from __future__ import annotations
 import datetime
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from swift.rlhf_trainers import vllm_client as upstream_client
@@ -26,6 +28,37 @@ BARRIER_SECONDS = 30.0
 
 DEFAULT_SECONDS = 1800.0
 """Of a broadcast, where neither side has a bound of its own."""
+
+MARGIN = 1.1
+"""Of a bound, after which a wait that has it counts as one that does not keep it."""
+
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns, if it does in time.
+
+    torch's `TCPStore` gives a wait up only together with its host, a replica: where that has
+    stopped, all others wait without end. Their threads end with the host.
+
+    Raises:
+        TimeoutError: it did not.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as e:
+            outcome.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return outcome.result(MARGIN * seconds)
+    except FutureTimeoutError as e:
+        if outcome.done():
+            raise
+        raise TimeoutError(f"the weights' group has not answered for {seconds:g} s") from e
 
 
 class GlooCommunicator:
@@ -55,8 +88,8 @@ class GlooCommunicator:
         """
         if not self._gloo:
             store = PrefixStore("swift_grpo_ext/weights", self.group.store)
-            group = ProcessGroupGloo(store, self.rank, self.world_size, self._timeout)
-            self._gloo.append(group)
+            meet = partial(ProcessGroupGloo, store, self.rank, self.world_size, self._timeout)
+            self._gloo.append(within(self._timeout.total_seconds(), meet))
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
@@ -71,7 +104,7 @@ def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
     """Bound the wait of ms-swift's `module` for the others of a weight group.
 
     vLLM's `StatelessProcessGroup.create` waits 300 s, and its barrier 30 s; ms-swift gives them no
-    other bounds.
+    other bounds, and with a host that has stopped they keep none.
     """
     if timeout is None:
         yield
@@ -82,8 +115,10 @@ def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
     class Bounded(upstream):  # type: ignore[misc, valid-type]
         @staticmethod
         def create(*args: Any, **kwargs: Any) -> Any:
-            group = upstream.create(*args, **kwargs, store_timeout=seconds)
-            group.barrier = partial(group.barrier, timeout=barrier_seconds)
+            create = partial(upstream.create, *args, **kwargs, store_timeout=seconds)
+            group = within(seconds, create)
+            barrier = partial(group.barrier, timeout=barrier_seconds)
+            group.barrier = partial(within, barrier_seconds, barrier)
             return group
 
     module.StatelessProcessGroup = Bounded

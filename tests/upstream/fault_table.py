@@ -91,7 +91,12 @@ def cells() -> Iterator[Cell]:
         for phase, (method, call) in phases.items():
             if phase in SKIPPED.get(action, ()):
                 continue
-            for _ in range(2 if action in ("kill", "corrupt") else 1):
+            # Of a server's replicas the first is the host of the weights' group.
+            is_twofold = action in ("kill", "corrupt") or (action, phase) == (
+                "stop",
+                "weight update",
+            )
+            for _ in range(2 if is_twofold else 1):
                 replicas, server, replica = PLACES[number % 4]
                 number += 3
                 fault = Fault(

@@ -14,7 +14,12 @@ from swift.rlhf_trainers import vllm_client
 from torch.distributed import TCPStore
 
 from swift_grpo_ext.upstream import weight_sync
-from swift_grpo_ext.upstream.weight_sync import DEFAULT_SECONDS, GlooCommunicator, connect_client
+from swift_grpo_ext.upstream.weight_sync import (
+    DEFAULT_SECONDS,
+    GlooCommunicator,
+    connect_client,
+    within,
+)
 
 
 def groups(world_size: int) -> list[Any]:
@@ -54,6 +59,21 @@ def test_a_wait_for_the_others_is_bounded() -> None:
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         GlooCommunicator(alone, 0.2).broadcast(torch.zeros(1), src=0)
     assert GlooCommunicator(alone)._timeout.total_seconds() == DEFAULT_SECONDS
+
+
+def test_a_wait_that_keeps_no_bound_is_left() -> None:
+    """As torch's store for a host that has stopped."""
+    goes_on = threading.Event()
+    with pytest.raises(TimeoutError, match=r"weights' group has not answered for 0.02 s"):
+        within(0.02, goes_on.wait)
+    goes_on.set()
+    assert within(20.0, goes_on.wait) is True
+
+    def fails() -> None:
+        raise TimeoutError("its own words")
+
+    with pytest.raises(TimeoutError, match="its own words"):
+        within(20.0, fails)
 
 
 def test_a_broadcast_of_nccl_is_aborted_in_time() -> None:
