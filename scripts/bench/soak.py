@@ -173,7 +173,8 @@ def plot(samples: list[Sample], warm_up: int, path: Path) -> None:
         axis.axvline(warm_up, color="#999999", linestyle=":")
         axis.set(title=title, xlabel="round", ylim=(0, None))
         axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=90, facecolor="white")
 
 
