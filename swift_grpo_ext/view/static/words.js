@@ -81,7 +81,7 @@ const WORDS = {
   by_logprob: ["log-probability", "对数概率"],
   by_gap: ["rollout gap", "rollout 差距"],
   by_none: ["nothing", "不着色"],
-  shared: ["Underlined: the beginning that another completion shares.", "下划线：与另一条 completion相同的开头。"],
+  shared: ["Underlined: the beginning that another completion shares.", "下划线：与另一条 completion 相同的开头。"],
   scale_logprob: ["probability 1 … e⁻⁵", "概率 1 … e⁻⁵"],
   scale_gap: ["gap below 0.05 … 1 nat and more", "差距小于 0.05 … 1 nat 及以上"],
   token_help: ["A token: click, or move with ← and →.", "点击 token，或用 ← → 移动。"],
