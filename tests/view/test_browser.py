@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from swift_grpo_ext.view.offline import write_page
 from tests.view.chrome import Chrome, needs_browser
@@ -140,6 +142,21 @@ def test_languages_themes_and_phones(page: Chrome) -> None:
         assert page.run("document.documentElement.scrollWidth - innerWidth") <= 0, name
     page.resize(1280, 900)
     page.click("#language")
+
+
+def test_tokens_are_coloured_by_their_own_gap(chrome: Chrome, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    words = {f"w{number}": number for number in range(8)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    (run_dir / "checkpoint-1").mkdir()
+    tokenizer.save(str(run_dir / "checkpoint-1/tokenizer.json"))
+    chrome.open(write_page([run_dir], tmp_path / "page.html").as_uri())
+    chrome.run("location.hash = '#group?run=0&round=train.1.0&group=1'")
+    chrome.click("input[name=colour][value=gap]")
+    depths = "[...document.querySelector('.tokens').children].map(e => e.style.cssText)"
+    assert chrome.run(depths) == [f"--depth: {gap:.3f};" for gap in (0, 0.25, 0)]
+    chrome.run("document.querySelector('.tokens').children[1].click()")
+    assert chrome.texts("#token")[0].endswith("gap 0.250 nats")
 
 
 def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
