@@ -12,7 +12,11 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from swift.rlhf_trainers.utils import aggressive_empty_cache, sleep_vllm_engine
+from swift.rlhf_trainers.utils import (
+    aggressive_empty_cache,
+    set_expandable_segments,
+    sleep_vllm_engine,
+)
 from swift.utils import remove_response
 
 from swift_grpo_ext.checks.rows import MEDIA, prompt_of
@@ -48,7 +52,7 @@ class Rig:
         trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.train()
         if self.is_colocated and trainer.args.sleep_level > 0:
-            trainer.engine.engine.wake_up()
+            self._wake()
         start = time.perf_counter()
         self.update_weights()
         self.first_update_seconds = time.perf_counter() - start
@@ -194,13 +198,17 @@ class Rig:
         if not level:
             yield
             return
-        engine = self.trainer.engine.engine
-        sleep_vllm_engine(engine, 1)
+        sleep_vllm_engine(self.trainer.engine.engine, 1)
         try:
             yield
         finally:
-            aggressive_empty_cache()
-            engine.wake_up()
+            self._wake()
+
+    def _wake(self) -> None:
+        """As ms-swift does before a rollout (`_fast_infer`)."""
+        aggressive_empty_cache()
+        set_expandable_segments(False)
+        self.trainer.engine.engine.wake_up()
 
     def forget(self, *, media: bool = True) -> None:
         """Empty the engines' caches of prefixes, and of media."""

@@ -23,6 +23,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of the largest value: bfloat16 has 8 digits of 2, which models and heads round to."""
 
 QWEN_VOCABULARY = 151_936
+WIDTH_OF_7B = 3584
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -64,14 +65,21 @@ def test_shim_and_chunks_are_as_full_logits(name: str, device: str, dtype: torch
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
-    ("device", "num_positions", "vocabulary"),
-    [("cpu", 256, 4096), pytest.param("cuda", 8192, QWEN_VOCABULARY, marks=CUDA.marks)],
+    ("device", "num_positions", "vocabulary", "width"),
+    [
+        ("cpu", 256, 4096, 64),
+        ("cpu", 256, 4096, 96),
+        pytest.param("cuda", 8192, QWEN_VOCABULARY, 64, marks=CUDA.marks),
+        pytest.param("cuda", 8192, QWEN_VOCABULARY, WIDTH_OF_7B, marks=CUDA.marks),
+    ],
 )
-def test_peak_memory(device: str, num_positions: int, vocabulary: int, dtype: torch.dtype) -> None:
+def test_peak_memory(
+    device: str, num_positions: int, vocabulary: int, width: int, dtype: torch.dtype
+) -> None:
     """In chunks of a 16th, less than a 5th of all at once; values and gradients of one kind."""
     torch.manual_seed(0)
-    head = nn.Linear(64, vocabulary, bias=False, device=device, dtype=dtype)
-    hidden = torch.randn(num_positions, 64, device=device, dtype=dtype, requires_grad=True)
+    head = nn.Linear(width, vocabulary, bias=False, device=device, dtype=dtype)
+    hidden = torch.randn(num_positions, width, device=device, dtype=dtype, requires_grad=True)
     targets = torch.randint(vocabulary, (num_positions,), device=device)
     head.weight.grad = torch.zeros_like(head.weight)
     hidden.grad = torch.zeros_like(hidden)
