@@ -97,9 +97,9 @@ def table(results: Sequence[Result]) -> Table:
     columns = (Column("check"), Column("topology"), Column("result", no_wrap=True))
     shown = Table(*columns, Column("measured, and why", overflow="fold"), title="selftest")
     for result in results:
-        text = [escape(_measured(result.values))] if result.values else []
-        text += [escape(masked(result.reason))] if result.reason else []
+        text = [escape(masked(result.reason))] if result.reason else []
         text += [f"[bold]{escape(masked(result.remedy))}[/]"] if result.remedy else []
+        text += [escape(_measured(result.values))] if result.values else []
         status = f"[{COLORS[result.status]}]{result.status}[/]"
         shown.add_row(result.name, result.topology, status, "\n".join(text))
     return shown

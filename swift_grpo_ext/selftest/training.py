@@ -43,6 +43,7 @@ def check_prompts(rig: Rig) -> Result:
             faults.append(f"{name}: {str(e).partition(': ')[2].strip()}")
     values = {
         "prompts": len(lengths),
+        "that differ": len(faults),
         "longest (tokens)": max(lengths, default=0),
         "most media": num_media,
         "refused by the template": refused,
@@ -53,7 +54,7 @@ def check_prompts(rig: Rig) -> Result:
         "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the like "
         "(docs/families.md has what ms-swift's templates write differently)."
     )
-    return judged(values, faults, remedy)
+    return judged(values, faults[:1], remedy)
 
 
 # --- stops ---
