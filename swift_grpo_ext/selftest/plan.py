@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ OWN: Mapping[str, Any] = {
     "max_steps": 1,
 }
 OF_SERVERS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
+OF_ENGINES = (
+    *("vllm_max_model_len", "vllm_enforce_eager", "vllm_engine_kwargs", "vllm_limit_mm_per_prompt"),
+    *("vllm_gpu_memory_utilization", "vllm_max_num_seqs", "vllm_enable_prefix_caching"),
+)
 OF_LAUNCHERS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 BARE: Mapping[str, Any] = {
@@ -87,65 +91,47 @@ def parts(
         if name not in OF_LAUNCHERS
     }
 
-    def of(ranks: int, **changes: Any) -> dict[str, Any]:
-        return _settings(run, settings, ranks) | {"output_dir": str(output_dir)} | changes
+    def settings_for(ranks: int, left_out: Sequence[str], **own: Any) -> dict[str, Any]:
+        kept = {k: v for k, v in _settings(run, settings, ranks).items() if k not in left_out}
+        return {**kept, "output_dir": str(output_dir), **own}
 
-    def short(count: int) -> str:
-        if num_devices >= count:
-            return ""
-        return f"{count} devices are needed, and there is {num_devices} ({device})"
+    def colocated(ranks: int, tensor_parallel: int, checks: Sequence[str]) -> Part:
+        # What only the server was told of its engine.
+        engine = {name: value for name, value in (served or {}).items() if name in OF_ENGINES}
+        own = {"vllm_mode": "colocate", "vllm_tensor_parallel_size": tensor_parallel, **engine}
+        obstacle = f"{ranks} devices are needed, and there is {num_devices} ({device})"
+        return Part(
+            topology=f"colocate, {ranks} rank{'s' * (ranks > 1)}"
+            + f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1),
+            checks=checks,
+            settings=settings_for(ranks, OF_SERVERS, **own),
+            ranks=ranks,
+            env=env,
+            obstacle=obstacle * (num_devices < ranks),
+        )
 
-    tensor_parallel = int(run.train("vllm_tensor_parallel_size") or 1)
-    ranks = tensor_parallel if num_devices >= tensor_parallel else 1
-    colocated = of(ranks, vllm_mode="colocate", vllm_tensor_parallel_size=ranks)
-    for name in OF_SERVERS:
-        colocated.pop(name, None)
-    if served is not None:  # what only the server was told of its engine
-        colocated |= {k: v for k, v in served.items() if k.startswith("vllm_") and k in _ENGINE}
-    alone = Part(topology=_colocate(ranks, ranks), checks=ALL, settings=colocated, ranks=ranks,
-                 env=env)  # fmt: skip
+    size = int(run.train("vllm_tensor_parallel_size") or 1)
+    ranks = size if num_devices >= size else 1
     is_served = run.has_servers or served is not None or address is not None
-    found = [alone]
-    if is_served:
-        host, port = _address(run, served, address)
-        remote = of(1, vllm_mode="server", vllm_server_host=[host], vllm_server_port=[port])
-        remote.pop("vllm_server_base_url", None)
-        for name in ("vllm_tensor_parallel_size", "sleep_level"):
-            remote.pop(name, None)
-        start = None if address or served is None else dict(served)
-        server = Part(topology="server", checks=ALL, settings=remote, env=env, server=start)
-        lone = Part(**{**vars(alone), "checks": (COMPARE,)})
-        found = [server, lone]
-    two = of(2, vllm_mode="colocate", vllm_tensor_parallel_size=1)
-    for name in OF_SERVERS:
-        two.pop(name, None)
-    for topology, changes in (
-        (_colocate(2, 1), {}),
-        (_colocate(2, 2), {"vllm_tensor_parallel_size": 2}),
-    ):
-        if topology != alone.topology:
-            found.append(Part(topology=topology, checks=(COMPARE,), settings=two | changes,
-                              ranks=2, env=env, obstacle=short(2)))  # fmt: skip
-    kernels = Part(
+    alone = colocated(ranks, ranks, (COMPARE,) if is_served else ALL)
+    others = [colocated(n, m, (COMPARE,)) for n, m in sorted({(2, 1), (2, 2), (max(size, 2),) * 2})]
+    kernels = replace(
+        alone,
         topology="VLLM_BATCH_INVARIANT=1",
         checks=(INVARIANT,),
-        settings=colocated,
-        ranks=ranks,
         env={**env, "VLLM_BATCH_INVARIANT": "1"},
-        obstacle="" if device != "cpu" else "vLLM's batch-invariant kernels need a GPU",
+        obstacle="vLLM's batch-invariant kernels need a GPU" * (device == "cpu"),
     )
-    return [*found, kernels]
-
-
-_ENGINE = (
-    *("vllm_max_model_len", "vllm_enforce_eager", "vllm_engine_kwargs", "vllm_limit_mm_per_prompt"),
-    *("vllm_gpu_memory_utilization", "vllm_max_num_seqs", "vllm_enable_prefix_caching"),
-)
-
-
-def _colocate(ranks: int, tensor_parallel: int) -> str:
-    words = f"colocate, {ranks} rank{'s' * (ranks > 1)}"
-    return f"{words}, tensor parallel {tensor_parallel}" if tensor_parallel > 1 else words
+    found = [alone, *(part for part in others if part.topology != alone.topology), kernels]
+    if is_served:
+        host, port = _address(run, served, address)
+        own = {"vllm_mode": "server", "vllm_server_host": [host], "vllm_server_port": [port]}
+        left_out = ("vllm_server_base_url", "vllm_tensor_parallel_size", "sleep_level")
+        start = None if address or served is None else dict(served)
+        remote = settings_for(1, left_out, **own)
+        server = Part(topology="server", checks=ALL, settings=remote, env=env, server=start)
+        found.insert(0, server)
+    return found
 
 
 def _settings(run: Run, settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:
