@@ -118,7 +118,7 @@ UPSTREAM = ("swift", "transformers", "trl", "vllm")
 WRITTEN = {
     *("adapter_config.json", "args.json", "completions.jsonl", "config.json", "diversity.jsonl"),
     *("evaluation.json", "logging.jsonl", "page.html", "report.html", "report.png"),
-    *("tokenizer.json", "trainer_state.json"),
+    *("selftest.html", "selftest.json", "tokenizer.json", "trainer_state.json"),
     *("train.jsonl", "samples.jsonl", "samples.parquet", "launch.sh", "exact.py"),
 }
 """By a run, or by its user."""

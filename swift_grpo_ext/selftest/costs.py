@@ -26,6 +26,7 @@ TURNS = 2
 
 # --- weights ---
 
+WIRES = {"GlooCommunicator": "gloo", "PyNcclCommunicator": "NCCL"}
 VERIFICATION = ("compare", "compare_tensors", "weight_checksums_in_background")
 
 
@@ -55,7 +56,7 @@ def _wire(rig: Rig) -> str:
     if rig.is_colocated:
         return "the memory of one process"
     names = {type(c).__name__ for c in rig.trainer.vllm_client.pynccl_comms}
-    return ", ".join(sorted(n.removesuffix("Communicator").removeprefix("Py") for n in names))
+    return ", ".join(sorted(WIRES.get(name, name) for name in names))
 
 
 @contextmanager
