@@ -94,14 +94,20 @@ def device_words(count: int, kind: str) -> str:
 
 
 def table(results: Sequence[Result]) -> Table:
-    columns = (Column("check"), Column("topology"), Column("result", no_wrap=True))
-    shown = Table(*columns, Column("measured, and why", overflow="fold"), title="selftest")
+    """A row for each result, under the name of its topology."""
+    columns = (Column("check"), Column("result", no_wrap=True))
+    shown = Table(*columns, Column("why, and measured", overflow="fold"))
+    topology = ""
     for result in results:
+        if result.topology != topology:
+            topology = result.topology
+            shown.add_section()
+            shown.add_row("", "", f"[bold]{escape(topology)}[/]")
         text = [escape(masked(result.reason))] if result.reason else []
         text += [f"[bold]{escape(masked(result.remedy))}[/]"] if result.remedy else []
         text += [escape(_measured(result.values))] if result.values else []
         status = f"[{COLORS[result.status]}]{result.status}[/]"
-        shown.add_row(result.name, result.topology, status, "\n".join(text))
+        shown.add_row(result.name, status, "\n".join(text))
     return shown
 
 
@@ -167,7 +173,7 @@ dt { opacity: .7; } dd { margin: 0; overflow-wrap: anywhere; } p { margin: 4px 0
 <body>
 <h1>swift-grpo-ext selftest</h1>
 <table>
-<tr><th>check</th><th>topology</th><th>result</th><th>measured, and why</th><th>s</th></tr>
+<tr><th>check</th><th>topology</th><th>result</th><th>why, and measured</th><th>s</th></tr>
 {%- for r in results %}
 <tr><td>{{ r.name }}</td><td>{{ r.topology }}</td>
 <td class="status {{ colors[r.status] }}">{{ r.status }}</td>
