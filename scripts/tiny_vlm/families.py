@@ -284,6 +284,7 @@ def _glm4v(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
             "pad_token_id": ids("<|endoftext|>"),
             "eos_token_id": [ids("<|endoftext|>"), ids("<|user|>"), ids("<|observation|>")],
             "tie_word_embeddings": False,
+            "attention_bias": True,  # as published; without it vLLM drops the biases
             "rope_parameters": {
                 **ROPE,
                 "mrope_section": [2, 3, 3],

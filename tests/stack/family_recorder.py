@@ -73,8 +73,8 @@ class FamilyTrainer(RecordingTrainer):
         template = self.template
         with self._template_context(template), only_sampled_tokens(template, [sample]):
             own = encode_sample(sample, template)
-        tensors = {k: v for k, v in sample.encoded.items() if isinstance(v, torch.Tensor)}
-        return all(torch.equal(tensor, own[name]) for name, tensor in tensors.items())
+        tensors = {k: v for k, v in own.items() if isinstance(v, torch.Tensor)}
+        return all(torch.equal(tensor, sample.encoded[name]) for name, tensor in tensors.items())
 
 
 TrainerFactory.TRAINER_MAPPING["grpo"] = "family_recorder.FamilyTrainer"
