@@ -49,6 +49,13 @@ class FamilyTrainer(RecordingTrainer):
             logits = torch.nn.functional.linear(args[0].detach(), module.weight, module.bias)
             wanted.append(torch.isin(logits.argmax(-1), ids).float().flatten())
 
+        collate, encoded = self.template.data_collator, {}
+
+        def noted(batch: list[dict[str, Any]], **kwargs: Any) -> Any:
+            encoded.update((id(one), dict(one)) for one in batch)  # collating takes entries out
+            return collate(batch, **kwargs)
+
+        self.template.data_collator = noted  # until `rollouts_own_prompts` puts all back
         hook = head.register_forward_pre_hook(look)
         trainer_module.shared_media = kept
         try:
@@ -60,7 +67,7 @@ class FamilyTrainer(RecordingTrainer):
             "ways": self._logps.ways,
             "media_asked": sum(c.num_hits + c.num_misses for c in caches),
             "media_made": sum(c.num_misses for c in caches),
-            "media_equal": all(map(self._is_as_without_sharing, samples)),
+            "media_equal": all(self._is_own(s, encoded[id(s.encoded)]) for s in samples),
             "placeholders": ids.tolist(),
             "wanted": float(torch.cat(wanted).mean()),
         }
@@ -68,13 +75,14 @@ class FamilyTrainer(RecordingTrainer):
             f.write(json.dumps(record) + "\n")
         return batches
 
-    def _is_as_without_sharing(self, sample: Any) -> bool:
-        """Whether each tensor that was trained on is, bit for bit, that of the sample alone."""
+    def _is_own(self, sample: Any, encoded: dict[str, Any]) -> bool:
+        """Whether each tensor that was collated is, bit for bit, that of the sample alone."""
         template = self.template
         with self._template_context(template), only_sampled_tokens(template, [sample]):
             own = encode_sample(sample, template)
         tensors = {k: v for k, v in own.items() if isinstance(v, torch.Tensor)}
-        return all(torch.equal(tensor, sample.encoded[name]) for name, tensor in tensors.items())
+        assert bool(tensors) == bool(sample.images or sample.videos)
+        return all(torch.equal(tensor, encoded[name]) for name, tensor in tensors.items())
 
 
 TrainerFactory.TRAINER_MAPPING["grpo"] = "family_recorder.FamilyTrainer"
