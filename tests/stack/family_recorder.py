@@ -22,6 +22,7 @@ from swift_grpo_ext.logits import base_model
 from swift_grpo_ext.logits.head import output_embedding
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.training import trainer as trainer_module
+from swift_grpo_ext.training.batch import rollouts_own_prompts
 from swift_grpo_ext.training.shared_media import MediaCache, shared_media
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 
@@ -49,20 +50,28 @@ class FamilyTrainer(RecordingTrainer):
             logits = torch.nn.functional.linear(args[0].detach(), module.weight, module.bias)
             wanted.append(torch.isin(logits.argmax(-1), ids).float().flatten())
 
-        collate, encoded = self.template.data_collator, {}
+        encoded: dict[int, dict[str, Any]] = {}
 
-        def noted(batch: list[dict[str, Any]], **kwargs: Any) -> Any:
-            encoded.update((id(one), dict(one)) for one in batch)  # collating takes entries out
-            return collate(batch, **kwargs)
+        @contextmanager
+        def noted(template: Any, samples: Any) -> Iterator[None]:
+            collate = template.data_collator
 
-        self.template.data_collator = noted  # until `rollouts_own_prompts` puts all back
+            def note(batch: list[dict[str, Any]], **kwargs: Any) -> Any:
+                encoded.update((id(one), dict(one)) for one in batch)  # collating takes entries out
+                return collate(batch, **kwargs)
+
+            template.data_collator = note  # until `rollouts_own_prompts` puts all back
+            with rollouts_own_prompts(template, samples):
+                yield
+
         hook = head.register_forward_pre_hook(look)
-        trainer_module.shared_media = kept
+        trainer_module.shared_media, trainer_module.rollouts_own_prompts = kept, noted
         try:
             batches = super()._prepare_batch_inputs(samples)
         finally:
             hook.remove()
             trainer_module.shared_media = shared_media
+            trainer_module.rollouts_own_prompts = rollouts_own_prompts
         record = {
             "ways": self._logps.ways,
             "media_asked": sum(c.num_hits + c.num_misses for c in caches),
