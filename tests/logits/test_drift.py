@@ -9,12 +9,11 @@ pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
 
 def test_chunks_drift_no_further_than_bf16_itself() -> None:
-    rows = measure(seeds=2, vocabulary=1024, hidden=64, steps=STEPS)
+    rows = measure(seeds=1, vocabulary=1024, hidden=64, steps=STEPS)
     drift = {row["way"]: row for row in rows}
     for kind in ("bf16 weights", "bf16 autocast"):
         whole, chunked, rounded = (drift[f"{kind}: {way}"] for way in (WHOLE, CHUNKED, ROUNDED))
-        for seed in range(2):
-            assert 0 < whole["head"][seed] < 1
-            for measured in ("weights", "head"):
-                assert chunked[measured][seed] < 1.25 * whole[measured][seed]
+        assert 0 < whole["head"][0] < 1
+        for measured in ("weights", "head"):
+            assert chunked[measured][0] < 1.25 * whole[measured][0]
         assert rounded["head"] != chunked["head"], "nothing is summed otherwise"
