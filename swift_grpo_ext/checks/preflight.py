@@ -67,6 +67,7 @@ def check_arguments(args: Any, given: Collection[str]) -> Findings:
     """
     for look in (check_ranges, check_model, check_vllm, check_adapters, check_resume, check_seed):
         yield from look(args)
+    yield from check_tied_head(args)
     yield from check_streaming(args)
     yield from check_teacher_server(args)
     yield from check_ignored_flags(args, given)
@@ -182,8 +183,8 @@ def check_tied_head(args: Any) -> Findings:
     """`--modules_to_save` makes a copy of a tied embedding or head, which training then has beside
     the other; vLLM has one weight for both (seen: log-probabilities 0.05 nats apart)."""
     modules = getattr(args, "modules_to_save", None) or ()
-    saved = sorted({"lm_head", "embed_tokens"}.intersection(modules))
-    if not saved or not args.use_vllm or args.tuner_type == "full":
+    saved = sorted({"lm_head", "embed_tokens", "all-embedding"}.intersection(modules))
+    if not saved or _serves(args) or not args.use_vllm or args.tuner_type == "full":
         return
     config = Path(args.model).expanduser() / "config.json"
     if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get(
@@ -285,6 +286,20 @@ def check_ignored_flags(args: Any, given: Collection[str]) -> Findings:
             yield warning(name, text, "Leave it out, or give it to `swift rollout`.")
         elif name in DIVERSITY_FLAGS and not has_monitor:
             yield warning(name, "is read by nothing without --callbacks diversity.")
+
+
+def check_speculation(args: Any) -> Findings:
+    """vLLM 0.32 takes no `logit_bias` beside speculative decoding (sampling_params.py, line 1190),
+    by which media placeholders are never sampled: the first request would end the run."""
+    engine = args.vllm_engine_kwargs or {}
+    asked = engine.get("speculative_config") or (_serves(args) and args.vllm_speculative_config)
+    if asked and args.model_meta.is_multimodal:
+        yield error(
+            f"vllm_speculative_config {asked}",
+            "does not go with a model that sees: vLLM 0.32 refuses to leave out tokens (the "
+            "placeholders of media) while it speculates.",
+            "Leave it out (also of --vllm_engine_kwargs).",
+        )
 
 
 def check_training_memory(args: Any) -> Findings:

@@ -67,6 +67,7 @@ class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
         if self.rlhf_type == "grpo":
             check_model_tokens(self)
             check_stop_settings(self)
+            enforce(preflight.check_speculation(self))
             enforce(preflight.check_training_memory(self))
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))
@@ -83,6 +84,7 @@ class RolloutExtArguments(_StrictArguments, ExtFlags, RolloutArguments):
 
     def _check_device_count(self) -> None:
         check_model_tokens(self)
+        enforce(preflight.check_speculation(self))
         # Without an accelerator there are no devices to count: replicas share cores and memory.
         if has_accelerator():
             super()._check_device_count()

@@ -17,10 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Finding, enforce, error, note, ok, warning
+from swift_grpo_ext.rollout.placeholders import logit_bias
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 
 QUESTION = [{"role": "user", "content": "Which digit?"}]
@@ -339,14 +342,43 @@ def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"tie_word_embeddings": true}')
     own = {"model": str(tmp_path), "tuner_type": "lora", "modules_to_save": ["merger", "lm_head"]}
-    sentence = only(preflight.check_tied_head(arguments(**own)))
+    sentence = only(preflight.check_arguments(arguments(**own), []))
     assert sentence.startswith("error: --modules_to_save lm_head: embedding and head of ")
     assert "--tuner_type full" in sentence
-    for other in ({"modules_to_save": ["merger"]}, {"use_vllm": False}, {"tuner_type": "full"}):
-        assert said(preflight.check_tied_head(arguments(**{**own, **other}))) == []
+    embedding = {**own, "modules_to_save": ["all-embedding"]}
+    assert "--modules_to_save all-embedding:" in only(
+        preflight.check_arguments(arguments(**embedding), [])
+    )
+    for other in (
+        {"modules_to_save": ["merger"]},
+        {"port": 8000},
+        {"use_vllm": False},
+        {"tuner_type": "full"},
+    ):
+        assert said(preflight.check_arguments(arguments(**{**own, **other}), [])) == []
     config.write_text('{"tie_word_embeddings": false}')
-    assert said(preflight.check_tied_head(arguments(**own))) == []
-    assert said(preflight.check_tied_head(arguments())) == []
+    assert said(preflight.check_arguments(arguments(**own), [])) == []
+    assert said(preflight.check_arguments(arguments(), [])) == []
+
+
+def test_speculation_cannot_leave_placeholders_out() -> None:
+    """vLLM would refuse the first request."""
+    with pytest.raises(VLLMValidationError, match="logit_bias sampling parameters are not yet"):
+        SamplingParams(logit_bias=logit_bias([7]))._validate_spec_decode(SimpleNamespace())
+    config = {"method": "ngram", "num_speculative_tokens": 2}
+    of_server = arguments(port=8000, vllm_speculative_config=config)
+    sentence = only(preflight.check_speculation(of_server))
+    assert sentence.startswith("error: --vllm_speculative_config {'method': 'ngram'")
+    for args in (of_server, arguments(vllm_engine_kwargs={"speculative_config": config})):
+        assert only(preflight.check_speculation(args)).startswith(
+            "error: --vllm_speculative_config"
+        )
+        args.model_meta.is_multimodal = False
+        assert said(preflight.check_speculation(args)) == []
+    without = arguments(port=8000, vllm_speculative_config=None, vllm_engine_kwargs=None)
+    assert said(preflight.check_speculation(without)) == []
+    unread = arguments(vllm_speculative_config=config)  # of a training: see OF_SERVERS
+    assert said(preflight.check_speculation(unread)) == []
 
 
 def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
