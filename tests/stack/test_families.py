@@ -38,8 +38,8 @@ WITH_IMAGES = [
     *(f"<image>{QUESTION}", f"{QUESTION}\n<image>", f"Here:\n<image>\n{QUESTION} <image> Both?"),
     "Which digits are there?",
 ]
-ONE_IMAGE = ("llava_onevision", "gemma3")
-"""Of which rows with one image and with two do not train together (docs/families.md)."""
+NOT_TAKEN = {"llava_onevision": (" <image>", ""), "gemma3": ("<image>\n", "<image>")}
+"""What ms-swift or vLLM fails at (docs/families.md), and what prompts hold in its place."""
 
 WITH_VIDEOS = [
     *(f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),
@@ -136,8 +136,7 @@ def train(
 ) -> rounds.Samples:
     folder.mkdir(parents=True)
     prompts = prompts or (WITH_IMAGES if family.has_images else WORDS_ALONE)
-    if family.name in ONE_IMAGE:
-        prompts = [prompt.replace(" <image>", "") for prompt in prompts]
+    prompts = [prompt.replace(*NOT_TAKEN.get(family.name, ("", ""))) for prompt in prompts]
     finished = run_training(
         assets,
         write_rows(assets, folder / "rows.jsonl", prompts),
