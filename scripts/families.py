@@ -39,6 +39,11 @@ REMOTE_CODE = (
     "未制作：其代码随权重发布，不在任何软件包中",
 )
 NOT_MADE = ("not made; transformers has its code", "未制作；transformers 中有其代码")
+OMNI = (
+    "not made: ms-swift asks for `qwen_omni_utils` and `soundfile`, which the set-up has not; so no "
+    "audio was run",
+    "未制作：ms-swift 需要 `qwen_omni_utils` 和 `soundfile`，安装环境中没有；因此没有运行过音频",
+)
 OTHERS = {
     "`minicpmv` to `minicpmv4_5`, `minicpmo`": REMOTE_CODE,
     "`ovis1_6` to `ovis2_5`": REMOTE_CODE,
@@ -46,7 +51,7 @@ OTHERS = {
     "`molmo`, `molmo2`": REMOTE_CODE,
     "`phi3_vision`": REMOTE_CODE,
     "`internvl_chat`": REMOTE_CODE,
-    "`qwen2_5_omni`, `qwen3_omni_moe`": NOT_MADE,
+    "`qwen2_5_omni`, `qwen3_omni_moe`": OMNI,
     "`gemma3n`, `gemma4`": NOT_MADE,
     "`glm4v_moe` (GLM-4.5V)": NOT_MADE,
     "`qwen3_5`, `qwen3_5_moe`": NOT_MADE,
