@@ -40,7 +40,7 @@ REMOTE_CODE = (
 )
 NOT_MADE = ("not made; transformers has its code", "未制作；transformers 中有其代码")
 OMNI = (
-    "not made: ms-swift asks for `qwen_omni_utils` and `soundfile`, which the set-up has not; so no "
+    "not made: ms-swift asks for `qwen_omni_utils` and `soundfile`, which the set-up has not; no "
     "audio was run",
     "未制作：ms-swift 需要 `qwen_omni_utils` 和 `soundfile`，安装环境中没有；因此没有运行过音频",
 )
