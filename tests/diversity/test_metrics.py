@@ -286,6 +286,15 @@ def test_rows_without_usable_logprobs(logprobs: list[float] | None) -> None:
     assert sample_from_row(row).logprobs is None
 
 
+def test_rows_with_some_unusable_logprobs() -> None:
+    row = row_of(sample([1, 2**31 - 1, 3, 4]))
+    object.__setattr__(row, "logprobs", [-0.5, None, -1e300, -2])
+    found = sample_from_row(row)
+    assert found.token_ids.tolist() == [1, 2**31 - 1, 3, 4]
+    assert found.logprobs is not None
+    assert repr(found.logprobs.tolist()) == "[-0.5, nan, -inf, -2.0]"
+
+
 def test_rows_become_groups_by_place_and_once() -> None:
     rows = [row_of(sample([1], group=g, index=i)) for g in (1, 0) for i in (2, 0, 1)]
     groups = group_samples(map(sample_from_row, [*rows, *rows]))
