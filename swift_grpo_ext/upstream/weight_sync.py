@@ -35,15 +35,18 @@ MARGIN = 1.1
 T = TypeVar("T")
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def within(seconds: float, work: Callable[[], T], rank: int) -> T:
     """What `work` returns, if it does in time.
 
-    torch's `TCPStore` gives a wait up only together with its host, a replica: where that has
-    stopped, all others wait without end. Their threads end with the host.
+    torch's `TCPStore` gives a wait up only together with its host, rank 0: where that has stopped,
+    all others wait without end. Their threads end with the host. The host itself keeps the store's
+    own bounds; a thread that it left behind would hold the port that the next group wants.
 
     Raises:
         TimeoutError: it did not.
     """
+    if rank == 0:
+        return work()
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -89,7 +92,7 @@ class GlooCommunicator:
         if not self._gloo:
             store = PrefixStore("swift_grpo_ext/weights", self.group.store)
             meet = partial(ProcessGroupGloo, store, self.rank, self.world_size, self._timeout)
-            self._gloo.append(within(self._timeout.total_seconds(), meet))
+            self._gloo.append(within(self._timeout.total_seconds(), meet, self.rank))
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
@@ -116,9 +119,10 @@ def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
         @staticmethod
         def create(*args: Any, **kwargs: Any) -> Any:
             create = partial(upstream.create, *args, **kwargs, store_timeout=seconds)
-            group = within(seconds, create)
+            rank = kwargs.get("rank", 0)
+            group = within(seconds, create, rank)
             barrier = partial(group.barrier, timeout=barrier_seconds)
-            group.barrier = partial(within, barrier_seconds, barrier)
+            group.barrier = partial(within, barrier_seconds, barrier, rank)
             return group
 
     module.StatelessProcessGroup = Bounded
