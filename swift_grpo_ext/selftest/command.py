@@ -131,11 +131,11 @@ def _run_of(training: Mapping[str, Any], served: Mapping[str, Any] | None) -> Ru
 
 
 def devices(training: Mapping[str, Any]) -> tuple[int, str]:
-    """How many devices the training may use, and of which kind."""
+    """How many devices the training may use, and of which kind; each core of a CPU holds a rank."""
     import torch
 
     if not torch.accelerator.is_available():
-        return 1, "cpu"
+        return len(os.sched_getaffinity(0)), "cpu"
     named = devices_of(training)
     count = len(named) if named else torch.accelerator.device_count()
     accelerator = torch.accelerator.current_accelerator()

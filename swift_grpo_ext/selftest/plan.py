@@ -81,7 +81,7 @@ def parts(
         settings: the training's, as its file has them.
         served: those of the file of `swift rollout`, if there is one.
         output_dir: of the trainings.
-        num_devices: accelerators, or 1 for a CPU.
+        num_devices: accelerators, or cores.
         device: what these are, in words: `cpu`, `cuda`.
         address: HOST:PORT of a server that runs already.
     """
@@ -99,7 +99,7 @@ def parts(
         # What only the server was told of its engine.
         engine = {name: value for name, value in (served or {}).items() if name in OF_ENGINES}
         own = {"vllm_mode": "colocate", "vllm_tensor_parallel_size": tensor_parallel, **engine}
-        obstacle = f"{ranks} devices are needed, and there is {num_devices} ({device})"
+        obstacle = f"{ranks} devices are needed, and {num_devices} are there ({device})"
         return Part(
             topology=f"colocate, {ranks} rank{'s' * (ranks > 1)}"
             + f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1),

@@ -40,7 +40,7 @@ def test_on_a_cpu_one_colocated_rank_is_checked_and_the_rest_says_why_not() -> N
     # As many samples a round as the 6 ranks have.
     assert (settings["steps_per_generation"], settings["gradient_accumulation_steps"]) == (6, 6)
     assert (settings["max_steps"], settings["output_dir"]) == (1, "out")
-    assert [two.obstacle, tensor.obstacle] == ["2 devices are needed, and there is 1 (cpu)"] * 2
+    assert [two.obstacle, tensor.obstacle] == ["2 devices are needed, and 1 are there (cpu)"] * 2
     assert [two.ranks, tensor.ranks] == [2, 2]
     assert (kernels.checks, kernels.env["VLLM_BATCH_INVARIANT"]) == ((INVARIANT,), "1")
     assert "need a GPU" in kernels.obstacle
