@@ -38,6 +38,7 @@ from swift_grpo_ext.selftest.plan import Part
 from swift_grpo_ext.selftest.result import Result, exit_status, untried
 from swift_grpo_ext.selftest.worker import BUDGET, COMPARE, INVARIANT, Job
 
+ROUND = "round.json"
 GRACE_SECONDS = 60.0
 """That a check has to end once the budget is spent."""
 
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     training, served = settings_of(options)
     folder: Path = options.output
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / ROUND).unlink(missing_ok=True)  # of another run
     count, kind = devices(training)
     found = plan.parts(
         _run_of(training, served), training, served,
@@ -184,7 +186,7 @@ def _follow(
         topology=part.topology,
         deadline=deadline,
         results=str(folder / f"part-{number}.jsonl"),
-        rounds=str(folder / "round.json"),
+        rounds=str(folder / ROUND),
     )
     path, results = folder / f"part-{number}.job.json", Path(job.results)
     path.write_text(json.dumps(asdict(job), ensure_ascii=False), encoding="utf-8")
