@@ -82,6 +82,11 @@ def run_with_trainer(argv: Sequence[str], use: Callable[[Any], None]) -> None:
 def _check(job: Job, emit: Callable[[Result], None], trainer: Any) -> None:
     from swift_grpo_ext.selftest.rig import Rig
 
+    # What keeps a canary from being drawn keeps checks from it.
+    if reason := trainer._reason_against_canary():
+        for name in job.checks:
+            emit(untried(reason, name=name, topology=job.topology))
+        return
     rig = Rig(trainer, job.topology, job.deadline)
     run_checks(rig, job.checks, checks(Path(job.rounds)), emit)
 
