@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.stack.processes import PLUGIN, ROOT, started
+from tests.stack.processes import PLUGIN, ROOT, free_port, started
 
 pytestmark = pytest.mark.stack
 
@@ -54,6 +54,9 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
     no_images = write_rows(folder / "no_images.jsonl", [row()] * 8)
     short = write_rows(folder / "short.jsonl", [row(good)])
     server = ["--model", str(assets / "tiny_vlm"), "--external_plugins", PLUGIN]
+    template = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
+    speculation = ["--vllm_speculative_config", drafts, "--port", str(free_port())]
     return {
         "model": (
             rlhf(assets, "--model", str(folder / "none")),
@@ -123,6 +126,10 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
             rlhf(assets, "--logits_shim", "off", "--rlhf_type", "dpo"),
             r"--logits_shim is read with --rlhf_type grpo only; received --rlhf_type dpo",
         ),
+        "tied head": (
+            rlhf(assets, "--tuner_type", "lora", "--modules_to_save", "lm_head"),
+            r"--modules_to_save lm_head: embedding and head of .* are one weight.*--tuner_type",
+        ),
         # The servers last: from then on vLLM is loaded.
         "port": (
             {"command": "rollout", "argv": [*server, "--port", str(taken_port)]},
@@ -131,6 +138,10 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         "unknown flag of a server": (
             {"command": "rollout", "argv": [*server, "--logit_shim", "off"]},
             r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
+        ),
+        "speculation": (
+            {"command": "rollout", "argv": [*server, *template, *speculation]},
+            r"--vllm_speculative_config .*ngram.*does not go with a model that sees.*Leave it out",
         ),
     }
 
