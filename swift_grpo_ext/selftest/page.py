@@ -163,7 +163,8 @@ body { margin: 24px auto; max-width: 1100px; padding: 0 16px;
 table { border-collapse: collapse; width: 100%; margin: 8px 0 28px; }
 th, td { border: 1px solid #8886; padding: 6px 10px; text-align: left; vertical-align: top;
   overflow-wrap: anywhere; }
-td.status { white-space: nowrap; font-weight: 600; }
+td.status, td:last-child { white-space: nowrap; }
+td.status { font-weight: 600; }
 .green { color: #2e8b57; } .red { color: #d0342c; } .yellow { color: #a06b00; }
 dl { margin: 0; display: grid; grid-template-columns: max-content 1fr; gap: 0 12px;
   font-size: 13px; }
