@@ -409,6 +409,9 @@ def make_family(family: Family, ranks: dict[bytes, int], output: Path, seed: int
     auto = transformers.AutoModelForImageTextToText
     model = (auto if family.has_images else transformers.AutoModelForCausalLM).from_config(config)
     draw_weights(model)
+    for weight in model.parameters():
+        if weight.ndim > 1 and not weight.any():  # Gemma3's projection: no image would be seen
+            torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     text = config.get_text_config()
     model.generation_config = GenerationConfig(
         do_sample=True,
