@@ -31,9 +31,6 @@ MADE = (
 )
 """Those that `scripts/tiny_vlm/families.py` makes."""
 
-UPSTREAM: dict[str, tuple[str, str]] = {}
-"""What another project's fault keeps from working, in both languages."""
-
 REMOTE_CODE = (
     "not made: its code comes with its checkpoints, in no package",
     "未制作：其代码随权重发布，不在任何软件包中",
@@ -94,27 +91,22 @@ def made(language: str) -> str:
     """The Markdown between the marks of a page, in `en` or `zh`."""
     found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     words, number = WORDS[language], list(WORDS).index(language)
-    rows = [_row(name, found.get(name, {}), words, number) for name in MADE]
+    rows = [_row(name, found.get(name, {}), words) for name in MADE]
     others = [f"| {name} | {reasons[number]} |" for name, reasons in OTHERS.items()]
     table = [words["head"], "|---" * NUM_COLUMNS + "|", *rows]
     return "\n".join([*table, "", words["others"], "|---|---|", *others])
 
 
-def _row(name: str, found: Mapping[str, Any], words: Mapping[str, str], number: int) -> str:
+def _row(name: str, found: Mapping[str, Any], words: Mapping[str, str]) -> str:
     whole, not_run = found.get("whole"), words["not run"]
-    verdict = words["works"] if {"whole", "lora"} <= found.keys() else words["part"]
-    cells = [f"`{name}`", UPSTREAM[name][number] if name in UPSTREAM else verdict]
-    if not found and name not in UPSTREAM:
-        cells[1] = not_run
+    verdict = "works" if {"whole", "lora"} <= found.keys() else "part" if found else "not run"
+    cells = [f"`{name}`", words[verdict]]
     if whole:
         sees = bool(whole["media_asked"])
         cells += [
             words["line breaks" if whole["line_breaks"] else "equal"],
             f"{whole['gap']:.0e}",
-            *(
-                f"{words['equal']}, {found[k]['gap']:.0e}" if k in found else not_run
-                for k in OTHER_RUNS
-            ),
+            *(_run(other, found, words) for other in OTHER_RUNS),
             words["wanted"].format(whole["wanted"]) if sees else "",
             f"`{whole['ways'][0]}`",
             words["stops"].format(whole["stopped"], whole["samples"]),

@@ -31,12 +31,15 @@ def test_a_row_says_what_was_found_and_no_more(
         **{"samples": 48, "wanted": 0.5, "media_asked": 60, "media_made": 15},
     }
     results = tmp_path / "results.json"
-    found = {"internvl": {"whole": whole, "lora": {"gap": 0.003}}, "glm4v": {"whole": whole}}
+    found = {
+        "internvl": {"whole": whole, "lora": {"gap": 0.003}, "videos": {"gap": 2e-5}},
+        "glm4v": {"whole": whole},
+    }
     results.write_text(json.dumps(found), encoding="utf-8")
     monkeypatch.setattr(families, "RESULTS", results)
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", families.made("en"), re.M))
     assert rows["internvl"] == (
-        "works | equal: the rollout's line breaks | 2e-06 | equal, 3e-03 | not run | not run | "
+        "works | equal: the rollout's line breaks | 2e-06 | equal, 3e-03 | not run | 2e-05 | "
         "never, wanted at 50% | `logits_to_keep` | 9 of 48 | 60 asked, 15 made"
     )
     assert rows["glm4v"].startswith("in part | ")
