@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,3 +155,27 @@ def test_where_it_cannot_fly_nothing_is_drawn(
     assert fly(monkeypatch, {}, **args) == [None]
     expected = ["--rollout_canary stop has no effect: this is async."]
     assert told == (expected if "off" in args else [])
+
+
+def test_two_prompts_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round names the difference itself; the model (there is none) is not asked."""
+    encoded = {"input_ids": [1, 2, 5], "labels": [-100, -100, 5]}
+    monkeypatch.setattr(canary, "encode_sample", lambda *_: dict(encoded))
+    monkeypatch.setattr(canary, "collate_to_grpo_micro_batch", lambda *_, **__: ({}, None))
+
+    class Template(SimpleNamespace):
+        data_collator = list
+
+    template = Template(placeholder_tokens=[90], tokenizer=SimpleNamespace(decode=str))
+    trainer = SimpleNamespace(
+        template=template,
+        _template_context=lambda _: nullcontext(),
+        accelerator=SimpleNamespace(device="cpu"),
+    )
+    probe = sample("one")
+    probe.request_id, probe.response_token_ids = "eval-0.0-0-0", [5]
+    probe.rollout_prompt_ids = [1, 3]  # type: ignore[attr-defined]
+    assert canary.sample_gap(trainer, probe) == Gap()
+    probe.rollout_prompt_ids = [1, 2]  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="model"):
+        canary.sample_gap(trainer, probe)
