@@ -196,7 +196,8 @@ def _differences(a: Section, b: Section, original: Page, translation: Page) -> I
     yield from _counts("code span", a.spans, b.spans)
     yield from _counts("number", a.numbers, b.numbers)
     yield from _counts("link", _targets(original, a.links), _targets(translation, b.links))
-    yield from _counts("picture", _targets(original, a.images), _targets(translation, b.images))
+    pictures = _targets(original, a.images), _targets(translation, b.images)
+    yield from _counts("picture", *map(_of_any_language, pictures))
     for what, ours, theirs in (
         ("list items", a.num_items, b.num_items),
         ("paragraphs", a.num_paragraphs, b.num_paragraphs),
@@ -206,6 +207,11 @@ def _differences(a: Section, b: Section, original: Page, translation: Page) -> I
             yield f"{ours} and {theirs} {what}"
     for number, (table, other_table) in enumerate(zip(a.tables, b.tables, strict=False), 1):
         yield from _table_differences(f"table {number}", table, other_table)
+
+
+def _of_any_language(pictures: Counter[str]) -> Counter[str]:
+    """`group_zh.png` shows the Chinese page where `group.png` shows the English one."""
+    return Counter(name.replace("_zh.", ".") for name in pictures.elements())
 
 
 def _table_differences(name: str, a: list[list[Cell]], b: list[list[Cell]]) -> Iterator[str]:

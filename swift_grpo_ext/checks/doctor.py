@@ -104,7 +104,8 @@ def examine(target: Target) -> Findings:
             try:
                 findings = list(look(target))
             except ModuleNotFoundError as e:
-                text = f"cannot be looked at: {e.name} is not installed"
+                missing = f"{e.name} is not installed" if e.name else str(e)
+                text = f"cannot be looked at: {missing}"
                 findings = [error(name, text, "Install what `versions` says.")]
             except Exception as e:  # the others still have something to say
                 text = f"the check itself failed ({type(e).__name__}: {e})"

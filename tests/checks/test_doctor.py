@@ -400,13 +400,17 @@ def test_a_check_that_fails_itself_does_not_hide_the_others(
     def lack(target: Target) -> list[Finding]:
         raise ModuleNotFoundError("No module", name="torch")
 
-    fine = ok("c", "fine")
-    checks = {"a": fail, "b": lack, "c": lambda _: [fine]}
+    def lack_within(target: Target) -> list[Finding]:
+        raise ModuleNotFoundError("Could not import module 'X'. Is torchvision installed?")
+
+    fine = ok("d", "fine")
+    checks = {"a": fail, "b": lack, "c": lack_within, "d": lambda _: [fine]}
     monkeypatch.setattr(doctor, "CHECKS", checks)
-    first, second, third = doctor.examine(Target())
+    first, second, third, fourth = doctor.examine(Target())
     assert_error(first, "the check itself failed (ZeroDivisionError: odd)", "Report it")
     assert_error(second, "cannot be looked at: torch is not installed", "Install what")
-    assert third == fine
+    assert_error(third, "cannot be looked at: Could not import module 'X'", "Install what")
+    assert fourth == fine
 
 
 def test_each_finding_is_shown_as_soon_as_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
