@@ -1,6 +1,6 @@
 """Prints the peak memory, forward and backward, of several ways to a model's log-probabilities.
 
-    PYTHONPATH=scripts python -m tests.logits.memory
+    python -m tests.logits.memory
 
 One line of JSON: for each model, the bytes of each way.
 """
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench.peak import peak_bytes
 from torch import Tensor
 from trl.trainer.utils import selective_log_softmax
 
 from swift_grpo_ext.logits import LogitsShim
+from swift_grpo_ext.selftest.peak import peak_bytes
 from tests.logits import models
 
 VOCABULARY, PROMPT, NEW, CHUNK = 16_384, 768, 256, 16

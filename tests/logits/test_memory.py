@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,6 @@ def peaks() -> dict[str, dict[str, int]]:
     finished = subprocess.run(
         [sys.executable, "-m", "tests.logits.memory"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": "scripts"},
         check=True,
         capture_output=True,
         text=True,
