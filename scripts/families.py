@@ -37,9 +37,11 @@ REMOTE_CODE = (
 )
 NOT_MADE = ("not made; transformers has its code", "未制作；transformers 中有其代码")
 OMNI = (
-    "not made: ms-swift asks for `qwen_omni_utils` and `soundfile`, which the set-up has not; no "
-    "audio was run",
-    "未制作：ms-swift 需要 `qwen_omni_utils` 和 `soundfile`，安装环境中没有；因此没有运行过音频",
+    "not made: ms-swift asks for `qwen_omni_utils` (`swift/model/models/qwen.py`, "
+    "`_check_qwen_omni_utils`), which imports `librosa` and `audioread`; the set-up has none of "
+    "them. No audio was run",
+    "未制作：ms-swift 需要 `qwen_omni_utils`（`swift/model/models/qwen.py`，"
+    "`_check_qwen_omni_utils`），它导入 `librosa` 和 `audioread`；安装环境中都没有。没有运行过音频",
 )
 OTHERS = {
     "`minicpmv` to `minicpmv4_5`, `minicpmo`": REMOTE_CODE,
