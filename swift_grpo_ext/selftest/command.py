@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -45,6 +46,9 @@ GRACE_SECONDS = 60.0
 SECONDS_BETWEEN_LOOKS = 0.5
 LOG_LINES = 3
 """Of a process that ended early, for the reason."""
+
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): .+)", re.MULTILINE)
+"""How Python ends a traceback, also one of a rank; torchrun's own ones have no text."""
 
 NAMES = {COMPARE: "seeds", INVARIANT: "batch invariance"}
 """What the table calls checks that have another name."""
@@ -166,9 +170,10 @@ def run_part(
         except (OSError, TimeoutError) as e:
             reason = str(e)
     names = {result.name for result in done}
-    for check in part.checks:
-        if check not in names:
-            emit(untried(reason, name=check, topology=part.topology))
+    missing = [check for check in part.checks if check not in names]
+    for check in missing:
+        why = reason if check == missing[0] else f"as {missing[0]}"
+        emit(untried(why, name=check, topology=part.topology))
 
 
 def _follow(
@@ -268,8 +273,11 @@ def started(
 
 
 def _end_of(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return " | ".join([line.strip() for line in lines if line.strip()][-LOG_LINES:])
+    """The last exception that a log names, or its last lines."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    errors = [match[1].strip() for match in ERROR.finditer(text)]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return errors[-1] if errors else " | ".join(lines[-LOG_LINES:])
 
 
 def free_port() -> int:

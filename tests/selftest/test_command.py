@@ -68,6 +68,12 @@ def run(
     return [(result.name, result.status, result.reason) for result in found]
 
 
+def untried_for(reason: str) -> list[tuple[str, str, str]]:
+    """The reason stands once."""
+    reasons = zip(PART.checks, [reason, "as seeds"], strict=True)
+    return [(name, "could not be tried", why) for name, why in reasons]
+
+
 def test_results_come_from_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process([holds("seeds"), holds("stops")], looks=0)
     assert [name for name, *_ in run(process, tmp_path, monkeypatch)] == ["seeds", "stops"]
@@ -81,6 +87,16 @@ def test_a_process_that_dies_leaves_what_it_found(
     found = run(Process([holds("seeds")], looks=0), tmp_path, monkeypatch)
     reason = "its process ended with 3: one | CUDA error"
     assert found == [("seeds", "holds", ""), ("stops", "could not be tried", reason)]
+
+
+def test_the_reason_is_the_last_exception_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "Traceback (most recent call last):\n  raise KeyError(1)\nKeyError: 1\n"
+        "[rank1]: vllm.exceptions.NoError: give --template\nW1122 worker ended\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n"
+    )
+    assert command._end_of(log) == "vllm.exceptions.NoError: give --template"
 
 
 def test_a_process_that_hangs_is_ended_after_the_budget(
@@ -99,8 +115,7 @@ def test_what_cannot_be_tried_starts_no_process(
     part: Part, minutes: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = run(Process([], 0), tmp_path, monkeypatch, part, minutes)
-    expected = [(name, "could not be tried", reason) for name in PART.checks]
-    assert found == expected
+    assert found == untried_for(reason)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -122,7 +137,7 @@ def test_a_server_that_does_not_come_up_is_the_reason(
     part = Part(**{**vars(PART), "server": served, "settings": {"vllm_server_port": [7]}})
     reason = "swift rollout ended with 1: no such model"
     found = run(Dead([], 0), tmp_path, monkeypatch, part)
-    assert found == [(name, "could not be tried", reason) for name in PART.checks]
+    assert found == untried_for(reason)
 
 
 # --- in the process ---
