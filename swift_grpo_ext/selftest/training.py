@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from swift_grpo_ext.training.canary import encoded_batch, probe_config, sample_g
 from swift_grpo_ext.training.prompts import encoding_error
 
 NUM_HARDEST = 3
+T = TypeVar("T")
 
 # --- prompts ---
 
@@ -133,7 +134,7 @@ def _stop_faults(rig: Rig, word: str, sample: Any) -> Iterator[str]:
 NUM_TENSORS = 32
 """That the known change touches, spread over the model."""
 
-FIRST_CHANGE, MOST_TRIES = 0.05, 6
+FIRST_CHANGE, MOST_TRIES = 0.05, 10
 CLEAR = 4.0
 """Limits that the change has to move log-probabilities by, to be told from none."""
 
@@ -205,8 +206,7 @@ def _changed(rig: Rig, probes: Sequence[Any], least: float) -> Iterator[float | 
     """Within the block some of the trained weights are others: by so much that the trainer's
     log-probabilities of `probes` lie `least` nats or more from those drawn. The value is how far,
     or None where no change was enough."""
-    trained = [p for p in rig.trainer.model.parameters() if p.requires_grad]
-    some = trained[:: max(len(trained) // NUM_TENSORS, 1)]
+    some = spread([p for p in rig.trainer.model.parameters() if p.requires_grad])
     kept = [p.detach().clone().cpu() for p in some]
     scale, moved = FIRST_CHANGE, 0.0
     try:
@@ -221,6 +221,12 @@ def _changed(rig: Rig, probes: Sequence[Any], least: float) -> Iterator[float | 
         with torch.no_grad():
             for parameter, value in zip(some, kept, strict=True):
                 parameter.copy_(value)
+
+
+def spread(trained: Sequence[T]) -> Sequence[T]:
+    """About `NUM_TENSORS` of them. The stride is odd: an adapter's tensors come in pairs, A and B,
+    and no change of A alone changes anything while B is 0."""
+    return trained[:: max(len(trained) // NUM_TENSORS, 1) | 1]
 
 
 def _change(some: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], scale: float) -> None:

@@ -53,3 +53,15 @@ def test_noise_of_a_later_round_or_another_seed_that_was_there_before_is(
 ) -> None:
     log10_p, _ = shared_noise(a_round(0, 1), [a_round(1, later)], a_round(0, other))
     assert log10_p < -15
+
+
+@pytest.mark.parametrize("num_layers", [1, 8, 28, 80])
+def test_a_known_change_touches_both_tensors_of_adapters(num_layers: int) -> None:
+    """Their B is 0 at first: a change of A alone would change nothing."""
+    from swift_grpo_ext.selftest.training import NUM_TENSORS, spread
+
+    trained = [f"{layer}.{module}.{t}" for layer in range(num_layers) for module in range(7)
+               for t in "AB"]  # fmt: skip
+    found = spread(trained)
+    assert {name[-1] for name in found} == {"A", "B"}
+    assert min(NUM_TENSORS, len(trained)) / 2 <= len(found) <= 2 * NUM_TENSORS
