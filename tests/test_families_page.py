@@ -33,14 +33,16 @@ def test_a_row_says_what_was_found_and_no_more(
     results = tmp_path / "results.json"
     found = {
         "internvl": {"whole": whole, "lora": {"gap": 0.003}, "videos": {"gap": 2e-5}},
+        "qwen2_5_omni": {"whole": whole, "served": {"gap": 1e-6}, "audio": {"gap": 4e-6}},
         "glm4v": {"whole": whole},
     }
     results.write_text(json.dumps(found), encoding="utf-8")
     monkeypatch.setattr(families, "RESULTS", results)
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", families.made("en"), re.M))
     assert rows["internvl"] == (
-        "works | equal: the rollout's line breaks | 2e-06 | equal, 3e-03 | not run | 2e-05 | "
+        "works | equal: the rollout's line breaks | 2e-06 | equal, 3e-03 | not run | 2e-05 |  | "
         "never, wanted at 50% | `logits_to_keep` | 9 of 48 | 60 asked, 15 made"
     )
+    assert " | 2e-06 | not run | equal, 1e-06 | not run | 4e-06 | " in rows["qwen2_5_omni"]
     assert rows["glm4v"].startswith("in part | ")
-    assert rows["gemma3"] == " | ".join(["not run"] * 10)
+    assert rows["gemma3"] == " | ".join(["not run"] * 11)

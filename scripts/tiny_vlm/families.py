@@ -72,6 +72,15 @@ class Family:
     """Special tokens that the family's processor asks its tokenizer for, by attribute."""
 
     has_images: bool = True
+    model_class: str = ""
+    """Of transformers, where no automatic class knows it."""
+
+    needs: tuple[str, ...] = ()
+    """Packages that ms-swift asks for, beyond the set-up's."""
+
+    thinker: str = ""
+    """The attribute of the model that holds what is trained, where it has other parts."""
+
     renamed: tuple[str, str] | None = None
     """The beginning of names as transformers saves them, and in published checkpoints."""
 
@@ -162,6 +171,14 @@ def _qwen3_vl_moe(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
         **_qwen_vision_ids(ids),
     )
     return config, _qwen3_processor(tokenizer)
+
+
+def _qwen3_moe(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
+    tokenizer.chat_template = architecture.CHAT_TEMPLATE
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    experts["norm_topk_prob"] = True
+    text = _qwen_text(ids, head_dim=32, rope_parameters=ROPE, **experts)
+    return transformers.Qwen3MoeConfig(**text), tokenizer
 
 
 def _qwen3(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
@@ -277,9 +294,23 @@ GLM4V_TOKENS = dict(enumerate(GLM4V_SPECIAL, 151_329))
 
 
 def _glm4v(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
-    config = transformers.Glm4vConfig(
+    return _glm(transformers.Glm4vConfig, tokenizer, ids)
+
+
+def _glm4v_moe(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    # vLLM takes the last two from the configuration; published ones have them.
+    more = {**experts, "head_dim": 32, "use_qk_norm": False}
+    return _glm(transformers.Glm4vMoeConfig, tokenizer, ids, **more)
+
+
+def _glm(
+    make_config: Callable[..., Any], tokenizer: Qwen2TokenizerFast, ids: Ids, **more: Any
+) -> tuple[Any, Any]:
+    config = make_config(
         text_config={
             **TEXT,
+            **more,
             "vocab_size": architecture.VOCAB_SIZE,
             "pad_token_id": ids("<|endoftext|>"),
             "eos_token_id": [ids("<|endoftext|>"), ids("<|user|>"), ids("<|observation|>")],
@@ -316,6 +347,47 @@ def _glm4v(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
     return config, processor
 
 
+OMNI_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
+    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_bos|>", "<|vision_eos|>"),
+    *("<|vision_pad|>", "<|IMAGE|>", "<|VIDEO|>"),
+)
+
+
+def _qwen2_5_omni(tokenizer: Qwen2TokenizerFast, ids: Ids) -> tuple[Any, Any]:
+    config = transformers.Qwen2_5OmniConfig(
+        thinker_config={
+            "text_config": _qwen_text(ids, rope_parameters=MROPE),
+            "vision_config": {
+                **{"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2},
+                **{"out_hidden_size": TEXT["hidden_size"], "fullatt_block_indexes": [1]},
+            },
+            "audio_config": {
+                **{"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2},
+                **{"encoder_ffn_dim": 128, "output_dim": TEXT["hidden_size"]},
+            },
+            "audio_token_index": ids("<|AUDIO|>"),
+            "image_token_index": ids("<|IMAGE|>"),
+            "video_token_index": ids("<|VIDEO|>"),
+            "vision_start_token_id": ids("<|vision_bos|>"),
+            "vision_end_token_id": ids("<|vision_eos|>"),
+            "audio_start_token_id": ids("<|audio_bos|>"),
+            "audio_end_token_id": ids("<|audio_eos|>"),
+            "tie_word_embeddings": True,
+        },
+        enable_audio_output=False,
+    )
+    limits = architecture.PIXEL_LIMITS
+    processor = transformers.Qwen2_5OmniProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(size=limits),
+        video_processor=transformers.Qwen2VLVideoProcessor(size=limits),
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=128, chunk_length=300),
+        tokenizer=tokenizer,
+        chat_template=architecture.CHAT_TEMPLATE,
+    )
+    return config, processor
+
+
 FAMILIES = {
     family.name: family
     for family in (
@@ -326,6 +398,7 @@ FAMILIES = {
             name="qwen3_vl_moe", template="qwen3_vl", build=_qwen3_vl_moe, model_type="qwen3_vl_moe"
         ),
         Family(name="qwen3", template="qwen3", build=_qwen3, has_images=False),
+        Family(name="qwen3_moe", template="qwen3", build=_qwen3_moe, has_images=False),
         Family(
             name="internvl",
             template="internvl_hf",
@@ -362,6 +435,31 @@ FAMILIES = {
             },
         ),
         Family(name="glm4v", template="glm4v", build=_glm4v, tokens=GLM4V_TOKENS, eos="<|user|>"),
+        Family(
+            name="glm4v_moe",
+            template="glm4_5v",
+            build=_glm4v_moe,
+            tokens=GLM4V_TOKENS,
+            eos="<|user|>",
+        ),
+        Family(
+            name="qwen2_5_omni",
+            template="qwen2_5_omni",
+            build=_qwen2_5_omni,
+            tokens=OMNI_TOKENS,
+            model_class="Qwen2_5OmniForConditionalGeneration",
+            thinker="thinker",
+            needs=("qwen_omni_utils", "librosa", "audioread", "soundfile"),
+            names={
+                "image_token": "<|IMAGE|>",
+                "audio_token": "<|AUDIO|>",
+                "video_token": "<|VIDEO|>",
+                "vision_bos_token": "<|vision_bos|>",
+                "vision_eos_token": "<|vision_eos|>",
+                "audio_bos_token": "<|audio_bos|>",
+                "audio_eos_token": "<|audio_eos|>",
+            },
+        ),
     )
 }
 
@@ -406,12 +504,18 @@ def make_family(family: Family, ranks: dict[bytes, int], output: Path, seed: int
 
     config, processor = family.build(tokenizer, id_of)
     torch.manual_seed(seed)
-    auto = transformers.AutoModelForImageTextToText
-    model = (auto if family.has_images else transformers.AutoModelForCausalLM).from_config(config)
-    draw_weights(model)
-    for weight in model.parameters():
+    if family.model_class:
+        model = getattr(transformers, family.model_class)(config)
+    elif family.has_images:
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    draw_weights(getattr(model, family.thinker) if family.thinker else model)
+    for name, weight in model.named_parameters():
         if weight.ndim > 1 and not weight.any():  # Gemma3's projection: no image would be seen
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+        if ".experts." in name or name.endswith(".mlp.gate.weight"):  # no linear layers of torch
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
     text = config.get_text_config()
     model.generation_config = GenerationConfig(
         do_sample=True,
@@ -423,4 +527,6 @@ def make_family(family: Family, ranks: dict[bytes, int], output: Path, seed: int
     if family.renamed or family.name.endswith("_moe"):
         published_names(model, family, output / "model.safetensors")
     processor.save_pretrained(output)
+    if family.thinker:
+        torch.save({}, output / "spk_dict.pt")  # the voices, which transformers asks for in any case
     return int(model.num_parameters())

@@ -28,16 +28,22 @@ SHARE_OF_LOWEST = 1 / 16
 CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
 """Attributes by which configurations of transformers name placeholders."""
 
+STARTS = re.compile(r"(vision|audio)_start_token_id")
+"""Of Qwen's omni models, which count media by these where they number positions: one that is sampled
+makes `get_rope_index` (transformers 5.19) look for an item that is not there, and fail."""
+
 
 def placeholder_ids(template: Any) -> list[int]:
     """Ids of the tokens that stand for media, by ms-swift's template (which asks the processor) and
     by the model's configuration, within the vocabulary; [] for text models."""
     config = getattr(template, "config", None)
-    config = getattr(config, "thinker_config", config)  # of Qwen's omni models
+    thinker = getattr(config, "thinker_config", None)  # of Qwen's omni models
+    config = thinker or config
     named = vars(config) if config is not None else {}
     found = [
         *template.placeholder_tokens,
         *(v for k, v in named.items() if CONFIGURED.fullmatch(k)),
+        *(v for k, v in named.items() if thinker and STARTS.fullmatch(k)),
     ]
     text = getattr(config, "text_config", config)
     num_ids = getattr(text, "vocab_size", None) or sys.maxsize
@@ -84,6 +90,12 @@ def mask_models(trainer: Any, template: Any) -> None:
     """Take the template's placeholders out of the logits of ms-swift's policy, reference and local
     teacher, and of Liger's loss, which computes logits by itself."""
     ids = placeholder_ids(template)
+    if not ids and template.model_meta.is_multimodal:
+        logger.warning(
+            f"{type(template).__name__} and the configuration of {type(trainer.model).__name__} "
+            "name no placeholder of media within the vocabulary: none is taken out of rollouts. "
+            "Training may fail on a completion that holds one."
+        )
     for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
         mask_placeholders(base_model(model), ids)
     if trainer.use_liger_loss:

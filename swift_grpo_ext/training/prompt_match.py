@@ -121,7 +121,7 @@ def _differ_in_lines(rollout: Span, training: Span, decode: Decode) -> bool:
     if ours == theirs:
         return True
     if is_media:
-        return min(theirs) < 0
+        return _same_item(ours, theirs)
     return decode(ours).replace("\n", "") == decode(theirs).replace("\n", "")
 
 
@@ -135,8 +135,7 @@ def _spans(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
 def _same(rollout: Span, training: Span, decode: Decode, *, is_last: bool) -> bool:
     (is_media, ours), (_, theirs) = rollout, training
     if is_media:
-        # Negative numbers stand for a whole item, however many tokens it takes.
-        return ours == theirs or min(theirs) < 0
+        return _same_item(ours, theirs)
     if ours == (theirs[: len(ours)] if is_last else theirs):
         return True
     if not is_last:
@@ -144,6 +143,16 @@ def _same(rollout: Span, training: Span, decode: Decode, *, is_last: bool) -> bo
     # The completion follows; the same prompt may take some tokens more or fewer.
     around = range(max(len(ours) - SHARED, 0), len(ours) + SHARED + 1)
     return any(_spelled_alike(ours, theirs[:length], decode) for length in around)
+
+
+def _same_item(ours: list[int], theirs: list[int]) -> bool:
+    """Whether two runs of placeholders differ in notation at most.
+
+    Negative numbers stand for a whole item, however many tokens it takes. InternVL's frames are
+    `<video>` to vLLM and `<IMG_CONTEXT>` to training, as many of the one as of the other.
+    """
+    alike = len(ours) == len(theirs) and len({*ours}) == len({*theirs}) == 1
+    return ours == theirs or alike or min(theirs) < 0
 
 
 def _spelled_alike(ours: list[int], theirs: list[int], decode: Decode) -> bool:

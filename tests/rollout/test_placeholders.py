@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from swift.utils import get_logger
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from swift_grpo_ext.rollout.placeholders import (
     logit_bias,
     mask_fused_loss,
+    mask_models,
     mask_placeholders,
     placeholder_ids,
 )
@@ -56,6 +62,34 @@ def test_ids_of_a_configuration() -> None:
     assert placeholder_ids(SimpleNamespace(placeholder_tokens=[], config=omni)) == [8, 12]
 
 
+@pytest.mark.parametrize("name", ["audio_start_token_id", "vision_start_token_id"])
+def test_a_start_of_media_that_an_omni_model_must_not_sample(name: str) -> None:
+    """transformers numbers positions by it; a completion that ends with one cannot be trained on."""
+    config = Qwen2_5OmniThinkerConfig(
+        **{"image_token_index": 12, "video_token_index": 13, "audio_token_index": 14},
+        **{"audio_start_token_id": 15, "vision_start_token_id": 16},
+        text_config={"vocab_size": VOCAB},
+    )
+    whole = SimpleNamespace(thinker_config=config)
+    ids = placeholder_ids(SimpleNamespace(placeholder_tokens=[], config=whole))
+    assert ids == [12, 13, 14, 15, 16]
+    # A picture of 2 x 2 patches, which are one token, then words.
+    prompt = [1, 16, 12, 17, 2, 3]
+    model = SimpleNamespace(config=config, spatial_merge_size=2)
+    model.get_llm_pos_ids_for_vision = MethodType(
+        Qwen2_5OmniThinkerForConditionalGeneration.get_llm_pos_ids_for_vision, model
+    )
+
+    def positions(*completion: int) -> torch.Tensor:
+        return Qwen2_5OmniThinkerForConditionalGeneration.get_rope_index(
+            model, torch.tensor([[*prompt, *completion]]), torch.tensor([[1, 2, 2]])
+        )[0]
+
+    assert positions(4, 5).shape == (3, 1, 8)
+    with pytest.raises((IndexError, TypeError)):
+        positions(4, getattr(config, name))
+
+
 def test_a_head_that_only_a_part_of_the_model_names(model: Qwen2ForCausalLM) -> None:
     """As Qwen2.5-Omni's thinker does."""
 
@@ -78,6 +112,22 @@ def test_a_model_without_a_head_is_named(caplog: pytest.LogCaptureFixture) -> No
     finally:
         get_logger().removeHandler(caplog.handler)
     assert "Linear names no output embedding" in caplog.text
+
+
+@pytest.mark.parametrize("is_multimodal", [False, True])
+def test_a_model_that_sees_and_names_no_placeholder_is_named(
+    model: Qwen2ForCausalLM, is_multimodal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = SimpleNamespace(
+        model=model, ref_model=None, teacher_model=None, use_liger_loss=False
+    )
+    meta = SimpleNamespace(is_multimodal=is_multimodal)
+    get_logger().addHandler(caplog.handler)
+    try:
+        mask_models(trainer, SimpleNamespace(placeholder_tokens=[], model_meta=meta))
+    finally:
+        get_logger().removeHandler(caplog.handler)
+    assert ("Qwen2ForCausalLM name no placeholder" in caplog.text) == is_multimodal
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -90,7 +90,7 @@ class FamilyTrainer(RecordingTrainer):
         with self._template_context(template), only_sampled_tokens(template, [sample]):
             own = encode_sample(sample, template)
         tensors = {k: v for k, v in own.items() if isinstance(v, torch.Tensor)}
-        assert tensors or not (sample.images or sample.videos)
+        assert tensors or not (sample.images or sample.videos or sample.audios)
         return all(torch.equal(tensor, encoded[name]) for name, tensor in tensors.items())
 
 

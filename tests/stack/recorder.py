@@ -40,6 +40,7 @@ class RecordingTrainer(RolloutGRPOTrainer):
                     "messages": sample.messages,
                     "images": [media_name(image) for image in sample.images or ()],
                     "videos": sample.videos or [],
+                    "audios": sample.audios or [],
                     "solution": sample.extra.get("solution"),
                     "token_ids": choice.token_ids,
                     "turns": output.response_token_ids,

@@ -114,7 +114,7 @@ def assert_logged(run: Path, samples: Samples, ranks: int) -> None:
         assert [turn.sample_id.turn for turn in turns] == list(range(len(turns)))
         assert sample["infos"].get("seed", first.seed) == first.seed
         assert sample["infos"].get("replica", first.replica) == first.replica
-        assert list(first.media) == [*sample["images"], *sample["videos"]]
+        assert list(first.media) == [*sample["images"], *sample["videos"], *sample["audios"]]
         assert first.weight_version == sample["weights"]
         assert 0 <= first.rank < ranks
 

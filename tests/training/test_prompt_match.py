@@ -53,6 +53,7 @@ def test_a_prompt_that_was_cut() -> None:
         ([1, PAD, PAD, 2], [1, PAD, PAD, 2, 5]),
         ([1, PAD, PAD, 2], [1, -200, 2, 5]),  # Phi-3-Vision, Ovis2.5
         ([PAD, PAD, 2, PAD, 2], [-1, 2, -2, 2, 5]),
+        ([1, SOFT, SOFT, 2], [1, PAD, PAD, 2, 5]),  # frames of InternVL
         ([1, 12, PAD, SOFT, 2], [1, 10, 11, PAD, SOFT, 2, 5]),  # Gemma3: whitespace is merged
         ([1, PAD, 12, 2], [1, PAD, 11, 10, 2, 5]),
         ([1, PAD, 12], [1, PAD, 11, 10, 5]),
@@ -67,6 +68,8 @@ def test_notation_is_no_difference(rollout: list[int], training: list[int]) -> N
     ("rollout", "training"),
     [
         ([1, PAD, PAD, 2], [1, PAD, PAD, PAD, 2, 5]),  # other pixel limits
+        ([1, SOFT, SOFT, 2], [1, PAD, PAD, PAD, 2, 5]),
+        ([1, SOFT, PAD, 2], [1, PAD, PAD, 2, 5]),
         ([1, PAD, 2], [1, PAD, 10, 2, 5]),  # InternVL: a line more
         ([1, PAD, 10, 2], [1, PAD, 2, 5]),
         ([1, PAD, 2], [1, 2, 5]),
@@ -103,6 +106,7 @@ def encoded(prompt: list[int], **more: Any) -> dict[str, Any]:
     [
         ([1, PAD, PAD, 2], [1, PAD, PAD, 10, 2], [1, PAD, PAD, 2]),  # InternVL: a line more
         ([PAD, 11, 1, PAD, 2], [PAD, 1, PAD, 10, 2], [PAD, 11, 1, PAD, 2]),
+        ([1, SOFT, 2], [1, PAD, 10, 2], [1, PAD, 2]),  # its frames
         ([1, 12, PAD, 2], [1, 10, 11, PAD, 2], [1, 12, PAD, 2]),  # Gemma3
         ([1, PAD, PAD, 2, 11], [1, -200, 10, 2, 10], [1, -200, 2, 11]),  # Ovis2.5
     ],
