@@ -37,7 +37,10 @@ TAKES = {
 }
 """Which of them are made for these media."""
 
-UPSTREAM: dict[tuple[str, str], tuple[str, str]] = {}
+UPSTREAM = {
+    ("llava_onevision", "videos"): ("ms-swift: images only", "ms-swift：仅图像"),
+    ("glm4v", "videos"): ("ms-swift: images only", "ms-swift：仅图像"),
+}
 """What of this a family is not given, by family and kind of media, and whose fault it is."""
 
 REMOTE_CODE = (

@@ -50,7 +50,7 @@ from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, 
 from swift_grpo_ext.training.shared_media import shared_media
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
-from swift_grpo_ext.weights.layout import checkpoint_layout
+from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
 logger = get_logger()
@@ -428,6 +428,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _load_state_dict_to_vllm(self, state_dict: dict[str, Any]) -> None:
         load = super()._load_state_dict_to_vllm
         state_dict = checkpoint_layout(self.model, state_dict)
+        state_dict = checkpoint_buffers(self.model) | state_dict
         if self.vllm_mode == "colocate":
             self._weights.load_colocated(state_dict, self.engine, load)
         else:

@@ -5,6 +5,11 @@ the experts' width is the hidden size, goes on with wrong weights. transformers 
 `conversion_mapping.py`) keeps experts transposed against their checkpoints, vLLM transposes what it
 loads, and ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes
 renamings only. This can go when ms-swift undoes transpositions.
+
+Symptom: a training of GLM-4.5V, or of another model whose router has a bias of its own, stops at its
+first weight update: that bias "was left as it was". It is a buffer in transformers, a parameter in
+vLLM, and ms-swift (4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends parameters only.
+`checkpoint_buffers` can go when ms-swift sends what a checkpoint has.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from swift_grpo_ext.logits import base_model
 
@@ -39,6 +45,29 @@ def checkpoint_layout(model: Any, state_dict: StateDict) -> StateDict:
         return tensor
 
     return {name: undo(name, tensor) for name, tensor in state_dict.items()}
+
+
+def checkpoint_buffers(model: Any) -> StateDict:
+    """Tensors of the model's checkpoint that are no parameters, by the names that it has there.
+
+    Args:
+        model: of transformers, wrapped in any way. An adapter's own buffers are not among them.
+    """
+    from swift.rlhf_trainers import utils as swift_utils
+
+    base = base_model(model)
+    modules = dict(base.named_modules())
+    adapters = tuple(f"{path}." for path, m in modules.items() if isinstance(m, BaseTunerLayer))
+    buffers = {}
+    for path, module in modules.items():
+        if f"{path}.".startswith(adapters) and ".base_layer" not in path:
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers[f"{path}.{name}".replace(".base_layer", "").lstrip(".")] = buffer
+    # ms-swift 4.5 sends the names that modules have.
+    rename = getattr(swift_utils, "revert_runtime_names_to_checkpoint", lambda _, sent: sent)
+    return rename(base, buffers) if buffers else buffers
 
 
 def _transpositions(model: Any) -> Iterable[tuple[re.Pattern[str], tuple[int, int]]]:

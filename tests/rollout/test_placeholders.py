@@ -118,9 +118,7 @@ def test_a_model_without_a_head_is_named(caplog: pytest.LogCaptureFixture) -> No
 def test_a_model_that_sees_and_names_no_placeholder_is_named(
     model: Qwen2ForCausalLM, is_multimodal: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = SimpleNamespace(
-        model=model, ref_model=None, teacher_model=None, use_liger_loss=False
-    )
+    trainer = SimpleNamespace(model=model, ref_model=None, teacher_model=None, use_liger_loss=False)
     meta = SimpleNamespace(is_multimodal=is_multimodal)
     get_logger().addHandler(caplog.handler)
     try:

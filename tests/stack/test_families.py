@@ -26,11 +26,11 @@ from swift_grpo_ext.record.row import SampleRow, to_rows
 from swift_grpo_ext.training.agreement import gap_limit
 from tests.stack import rounds
 from tests.stack.conftest import once
-from tests.stack.processes import PLUGIN, ROOT, rollout_server
+from tests.stack.processes import PLUGIN, ROOT, Finished, rollout_server
 from tests.stack.rounds import client_argv, run_training
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from families import TAKES
+from families import TAKES, UPSTREAM
 from tiny_vlm.families import FAMILIES, Family, make_family
 from tiny_vlm.tokenizer import find_ranks_file, read_ranks
 
@@ -52,6 +52,12 @@ WITH_AUDIO = [
     *(f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
     "Which digits are there?",
 ]
+REFUSED = {
+    "llava_onevision": 'templates/llava.py", line 31, in replace_tag',
+    "glm4v": "Expected code to be unreachable, but got: '/'",
+}
+"""How upstream ends a training with videos (`UPSTREAM`)."""
+
 WORDS_ALONE = ["One?", "Two?", "Three?", "Four?"]
 BATCH = len(WITH_IMAGES) * rounds.GROUP_SIZE
 STOP = "er"
@@ -59,7 +65,6 @@ STOP = "er"
 
 RESULTS = os.environ.get("FAMILY_RESULTS")
 """A JSON file, in which what was found is noted by family and test."""
-
 
 
 def note(family: Family, name: str, **found: Any) -> None:
@@ -155,10 +160,27 @@ def train(
     ranks: int = 1,
     prompts: list[str] | None = None,
 ) -> rounds.Samples:
+    finished = start(family, model, assets, folder, *argv, ranks=ranks, prompts=prompts)
+    assert finished.returncode == 0, finished.cause
+    samples = rounds.recorded(folder / "training")
+    rounds.assert_logged(folder / "training/run", samples, ranks)
+    return samples
+
+
+def start(
+    family: Family,
+    model: Path,
+    assets: Path,
+    folder: Path,
+    *argv: str,
+    ranks: int = 1,
+    prompts: list[str] | None = None,
+) -> Finished:
+    """The training of `train`, however it ends."""
     folder.mkdir(parents=True)
     prompts = prompts or (WITH_IMAGES if family.has_images else WORDS_ALONE)
     prompts = [prompt.replace(*NOT_TAKEN.get(family.name, ("", ""))) for prompt in prompts]
-    finished = run_training(
+    return run_training(
         assets,
         write_rows(assets, folder / "rows.jsonl", prompts),
         folder / "training",
@@ -173,10 +195,6 @@ def train(
             "tests/stack/family_recorder.py",
         ),
     )
-    assert finished.returncode == 0, finished.cause
-    samples = rounds.recorded(folder / "training")
-    rounds.assert_logged(folder / "training/run", samples, ranks)
-    return samples
 
 
 def assert_agrees(folder: Path) -> float:
@@ -272,6 +290,11 @@ def test_lora_on_two_ranks(
 def test_videos(family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
     if family.name not in TAKES["videos"]:
         pytest.skip("not made for videos")
+    if (family.name, "videos") in UPSTREAM:
+        finished = start(family, model, assets, tmp_path / "refused", prompts=WITH_VIDEOS)
+        assert finished.returncode == 1
+        assert REFUSED[family.name] in finished.output
+        return
     note(family, "videos", gap=gap_with(family, WITH_VIDEOS, model, assets, tmp_path / "videos"))
 
 
@@ -281,9 +304,7 @@ def test_audio(family: Family, model: Path, assets: Path, tmp_path: Path) -> Non
     note(family, "audio", gap=gap_with(family, WITH_AUDIO, model, assets, tmp_path / "audio"))
 
 
-def gap_with(
-    family: Family, prompts: list[str], model: Path, assets: Path, folder: Path
-) -> float:
+def gap_with(family: Family, prompts: list[str], model: Path, assets: Path, folder: Path) -> float:
     """Of a training on these prompts, which samples no placeholder."""
     train(family, model, assets, folder, prompts=prompts)
     tokens = {i for row in rows_of(folder) for i in row.token_ids}

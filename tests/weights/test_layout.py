@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, VeraConfig, get_peft_model
 
-from swift_grpo_ext.weights.layout import checkpoint_layout
+from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout
 
 TEXT = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
@@ -44,3 +44,32 @@ def test_other_models_are_left_as_they_are() -> None:
     model = transformers.Qwen2ForCausalLM(config)
     state_dict = model.state_dict()
     assert checkpoint_layout(model, state_dict) is state_dict
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_buffers_of_a_checkpoint(lora: bool) -> None:
+    """A router's own bias, which vLLM holds as a parameter; no frequencies, which no file has."""
+    config = transformers.Glm4MoeConfig(
+        **{"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+        **{"intermediate_size": 16, "num_key_value_heads": 1, "head_dim": 8},
+    )
+    model = transformers.Glm4MoeForCausalLM(config)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = model.state_dict()[name]
+    targets = ["q_proj", "k_proj", "lm_head"]
+    wrapped = get_peft_model(model, LoraConfig(target_modules=targets)) if lora else model
+    [(found, buffer)] = checkpoint_buffers(wrapped).items()
+    assert found == name
+    assert buffer.data_ptr() == bias.data_ptr()
+
+
+def test_buffers_of_an_adapter_are_its_own() -> None:
+    config = transformers.Qwen2Config(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.Qwen2ForCausalLM(config)
+    assert checkpoint_buffers(model) == {}
+    wrapped = get_peft_model(model, VeraConfig(target_modules=["q_proj"]))
+    assert any("vera_A" in name for name, _ in wrapped.get_base_model().named_buffers())
+    assert checkpoint_buffers(wrapped) == {}
