@@ -40,6 +40,7 @@ TAKES = {
 UPSTREAM = {
     ("llava_onevision", "videos"): ("ms-swift: images only", "ms-swift：仅图像"),
     ("glm4v", "videos"): ("ms-swift: images only", "ms-swift：仅图像"),
+    ("glm4v_moe", "videos"): ("ms-swift: images only", "ms-swift：仅图像"),
 }
 """What of this a family is not given, by family and kind of media, and whose fault it is."""
 

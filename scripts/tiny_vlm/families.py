@@ -528,7 +528,5 @@ def make_family(family: Family, ranks: dict[bytes, int], output: Path, seed: int
         published_names(model, family, output / "model.safetensors")
     processor.save_pretrained(output)
     if family.thinker:
-        torch.save(
-            {}, output / "spk_dict.pt"
-        )  # the voices, which transformers asks for in any case
+        torch.save({}, output / "spk_dict.pt")  # voices, which transformers asks for
     return int(model.num_parameters())

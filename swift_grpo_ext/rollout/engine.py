@@ -38,7 +38,12 @@ from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, wi
 from swift_grpo_ext.upstream import media_paths, pins, server, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
-from swift_grpo_ext.upstream.encoding import add_video_metadata, drop_orientation, tool_calls
+from swift_grpo_ext.upstream.encoding import (
+    add_video_metadata,
+    drop_orientation,
+    supply_video_loader,
+    tool_calls,
+)
 from swift_grpo_ext.upstream.replicas import FAILURE, REQUEST_FAULT
 
 logger = get_logger()
@@ -75,6 +80,7 @@ class RolloutEngine(GRPOVllmEngine):
         if not has_accelerator():
             vllm_repairs.repair_cpu_engine()
         vllm_repairs.load_processors_uncopied()
+        supply_video_loader()
         if self._serves:
             media_paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)

@@ -29,7 +29,7 @@ CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
 """Attributes by which configurations of transformers name placeholders."""
 
 STARTS = re.compile(r"(vision|audio)_start_token_id")
-"""Of Qwen's omni models, which count media by these where they number positions: one that is sampled
+"""Of Qwen's omni models, which count media by these where they number positions: a sampled one
 makes `get_rope_index` (transformers 5.19) look for an item that is not there, and fail."""
 
 

@@ -14,6 +14,12 @@ for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames pe
 video as a list, where transformers 5.19 takes one number, or reads them from the metadata. Can go
 when ms-swift gives it for each model whose parser asks. Models that need none drop it.
 
+`supply_video_loader`. Symptom: `No module named 'swift.vision_utils'` at the first video, with
+InternVL and others whose template leaves videos to the base class.
+Upstream: ms-swift 4.6 imports it from there (template/base.py, `replace_tag`), and has it in
+template/vision_utils.py, where it reads other frames than training (16 at most, another reader).
+Can go when ms-swift finds its own module, and reads alike.
+
 `tool_calls`. Symptom: `_get_toolcall() got an unexpected keyword argument 'template_inputs'`.
 Upstream: ms-swift, infer_engine/infer_engine.py: 4.6 hands a row's tools on to agent templates that
 ask for their schema, 4.5 has none that do. Can go with ms-swift 4.5.
@@ -31,9 +37,13 @@ came.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 from PIL import Image
@@ -81,6 +91,8 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
     settings = inputs.get("mm_processor_kwargs") or {}
     rates = settings.pop("fps") if isinstance(settings.get("fps"), list) else []
     for i, video in enumerate(videos):
+        if isinstance(video, list) and len(video) == 1 and isinstance(video[0], tuple):
+            [videos[i]] = video  # as ms-swift's base template nests it
         if not hasattr(video, "shape"):
             continue
         num_frames, fps = len(video), float(rates[i]) if i < len(rates) else DEFAULT_FPS
@@ -93,6 +105,30 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
             "do_sample_frames": False,
         }
         videos[i] = (video, metadata)
+
+
+def supply_video_loader() -> None:
+    """Let ms-swift's base template find what loads videos for vLLM."""
+    name = "swift.vision_utils"
+    if name not in sys.modules and find_spec(name) is None:
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].load_vllm_video = load_video  # type: ignore[attr-defined]
+
+
+def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
+    """All frames [frames, height, width, 3] of a video, read as for training, and its metadata.
+
+    Args:
+        path: of a file; a URL is left to ms-swift, which checks it.
+        num_frames: of a URL at most; -1 for all.
+    """
+    from swift.template import vision_utils
+
+    if path.strip().startswith("http"):
+        loaded: tuple[Any, dict[str, Any]] = vision_utils.load_vllm_video(path, num_frames)
+        return loaded
+    [frames], [metadata] = vision_utils.load_video_hf([path])
+    return frames, asdict(metadata) | {"do_sample_frames": True}
 
 
 def tool_calls(engine: Any, text: str, template_inputs: Any) -> Any:

@@ -6,9 +6,9 @@ the experts' width is the hidden size, goes on with wrong weights. transformers 
 loads, and ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes
 renamings only. This can go when ms-swift undoes transpositions.
 
-Symptom: a training of GLM-4.5V, or of another model whose router has a bias of its own, stops at its
-first weight update: that bias "was left as it was". It is a buffer in transformers, a parameter in
-vLLM, and ms-swift (4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends parameters only.
+Symptom: a training of GLM-4.5V, or of another model whose router has a bias of its own, stops at
+its first weight update: the bias was "left as it was". It is a buffer in transformers, a parameter
+in vLLM, and ms-swift (4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends parameters.
 `checkpoint_buffers` can go when ms-swift sends what a checkpoint has.
 """
 

@@ -64,7 +64,7 @@ def test_ids_of_a_configuration() -> None:
 
 @pytest.mark.parametrize("name", ["audio_start_token_id", "vision_start_token_id"])
 def test_a_start_of_media_that_an_omni_model_must_not_sample(name: str) -> None:
-    """transformers numbers positions by it; a completion that ends with one cannot be trained on."""
+    """transformers numbers positions by it; a completion that ends with one fails in training."""
     config = Qwen2_5OmniThinkerConfig(
         **{"image_token_index": 12, "video_token_index": 13, "audio_token_index": 14},
         **{"audio_start_token_id": 15, "vision_start_token_id": 16},

@@ -54,7 +54,7 @@ WITH_AUDIO = [
 ]
 REFUSED = {
     "llava_onevision": 'templates/llava.py", line 31, in replace_tag',
-    "glm4v": "Expected code to be unreachable, but got: '/'",
+    **dict.fromkeys(("glm4v", "glm4v_moe"), "Expected code to be unreachable, but got: '/'"),
 }
 """How upstream ends a training with videos (`UPSTREAM`)."""
 

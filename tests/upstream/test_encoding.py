@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,17 @@ from PIL import Image
 from PIL.ExifTags import Base
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.pipelines.infer.deploy import SwiftDeploy
+from swift.template import Template
+from swift.template.vision_utils import load_video_hf
 from vllm.multimodal.image import normalize_image
 
 from swift_grpo_ext.upstream.encoding import (
     add_video_metadata,
     answers_for_servers,
     drop_orientation,
+    supply_video_loader,
 )
+from tests.stack.rounds import write_video
 
 
 def photograph(path: Path, orientation: int) -> Image.Image:
@@ -79,6 +85,29 @@ def test_what_has_metadata_or_no_video_is_left_alone() -> None:
     assert inputs["videos"][0] is known
     assert inputs["mm_processor_kwargs"] == {"fps": 24.0}
     add_video_metadata({"input_ids": [1]})
+
+
+def test_a_video_of_the_base_template_is_what_training_reads(tmp_path: Path) -> None:
+    images = [str(tmp_path / f"{i}.png") for i in range(20)]
+    for i, image in enumerate(images):
+        Image.new("RGB", (32, 16), (12 * i, 255 - 12 * i, 40)).save(image)
+    path = str(write_video(images, tmp_path / "colours.mp4"))
+    template = SimpleNamespace(mode="vllm", video_placeholder=["<video>"])
+    row = SimpleNamespace(videos=[path])
+    with pytest.raises(ModuleNotFoundError, match=r"swift\.vision_utils"):
+        Template.replace_tag(template, "video", 0, row)
+    try:
+        supply_video_loader()
+        assert Template.replace_tag(template, "video", 0, row) == ["<video>"]
+    finally:
+        del sys.modules["swift.vision_utils"]
+    inputs = {"videos": row.videos}
+    add_video_metadata(inputs)
+    [(frames, metadata)] = inputs["videos"]
+    [trained], _ = load_video_hf([path])
+    assert frames.shape == (20, 16, 32, 3)
+    assert np.array_equal(frames, trained)
+    assert (metadata["fps"], metadata["total_num_frames"]) == (1.0, 20)
 
 
 def test_a_teachers_server_takes_answers_in_token_ids() -> None:
