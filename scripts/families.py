@@ -49,13 +49,6 @@ REMOTE_CODE = (
     "未制作：其代码随权重发布，不在任何软件包中",
 )
 NOT_MADE = ("not made; transformers has its code", "未制作；transformers 中有其代码")
-OMNI = (
-    "not made: ms-swift asks for `qwen_omni_utils` (`swift/model/models/qwen.py`, "
-    "`_check_qwen_omni_utils`), which imports `librosa` and `audioread`; the set-up has none of "
-    "them. No audio was run",
-    "未制作：ms-swift 需要 `qwen_omni_utils`（`swift/model/models/qwen.py`，"
-    "`_check_qwen_omni_utils`），它导入 `librosa` 和 `audioread`；安装环境中都没有。没有运行过音频",
-)
 OTHERS = {
     "`minicpmv` to `minicpmv4_5`, `minicpmo`": REMOTE_CODE,
     "`ovis1_6` to `ovis2_5`": REMOTE_CODE,
@@ -63,9 +56,8 @@ OTHERS = {
     "`molmo`, `molmo2`": REMOTE_CODE,
     "`phi3_vision`": REMOTE_CODE,
     "`internvl_chat`": REMOTE_CODE,
-    "`qwen2_5_omni`, `qwen3_omni_moe`": OMNI,
+    "`qwen3_omni_moe`": NOT_MADE,
     "`gemma3n`, `gemma4`": NOT_MADE,
-    "`glm4v_moe` (GLM-4.5V)": NOT_MADE,
     "`qwen3_5`, `qwen3_5_moe`": NOT_MADE,
     "`minicpmv4_6`, `minicpmv4_7`": NOT_MADE,
     "`llava1_5_hf`, `llava1_6_*_hf`, `idefics3`, `pixtral`, `mistral3`": NOT_MADE,

@@ -99,6 +99,7 @@ swift.rl_core.data:OnPolicySample
 swift.rlhf_trainers.utils
     encode_sample: sample template
     collate_to_grpo_micro_batch: samples template
+    revert_runtime_names_to_checkpoint: model state_dict
 swift.trainers
     disable_gradient_checkpointing: model
 swift.infer_engine:TransformersEngine
@@ -142,6 +143,9 @@ swift.pipelines.export.merge_lora
 """)
 
 ENGINE = _pins("""
+swift.template.vision_utils
+    load_video_hf: videos
+    load_vllm_video: path num_frames
 swift.infer_engine.grpo_vllm_engine:GRPOVllmEngine
     (): model_id_or_path
     _batch_infer_stream: self tasks stream use_tqdm metrics

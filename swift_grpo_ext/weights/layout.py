@@ -53,7 +53,7 @@ def checkpoint_buffers(model: Any) -> StateDict:
     Args:
         model: of transformers, wrapped in any way. An adapter's own buffers are not among them.
     """
-    from swift.rlhf_trainers import utils as swift_utils
+    from swift.rlhf_trainers.utils import revert_runtime_names_to_checkpoint
 
     base = base_model(model)
     modules = dict(base.named_modules())
@@ -65,9 +65,8 @@ def checkpoint_buffers(model: Any) -> StateDict:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 buffers[f"{path}.{name}".replace(".base_layer", "").lstrip(".")] = buffer
-    # ms-swift 4.5 sends the names that modules have.
-    rename = getattr(swift_utils, "revert_runtime_names_to_checkpoint", lambda _, sent: sent)
-    return rename(base, buffers) if buffers else buffers
+    named: StateDict = revert_runtime_names_to_checkpoint(base, buffers)
+    return named
 
 
 def _transpositions(model: Any) -> Iterable[tuple[re.Pattern[str], tuple[int, int]]]:
