@@ -47,6 +47,11 @@ class RolloutFlags:
     """How often `swift rollout` starts a replica anew after it has lost one, in all. It draws again
     once it has the weights of the next update. Only `swift rollout` reads it."""
 
+    media_cache_gb: float = 4.0
+    """Gigabytes of memory, in each training process, for decoded and processed images and videos,
+    kept by content for rollout, training and later epochs. The default is what vLLM's own cache
+    takes. 0 keeps none beyond a training batch."""
+
     require_images: bool = True
     """Refuse a data set in which no row holds an image, a video or an audio, where the model takes
     them. `false` trains such a model on text alone."""
@@ -111,6 +116,7 @@ class DiversityFlags:
 
 EXPECTED = {
     "rollout_timeout": "number of seconds above 0",
+    "media_cache_gb": "number of gigabytes, or 0 to keep no media",
     "sample_log_gb": "number of gigabytes, or 0 for no bound",
     "logps_chunk_size": "number of positions, 0 for no chunks, or `auto`",
     "rollout_restarts": "number of restarts, or 0 for none",
@@ -211,6 +217,7 @@ def check_flags(flags: ExtFlags) -> None:
         )
     within = {
         "rollout_timeout": flags.rollout_timeout > 0,
+        "media_cache_gb": 0 <= flags.media_cache_gb < float("inf"),
         "sample_log_gb": 0 <= flags.sample_log_gb < float("inf"),
         "logps_chunk_size": re.fullmatch("auto|[0-9]+", str(flags.logps_chunk_size)),
         "rollout_restarts": flags.rollout_restarts >= 0,

@@ -1,11 +1,12 @@
-"""Encode the media of a group once: its G samples share one decoding and one processing.
+"""Decode and process media once: for a group, for rollout and training, and over rounds.
 
-    with shared_media(template):
+    with shared_media(template, cache):
         ...  # ms-swift's own loop over the samples
 
 What the model sees is bit for bit what it would see without. A medium is known by its content (a
-path by its name, bytes and pixels by their digest) and by every argument and setting that it is
-processed with. A context is for one batch; nothing outlives it, because a file may change.
+file by its path and the digest of its bytes, bytes and pixels by their digest) and by every
+argument and setting that it is processed with. Without a cache of its own, a context is for one
+batch, and nothing outlives it.
 What cannot be told apart by content is not shared, and costs what it costs in ms-swift.
 """
 
@@ -15,12 +16,10 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import threading
 import types
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections import Counter, UserDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -28,15 +27,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from swift_grpo_ext.upstream.media import Share, SharedImage, media_hooks
+from swift_grpo_ext.training.media_cache import LONGEST_NAME, Sources, Store, Tally
+from swift_grpo_ext.upstream.media import SharedImage, engine_hooks, media_hooks
 
 DEFAULT_MAX_BYTES = 2**30
 """The samples of a group follow one another, so the images of one row must fit, and little more.
-With Qwen2.5-VL a 1024 x 1024 image takes 38 MB (its pixels three times, its patches in float32),
-and the largest that the model's defaults let through, 12.8 megapixels, takes 460 MB."""
+With Qwen2.5-VL a 1024 x 1024 image takes 34 MB (its pixels twice, its patches in float32), and the
+largest that the model's defaults let through, 12.8 megapixels, takes 410 MB."""
 
-LONGEST_NAME = 256
-"""Characters. A longer string is base64, and known by its digest."""
+BYTES_PER_GB = 1e9
 
 _PLAIN = (type(None), int, float, Enum, type, torch.dtype, torch.device, np.number, np.bool_)
 
@@ -53,106 +52,114 @@ class UnknownContentError(TypeError):
 
 
 @contextmanager
-def shared_media(template: Any, max_bytes: int = DEFAULT_MAX_BYTES) -> Iterator[MediaCache]:
+def shared_media(
+    template: Any, cache: MediaCache | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> Iterator[MediaCache]:
     """Let everything that `template` encodes within share its media; put all back at the end.
 
     Args:
         template: An ms-swift template, for text only or with media. It may encode in threads.
-        max_bytes: What the cache may hold; the least recently used goes first. 0 holds nothing.
+        cache: What outlives the context. Without one, all is forgotten at the end.
+        max_bytes: What a cache that is forgotten may hold.
 
     Raises:
         MediaChangedError: At the next use or at the end, if a shared tensor was written to.
     """
-    cache = MediaCache(max_bytes)
+    own = MediaCache(max_bytes) if cache is None else cache
     try:
-        with media_hooks(template, cache.share):
-            yield cache
-        cache.check()
+        with media_hooks(template, own):
+            yield own
+        own.check()
     finally:
-        cache.close()
+        if cache is None:
+            own.close()
 
 
-class MediaCache:
-    """Values by content, bounded in bytes, for several threads: one makes, the others wait."""
+class RoundMedia:
+    """The media of a training process, over its rounds (`--media_cache_gb`).
+
+    Args:
+        max_gb: the bound; 0 shares within a training batch, as samples of a group, and no more.
+        all_gather: of the training's ranks. Called once a round where the bound is not 0.
+    """
+
+    def __init__(self, max_gb: float, all_gather: Callable[[Any], Sequence[Any]]) -> None:
+        self.cache = MediaCache(int(max_gb * BYTES_PER_GB)) if max_gb else None
+        self._all_gather = all_gather
+
+    def in_training(self, template: Any) -> AbstractContextManager[MediaCache]:
+        return shared_media(template, self.cache)
+
+    @contextmanager
+    def in_rollout(self, engine: Any) -> Iterator[None]:
+        """Let a colocated engine, of vLLM or transformers, share its media with the training."""
+        if self.cache is None:
+            yield
+            return
+        with shared_media(engine.template, self.cache), engine_hooks(engine, self.cache):
+            yield
+
+    def end_round(self) -> dict[str, float]:
+        """Metrics by name, over all ranks; none where the round had no media."""
+        if self.cache is None:
+            return {}
+        self.cache.end_round()
+        own = self.cache.tally.take(), self.cache.num_bytes / BYTES_PER_GB
+        counts, gigabytes = zip(*self._all_gather(own), strict=True)
+        total = sum(counts, Counter[str]())
+        if not total:
+            return {}
+        kinds = ("decoded", "processed", "reused")
+        return {f"media/{kind}": float(total[kind]) for kind in kinds} | {
+            "media/gb": max(gigabytes)
+        }
+
+
+class MediaCache(Store["_Entry"]):
+    """A `Store` of what is made of media, by the content of what it is made from."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self.num_hits = 0
-        self.num_misses = 0
-        self._entries: OrderedDict[Hashable, Future[_Entry]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._is_open = True
+        super().__init__(max_bytes)
+        self.tally = Tally()
+        self._sources = Sources()
 
-    def share(self, parts: Any, make: Callable[[], Any]) -> Any:
+    def share(self, parts: Any, make: Callable[[], Any], kind: str = "") -> Any:
         """What `make()` returned for `parts` of the same content, else what it returns now.
 
         Each caller gets containers, arrays and images of its own; tensors share their storage.
         What `make` raises is raised in all who wait for it, and then forgotten.
+
+        Args:
+            kind: under which the tally counts it, if at all.
         """
         try:
             key = content_key(parts)
         except UnknownContentError:
+            self.count(kind, made=True)
             return make()
-        future, is_mine = self._claim(key)
-        if is_mine:
-            self._fulfil(key, future, make)
-        return future.result().lend()
+        is_made = False
 
-    def check(self) -> None:
-        """Raise `MediaChangedError` if a tensor of the cache was written to."""
-        with self._lock:
-            entries = [future.result() for future in self._entries.values() if future.done()]
-        for entry in entries:
-            entry.check()
-
-    def close(self) -> None:
-        """Drop everything; from now on, all is made anew."""
-        with self._lock:
-            self._is_open = False
-            self._entries.clear()
-            self.num_bytes = 0
-
-    def _claim(self, key: Hashable) -> tuple[Future[_Entry], bool]:
-        with self._lock:
-            future = self._entries.get(key)
-            if future is not None:
-                self.num_hits += 1
-                self._entries.move_to_end(key)
-                return future, False
-            self.num_misses += 1
-            future = Future()
-            if self._is_open:
-                self._entries[key] = future
-            return future, True
-
-    def _fulfil(self, key: Hashable, future: Future[_Entry], make: Callable[[], Any]) -> None:
-        try:
+        def entry() -> _Entry:
+            nonlocal is_made
+            is_made = True
             # Templates encode in inference mode, whose tensors do not count what is written.
             with torch.inference_mode(False), torch.no_grad():
-                entry = _Entry(_with_shared_images(make(), key, self.share))
-        except BaseException as e:  # the others wait for it, whatever it is
-            with self._lock:
-                self._entries.pop(key, None)
-            future.set_exception(e)
-            return
-        with self._lock:
-            future.set_result(entry)
-            if self._entries.get(key) is future:
-                self.num_bytes += entry.num_bytes
-                self._evict(key)
+                return _Entry(_with_shared_images(make(), key, self.share))
 
-    def _evict(self, newest: Hashable) -> None:
-        """Drop what was not used for longest, until the rest fits; first what never will."""
-        keys = [key for key, future in self._entries.items() if future.done()]
-        if self._entries[newest].result().num_bytes > self.max_bytes:
-            keys.insert(0, newest)
-        for key in keys:
-            if self.num_bytes <= self.max_bytes:
-                return
-            entry = self._entries.pop(key).result()
-            self.num_bytes -= entry.num_bytes
-            entry.check()
+        held = self.get(key, entry)
+        self.count(kind, made=is_made)
+        return held.lend()
+
+    def count(self, kind: str, *, made: bool, times: int = 1) -> None:
+        """Tell the tally that media of `kind` were asked for, and whether they were made."""
+        if kind:
+            with self._lock:
+                self.tally.asked[kind] += times
+                self.tally.made[kind] += times * made
+
+    def source(self, value: Any) -> Any:
+        """What a loader is asked for, named by content."""
+        return self._sources.name(value, self.round)
 
 
 class _Entry:
@@ -163,6 +170,7 @@ class _Entry:
         _map(leaves.append, value)
         self.value = value
         self.num_bytes = sum(_num_bytes(leaf) for leaf in leaves)
+        self.is_processed = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         self._versions = [(x, _version(x)) for x in leaves if isinstance(x, torch.Tensor)]
 
     def check(self) -> None:
@@ -235,7 +243,7 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _with_shared_images(value: Any, key: Hashable, share: Share) -> Any:
+def _with_shared_images(value: Any, key: Hashable, share: Callable[..., Any]) -> Any:
     images: list[Image.Image] = []
 
     def shared(leaf: Any) -> Any:
@@ -254,6 +262,8 @@ def _lend(leaf: Any) -> Any:
 
 
 def _num_bytes(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+        return leaf.untyped_storage().nbytes()
     if isinstance(leaf, (torch.Tensor, np.ndarray)):
         return leaf.nbytes
     # Pillow keeps an RGB pixel in four bytes.

@@ -47,7 +47,7 @@ from swift_grpo_ext.training.batch import (
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
 from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
-from swift_grpo_ext.training.shared_media import shared_media
+from swift_grpo_ext.training.shared_media import RoundMedia
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout
@@ -86,6 +86,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = rollouts.RolloutSettings.of(config)
+        self._media = RoundMedia(config.media_cache_gb, self.ranks.all_gather)
         self._recorder = rollouts.SampleRecorder(
             config.output_dir,
             self.ranks,
@@ -198,15 +199,16 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """With `--truncation_strategy delete`: whole groups leave, and whole groups come."""
         round_ = self._rounds.upcoming(training=self.model.training)
-        rows, replaced = replace_failing_prompts(
-            inputs,
-            others=self.train_dataset if self.model.training else self._eval_rows,
-            round_=round_,
-            group_size=self._group_size,
-            seed=self.args.seed,
-            template=self.template,
-            ranks=self.ranks,
-        )
+        with self._media.in_training(self.template):
+            rows, replaced = replace_failing_prompts(
+                inputs,
+                others=self.train_dataset if self.model.training else self._eval_rows,
+                round_=round_,
+                group_size=self._group_size,
+                seed=self.args.seed,
+                template=self.template,
+                ranks=self.ranks,
+            )
         self._rewards.replaced(round_, replaced)
         self._metrics[self._mode]["prompts/replaced"].append(float(len(replaced)))
         return rows
@@ -313,6 +315,12 @@ class RolloutGRPOTrainer(GRPOTrainer):
         pairs = zip(outputs, metadatas, strict=True)
         return [to_rollout_outputs(output, metadata, replica) for output, metadata in pairs]
 
+    def _engine_infer(self, *args: Any, **kwargs: Any) -> Any:
+        if self.vllm_mode == "server":
+            return super()._engine_infer(*args, **kwargs)
+        with self._media.in_rollout(self.engine):
+            return super()._engine_infer(*args, **kwargs)
+
     # --- the training batch ---
 
     def _postprocess_rollout_outputs(self, samples: list[Any], outputs: list[Any]) -> list[Any]:
@@ -329,8 +337,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self._metrics[self._mode]["rollout_gap/canary"].append(canary_gap)
         check_counts_of(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
-        with shared_media(self.template), only_sampled_tokens(self.template, samples), own_prompts:
+        media = self._media.in_training(self.template)
+        with media, only_sampled_tokens(self.template, samples), own_prompts:
             batches = super()._prepare_batch_inputs(samples)
+        for name, value in self._media.end_round().items():
+            self._metrics[self._mode][name].append(value)
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
             check_training_batch(chunk, batch, self.args, self.template)
         grpo_batches = [batch["grpo_batch"] for batch in batches]

@@ -216,4 +216,14 @@ vllm.transformers_utils.processor
 """)
 """Without them a run starts later, and works."""
 
-ALL = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *PROCESSOR_COPIES)
+MEDIA = _pins("""
+vllm.multimodal.processing.context:BaseProcessingInfo
+    get_hf_processor: self kwargs
+vllm.renderers.base:BaseRenderer
+    get_mm_processor: self
+vllm.v1.engine.llm_engine:LLMEngine
+    add_request: self request_id prompt params
+""")
+"""Without them vLLM decodes, hashes and processes media of its own, as it does by itself."""
+
+ALL = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *PROCESSOR_COPIES, *MEDIA)

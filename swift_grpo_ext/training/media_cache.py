@@ -1,0 +1,220 @@
+"""Values by the content they were made of, kept within a bound of bytes (`--media_cache_gb`).
+
+`Store` knows nothing of images: entries say how many bytes they hold. It serves several threads:
+one makes a value, the others wait for it. `Sources` names what media are loaded from by content,
+so that a file that was replaced is another medium. Neither needs torch, vLLM or ms-swift.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+LONGEST_PATH = 4096
+LONGEST_NAME = 256
+"""Characters. A longer string that names no file is base64, and known by its digest."""
+
+MOST_FILES = 2**16
+"""Digests that are remembered; one takes about 250 bytes."""
+
+SECONDS_UNTIL_SETTLED = 2.0
+"""A file that changed less than this ago may change again within the same tick of its clock."""
+
+
+class Entry(Protocol):
+    """What a `Store` holds of a value."""
+
+    num_bytes: int
+    is_processed: bool
+    """Whether it was made of pixels that may be in the store too. It is larger, and goes first."""
+
+    def check(self) -> None:
+        """Raise where somebody changed the value."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass
+class _Slot(Generic[E]):
+    future: Future[E]
+    last_round: int
+
+
+class Store(Generic[E]):
+    """Entries by key, of `max_bytes` at most together; 0 holds nothing.
+
+    What goes first, where they do not fit: entries that this round has not used, processed ones
+    before pixels, and the last used first; then those of this round, the last used last. Epochs
+    ask for each medium once: what was kept longest is what the next epoch asks for soonest, and to
+    drop that first (LRU) would leave a data set larger than the store without any hit.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self.round = 0
+        self._slots: OrderedDict[Hashable, _Slot[E]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def get(self, key: Hashable, make: Callable[[], E]) -> E:
+        """The entry of `key`, made now unless it is held or being made.
+
+        What `make` raises is raised in all who wait for it, and then forgotten.
+        """
+        future, is_mine = self._claim(key)
+        if is_mine:
+            self._fulfil(key, future, make)
+        return future.result()
+
+    def end_round(self) -> None:
+        """From now on, what the round has used may go before what the next one uses."""
+        with self._lock:
+            self.round += 1
+
+    def check(self) -> None:
+        """`check` all entries."""
+        with self._lock:
+            entries = [slot.future.result() for slot in self._done().values()]
+        for entry in entries:
+            entry.check()
+
+    def close(self) -> None:
+        """Drop everything; from now on, all is made anew."""
+        with self._lock:
+            self._is_open = False
+            self._slots.clear()
+            self.num_bytes = 0
+
+    def _done(self) -> dict[Hashable, _Slot[E]]:
+        return {key: slot for key, slot in self._slots.items() if slot.future.done()}
+
+    def _claim(self, key: Hashable) -> tuple[Future[E], bool]:
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is not None:
+                self.num_hits += 1
+                slot.last_round = self.round
+                self._slots.move_to_end(key)
+                return slot.future, False
+            self.num_misses += 1
+            slot = _Slot(Future(), self.round)
+            if self._is_open:
+                self._slots[key] = slot
+            return slot.future, True
+
+    def _fulfil(self, key: Hashable, future: Future[E], make: Callable[[], E]) -> None:
+        try:
+            entry = make()
+        except BaseException as e:  # the others wait for it, whatever it is
+            with self._lock:
+                self._slots.pop(key, None)
+            future.set_exception(e)
+            return
+        with self._lock:
+            future.set_result(entry)
+            slot = self._slots.get(key)
+            if slot is not None and slot.future is future:
+                self.num_bytes += entry.num_bytes
+                if self.num_bytes > self.max_bytes:
+                    self._evict(key)
+
+    def _evict(self, newest: Hashable) -> None:
+        slots = self._done()
+        order = self._order(slots)
+        if slots[newest].future.result().num_bytes > self.max_bytes:
+            order.insert(0, newest)  # what never fits drives nothing out
+        for key in order:
+            if self.num_bytes <= self.max_bytes:
+                return
+            entry = self._slots.pop(key).future.result()
+            self.num_bytes -= entry.num_bytes
+            entry.check()
+
+    def _order(self, slots: dict[Hashable, _Slot[E]]) -> list[Hashable]:
+        stale = [key for key in reversed(slots) if slots[key].last_round < self.round]
+        stale.sort(key=lambda key: not slots[key].future.result().is_processed)
+        return [*stale, *(key for key, slot in slots.items() if slot.last_round == self.round)]
+
+
+class Sources:
+    """What media are loaded from, named by content.
+
+    Not thread-safe by a lock: two threads may read one file at the same time, and agree.
+    """
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[str, tuple[tuple[int, ...], bytes]] = OrderedDict()
+
+    def name(self, source: Any, round_: int) -> Any:
+        """`source` with the digest of its bytes beside each file's path.
+
+        An address, and a name that is no file's, say nothing of content: they are good for
+        `round_` alone. Bytes, base64 and pixels are content, and stay as they are.
+        """
+        if isinstance(source, str):
+            return self._string(source, round_)
+        if type(source) in (list, tuple):
+            return type(source)(self.name(item, round_) for item in source)
+        if type(source) is dict and not source.get("bytes"):
+            return {key: self.name(item, round_) for key, item in source.items()}
+        return source
+
+    def _string(self, source: str, round_: int) -> Any:
+        path = _find(source) if len(source) <= LONGEST_PATH else None
+        if path is not None:
+            return source, self._digest(path)
+        return (source, round_) if len(source) <= LONGEST_NAME else source
+
+    def _digest(self, path: Path) -> bytes:
+        stat = path.stat()
+        state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        known = self._digests.get(str(path))
+        if known is not None and known[0] == state:
+            return known[1]
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        if abs(time.time() - stat.st_ctime) > SECONDS_UNTIL_SETTLED:
+            self._digests[str(path)] = state, digest
+            if len(self._digests) > MOST_FILES:
+                self._digests.popitem(last=False)
+        return digest
+
+
+def _find(source: str) -> Path | None:
+    """The file that ms-swift 4.6 would open (template/vision_utils.py, `_check_path`)."""
+    text = source.strip().removeprefix("file://")
+    if not text or text.startswith(("http://", "https://", "data:")):
+        return None
+    for folder in ("", os.environ.get("ROOT_IMAGE_DIR", "")):
+        with suppress(OSError, ValueError, RuntimeError):  # base64 is no path
+            path = (Path(folder) / text).expanduser()
+            if path.is_file():
+                return path.absolute()
+    return None
+
+
+class Tally:
+    """Of a round: how often media were asked for, and made, by kind (`decoded`, `processed`)."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.made: Counter[str] = Counter()
+
+    def take(self) -> Counter[str]:
+        """What was made by kind, and all that was `reused`, since the last call."""
+        asked, made = self.asked, self.made
+        self.asked, self.made = Counter(), Counter()
+        return Counter({**made, "reused": asked.total() - made.total()})
