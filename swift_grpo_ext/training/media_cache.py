@@ -7,6 +7,8 @@ so that a file that was replaced is another medium. Neither needs torch, vLLM or
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import os
 import threading
@@ -21,7 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 LONGEST_PATH = 4096
 LONGEST_NAME = 256
-"""Characters. A longer string that names no file is base64, and known by its digest."""
+"""Characters. A longer string that names no file is base64."""
 
 MOST_FILES = 2**16
 """Digests that are remembered; one takes about 250 bytes."""
@@ -152,40 +154,54 @@ class Store(Generic[E]):
 class Sources:
     """What media are loaded from, named by content.
 
-    Not thread-safe by a lock: two threads may read one file at the same time, and agree.
+    An address, and a name that is no file's, say nothing of content: they are good for one round.
+    Threads may use it: two may read one file at the same time, and agree.
     """
 
     def __init__(self) -> None:
         self._digests: OrderedDict[str, tuple[tuple[int, ...], bytes]] = OrderedDict()
+        self._last: tuple[bytes, bytes] = b"", _digest(b"")
 
-    def name(self, source: Any, round_: int) -> Any:
-        """`source` with the digest of its bytes beside each file's path.
+    def image(self, source: Any, round_: int) -> Any:
+        """The digest of an image's encoded bytes, however it is given; what is no file stays.
 
-        An address, and a name that is no file's, say nothing of content: they are good for
-        `round_` alone. Bytes, base64 and pixels are content, and stay as they are.
+        ms-swift hands rows of bytes to an engine in base64 and to training as they are (4.6,
+        rl_core/data.py, `to_infer_request`), and paths with and without a dictionary around.
         """
+        if type(source) is dict and "bytes" in source:
+            source = source["bytes"] or source.get("path")
         if isinstance(source, str):
-            return self._string(source, round_)
+            path = _find(source)
+            source = path or _decoded(source) or (source, round_)
+        if isinstance(source, Path):
+            return self._of_file(source)
+        return self._of_bytes(source) if isinstance(source, bytes) else source
+
+    def video(self, source: Any, round_: int) -> Any:
+        """What a loader of videos is asked for, with the digest of each file beside its path."""
+        if isinstance(source, str):
+            path = _find(source)
+            return source, round_ if path is None else self._of_file(path)
         if type(source) in (list, tuple):
-            return type(source)(self.name(item, round_) for item in source)
-        if type(source) is dict and not source.get("bytes"):
-            return {key: self.name(item, round_) for key, item in source.items()}
+            return type(source)(self.video(item, round_) for item in source)
+        if type(source) is dict:
+            return {key: self.video(item, round_) for key, item in source.items()}
         return source
 
-    def _string(self, source: str, round_: int) -> Any:
-        path = _find(source) if len(source) <= LONGEST_PATH else None
-        if path is not None:
-            return source, self._digest(path)
-        return (source, round_) if len(source) <= LONGEST_NAME else source
+    def _of_bytes(self, data: bytes) -> bytes:
+        last, digest = self._last
+        if data != last:  # the samples of a group follow one another
+            digest = _digest(data)
+            self._last = data, digest
+        return digest
 
-    def _digest(self, path: Path) -> bytes:
+    def _of_file(self, path: Path) -> bytes:
         stat = path.stat()
         state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         known = self._digests.get(str(path))
         if known is not None and known[0] == state:
             return known[1]
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
+        digest = self._of_bytes(path.read_bytes())
         if abs(time.time() - stat.st_ctime) > SECONDS_UNTIL_SETTLED:
             self._digests[str(path)] = state, digest
             if len(self._digests) > MOST_FILES:
@@ -193,10 +209,24 @@ class Sources:
         return digest
 
 
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _decoded(source: str) -> bytes | None:
+    """The bytes of base64, with or without the head of a `data:` address; None for other text."""
+    data = source.partition(";base64,")[2] if source.startswith("data:") else source
+    if len(data) <= LONGEST_NAME:
+        return None
+    with suppress(binascii.Error, ValueError):
+        return base64.b64decode(data, validate=True)
+    return None
+
+
 def _find(source: str) -> Path | None:
     """The file that ms-swift 4.6 would open (template/vision_utils.py, `_check_path`)."""
     text = source.strip().removeprefix("file://")
-    if not text or text.startswith(("http://", "https://", "data:")):
+    if not text or len(text) > LONGEST_PATH or text.startswith(("http", "data:")):
         return None
     for folder in ("", os.environ.get("ROOT_IMAGE_DIR", "")):
         with suppress(OSError, ValueError, RuntimeError):  # base64 is no path

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from swift_grpo_ext.training.media_cache import LONGEST_NAME, Sources, Store, Tally
+from swift_grpo_ext.training.media_cache import Sources, Store, Tally
 from swift_grpo_ext.upstream.media import SharedImage, engine_hooks, media_hooks
 
 DEFAULT_MAX_BYTES = 2**30
@@ -36,6 +36,9 @@ With Qwen2.5-VL a 1024 x 1024 image takes 34 MB (its pixels twice, its patches i
 largest that the model's defaults let through, 12.8 megapixels, takes 410 MB."""
 
 BYTES_PER_GB = 1e9
+
+LONGEST_NAME = 256
+"""Characters. A longer string is known by its digest."""
 
 _PLAIN = (type(None), int, float, Enum, type, torch.dtype, torch.device, np.number, np.bool_)
 
@@ -157,9 +160,13 @@ class MediaCache(Store["_Entry"]):
                 self.tally.asked[kind] += times
                 self.tally.made[kind] += times * made
 
-    def source(self, value: Any) -> Any:
-        """What a loader is asked for, named by content."""
-        return self._sources.name(value, self.round)
+    def image_source(self, image: Any) -> Any:
+        """What names the content of an image that is to be loaded."""
+        return self._sources.image(image, self.round)
+
+    def video_source(self, asked: Any) -> Any:
+        """What names the content of what a loader of videos is asked for."""
+        return self._sources.video(asked, self.round)
 
 
 class _Entry:

@@ -54,8 +54,11 @@ class Media(Protocol):
     def count(self, kind: str, *, made: bool, times: int = 1) -> None:
         """What was asked for without `share`."""
 
-    def source(self, value: Any) -> Any:
-        """What names the content that a loader's argument stands for."""
+    def image_source(self, image: Any) -> Any:
+        """What names the content of an image that is to be loaded."""
+
+    def video_source(self, asked: Any) -> Any:
+        """What names the content of what a loader of videos is asked for."""
 
 
 class SharedImage(Image.Image):
@@ -148,11 +151,11 @@ _hooks_lock = threading.Lock()
 def media_hooks(template: Any, media: Media) -> Iterator[None]:
     """Send what `template` loads and processes through `media`; contexts may nest and overlap."""
     with ExitStack() as stack:
-        stack.enter_context(_hooked(template, "_load_image", _share_load, media))
+        stack.enter_context(_hooked(template, "_load_image", _share_image, media))
         stack.enter_context(_hooked(template, "replace_video2image", _share_frames, media))
         _hook_processor(getattr(template, "processor", None), media, stack)
         for module in filter(None, map(sys.modules.get, VIDEO_MODULES)):
-            stack.enter_context(_hooked(module, "fetch_video", _share_load, media))
+            stack.enter_context(_hooked(module, "fetch_video", _share_video, media))
         yield
 
 
@@ -207,15 +210,23 @@ def _hooked(owner: Any, name: str, wrap: Callable[..., Any], media: Media) -> It
                 _hooks.pop(key).remove()
 
 
-def _share_load(media: Media, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _share_image(media: Media, original: Any, image: Any, load_images: bool) -> Any:
+    # A path that is not to be loaded comes back as it is.
+    source = media.image_source(image) if load_images else image
+    parts = (original.__qualname__, source, load_images)
+    return media.share(parts, lambda: original(image, load_images), "decoded")
+
+
+def _share_video(media: Media, original: Any, *args: Any, **kwargs: Any) -> Any:
     named = (original.__module__, original.__qualname__)
-    parts = (named, media.source(args), media.source(kwargs))
+    parts = (named, media.video_source(args), media.video_source(kwargs))
     return media.share(parts, lambda: original(*args, **kwargs), "decoded")
 
 
 def _share_frames(media: Media, original: Any, load_video: Any, *args: Any, **kwargs: Any) -> Any:
     def load(video: Any) -> Any:
-        return media.share((load_video, media.source(video)), lambda: load_video(video), "decoded")
+        parts = (load_video, media.video_source(video))
+        return media.share(parts, lambda: load_video(video), "decoded")
 
     return original(load, *args, **kwargs)
 
