@@ -1,6 +1,6 @@
 """Measure the CPU seconds that a round spends on images: for the rollout and the training batch.
 
-    python scripts/bench/media.py --model DIR --output docs/benchmarks/media.json
+    python scripts/bench/media.py --model DIR --output scripts/bench/results/media.json
 
 Ways of one engine and one template, taking turns in one process; vLLM's caches are emptied before
 each turn, as `--sleep_level` empties them.

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from swift_grpo_ext.training.media_cache import Sources, Store, Tally
+from swift_grpo_ext.rollout.media_cache import Sources, Store, Tally
 from swift_grpo_ext.upstream.media import SharedImage, engine_hooks, media_hooks
 
 DEFAULT_MAX_BYTES = 2**30
