@@ -90,13 +90,14 @@ class Rounds:
             "ms-swift": lambda r: self._theirs(case, r),
             "ours, first epoch": lambda r: self._ours(case, self._media(), r),
             "ours, later epoch": lambda r: self._ours(case, kept, r),
-            "ours, no cache": lambda r: self._ours(case, RoundMedia(0, lambda x: [x]), r),
+            "ours, no cache": lambda r: self._ours(case, self._media(0), r),
         }
         measures = interleave(turns, repetitions, f"{case.name}, G = {case.group_size}")
         return make_rows({"benchmark": "media", **case.columns()}, measures)
 
-    def _media(self) -> RoundMedia:
-        return RoundMedia(self._max_gb, lambda own: [own])
+    def _media(self, max_gb: float | None = None) -> RoundMedia:
+        gigabytes = self._max_gb if max_gb is None else max_gb
+        return RoundMedia(gigabytes, self._template, lambda own: [own])
 
     def _theirs(self, case: Case, repetition: int) -> Measures:
         samples = self._begin(case, repetition)

@@ -83,11 +83,15 @@ class RoundMedia:
 
     Args:
         max_gb: the bound; 0 shares within a training batch, as samples of a group, and no more.
+        template: of the training. Where its model takes no media, the bound is 0.
         all_gather: of the training's ranks. Called once a round where the bound is not 0.
     """
 
-    def __init__(self, max_gb: float, all_gather: Callable[[Any], Sequence[Any]]) -> None:
-        self.cache = MediaCache(int(max_gb * BYTES_PER_GB)) if max_gb else None
+    def __init__(
+        self, max_gb: float, template: Any, all_gather: Callable[[Any], Sequence[Any]]
+    ) -> None:
+        is_kept = max_gb > 0 and template.model_meta.is_multimodal
+        self.cache = MediaCache(int(max_gb * BYTES_PER_GB)) if is_kept else None
         self._all_gather = all_gather
 
     def in_training(self, template: Any) -> AbstractContextManager[MediaCache]:

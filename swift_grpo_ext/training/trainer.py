@@ -86,7 +86,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = rollouts.RolloutSettings.of(config)
-        self._media = RoundMedia(config.media_cache_gb, self.ranks.all_gather)
+        self._media = RoundMedia(config.media_cache_gb, template, self.ranks.all_gather)
         self._recorder = rollouts.SampleRecorder(
             config.output_dir,
             self.ranks,

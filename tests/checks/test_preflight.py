@@ -221,7 +221,13 @@ def test_a_server_says_what_the_trainer_decides() -> None:
         f"warning: --{name}: is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
         for name in (
             *("rollout_seed_mode", "rollout_group_requests", "duplicate_prompts"),
-            *("prompt_mismatch", "rollout_canary", "require_images", "sample_log"),
+            *(
+                "prompt_mismatch",
+                "rollout_canary",
+                "media_cache_gb",
+                "require_images",
+                "sample_log",
+            ),
             *("sample_log_gb", "stop_token_ids", "include_stop_str_in_output"),
         )
     ]

@@ -23,7 +23,6 @@ from swift_grpo_ext.logits.head import output_embedding
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.training import trainer as trainer_module
 from swift_grpo_ext.training.batch import rollouts_own_prompts
-from swift_grpo_ext.training.shared_media import MediaCache, shared_media
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 
 
@@ -34,14 +33,9 @@ class FamilyTrainer(RecordingTrainer):
         if self._has_written:
             return super()._prepare_batch_inputs(samples)
         self._has_written = True
-        caches: list[MediaCache] = []
-
-        @contextmanager
-        def kept(template: Any) -> Iterator[None]:
-            with shared_media(template) as cache:
-                caches.append(cache)
-                yield
-
+        cache = self._media.cache
+        assert cache is not None
+        hits, misses = cache.num_hits, cache.num_misses  # of the rollout
         head = output_embedding(base_model(self.model))
         ids = torch.tensor(placeholder_ids(self.template), dtype=torch.long)
         wanted: list[torch.Tensor] = []
@@ -65,17 +59,16 @@ class FamilyTrainer(RecordingTrainer):
                 yield
 
         hook = head.register_forward_pre_hook(look)
-        trainer_module.shared_media, trainer_module.rollouts_own_prompts = kept, noted
+        trainer_module.rollouts_own_prompts = noted
         try:
             batches = super()._prepare_batch_inputs(samples)
         finally:
             hook.remove()
-            trainer_module.shared_media = shared_media
             trainer_module.rollouts_own_prompts = rollouts_own_prompts
         record = {
             "ways": self._logps.ways,
-            "media_asked": sum(c.num_hits + c.num_misses for c in caches),
-            "media_made": sum(c.num_misses for c in caches),
+            "media_asked": cache.num_hits - hits + cache.num_misses - misses,
+            "media_made": cache.num_misses - misses,
             "media_equal": all(self._is_own(s, encoded[id(s.encoded)]) for s in samples),
             "placeholders": ids.tolist(),
             "wanted": float(torch.cat(wanted).mean()),

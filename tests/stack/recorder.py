@@ -11,9 +11,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import swift.template.base
 from swift.rewards import ORM, orms
 from swift.rewards.orm import CosineReward
 from swift.trainers import TrainerFactory
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from swift_grpo_ext.record.row import media_name
 from swift_grpo_ext.sampling.groups import parse_request_id
@@ -65,7 +67,8 @@ class RecordingTrainer(RolloutGRPOTrainer):
 
 
 def _count_work(engine: Any, path: Path) -> None:
-    """Write down each request that vLLM is given, and the images that its vision tower encodes."""
+    """Write down each request that vLLM is given, the images that its vision tower encodes, and how
+    often, for rollout and training, an image is decoded and Qwen-VL's processor is called."""
     add_request, model = engine.engine.add_request, engine.inner_model
     embed_multimodal = getattr(model, "embed_multimodal", None)  # of models that see
 
@@ -83,6 +86,17 @@ def _count_work(engine: Any, path: Path) -> None:
         write({"encoded": len(kwargs.get("image_grid_thw", ()))})
         return embed_multimodal(**kwargs)
 
+    def count(owner: Any, name: str, label: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            write({label: 1})
+            return original(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    count(swift.template.base, "load_image", "decoded")
+    count(Qwen2VLImageProcessor, "preprocess", "processed")
     engine.engine.add_request = counted_request
     if embed_multimodal is not None:
         model.embed_multimodal = counted_embed

@@ -56,6 +56,49 @@ def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -
     assert "prompts of the generation batch stand in it twice" in log
 
 
+def test_an_image_is_decoded_and_processed_once_in_a_run(
+    assets: Path, rows: Path, folder: Path, reference_folder: Path, reference: Samples
+) -> None:
+    """By content, for rollout, training and later epochs; `--media_cache_gb 0` has the same bits.
+
+    vLLM takes 8-bit patches, which its vision tower normalizes, and training normalized ones.
+    """
+    names = {tuple(sample["images"]) for sample in reference.values()}
+    assert work_on_images(reference_folder) == (len(names), 2 * len(names))
+    logs = metrics_of(reference_folder)
+    assert [log["media/decoded"] for log in logs] == [2 * log["media/processed"] for log in logs]
+    assert sum(log["media/decoded"] for log in logs) == len(names)
+    assert sum(log["media/decoded"] for log in logs[2:]) == 0, "a later epoch decoded again"
+    assert all(log["media/reused"] > BATCH for log in logs)
+    assert 0 < logs[0]["media/gb"] <= logs[-1]["media/gb"] < 0.01
+
+    argv = ("--rollout_canary", "off", "--media_cache_gb", "0")
+    alone = folder / "no-cache"
+    samples = train(assets, rows, alone, *argv)
+    assert_same(samples, reference)
+    num_decoded, num_processed = work_on_images(alone)
+    assert num_decoded > len(names) < num_processed
+    for without, with_cache in zip(metrics_of(alone), logs, strict=False):
+        assert not any(name.startswith("media/") for name in without)
+        for name in ("loss", "grad_norm", "rollout_gap/mean", "rollout_gap/max", "kl", "entropy"):
+            assert without.get(name) == with_cache.get(name), name
+    for name, sample in samples.items():
+        assert sample["logprobs"] == reference[name]["logprobs"]
+
+
+def work_on_images(folder: Path) -> tuple[int, int]:
+    """How many images a training decoded, and how many it processed."""
+    lines = (folder / "record/engine.jsonl").read_text(encoding="utf-8").splitlines()
+    work = [json.loads(line) for line in lines]
+    return sum("decoded" in entry for entry in work), sum("processed" in entry for entry in work)
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """What a training logged at each step."""
+    lines = (folder / "run/logging.jsonl").read_text(encoding="utf-8").splitlines()
+    return [log for log in map(json.loads, lines) if "loss" in log]
+
+
 def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
     """Checkpoint 3 of two ranks stands in the middle of epoch 1."""
     saving = ("--save_strategy", "steps", "--save_steps", "3")

@@ -66,6 +66,7 @@ class Template:
     placeholder_tokens = (IMAGE,)
     processor = None
     padding_free = False
+    model_meta = SimpleNamespace(is_multimodal=True)
 
     def __init__(self, *, max_length: int | None, sequence_parallel_size: int) -> None:
         self.max_length, self.sequence_parallel_size = max_length, sequence_parallel_size
@@ -232,7 +233,7 @@ class Engine:
         self.inner_model = VllmModel()
         self.weights = self.inner_model.weights
         self.engine = self
-        self.template: Any = None
+        self.template: Any = Template(max_length=None, sequence_parallel_size=1)
         self.error = 0.0
 
     def reload_weights(self, weights: Any) -> None:
