@@ -9,8 +9,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,13 @@ from swift.model import get_processor
 from swift.template import get_template
 from swift.template.template_inputs import StdTemplateInputs
 
-from swift_grpo_ext.training.shared_media import MediaCache, MediaChangedError, shared_media
-from swift_grpo_ext.upstream.media import SharedImage
+from swift_grpo_ext.training.shared_media import (
+    MediaCache,
+    MediaChangedError,
+    RoundMedia,
+    shared_media,
+)
+from swift_grpo_ext.upstream.media import SharedImage, _hook_processor
 
 NUM_SAMPLES = 4
 """Samples of a group."""
@@ -478,3 +485,171 @@ def test_contents_that_differ_are_told_apart(one: Any, other: Any) -> None:
     assert cache.share(one, lambda: "one") == "one"
     assert cache.share(other, lambda: "other") == "other"
     assert cache.share(copy.deepcopy(one), lambda: "again") == "one"
+
+
+# --- over rounds, and with an engine ---
+
+
+def media_of(template: Any, gigabytes: float = 1.0) -> RoundMedia:
+    return RoundMedia(gigabytes, template, lambda own: [own])
+
+
+def test_later_rounds_decode_and_process_nothing(
+    template: Any, images: list[Path], calls: Counter[str]
+) -> None:
+    rows = group(row(as_path(images[0]))) + group(row(as_bytes(images[1])))
+    expected = encode(template, rows)
+    media = media_of(template)
+    calls.clear()
+    for made in (2, 0, 0):
+        with media.in_training(template):
+            assert_identical(expected, encode(template, rows))
+        metrics = media.end_round()
+        assert metrics.pop("media/gb") == media.cache.num_bytes / 1e9 > 0  # type: ignore[union-attr]
+        reused = 2 * 2 * NUM_SAMPLES - 2 * made
+        assert metrics == {
+            "media/decoded": made,
+            "media/processed": made,
+            "media/reused": reused,
+        }
+    assert calls == {"decode": 2, "image": 2}
+    assert media.end_round() == {}
+
+
+def test_a_file_that_changed_between_rounds_is_read_again(
+    template: Any, images: list[Path]
+) -> None:
+    one, media = row(as_path(images[0])), media_of(template)
+    with media.in_training(template):
+        (before,) = encode(template, [one])
+    Image.new("RGB", (120, 90), "red").save(images[0])
+    with media.in_training(template):
+        found = encode(template, [one])
+    assert_identical(encode(template, [one]), found)
+    assert not torch.equal(before["pixel_values"], found[0]["pixel_values"])
+
+
+@pytest.mark.parametrize("gigabytes", [0.0, 100e3 / 1e9, 400e3 / 1e9])
+def test_rounds_stay_within_the_bound(template: Any, images: list[Path], gigabytes: float) -> None:
+    media = media_of(template, gigabytes)
+    for number in range(6):
+        one = row(*(as_path(images[i % 3]) for i in range(number, number + 2)))
+        with media.in_training(template):
+            assert_identical(encode(template, [one]), encode(template, [one]))
+        media.end_round()
+        held = media.cache.num_bytes if media.cache else 0
+        assert held <= gigabytes * 1e9
+
+
+def test_models_of_text_alone_keep_and_gather_nothing(template: Any) -> None:
+    def gather(own: Any) -> Any:
+        raise AssertionError("a gather")
+
+    text = copy.copy(template)
+    text.model_meta = SimpleNamespace(is_multimodal=False)
+    media = RoundMedia(4.0, text, gather)
+    assert media.cache is None
+    assert media.end_round() == {}
+
+
+def test_a_turn_with_one_more_image_processes_that_one(
+    template: Any, images: list[Path], calls: Counter[str]
+) -> None:
+    turns = [row(*map(as_path, images[:count])) for count in (1, 2, 3)]
+    expected = encode(template, turns)
+    calls.clear()
+    with shared_media(template):
+        assert_identical(expected, encode(template, turns))
+    assert calls == {"decode": 3, "image": 3}
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_resize": False}, {"do_normalize": False}])
+def test_images_of_one_call_are_those_of_a_call_for_each(
+    template: Any, processor: Any, images: list[Path], settings: dict[str, bool]
+) -> None:
+    """Equal sizes, which the processor resizes and normalizes as one tensor, and others."""
+    pictures = [Image.open(path).convert("RGB").resize((112, 112)) for path in images]
+    pictures.append(Image.open(images[0]).resize((84, 56)))
+    call = functools.partial(processor.image_processor, pictures, return_tensors="pt", **settings)
+    whole = call()
+    with shared_media(template):
+        each = call()
+    assert_identical([dict(whole)], [dict(each)])
+    assert type(whole) is type(each)
+
+
+def test_processors_share_where_the_call_decides(
+    template: Any, processor: Any, images: list[Path], calls: Counter[str]
+) -> None:
+    """vLLM loads a processor of its own, with the settings that a request brings."""
+    other = copy.deepcopy(processor.image_processor)
+    other.do_resize = False
+    picture = Image.open(images[1]).resize((28, 28))  # fewer pixels than `size` asks for
+    with shared_media(template) as cache, ExitStack() as stack:
+        _hook_processor(SimpleNamespace(image_processor=other), cache, stack)
+        for owner in (processor.image_processor, other):
+            owner(images=[picture], return_tensors="pt", do_resize=False)
+        assert calls["image"] == 1
+        resized, whole = (
+            owner(images=[picture], return_tensors="pt")["pixel_values"]
+            for owner in (processor.image_processor, other)
+        )
+        assert calls["image"] == 2  # the other one's own setting is what the call said before
+        other.image_mean = (0.0, 0.0, 0.0)
+        other(images=[picture], return_tensors="pt", do_resize=False)
+    assert calls["image"] == 3
+    assert len(resized) > len(whole)
+
+
+class RecordingEngine:
+    """What the hooks meet of ms-swift's colocated engine and vLLM's."""
+
+    def __init__(self, template: Any, processor: Any) -> None:
+        self.template, self.prompts = template, []
+        info = SimpleNamespace(get_hf_processor=lambda **_: processor)
+        self.engine = self
+        self.renderer = SimpleNamespace(mm_processor=SimpleNamespace(info=info))
+
+    prompts: list[Any]
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> str:
+        self.prompts.append(prompt)
+        return request_id
+
+
+def test_an_engine_is_told_what_images_it_gets(
+    template: Any, processor: Any, images: list[Path], calls: Counter[str]
+) -> None:
+    """The same image in all forms has one name; vLLM's processor takes what training made."""
+    engine, media = RecordingEngine(template, copy.deepcopy(processor)), media_of(template)
+    forms = [as_path, as_dict, as_bytes, as_base64, as_data_url]
+    with media.in_rollout(engine):
+        for one in [row(form(path)) for path in images[:2] for form in forms]:
+            (picture,) = template.encode(one, return_template_inputs=True)["template_inputs"].images
+            prompt = {"prompt_token_ids": [1], "multi_modal_data": {"image": picture}}
+            assert engine.add_request("name", prompt, None) == "name"
+        info = engine.renderer.mm_processor.info
+        info.get_hf_processor(do_resize=False).image_processor(
+            images=[picture], return_tensors="pt", do_resize=False
+        )
+        draw(picture)
+        engine.add_request("changed", {"multi_modal_data": {"image": picture}}, None)
+        engine.add_request("text", {"prompt_token_ids": [1]}, None)
+    assert calls == {"decode": 2, "image": 2}
+    *named, changed, text = engine.prompts
+    uuids = [prompt["multi_modal_uuids"]["image"] for prompt in named]
+    assert uuids == [uuids[0]] * len(forms) + [uuids[-1]] * len(forms)
+    assert uuids[0] != uuids[-1]
+    assert "multi_modal_uuids" not in {**changed, **text}
+    assert "add_request" not in vars(engine)
+    engine.add_request("after", {"multi_modal_data": {"image": picture}}, None)
+    assert "multi_modal_uuids" not in engine.prompts[-1]
+
+
+def test_what_changes_nothing_takes_no_room(shared: Callable[[], Image.Image]) -> None:
+    image = shared()
+    assert isinstance(image, SharedImage)
+    for view in (image.convert("RGB"), image.resize(image.size), image.copy()):
+        assert isinstance(view, SharedImage)
+        assert view.content_key == image.content_key
+        assert view.im is image.im
