@@ -332,7 +332,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return results
 
     def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
-        canary_gap = self._canary.judge(self, self.state.global_step)
+        with self._media.in_training(self.template):
+            canary_gap = self._canary.judge(self, self.state.global_step)
         if canary_gap is not None:
             self._metrics[self._mode]["rollout_gap/canary"].append(canary_gap)
         check_counts_of(samples)
