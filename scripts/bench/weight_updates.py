@@ -2,10 +2,11 @@
 
     python scripts/bench/weight_updates.py --model DIR --data DIR [--large]
 
-Trains the digits' model for some steps with the real `swift rlhf`, colocated and against a
-`swift rollout` on this machine; `timed_updates.py` switches verification on and off from one update
-to the next. The first two, which set things up, are left out. With `--large`, a model of the same
-architecture with 145 million random weights takes its place.
+Colocated, it trains the digits' model for some steps with the real `swift rlhf`. Served, it sends
+the model's weights to a `swift rollout` on this machine as the trainer does, as often as `--pairs`
+says: a training between updates would only add noise. `timed_updates.py` switches verification on
+and off from one update to the next. The first two, which set things up, are left out. With
+`--large`, a model of the same architecture with 145 million random weights takes its place.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="what make_digits.py wrote")
-    parser.add_argument("--steps", type=int, default=62)
+    parser.add_argument("--steps", type=int, default=42, help="of the colocated training")
+    parser.add_argument("--pairs", type=int, default=60, help="of updates of a server")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--large", action="store_true", help="579 MB of weights; 13 GB of memory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -47,29 +50,29 @@ def print_table(options: argparse.Namespace) -> None:
     print(f"Updates of {size / 1e6:.0f} MB:\n")
     print("| engine | pairs of updates | without | with verification | ratio |")
     print("|---|---|---|---|---|", flush=True)
-    for mode, run in (("colocate", train), ("server", train_against_server)):
+    for mode in options.modes:
         with tempfile.TemporaryDirectory() as folder:
             times = Path(folder) / "times.jsonl"
             os.environ["UPDATE_TIMES"] = str(times)
-            run(options)
+            MODES[mode](options)
             print(row(mode, times), flush=True)
 
 
-def train_against_server(options: argparse.Namespace) -> None:
+def update_server(options: argparse.Namespace) -> None:
     argv = [*server_argv(), "--external_plugins", PLUGINS[0], PLUGINS[2]]
     with rollout_server(options.model, 1, argv) as server:
-        host = ("--vllm_server_host", "127.0.0.1", "--vllm_server_port", str(server.port))
-        train(options, "--vllm_mode", "server", *host)
+        argv = [sys.executable, PLUGINS[2], str(options.model), str(server.port)]
+        subprocess.run([*argv, str(2 * options.pairs + 2)], cwd=ROOT, check=True)
 
 
-def train(options: argparse.Namespace, *more: str) -> None:
+def train(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as run:
         argv = [
             *(str(SWIFT), "rlhf", "examples/digits/grpo.yaml", "--external_plugins", *PLUGINS),
             *("--model", str(options.model.resolve())),
             *("--dataset", str(options.data.resolve() / "train.jsonl"), "--output_dir", run),
             *("--max_steps", str(options.steps), "--save_strategy", "no"),
-            *("--per_device_train_batch_size", "8", *more),
+            *("--per_device_train_batch_size", "8"),
         ]
         log = Path(run) / "swift.log"
         with log.open("wb") as f:
@@ -88,6 +91,8 @@ def row(mode: str, times: Path) -> str:
     values = (statistics.median(v) for v in (plain, verified, ratios))
     return f"| {mode} | {len(plain)} | " + "{:.0f} ms | {:.0f} ms | {:.3f} |".format(*values)
 
+
+MODES = {"colocate": train, "server": update_server}
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,229 @@
+"""Time whole GRPO steps of ms-swift alone, of ms-swift with this plugin, and of TRL with vLLM.
+
+    python scripts/bench/step.py --model DIR --output scripts/bench/results/step
+
+Real trainings, one process each, with vLLM in it: the same model, rows, G, lengths and rewards. The
+ways take turns, in an order that rotates from one repetition to the next. `step_clock.py` splits
+each step by phase. A run's first step warms up: it counts only for the seconds from the process's
+start to its end. Every step has new prompts, so that no cache holds their images from before.
+
+ms-swift alone has no part of the plugin; without an accelerator it gets one repair, as TRL does
+(`timed_steps.py`, `trl_steps.py`). A way that does not run is left out from there on, and its error
+is part of the results. OUTPUT.json and OUTPUT.png are written anew after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from cases import make_photo, make_row
+from common import DEFAULT_MODEL, ROOT, Results, ratios
+from large_model import write_large_model
+from matplotlib.figure import Figure
+from server_process import SWIFT, _free_port
+from step_clock import PHASES
+from tqdm import tqdm
+
+from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
+
+WAYS = ("ms-swift", "ours", "TRL")
+GROUP_SIZE = 8
+TEMPERATURE = 2.0
+"""So hot that hardly a completion of the tiny model ends before its length limit."""
+
+COLOURS = ("#0072b2", "#f0e442", "#d55e00", "#e69f00", "#56b4e9", "#009e73", "#999999")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--model", type=Path, default=DEFAULT_MODEL, help="folder of a Qwen2.5-VL")
+    add("--layers", type=int, help="take a random model of MODEL's kind, 640 wide; 16: 195 million")
+    add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], help="pixels; 0: text alone")
+    add("--num-prompts", type=int, default=4, help="of a step, each with 8 completions")
+    add("--max-tokens", type=int, default=16, help="of a completion")
+    add("--steps", type=int, default=3, help="of a run; the first warms up")
+    add("--repetitions", type=int, default=2, help="runs of each way and case")
+    add("--output", type=Path, help="write OUTPUT.json and OUTPUT.png")
+    options = parser.parse_args()
+    results = Results(options.output and options.output.with_suffix(".json"))
+    with tempfile.TemporaryDirectory() as folder:
+        if options.layers:
+            tiny, options.model = options.model, Path(folder) / "model"
+            write_large_model(tiny, options.model, options.layers)
+        for side in options.image_sides:
+            results.add(run_case(options, side, Path(folder)))
+            if options.output:
+                plot(results.rows, options.output.with_suffix(".png"))
+    print(as_markdown(results.rows))
+
+
+def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[str, Any]]:
+    """A row for each way, with lists of the repetitions' values."""
+    rows_file = write_rows(folder / f"{side}", side, options.num_prompts * options.steps)
+    case = {"case": f"{side} px" if side else "text", "num_prompts": options.num_prompts}
+    rows: dict[str, dict[str, Any]] = {way: {**case, "way": way} for way in options.ways}
+    turns = [(r, way) for r in range(options.repetitions) for way in _rotated(options.ways, r)]
+    for repetition, way in tqdm(turns, desc=case["case"], unit="run", dynamic_ncols=True):
+        if "error" in rows[way]:
+            continue
+        times = folder / f"times-{side}-{way}-{repetition}.jsonl"
+        error = run(way, options, rows_file, times)
+        if error:
+            rows[way]["error"] = error
+            options.ways = [other for other in options.ways if other != way]
+            continue
+        first, *steps = map(json.loads, times.read_text(encoding="utf-8").splitlines())
+        measured = {
+            "first_step_seconds": first["since_start"],
+            "peak_gb": max(step["peak_gb"] for step in steps),
+            "seconds": median(sum(step["phases"].values()) for step in steps),
+            **{phase: median(step["phases"][phase] for step in steps) for phase in PHASES},
+        }
+        for name, value in measured.items():
+            rows[way].setdefault(name, []).append(round(value, 3))
+    return list(rows.values())
+
+
+def _rotated(ways: Sequence[str], by: int) -> list[str]:
+    first = by % len(ways)
+    return [*ways[first:], *ways[:first]]
+
+
+def write_rows(folder: Path, side: int, count: int) -> Path:
+    """Prompts in ms-swift's form, with an image each; `trl_steps.py` makes TRL's form of them."""
+    folder.mkdir()
+    lines = []
+    for number in range(count):
+        row = make_row(0, number) if side == 0 else make_row(side, number)
+        if side:
+            image = folder / f"{number}.png"
+            image.write_bytes(make_photo(side, number))
+            row["images"] = [str(image)]
+        lines.append(json.dumps(row))
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def run(way: str, options: argparse.Namespace, rows: Path, times: Path) -> str:
+    """Train with a way; the end of its log where it failed, else ''."""
+    on_cpu = not torch.accelerator.is_available()
+    own = {name: str(value) for name, (_, value) in KEEP_FREED_MEMORY.items()} | CPU_ENVIRONMENT
+    environment = {"STEP_TIMES": str(times), "MASTER_PORT": str(_free_port())}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    make_argv = trl_argv if way == "TRL" else swift_argv
+    with tempfile.TemporaryDirectory() as output:
+        argv = make_argv(way, options, rows, output, on_cpu)
+        log = ROOT / "output" / "bench" / f"step-{way}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, **(own if on_cpu else {}), **environment}
+        with log.open("wb") as f:
+            done = subprocess.run(argv, cwd=ROOT, env=env, stdout=f, stderr=subprocess.STDOUT)
+    if done.returncode == 0:
+        return ""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    error = "\n".join(lines[-40:])
+    print(f"{way} ended with {done.returncode}:\n{error}", file=sys.stderr)
+    return next((x for x in reversed(lines) if "Error" in x or "error" in x), error[-500:])
+
+
+def swift_argv(
+    way: str, options: argparse.Namespace, rows: Path, output: str, on_cpu: bool
+) -> list[str]:
+    ours = ["plugins/grpo_ext.py"] if way == "ours" else []
+    cpu = ["--use_cpu", "true", "--fp16", "false", "--bf16", "false"] if on_cpu else []
+    return [
+        *(str(SWIFT), "rlhf", "--rlhf_type", "grpo", "--model", str(options.model.resolve())),
+        *("--external_plugins", *ours, "scripts/bench/timed_steps.py"),
+        *("--callbacks", "step_clock", "--reward_funcs", "vowels", "--dataset", str(rows)),
+        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--check_model", "false"),
+        *("--tuner_type", "full", "--torch_dtype", "float32" if on_cpu else "bfloat16", *cpu),
+        *("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_len", "2048"),
+        *("--vllm_enforce_eager", "true"),
+        *("--vllm_engine_kwargs", f'{{"kv_cache_memory_bytes": {2**28}}}'),
+        *("--num_generations", str(GROUP_SIZE), "--temperature", str(TEMPERATURE), "--beta", "0"),
+        *("--max_completion_length", str(options.max_tokens), "--learning_rate", "1e-6"),
+        *("--per_device_train_batch_size", str(GROUP_SIZE), "--max_steps", str(options.steps)),
+        *("--gradient_accumulation_steps", str(options.num_prompts), "--logging_steps", "1"),
+        *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
+        *("--save_strategy", "no", "--eval_strategy", "no", "--split_dataset_ratio", "0"),
+        *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "none"),
+        *("--output_dir", output),
+    ]
+
+
+def trl_argv(
+    way: str, options: argparse.Namespace, rows: Path, output: str, on_cpu: bool
+) -> list[str]:
+    settings = {
+        **{"output_dir": output, "use_cpu": on_cpu, "bf16": not on_cpu, "report_to": "none"},
+        **{"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 2048},
+        **{"vllm_gpu_memory_utilization": 0.05 if on_cpu else 0.3},
+        **{"num_generations": GROUP_SIZE, "temperature": TEMPERATURE, "beta": 0.0},
+        **{"max_completion_length": options.max_tokens, "learning_rate": 1e-6},
+        **{"per_device_train_batch_size": GROUP_SIZE, "max_steps": options.steps},
+        **{"gradient_accumulation_steps": options.num_prompts, "logging_steps": 1},
+        **{"gradient_checkpointing": False, "save_strategy": "no"},
+    }
+    script = ROOT / "scripts" / "bench" / "trl_steps.py"
+    model = str(options.model.resolve())
+    return [sys.executable, str(script), model, str(rows), json.dumps(settings)]
+
+
+# --- the report ---
+
+
+def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Medians over runs, in seconds; ratios to ms-swift's of the same repetition."""
+    names = ("prompts", "way", "step", *PHASES, "of ms-swift's step", "to the first step")
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        if "seconds" not in row:
+            lines.append(f"| {row['case']} | {row['way']} | does not run: `{row['error']}` |")
+            continue
+        shown = [f"{median(row[name]):.2f}" for name in ("seconds", *PHASES)]
+        theirs = _of(rows, row["case"], "ms-swift")
+        ratio = f"{median(ratios(row, theirs, 'seconds')):.2f}" if theirs else ""
+        first = f"{median(row['first_step_seconds']):.0f}"
+        lines.append("| " + " | ".join((row["case"], row["way"], *shown, ratio, first)) + " |")
+    return "\n".join(lines)
+
+
+def _of(rows: Sequence[dict[str, Any]], case: str, way: str) -> dict[str, Any] | None:
+    found = (r for r in rows if (r["case"], r["way"]) == (case, way) and "seconds" in r)
+    return next(found, None)
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """For each case a panel, for each way a bar of its phases."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    figure = Figure(figsize=(2.9 * len(cases) + 1.4, 3.0), layout="constrained")
+    for axis, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
+        shown = [row for row in rows if row["case"] == case and "seconds" in row]
+        bottoms = [0.0] * len(shown)
+        for phase, colour in zip(PHASES, COLOURS, strict=True):
+            heights = [median(row[phase]) for row in shown]
+            ways = [row["way"] for row in shown]
+            axis.bar(ways, heights, bottom=bottoms, color=colour, label=phase, width=0.6)
+            bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+        axis.set(title=case, ylabel="seconds of a step" if case == cases[0] else "")
+        axis.grid(axis="y", alpha=0.3)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=100, facecolor="white")
+
+
+if __name__ == "__main__":
+    main()
