@@ -80,8 +80,11 @@ def time_update(number: int, update: Callable[[], None]) -> None:
 class TimedExtension(CPUWeightSyncWorkerExtension):
     updates = 0
 
-    def process_weights_after_loading(self) -> None:
+    def _take(self, tensors: list[tuple[str, Any]]) -> None:
         switch(receiver, OF_WORKER, on=self.updates % 2 == 1)
+        super()._take(tensors)
+
+    def process_weights_after_loading(self) -> None:
         self.updates += 1
         super().process_weights_after_loading()
 

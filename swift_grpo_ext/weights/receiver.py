@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ from swift_grpo_ext.upstream.weight_sync import (
 from swift_grpo_ext.weights.checksums import (
     UNFILLED,
     WeightChecksums,
+    plain_name,
     recorded_loads,
     unfilled,
     weight_checksums,
@@ -48,6 +49,9 @@ from swift_grpo_ext.weights.checksums import (
 )
 
 REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
+
+Named = list[tuple[str, torch.Tensor]]
+"""Tensors by the names that cross the wire."""
 
 if not has_accelerator():
     repair_cpu_engine()
@@ -132,27 +136,42 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
             super().init_communicator(*args, **kwargs)
             disabled: Any = self.communicator
             self.communicator = GlooCommunicator(disabled.group, self._timeout)
-            self._received: list[tuple[str, torch.Tensor]] = []
+            self._received: Named = []
+            self._sums: list[tuple[Named, Callable[[], WeightChecksums]]] = []
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         weight = torch.empty(tuple(shape), dtype=getattr(torch, dtype.split(".")[-1]))
         self._receive(weight)
-        self._received.append((name, weight))
+        self._take([(name, weight)])
 
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
         metadata = [FlattenedTensorMetadata(**m) for m in metadatas]
         flattened = torch.empty(metadata[-1].end_idx, dtype=torch.uint8)
         self._receive(flattened)
         bucket = FlattenedTensorBucket(metadata=metadata, flattened_tensor=flattened)
-        self._received += bucket.reconstruct_tensors().items()
+        self._take([*bucket.reconstruct_tensors().items()])
+
+    def _take(self, tensors: Named) -> None:
+        self._received += tensors
+        # Beside what follows: the next bucket's way here, and the wait until all have come.
+        self._sums.append((tensors, weight_checksums_in_background(tensors)))
+
+    def _checksums(self, loaded: Named) -> WeightChecksums:
+        """Those taken at arrival, and new ones of tensors that are not those that arrived."""
+        sums, self._sums = self._sums, []
+        arrived = {id(tensor) for tensors, _ in sums for _, tensor in tensors}
+        known = {name: value for _, taken in sums for name, value in taken().items()}
+        names = {plain_name(name) for name, tensor in loaded if id(tensor) in arrived}
+        others = [(name, tensor) for name, tensor in loaded if id(tensor) not in arrived]
+        return {name: known[name] for name in known if name in names} | weight_checksums(others)
 
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
-        new = weight_checksums_in_background(received)
         with recorded_loads(self.model_runner.model) as loads:
             self.model_runner.reload_weights(weights_iterator=iter(received))
-        self.record_loaded(new() if loads else {}, loads.filled)
+        new = self._checksums(received)
+        self.record_loaded(new if loads else {}, loads.filled)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()
 

@@ -101,7 +101,8 @@ def test_a_cpu_worker_tells_too(config: Any, told: str | None, worker: Worker) -
                 model_config=config,
                 reload_weights=lambda weights_iterator: model.load_weights(weights_iterator),
             )
-            self._received = list(TENSORS.items())
+            self._received, self._sums = [], []
+            self._take(list(TENSORS.items()))
 
     held = CPUWorker()
     held.process_weights_after_loading()
