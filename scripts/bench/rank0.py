@@ -147,9 +147,7 @@ def run_rank(
         with clock.phase("send"):
             answers = served.infer(requests, metadatas, config)
         with clock.phase("read"):
-            return [
-                [draw.to_rollout_output(c, prompt_ids) for c in cs] for cs, prompt_ids in answers
-            ]
+            return [[draw.ServedSample(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
 
     for number in range(options.rounds + 1):
         samples = make_samples(groups, image_kb, rank)

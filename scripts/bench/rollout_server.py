@@ -28,7 +28,7 @@ from server_process import ServerProcess, rollout_server
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 from tables import as_markdown
 
-from swift_grpo_ext.rollout.draw import to_rollout_output
+from swift_grpo_ext.rollout.draw import ServedSample
 from swift_grpo_ext.rollout.servers import RolloutServers
 
 CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
@@ -117,7 +117,7 @@ class ServerWays:
     def draw_ours(self, samples: Sequence[Any]) -> list[Any]:
         def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
             answers = self._servers.infer(requests, metadatas, self._config)
-            return [[to_rollout_output(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
+            return [[ServedSample(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
 
         return draw_ours(samples, RUN_SEED, ask)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -19,7 +19,7 @@ from swift.infer_engine.protocol import (
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.wire import Completion, Numbers, RequestMetadata
 from swift_grpo_ext.sampling.groups import (
     RequestPlan,
     make_slices,
@@ -29,8 +29,17 @@ from swift_grpo_ext.sampling.groups import (
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
 
-Generate = Callable[[list[RolloutInferRequest], list[RequestMetadata]], list[list[RolloutOutput]]]
-"""Calls an engine: requests and their metadata to one list of single-sample outputs each."""
+
+class ServedSample(NamedTuple):
+    """A sample as rank 0 read it; the rank that it belongs to makes its output."""
+
+    completion: Completion
+    prompt_token_ids: list[int]
+
+
+Sample = RolloutOutput | ServedSample
+Generate = Callable[[list[RolloutInferRequest], list[RequestMetadata]], Sequence[list[Sample]]]
+"""Calls an engine: requests and their metadata to one list of samples each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +72,14 @@ def draw(
     slices = make_slices(rank_batch.sample_ids, rank_batch.fingerprints)
     plan = plan_requests(rank_group.all_gather(slices), grouped=rank_batch.grouped)
     rows_of_ranks = rank_group.gather(_rows(rank_batch, plan, rank_group.rank))
-    outputs: list[list[RolloutOutput]] | Exception | None = None
+    outputs: list[list[Sample]] | Exception | None = None
     if rank_group.drives_engine:
         try:
             outputs = _generate(rank_batch, plan, rows_of_ranks, generate)
         except Exception as e:
             outputs = e  # not raised yet: the other ranks wait for their share
-    return rank_group.scatter(outputs), plan.unequal
+    own = rank_group.scatter(outputs)
+    return [to_rollout_output(*s) if isinstance(s, ServedSample) else s for s in own], plan.unequal
 
 
 def _rows(
@@ -88,7 +98,7 @@ def _rows(
 
 def _generate(
     rank_batch: RankBatch, plan: RequestPlan, rows_of_ranks: list[Any], generate: Generate
-) -> list[list[RolloutOutput]]:
+) -> list[list[Sample]]:
     failures = [rows for rows in rows_of_ranks if isinstance(rows, str)]
     if failures:
         raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
@@ -127,7 +137,7 @@ def to_rollout_output(completion: Completion, prompt_token_ids: list[int]) -> Ro
         message=ChatMessage(role="assistant", content=completion.text),
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
-        token_ids=completion.token_ids,
+        token_ids=_as_list(completion.token_ids),
         routed_experts=deserialize_ndarray((completion.extra or {}).get("routed_experts")),
     )
     response = ChatCompletionResponse(
@@ -136,10 +146,14 @@ def to_rollout_output(completion: Completion, prompt_token_ids: list[int]) -> Ro
         usage=UsageInfo(num_prompt, num_tokens, num_prompt + num_tokens),
         prompt_token_ids=prompt_token_ids,
     )
-    logprobs = [completion.logprobs] if completion.logprobs else []
+    logprobs = [values] if (values := _as_list(completion.logprobs)) else []
     infos = _infos(completion.seed, completion.replica)
     output = RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
     return record_stop_reason(output)
+
+
+def _as_list(numbers: Numbers | None) -> list[Any]:
+    return numbers if isinstance(numbers, list) else [] if numbers is None else numbers.tolist()
 
 
 def _infos(seed: int | None, replica: str) -> dict[str, Any]:

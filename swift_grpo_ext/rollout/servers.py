@@ -57,7 +57,7 @@ OF_SERVERS = ("base_urls", "hosts", "sessions", "group_ports")
 """Lists of ms-swift's client, with an entry for each server."""
 
 Answer = tuple[list[Completion], list[int]]
-"""The samples of a request, and its prompt's token ids."""
+"""The samples of a request, their numbers as arrays, and its prompt's token ids."""
 
 
 class RolloutServers:
@@ -118,11 +118,11 @@ class RolloutServers:
             RolloutError: a request is at fault, or no server is left that could answer; names the
                 sample or the servers, and the causes.
         """
-        messages = [_message(r, metadata) for r, metadata in zip(requests, metadatas, strict=True)]
-        costs = [
-            estimate_cost(message, metadata.count, config.max_tokens or 0)
-            for message, metadata in zip(messages, metadatas, strict=True)
-        ]
+        messages, costs = [], []
+        for request, metadata in zip(requests, metadatas, strict=True):
+            fields = asdict(request)
+            messages.append(_as_json(fields, metadata))
+            costs.append(estimate_cost(fields, metadata.count, config.max_tokens or 0))
 
         def workers() -> dict[str, float]:
             return dict(zip(self._client.base_urls, map(float, self.replicas), strict=True))
@@ -139,13 +139,14 @@ class RolloutServers:
     def _infer(
         self,
         url: str,
-        messages: list[dict[str, Any]],
+        messages: list[bytes],
         metadatas: list[RequestMetadata],
         config: RequestConfig,
     ) -> list[Answer]:
         name = self._name(url)
-        body = {"infer_requests": messages, "request_config": asdict(config)}
-        answers = self._request(url, "post", "infer/", json=body)
+        body = b'{"infer_requests": [%b], "request_config": %b}'
+        body %= b", ".join(messages), json.dumps(asdict(config)).encode()
+        answers = self._request(url, "post", "infer/", data=body)
         if not isinstance(answers, list) or len(answers) != len(messages):
             count = len(answers) if isinstance(answers, list) else "no list of"
             raise WorkerError(f"{name} gave {count} answers to {len(messages)} requests.")
@@ -311,6 +312,8 @@ class RolloutServers:
         session = self._client.sessions[self._client.base_urls.index(url)]
         name, number = self._name(url), uuid.uuid4().hex
         headers = {wire.MESSAGE_HEADER: number}
+        if "data" in kwargs:
+            headers["Content-Type"] = "application/json"
         try:
             response = getattr(session, method)(f"{url}/{path}", headers=headers, **kwargs)
         except requests.RequestException as e:
@@ -328,22 +331,28 @@ class RolloutServers:
         return f"server {self._urls.index(url)} ({url})"
 
 
-def _message(request: RolloutInferRequest, metadata: RequestMetadata) -> dict[str, Any]:
-    """A request as JSON takes it.
+def _as_json(fields: dict[str, Any], metadata: RequestMetadata) -> bytes:
+    """A request's fields. Once, since images stand in it: every server that is tried gets it.
 
     Raises:
         RolloutError: the row holds a value that JSON has no word for, such as NaN; names it.
     """
-    message = asdict(request)
-    for name, value in message.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as e:
-            raise RolloutError(
-                f"{metadata.sample_id}: the row's `{name}` cannot be sent to a server ({e}); "
-                "expected text, finite numbers, lists and objects. Mend or drop the row."
-            ) from e
-    return message
+    try:
+        return json.dumps(fields, allow_nan=False).encode()
+    except (TypeError, ValueError) as e:
+        wrong = next(name for name, value in fields.items() if not _has_json(value))
+        raise RolloutError(
+            f"{metadata.sample_id}: the row's `{wrong}` cannot be sent to a server ({e}); "
+            "expected text, finite numbers, lists and objects. Mend or drop the row."
+        ) from e
+
+
+def _has_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _refusal(name: str, response: requests.Response) -> Exception:

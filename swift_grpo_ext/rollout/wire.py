@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, PHASES, SampleId, sample_seed
 from swift_grpo_ext.stops.rule import StopReason
@@ -37,6 +38,10 @@ TRAINER_TIMEOUTS = 3.0
 (SPEC F2). In a weight update a replica waits half a unit for the others, lest it count as hanging
 where another hangs. A server has half a unit to wait for its turn, and two for a replica that hangs
 and for the one that draws its groups instead."""
+
+Numbers = list[Any] | NDArray[Any]
+"""Of tokens. Rank 0 keeps arrays, as they came from a server: a list of a round's numbers would
+take it 10 times the memory, and most of its seconds."""
 
 WIRE_NAMES = {"sample_id": "place", "packed": "lean"}
 """Fields of `RequestMetadata` that have another name in JSON."""
@@ -155,8 +160,8 @@ class Completion:
     """One sample as it was drawn: what is trained on, and what rewards and logs see."""
 
     text: str
-    token_ids: list[int]
-    logprobs: list[float] | None
+    token_ids: Numbers
+    logprobs: Numbers | None
     """Of the sampled tokens, in nats, under the distribution that they were sampled from."""
 
     finish_reason: str | None
@@ -203,7 +208,7 @@ def pack_answer(
 def unpack_answer(
     answer: Mapping[str, Any], metadata: RequestMetadata, server: str
 ) -> tuple[list[Completion], list[int]]:
-    """The samples of a packed answer, and the ids of their prompt.
+    """The samples of a packed answer, their numbers as arrays, and the ids of their prompt.
 
     Args:
         server: names the server that answered, for errors and logs.
@@ -214,7 +219,7 @@ def unpack_answer(
     """
     check_version(answer, server)
     try:
-        return _unpack(answer, metadata, server), _token_ids(answer["prompt_token_ids"])
+        return _unpack(answer, metadata, server), _token_ids(answer["prompt_token_ids"]).tolist()
     except WireError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
@@ -262,10 +267,10 @@ def _unpack(answer: Mapping[str, Any], metadata: RequestMetadata, server: str) -
     ]
 
 
-def _token_ids(text: str) -> list[int]:
+def _token_ids(text: str) -> NDArray[Any]:
     ids = unpack(text, "<i4")
-    if min(ids, default=0) < 0:
-        raise ValueError(f"token id {min(ids)}")
+    if ids.min(initial=0) < 0:
+        raise ValueError(f"token id {ids.min()}")
     return ids
 
 
@@ -274,5 +279,5 @@ def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:
     return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
 
 
-def unpack(text: str, dtype: str) -> list[Any]:
-    return list(np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist())
+def unpack(text: str, dtype: str) -> NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)

@@ -106,8 +106,8 @@ def plan_requests(slices_of_ranks: Sequence[Sequence[GroupSlice]], *, grouped: b
     rows: dict[SampleId, set[str]] = {}
     for group_slice in chain.from_iterable(slices_of_ranks):
         rows.setdefault(group_id(group_slice.sample_id), set()).add(group_slice.fingerprint)
-    unequal = [sample_id for sample_id, fingerprints in rows.items() if len(fingerprints) > 1]
-    plan = RequestPlan(slices_of_ranks=[], requests=[], unequal=unequal)
+    unequal = dict.fromkeys(i for i, prompts in rows.items() if len(prompts) > 1)
+    plan = RequestPlan(slices_of_ranks=[], requests=[], unequal=[*unequal])
 
     def is_single(group_slice: GroupSlice) -> bool:
         return not grouped or group_id(group_slice.sample_id) in unequal

@@ -302,13 +302,13 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _call_engine(
         self, requests: list[Any], metadatas: Sequence[RequestMetadata], config: Any = None
     ) -> list[list[Any]]:
-        from swift_grpo_ext.rollout.draw import to_rollout_output, to_rollout_outputs
+        from swift_grpo_ext.rollout.draw import ServedSample, to_rollout_outputs
 
         config = config or self._get_request_config()
         if self._servers is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
                 answers = self._servers.infer(requests, metadatas, config)
-            return [[to_rollout_output(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
+            return [[ServedSample(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
         outputs = self._engine_infer(requests, config)
         rank = self.ranks.rank
         replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"

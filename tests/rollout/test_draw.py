@@ -20,6 +20,7 @@ from swift.infer_engine.protocol import (
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.draw import (
     RankBatch,
+    ServedSample,
     draw,
     to_rollout_output,
     to_rollout_outputs,
@@ -113,6 +114,39 @@ def test_a_group_is_one_request_and_its_samples_come_back_in_order() -> None:
     assert engine.requests == [("a", sample_id(0, 0), 3), ("b", sample_id(1, 0), 3)]
     assert outputs == expected(*samples)
     assert unequal == []
+
+
+def test_each_rank_makes_the_outputs_of_its_own_served_samples() -> None:
+    """Rank 0 hands arrays on; what training sees are lists of plain numbers."""
+
+    def serve(
+        requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
+    ) -> list[list[Any]]:
+        [metadata] = metadatas
+        answer = wire.pack_answer(
+            [
+                Completion(text=f"{k}", token_ids=[k, 7], logprobs=[-0.5, -k], finish_reason="stop")
+                for k in range(metadata.count)
+            ],
+            [1, 2],
+            "replica 0",
+        )
+        completions, prompt_ids = wire.unpack_answer(answer, metadata, "server 0")
+        return [[ServedSample(c, prompt_ids) for c in completions]]
+
+    def work(rank: int, gather: Gather) -> list[Any]:
+        return draw(batch_of([(0, 2 * rank), (0, 2 * rank + 1)]), ThreadGroup(rank, gather), serve)[
+            0
+        ]
+
+    outputs = [output for of_rank in run_ranks(2, work) for output in of_rank]
+    for k, output in enumerate(outputs):
+        [choice] = output.response.choices
+        assert (choice.message.content, choice.token_ids) == (f"{k}", [k, 7])
+        assert {type(i) for i in choice.token_ids} == {int}
+        assert output.rollout_logprobs == [[-0.5, -float(k)]]
+        assert output.response.prompt_token_ids == [1, 2]
+        assert output.rollout_infos["seed"] == sample_seed(RUN_SEED, sample_id(0, k))
 
 
 def test_without_group_requests_each_sample_keeps_its_seed() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.model import get_model_processor, get_processor
@@ -69,8 +70,8 @@ def make_config(case: Case) -> RequestConfig:
 def record(completion: Completion) -> dict[str, Any]:
     return {
         "text": completion.text,
-        "token_ids": completion.token_ids,
-        "logprobs": completion.logprobs,
+        "token_ids": np.asarray(completion.token_ids).tolist(),
+        "logprobs": np.asarray(completion.logprobs).tolist(),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }

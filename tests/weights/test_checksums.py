@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from swift_grpo_ext.weights import checksums
 from swift_grpo_ext.weights.checksums import (
+    ORDERED_BLOCKS,
     WORDS_OF_BLOCK,
     WeightUpdateError,
     compare,
@@ -30,13 +31,11 @@ def defined(tensor: torch.Tensor) -> int:
     data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     data += bytes(-len(data) % 8)
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
-    return (
-        sum(
-            word * (2 * (i // WORDS_OF_BLOCK) + 1) * (2 * (i % WORDS_OF_BLOCK) + 1)
-            for i, word in enumerate(words)
-        )
-        % 2**64
-    )
+    total = 0
+    for i, word in enumerate(words):
+        block, j = divmod(i, WORDS_OF_BLOCK)
+        total += word * (2 * block + 1) * (2 * j + 1 if block % ORDERED_BLOCKS == 0 else 1)
+    return total % 2**64
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,26 +45,40 @@ def test_the_checksum_is_as_defined(dtype: torch.dtype, numel: int) -> None:
     assert checksum(tensor) == defined(tensor)
 
 
-def test_over_several_blocks() -> None:
-    tensor = torch.randn(2 * 3 * WORDS_OF_BLOCK + 5)
+@pytest.mark.parametrize("num_blocks", [1, ORDERED_BLOCKS - 1, ORDERED_BLOCKS, ORDERED_BLOCKS + 2])
+def test_over_several_blocks(num_blocks: int) -> None:
+    tensor = torch.randn(2 * num_blocks * WORDS_OF_BLOCK + 5)
     assert checksum(tensor) == defined(tensor)
+    assert checksum(tensor[:-5]) == defined(tensor[:-5])
     assert checksum(tensor[1:]) == defined(tensor[1:])  # begins in the middle of a word
 
 
 @settings(max_examples=200)
-@given(bit=st.integers(0, 8 * 4 * (2 * WORDS_OF_BLOCK + 3) - 1))
+@given(bit=st.integers(0, 8 * 8 * (ORDERED_BLOCKS + 2) * WORDS_OF_BLOCK + 8 * 12 - 1))
 def test_every_flipped_bit_is_seen(bit: int) -> None:
-    before = torch.zeros(4 * (2 * WORDS_OF_BLOCK + 3), dtype=torch.uint8)
+    before = torch.zeros(8 * (ORDERED_BLOCKS + 2) * WORDS_OF_BLOCK + 12, dtype=torch.uint8)
     after = before.clone()
     after[bit // 8] ^= 1 << (bit % 8)
     assert checksum(after) != checksum(before)
 
 
 def test_values_that_change_places_are_seen() -> None:
-    tensor = torch.arange(4 * WORDS_OF_BLOCK, dtype=torch.float32)
-    halves = tensor.roll(2 * WORDS_OF_BLOCK)
-    assert checksum(halves) != checksum(tensor)
-    assert checksum(tensor.roll(2)) != checksum(tensor)
+    tensor = torch.arange(2 * (ORDERED_BLOCKS + 2) * WORDS_OF_BLOCK, dtype=torch.float32)
+    for shift in (1, 2, 2 * WORDS_OF_BLOCK, 2 * ORDERED_BLOCKS * WORDS_OF_BLOCK):
+        assert checksum(tensor.roll(shift)) != checksum(tensor)
+    square = torch.randn(512, 512)
+    assert checksum(square.T) != checksum(square)
+
+
+def test_words_that_change_places_within_blocks_are_seen_in_one_of_many() -> None:
+    tensor = torch.arange(2 * (ORDERED_BLOCKS + 2) * WORDS_OF_BLOCK, dtype=torch.float32)
+    blocks = tensor.view(-1, WORDS_OF_BLOCK, 2)
+    for block in range(len(blocks)):
+        changed = blocks.clone()
+        changed[block] = changed[block].flip(0)
+        is_seen = checksum(changed) != checksum(tensor)
+        assert is_seen == (block % ORDERED_BLOCKS == 0)
+    assert checksum(blocks.flip(1)) != checksum(tensor)
 
 
 def test_receipts_name_type_and_shape() -> None:
