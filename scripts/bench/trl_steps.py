@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def main(model: Path, rows: Path, settings: dict[str, Any]) -> None:
     if not torch.accelerator.is_available():
         vllm_generation.VLLMGeneration.sync_weights = reload_weights
     dtype = torch.bfloat16 if settings["bf16"] else torch.float32
+    # TRL leaves the engine's precision to vLLM, which takes 16 bits for models of 32.
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)
     policy = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype)
     policy.model.visual.requires_grad_(False)  # as ms-swift does
     trainer = GRPOTrainer(
