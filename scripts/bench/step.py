@@ -8,8 +8,7 @@ each step by phase. A run's first step warms up: it counts only for the seconds 
 start to its end. Every step has new prompts, so that no cache holds their images from before.
 
 ms-swift alone has no part of the plugin; without an accelerator it gets one repair, as TRL does
-(`timed_steps.py`, `trl_steps.py`). A way that does not run is left out from there on, and its error
-is part of the results. OUTPUT.json and OUTPUT.png are written anew after each case.
+(`timed_steps.py`, `trl_steps.py`). Where a way does not run, its error is part of the results. OUTPUT.json and OUTPUT.png are written anew after each case.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[
         error = run(way, options, rows_file, times)
         if error:
             rows[way]["error"] = error
-            options.ways = [other for other in options.ways if other != way]
             continue
         first, *steps = map(json.loads, times.read_text(encoding="utf-8").splitlines())
         measured = {
