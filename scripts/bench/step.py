@@ -141,6 +141,7 @@ def swift_argv(
     way: str, options: argparse.Namespace, rows: Path, output: str, on_cpu: bool
 ) -> list[str]:
     ours = ["plugins/grpo_ext.py"] if way == "ours" else []
+    text = ["--require_images", "false"] if way == "ours" else []
     cpu = ["--use_cpu", "true", "--fp16", "false", "--bf16", "false"] if on_cpu else []
     return [
         *(str(SWIFT), "rlhf", "--rlhf_type", "grpo", "--model", str(options.model.resolve())),
@@ -158,7 +159,7 @@ def swift_argv(
         *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
         *("--save_strategy", "no", "--eval_strategy", "no", "--split_dataset_ratio", "0"),
         *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "none"),
-        *("--output_dir", output),
+        *("--output_dir", output, *text),
     ]
 
 

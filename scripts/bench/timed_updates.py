@@ -95,7 +95,7 @@ def send(model: Path, port: int, count: int) -> None:
         s.bind(("127.0.0.1", 0))
         group_port = s.getsockname()[1]
     client = VLLMClient(hosts=["127.0.0.1"], server_ports=[port], group_ports=group_port)
-    weights = {}
+    weights: dict[str, Any] = {}
     for path in sorted(model.glob("*.safetensors")):
         weights |= load_file(path)
     with tempfile.TemporaryDirectory() as run:

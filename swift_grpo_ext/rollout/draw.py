@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -37,7 +37,7 @@ class ServedSample(NamedTuple):
     prompt_token_ids: list[int]
 
 
-Sample = RolloutOutput | ServedSample
+Sample: TypeAlias = RolloutOutput | ServedSample
 Generate = Callable[[list[RolloutInferRequest], list[RequestMetadata]], Sequence[list[Sample]]]
 """Calls an engine: requests and their metadata to one list of samples each."""
 
