@@ -8,7 +8,8 @@ each step by phase. A run's first step warms up: it counts only for the seconds 
 start to its end. Every step has new prompts, so that no cache holds their images from before.
 
 ms-swift alone has no part of the plugin; without an accelerator it gets one repair, as TRL does
-(`timed_steps.py`, `trl_steps.py`). Where a way does not run, its error is part of the results. OUTPUT.json and OUTPUT.png are written anew after each case.
+(`timed_steps.py`, `trl_steps.py`). Where a way does not run, its error is part of the results.
+OUTPUT.json and OUTPUT.png are written anew after each case.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -37,7 +37,7 @@ class PhaseClock:
         self._now, self._phases = now, phases
         self._stack = [phases[-1]]
         self._since = now()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
 
     def wrap(self, owner: Any, methods: Mapping[str, str]) -> None:
         """Let an object's methods be phases."""
