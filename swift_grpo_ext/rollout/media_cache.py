@@ -17,7 +17,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -46,12 +45,6 @@ class Entry(Protocol):
 E = TypeVar("E", bound=Entry)
 
 
-@dataclass
-class _Slot(Generic[E]):
-    future: Future[E]
-    last_round: int
-
-
 class Store(Generic[E]):
     """Entries by key, of `max_bytes` at most together; 0 holds nothing.
 
@@ -59,6 +52,7 @@ class Store(Generic[E]):
     before pixels, and the last used first; then those of this round, the last used last. Epochs
     ask for each medium once: what was kept longest is what the next epoch asks for soonest, and to
     drop that first (LRU) would leave a data set larger than the store without any hit.
+    Each call takes constant time, and the end of a round what the round has used.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -67,7 +61,13 @@ class Store(Generic[E]):
         self.num_hits = 0
         self.num_misses = 0
         self.round = 0
-        self._slots: OrderedDict[Hashable, _Slot[E]] = OrderedDict()
+        self._futures: dict[Hashable, Future[E]] = {}
+        # Keys in the order of their last use: of this round, and of earlier ones by `is_processed`.
+        self._fresh: OrderedDict[Hashable, None] = OrderedDict()
+        self._stale: dict[bool, OrderedDict[Hashable, None]] = {
+            True: OrderedDict(),
+            False: OrderedDict(),
+        }
         self._lock = threading.Lock()
         self._is_open = True
 
@@ -85,11 +85,14 @@ class Store(Generic[E]):
         """From now on, what the round has used may go before what the next one uses."""
         with self._lock:
             self.round += 1
+            for key in [key for key in self._fresh if self._futures[key].done()]:
+                del self._fresh[key]
+                self._stale[self._futures[key].result().is_processed][key] = None
 
     def check(self) -> None:
         """`check` all entries."""
         with self._lock:
-            entries = [slot.future.result() for slot in self._done().values()]
+            entries = [future.result() for future in self._futures.values() if future.done()]
         for entry in entries:
             entry.check()
 
@@ -97,58 +100,57 @@ class Store(Generic[E]):
         """Drop everything; from now on, all is made anew."""
         with self._lock:
             self._is_open = False
-            self._slots.clear()
+            self._futures.clear()
+            for keys in (self._fresh, *self._stale.values()):
+                keys.clear()
             self.num_bytes = 0
-
-    def _done(self) -> dict[Hashable, _Slot[E]]:
-        return {key: slot for key, slot in self._slots.items() if slot.future.done()}
 
     def _claim(self, key: Hashable) -> tuple[Future[E], bool]:
         with self._lock:
-            slot = self._slots.get(key)
-            if slot is not None:
-                self.num_hits += 1
-                slot.last_round = self.round
-                self._slots.move_to_end(key)
-                return slot.future, False
-            self.num_misses += 1
-            slot = _Slot(Future(), self.round)
+            future = self._futures.get(key)
+            is_mine = future is None
+            self.num_hits += not is_mine
+            self.num_misses += is_mine
+            future = future or Future()
             if self._is_open:
-                self._slots[key] = slot
-            return slot.future, True
+                self._forget(key)
+                self._futures[key] = future
+                self._fresh[key] = None
+            return future, is_mine
 
     def _fulfil(self, key: Hashable, future: Future[E], make: Callable[[], E]) -> None:
         try:
             entry = make()
         except BaseException as e:  # the others wait for it, whatever it is
             with self._lock:
-                self._slots.pop(key, None)
+                self._forget(key)
             future.set_exception(e)
             return
         with self._lock:
             future.set_result(entry)
-            slot = self._slots.get(key)
-            if slot is not None and slot.future is future:
+            if self._futures.get(key) is future:
                 self.num_bytes += entry.num_bytes
-                if self.num_bytes > self.max_bytes:
-                    self._evict(key)
+                if entry.num_bytes > self.max_bytes:
+                    self._drop(key)  # it drives nothing else out
+                while self.num_bytes > self.max_bytes:
+                    self._drop(self._next_to_go())
 
-    def _evict(self, newest: Hashable) -> None:
-        slots = self._done()
-        order = self._order(slots)
-        if slots[newest].future.result().num_bytes > self.max_bytes:
-            order.insert(0, newest)  # what never fits drives nothing out
-        for key in order:
-            if self.num_bytes <= self.max_bytes:
-                return
-            entry = self._slots.pop(key).future.result()
-            self.num_bytes -= entry.num_bytes
-            entry.check()
+    def _next_to_go(self) -> Hashable:
+        for stale in (self._stale[True], self._stale[False]):
+            if stale:
+                return next(reversed(stale))
+        return next(key for key in self._fresh if self._futures[key].done())
 
-    def _order(self, slots: dict[Hashable, _Slot[E]]) -> list[Hashable]:
-        stale = [key for key in reversed(slots) if slots[key].last_round < self.round]
-        stale.sort(key=lambda key: not slots[key].future.result().is_processed)
-        return [*stale, *(key for key, slot in slots.items() if slot.last_round == self.round)]
+    def _drop(self, key: Hashable) -> None:
+        entry = self._futures[key].result()
+        self._forget(key)
+        self.num_bytes -= entry.num_bytes
+        entry.check()
+
+    def _forget(self, key: Hashable) -> None:
+        self._futures.pop(key, None)
+        for keys in (self._fresh, *self._stale.values()):
+            keys.pop(key, None)
 
 
 class Sources:

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import sys
 import types
 from collections import Counter, UserDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -273,9 +274,11 @@ def _lend(leaf: Any) -> Any:
 
 
 def _num_bytes(leaf: Any) -> int:
-    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+    if isinstance(leaf, torch.Tensor) and (leaf.device.type, leaf.layout) != _HOST:
+        return sys.maxsize  # a processor on an accelerator: its memory is not ours to hold
+    if isinstance(leaf, torch.Tensor):
         return leaf.untyped_storage().nbytes()
-    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+    if isinstance(leaf, np.ndarray):
         return leaf.nbytes
     # Pillow keeps an RGB pixel in four bytes.
     return 4 * leaf.width * leaf.height if isinstance(leaf, Image.Image) else 0

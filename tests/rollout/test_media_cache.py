@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def ask(store: Store[Value], *names: str, size: int = 10) -> str:
 
 
 def held(store: Store[Value]) -> str:
-    return "".join(sorted(map(str, store._slots)))
+    return "".join(sorted(map(str, store._futures)))
 
 
 def test_what_is_held_is_not_made_again() -> None:
@@ -98,7 +99,7 @@ def test_the_bound_holds_after_every_call(max_bytes: int) -> None:
     for number in range(60):
         ask(store, "abcdefgHIJK"[number * 7 % 11], size=1 + number % 9)
         assert 0 <= store.num_bytes <= max_bytes
-        assert store.num_bytes == sum(s.future.result().num_bytes for s in store._slots.values())
+        assert store.num_bytes == sum(f.result().num_bytes for f in store._futures.values())
         if number % 4 == 0:
             store.end_round()
 
@@ -144,6 +145,17 @@ def test_changed_entries_are_found_when_checked_and_when_dropped() -> None:
         store.check()
     with pytest.raises(RuntimeError, match="changed"):
         ask(store, "b")
+
+
+def test_a_full_store_of_many_entries_is_as_fast_as_a_small_one() -> None:
+    """To look through 20,000 entries for each of 2,000 new ones would take 10 seconds."""
+    store, start = Store[Value](20_000), time.process_time()
+    for number in range(22_000):
+        store.get(number, lambda: Value(1))
+        if number % 500 == 0:
+            store.end_round()
+    assert store.num_bytes == len(store._futures) == 20_000
+    assert time.process_time() - start < 5
 
 
 def test_a_closed_store_holds_nothing() -> None:

@@ -448,6 +448,13 @@ def test_what_never_fits_drives_nothing_out() -> None:
     assert (cache.num_hits, cache.num_misses, cache.num_bytes) == (1, 3, 24)
 
 
+def test_the_memory_of_an_accelerator_is_not_held() -> None:
+    cache = MediaCache(2**40)
+    for _ in range(2):
+        assert cache.share("key", lambda: torch.zeros(3, device="meta")).shape == (3,)
+    assert (cache.num_hits, cache.num_misses, cache.num_bytes) == (0, 2, 0)
+
+
 @dataclass
 class Setting:
     value: int
