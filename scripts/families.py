@@ -49,6 +49,12 @@ REMOTE_CODE = (
     "未制作：其代码随权重发布，不在任何软件包中",
 )
 NOT_MADE = ("not made; transformers has its code", "未制作；transformers 中有其代码")
+GEMMA4 = (
+    "made, and ms-swift fails at its first image: `'tuple' object has no attribute 'to'` "
+    "(`swift/model/models/gemma.py`, `_patch_gemma4_forward`), with transformers 5.19",
+    "已制作，ms-swift 在第一张图像处失败：`'tuple' object has no attribute 'to'`"
+    "（`swift/model/models/gemma.py`，`_patch_gemma4_forward`），使用 transformers 5.19",
+)
 OTHERS = {
     "`minicpmv` to `minicpmv4_5`, `minicpmo`": REMOTE_CODE,
     "`ovis1_6` to `ovis2_5`": REMOTE_CODE,
@@ -57,7 +63,8 @@ OTHERS = {
     "`phi3_vision`": REMOTE_CODE,
     "`internvl_chat`": REMOTE_CODE,
     "`qwen3_omni_moe`": NOT_MADE,
-    "`gemma3n`, `gemma4`": NOT_MADE,
+    "`gemma3n`": NOT_MADE,
+    "`gemma4`": GEMMA4,
     "`qwen3_5`, `qwen3_5_moe`": NOT_MADE,
     "`minicpmv4_6`, `minicpmv4_7`": NOT_MADE,
     "`llava1_5_hf`, `llava1_6_*_hf`, `idefics3`, `pixtral`, `mistral3`": NOT_MADE,
