@@ -114,7 +114,7 @@ def test_commands_exist(page: Path) -> None:
 
 OURS = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)}|\.ci)/[\w./*-]*")
 LOOKS_LIKE_FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*\.(?:html|jsonl?|md|png|py|sh|toml|txt|ya?ml)")
-UPSTREAM = ("swift", "transformers", "trl", "vllm")
+UPSTREAM = ("peft", "swift", "transformers", "trl", "vllm")
 WRITTEN = {
     *("adapter_config.json", "args.json", "completions.jsonl", "config.json", "diversity.jsonl"),
     *("evaluation.json", "logging.jsonl", "page.html", "report.html", "report.png"),
