@@ -26,6 +26,7 @@ from plan import BASE, NUM_STEPS, SEEDS, VARIANTS, plan
 from records import (
     PRESET,
     RESULTS,
+    VARIATIONS,
     Record,
     deviations,
     of_variant,
@@ -41,6 +42,7 @@ from result_tables import (
     group_size_table,
     machines,
     seed_table,
+    time_table,
     vllm_table,
 )
 from rich.console import Console
@@ -287,14 +289,18 @@ def test_moving_average() -> None:
 
 
 def test_the_pages_hold_what_the_report_prints() -> None:
-    records = read_results()
-    tables = (RESULTS.parent / "tables.md").read_text(encoding="utf-8")
-    assert tables == all_tables(records, experiment.COMMAND)
-    readme = (ROOT / "docs/demo.md").read_text(encoding="utf-8")
+    for path in (RESULTS, VARIATIONS):
+        tables = (path.parent / "tables.md").read_text(encoding="utf-8")
+        assert tables == all_tables(read_results(path), experiment.COMMAND)
+    records, variations = read_results(), read_results(VARIATIONS)
     page = (ROOT / "examples/digits/README.md").read_text(encoding="utf-8")
-    assert seed_table(records) in readme
-    for text in (seed_table, band_table, group_size_table, vllm_table, machines):
+    for name in ("docs/demo.md", "docs/demo_CN.md"):
+        rows = seed_table(records).partition("|---|\n")[2]
+        assert rows in (ROOT / name).read_text(encoding="utf-8")
+    for text in (seed_table, band_table, machines, time_table):
         assert text(records) in page, text.__name__
+    for text in (group_size_table, vllm_table, machines):
+        assert text(variations) in page, text.__name__
 
 
 def test_the_page_shows_what_the_demo_prints_of_its_default_seed() -> None:
@@ -321,7 +327,7 @@ def test_a_run_that_learned_nothing_is_outside_in_every_figure() -> None:
 
 
 def test_published_results_name_no_folder_of_a_machine() -> None:
-    for file in RESULTS.parent.glob("*.[jm]*"):
+    for file in RESULTS.parent.rglob("*.[jm]*"):
         text = file.read_text(encoding="utf-8")
         assert "/root" not in text
         assert "/home" not in text

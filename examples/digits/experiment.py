@@ -1,4 +1,4 @@
-"""The digit example as an experiment: five seeds, variations, and the band for runs to come.
+"""The digit example as an experiment: ten seeds, variations, and the band for runs to come.
 
     python examples/digits/experiment.py run --output DIR --jobs 2   make what is missing
     python examples/digits/experiment.py report DIR                  write results, plots, tables

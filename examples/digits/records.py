@@ -13,7 +13,10 @@ import yaml
 
 PRESET = Path(__file__).with_name("grpo.yaml")
 RESULTS = Path(__file__).with_name("results") / "experiment.json"
-"""What is published."""
+"""What is published: the seeds."""
+
+VARIATIONS = RESULTS.parent / "variations" / RESULTS.name
+"""Group sizes, and rollouts without vLLM, beside seeds that were made with them."""
 
 LAST_STEPS = 20
 """Steps at the end of training over which the final reward is averaged."""

@@ -175,7 +175,8 @@ def compare(
         if len(common) < 2:
             raise ValueError(
                 f"The runs of seed {one.seed} have {len(common)} prompts in common, expected 2 or "
-                "more: other data, or other images. Give runs on the same data set."
+                "more: other data, or the same elsewhere (a prompt is known by its row, paths of "
+                "images included). Give runs on one data set in one folder."
             )
         num_alone += len(one.rewards.keys() ^ other.rewards.keys())
         values.append(np.array([[s.rewards[prompt] for prompt in common] for s in (one, other)]))

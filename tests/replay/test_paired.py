@@ -67,7 +67,7 @@ def test_more_runs_than_prompts_decide() -> None:
 def test_only_common_prompts_count() -> None:
     found = compare([(placed(side([0, 0, 9], names="abc")), side([1, 1, 5], names="abd"))])
     assert (found.num_prompts, found.num_alone, found.difference) == (2, 2, 1.0)
-    with pytest.raises(ValueError, match=r"1 prompts in common.*same data set"):
+    with pytest.raises(ValueError, match=r"1 prompts in common.*one data set in one folder"):
         compare([(placed(side([0, 9], names="ac")), side([1, 5], names="ad"))])
 
 
