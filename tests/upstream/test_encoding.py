@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,12 @@ def test_what_has_metadata_or_no_video_is_left_alone() -> None:
     add_video_metadata({"input_ids": [1]})
 
 
-def test_a_video_of_the_base_template_is_what_training_reads(tmp_path: Path) -> None:
+def test_a_video_of_the_base_template_is_what_training_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An engine that a test before this one made has supplied it; both come back at the end.
+    monkeypatch.setitem(sys.modules, "swift.vision_utils", ModuleType("swift.vision_utils"))
+    monkeypatch.delitem(sys.modules, "swift.vision_utils")
     images = [str(tmp_path / f"{i}.png") for i in range(20)]
     for i, image in enumerate(images):
         Image.new("RGB", (32, 16), (12 * i, 255 - 12 * i, 40)).save(image)
@@ -96,11 +101,8 @@ def test_a_video_of_the_base_template_is_what_training_reads(tmp_path: Path) -> 
     row = SimpleNamespace(videos=[path])
     with pytest.raises(ModuleNotFoundError, match=r"swift\.vision_utils"):
         Template.replace_tag(template, "video", 0, row)
-    try:
-        supply_video_loader()
-        assert Template.replace_tag(template, "video", 0, row) == ["<video>"]
-    finally:
-        del sys.modules["swift.vision_utils"]
+    supply_video_loader()
+    assert Template.replace_tag(template, "video", 0, row) == ["<video>"]
     inputs = {"videos": row.videos}
     add_video_metadata(inputs)
     [(frames, metadata)] = inputs["videos"]
