@@ -52,6 +52,11 @@ class RolloutFlags:
     kept by content for rollout, training and later epochs. The default is what vLLM's own cache
     takes. 0 keeps none beyond a training batch."""
 
+    encoder_cache_gb: float = 1.0
+    """Gigabytes of accelerator memory, in each training process, for what a frozen vision tower
+    makes of a round's images: each is encoded once, not G times in each pass. 0 encodes as ms-swift
+    does."""
+
     require_images: bool = True
     """Refuse a data set in which no row holds an image, a video or an audio, where the model takes
     them. `false` trains such a model on text alone."""
@@ -117,6 +122,7 @@ class DiversityFlags:
 EXPECTED = {
     "rollout_timeout": "number of seconds above 0",
     "media_cache_gb": "number of gigabytes, or 0 to keep no media",
+    "encoder_cache_gb": "number of gigabytes, or 0 for ms-swift's passes",
     "sample_log_gb": "number of gigabytes, or 0 for no bound",
     "logps_chunk_size": "number of positions, 0 for no chunks, or `auto`",
     "rollout_restarts": "number of restarts, or 0 for none",
@@ -218,6 +224,7 @@ def check_flags(flags: ExtFlags) -> None:
     within = {
         "rollout_timeout": flags.rollout_timeout > 0,
         "media_cache_gb": 0 <= flags.media_cache_gb < float("inf"),
+        "encoder_cache_gb": 0 <= flags.encoder_cache_gb < float("inf"),
         "sample_log_gb": 0 <= flags.sample_log_gb < float("inf"),
         "logps_chunk_size": re.fullmatch("auto|[0-9]+", str(flags.logps_chunk_size)),
         "rollout_restarts": flags.rollout_restarts >= 0,

@@ -46,6 +46,7 @@ from swift_grpo_ext.training.batch import (
 )
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
+from swift_grpo_ext.training.encoder_cache import EncoderCache
 from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
 from swift_grpo_ext.training.shared_media import RoundMedia
 from swift_grpo_ext.upstream.accelerator import has_accelerator
@@ -109,6 +110,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
         num_dropouts = switch_off_dropout(self.model)
+        others = filter(None, (self.ref_model, self.teacher_model))
+        self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         if self.is_world_process_zero():
             logger.info(banner(config, num_dropouts=num_dropouts))
 
@@ -237,6 +240,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _rollout(
         self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
     ) -> list[Any]:
+        if not self.args.async_generate:  # an engine beside the model wants the memory
+            self._encoder_cache.forget()
         sample_ids = [rollouts.begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
         prompts = fingerprints(samples)
         if not self._settings.draws or self.enable_server_multi_turn:
@@ -332,6 +337,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return results
 
     def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
+        self._encoder_cache.begin_round()
         with self._media.in_training(self.template):
             canary_gap = self._canary.judge(self, self.state.global_step)
         if canary_gap is not None:
@@ -341,7 +347,12 @@ class RolloutGRPOTrainer(GRPOTrainer):
         media = self._media.in_training(self.template)
         with media, only_sampled_tokens(self.template, samples), own_prompts:
             batches = super()._prepare_batch_inputs(samples)
-        for name, value in self._media.end_round().items():
+        metrics = self._media.end_round()
+        if self._encoder_cache.towers:
+            metrics["media/encoded"] = float(
+                sum(self.ranks.all_gather(self._encoder_cache.take_encoded()))
+            )
+        for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
             check_training_batch(chunk, batch, self.args, self.template)

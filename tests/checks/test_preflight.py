@@ -225,6 +225,7 @@ def test_a_server_says_what_the_trainer_decides() -> None:
                 "prompt_mismatch",
                 "rollout_canary",
                 "media_cache_gb",
+                "encoder_cache_gb",
                 "require_images",
                 "sample_log",
             ),

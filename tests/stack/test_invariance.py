@@ -86,6 +86,24 @@ def test_an_image_is_decoded_and_processed_once_in_a_run(
         assert sample["logprobs"] == reference[name]["logprobs"]
 
 
+def test_a_frozen_tower_encodes_each_image_of_a_round_once(
+    assets: Path, rows: Path, folder: Path
+) -> None:
+    """In two passes over three groups; without the cache, log-probabilities differ by rounding."""
+    frozen = ("--freeze_vit", "true", "--freeze_aligner", "true", "--rollout_canary", "off")
+    samples = train(assets, rows, folder / "frozen", *frozen)
+    upstream = train(assets, rows, folder / "upstream", *frozen, "--encoder_cache_gb", "0")
+    assert_same(samples, upstream)
+    logs = zip(*map(metrics_of, (folder / "frozen", folder / "upstream")), strict=True)
+    for step, (ours, theirs) in enumerate(logs):
+        shown = {tuple(s["images"]) for s in samples.values() if s["step"] == step}
+        assert ours["media/encoded"] == len(shown) > 0
+        assert "media/encoded" not in theirs
+        for name in ("loss", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
+        assert ours["rollout_gap/mean"] == pytest.approx(theirs["rollout_gap/mean"], abs=1e-6)
+
+
 def work_on_images(folder: Path) -> tuple[int, int]:
     """How many images a training decoded, and how many it processed."""
     lines = (folder / "record/engine.jsonl").read_text(encoding="utf-8").splitlines()
