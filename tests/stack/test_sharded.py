@@ -35,7 +35,8 @@ CLOSE = {"rel": 5e-5, "abs": 2e-5}
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear", "--lora_dropout", "0")
 TUNINGS: dict[str, tuple[str, ...]] = {
     "full": (),
-    "lora": (*LORA, "--gradient_checkpointing", "true"),
+    # The tower is frozen, as ms-swift has it by default: each image of a call is encoded once.
+    "lora": (*LORA, "--gradient_checkpointing", "true", "--freeze_vit", "true"),
 }
 DEEPSPEED = {
     "zero_force_ds_cpu_optimizer": False,
