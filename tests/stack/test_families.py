@@ -58,6 +58,8 @@ REFUSED = {
 }
 """How upstream ends a training with videos (`UPSTREAM`)."""
 
+FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
+
 EXPERTS_LORA = ("--lora_dropout", "0")
 """PEFT adapts experts where `all-linear` finds a dense layer beside them, and knows no dropout."""
 
@@ -202,13 +204,18 @@ def start(
 
 def assert_agrees(folder: Path) -> float:
     """The largest mean gap of a round, in nats."""
-    logs = (folder / "training/run/logging.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [log for log in map(json.loads, logs) if "rollout_gap/mean" in log]
-    assert len(steps) == 3
+    steps = metrics_of(folder)
     gap = max(max(step["rollout_gap/mean"], step["rollout_gap/canary"]) for step in steps)
     assert gap < gap_limit(32)
     assert all(step["grad_norm"] > 0 for step in steps)
     return float(gap)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Of each step."""
+    steps = [log for log in _lines(folder / "training/run/logging.jsonl") if "grad_norm" in log]
+    assert len(steps) == 3
+    return steps
 
 
 def first_round(samples: rounds.Samples) -> dict[str, list[int]]:
@@ -283,10 +290,14 @@ def _beyond_vocabulary(model: Path) -> set[int]:
 def test_lora_on_two_ranks(
     family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path
 ) -> None:
-    """Before it has learned anything, it draws what one rank draws for all weights."""
+    """Before it has learned anything, it draws what one rank draws for all weights. The vision
+    tower is frozen, and sees each image once a round."""
     more = EXPERTS_LORA if family.name == "glm4v_moe" else ()
-    samples = train(family, model, assets, tmp_path / "lora", *rounds.LORA, *more, ranks=2)
+    argv = (*rounds.LORA, *FROZEN, *more)
+    samples = train(family, model, assets, tmp_path / "lora", *argv, ranks=2)
     gap = assert_agrees(tmp_path / "lora")
+    for log in metrics_of(tmp_path / "lora"):
+        assert (log.get("media/encoded", 0) > 0) == family.has_images
     assert first_round(samples) == first_round(rounds.recorded(whole / "training"))
     note(family, "lora", gap=gap)
 
@@ -310,7 +321,7 @@ def test_audio(family: Family, model: Path, assets: Path, tmp_path: Path) -> Non
 
 def gap_with(family: Family, prompts: list[str], model: Path, assets: Path, folder: Path) -> float:
     """Of a training on these prompts, which samples no placeholder."""
-    train(family, model, assets, folder, prompts=prompts)
+    train(family, model, assets, folder, *FROZEN, prompts=prompts)
     tokens = {i for row in rows_of(folder) for i in row.token_ids}
     assert not tokens.intersection(configured_placeholders(model))
     return assert_agrees(folder)
