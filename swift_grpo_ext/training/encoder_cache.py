@@ -11,7 +11,6 @@ share a call.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -169,7 +168,6 @@ class FrozenTower:
     def __init__(self, tower: nn.Module, cache: EncoderCache) -> None:
         self._tower, self._cache = tower, cache
         self._own = own = tower.forward
-        self._signature = inspect.signature(own)
         self._is_separable: dict[Any, bool] = {}
 
         @wraps(own)
@@ -186,13 +184,14 @@ class FrozenTower:
         tower.forward = forward
 
     def _read(self, *args: Any, **kwargs: Any) -> Call | None:
-        given = dict(self._signature.bind(*args, **kwargs).arguments)
-        pixels = given.pop(next(iter(given)))
-        for name in [name for name, value in given.items() if isinstance(value, dict)]:
-            given.update(given.pop(name))  # of `**kwargs`
+        # By position as towers name them; ms-swift wraps some, so that no signature says it.
+        given = dict(zip(("pixel_values", "grid_thw"), args, strict=False)) | kwargs
+        pixels = given.pop("pixel_values" if "pixel_values" in given else "hidden_states", None)
+        # ms-swift's positions of the text, which transformers hands on to Qwen3-VL's tower as well.
+        given.pop("text_position_ids", None)
         grid = given.pop("grid_thw", None)
         is_plain = all(isinstance(value, _PLAIN) for value in given.values())
-        if not is_plain or not isinstance(pixels, Tensor) or pixels.requires_grad:
+        if len(args) > 2 or not is_plain or not isinstance(pixels, Tensor) or pixels.requires_grad:
             return None
         if grid is None:
             count = len(pixels) if pixels.ndim == 4 else 0

@@ -292,6 +292,16 @@ def test_calls_of_another_kind_pass(warnings: list[str]) -> None:
     assert warnings == []
 
 
+def test_positions_of_the_text_pass_by() -> None:
+    """transformers hands a Qwen3-VL's tower whatever the model was given."""
+    model = qwen()
+    EncoderCache(1.0, model)
+    [a] = images(WIDE)
+    grid, text = torch.tensor([WIDE, WIDE]), {"text_position_ids": torch.arange(5)}
+    model.visual(torch.cat([a, a]), grid_thw=grid, return_dict=True, **text)
+    assert model.calls() == [2, 1, 1]
+
+
 def test_the_reference_model_has_outputs_of_its_own() -> None:
     policy, reference = qwen(), qwen()
     [a] = images(WIDE)
