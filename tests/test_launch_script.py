@@ -27,13 +27,15 @@ ROOT = Path(__file__).resolve().parents[1]
 MARKER = "LAUNCH_SCRIPT_TEST"
 PRESET = "examples/presets/server_2x6_lora"
 STAND_IN = f"""#!{sys.executable} -S
-import http.server, json, netrc, os, signal, subprocess, sys, time
-TRAINING_HAS_BEGUN = os.path.join(os.path.dirname(__file__), "begun")
-subprocess.Popen(["sleep", "1000"], start_new_session=True)
-if sys.argv[1] == "rollout":
+import os, sys
+if sys.argv[1] == "rollout":  # before slow imports: a launch may wait for two seconds only
     port = int(sys.argv[sys.argv.index("--port") + 1])
     how = os.environ.get(f"SERVER_{{port % 10}}", "ok")
     print(f"a server that is {{how}}", flush=True)
+import http.server, json, netrc, signal, subprocess, time
+TRAINING_HAS_BEGUN = os.path.join(os.path.dirname(__file__), "begun")
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+if sys.argv[1] == "rollout":
     assert os.environ.get("VLLM_API_KEY") == os.environ.get("KEY_OF_SERVERS")
     if how == "dead":
         sys.exit(4)
@@ -112,8 +114,9 @@ def family(marker: str) -> list[psutil.Process]:
 
 
 def free_ports() -> int:
-    """The first, with a 0 at its end, of two free ports."""
-    for port in range(20_000 + os.getpid() % 1000 * 10, 40_000, 10):
+    """The first, with a 0 at its end, of two free ports: above those of `processes.free_port`,
+    below those that the kernel hands out."""
+    for port in range(32_000 + os.getpid() % 30 * 10, 32_760, 10):
         with suppress(OSError), socket.socket() as one, socket.socket() as two:
             one.bind(("127.0.0.1", port))
             two.bind(("127.0.0.1", port + 1))

@@ -90,7 +90,7 @@ def run_rank(rank: int, folder: Path) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=NUM_RANKS,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),  # ranks import one after the other on a busy machine
     )
     group = dist.new_group(TENSOR_PARALLEL)
     seen = {"main": through_main(rank)}

@@ -24,7 +24,7 @@ from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.sampling.seeding import SampleId
 
 TIMEOUT = 60.0  # seconds
-OF_ONE_THAT_HANGS = 2.0
+OF_ONE_THAT_HANGS = 20.0
 
 
 def ours_of(replicas: int = 1, instance: str = "first start", starting: int = 0) -> dict[str, Any]:
@@ -192,7 +192,8 @@ def failing_server(fault: Any) -> Server:
 
 
 def timeout_for(fault: str) -> float:
-    return 0.3 if fault == "hangs" else TIMEOUT
+    """The other server has three times as long: a busy machine's tenth of a second is not rare."""
+    return 0.6 if fault == "hangs" else TIMEOUT
 
 
 @pytest.mark.parametrize("fault", FAULTS)

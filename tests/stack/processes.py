@@ -190,14 +190,18 @@ def _healthy(port: int) -> bool:
     return False
 
 
-_numbers = itertools.count(os.getpid() % 220 * 100)  # pytest's workers begin apart
+_FIRST, _LAST = 10_240, 32_000
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_numbers = itertools.count(_WORKER % 8 * 2700 + os.getppid() % 24 * 100)
+"""Of ports. A worker of pytest takes some hundred, and must not come to where another began: that
+one may have found a port free and not taken it yet."""
 
 
 def free_port() -> int:
     """Below those that the kernel hands out: a process takes its port seconds after it was found
     free, and nobody who asks for any port must have it by then."""
     while True:
-        port = 10_240 + next(_numbers) % (32_768 - 10_240)
+        port = _FIRST + next(_numbers) % (_LAST - _FIRST)
         with suppress(OSError), socket.socket() as s:
             s.bind(("", port))
             return port

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,13 @@ SECONDS_TO_END = 300
 no end."""
 
 
+def is_waiting(health: str) -> bool:
+    """Whether a replica is back and waits for weights; False where a busy server is silent."""
+    with suppress(requests.Timeout):
+        return bool(requests.get(health, timeout=5).json()["waiting_for_weights"])
+    return False
+
+
 def replicas_of(samples: Samples, step: int) -> set[str]:
     of_step = (s for name, s in samples.items() if parse_request_id(name).step == step)
     return {s["infos"]["replica"].rpartition("replica ")[2] for s in of_step}
@@ -63,7 +71,8 @@ def test_a_run_goes_on_and_a_lost_replica_comes_back(
         )
         health = f"http://127.0.0.1:{port}/health/"
         deadline = time.monotonic() + SECONDS_TO_END
-        while requests.get(health, timeout=5).json()["waiting_for_weights"] == 0:
+        while not is_waiting(health):
+            assert not training.done(), training.result().cause
             assert time.monotonic() < deadline
             time.sleep(0.5)
         (tmp_path / "go").touch()
