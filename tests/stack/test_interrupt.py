@@ -13,7 +13,7 @@ from tests.stack.processes import PLUGIN, SWIFT, free_port, started
 
 pytestmark = pytest.mark.stack
 
-SECONDS_TO_END = 60
+SECONDS_TO_END = 120
 
 
 def trainer(assets: Path, folder: Path) -> list[str]:
@@ -28,7 +28,7 @@ def trainer(assets: Path, folder: Path) -> list[str]:
 def test_training_is_interrupted(assets: Path, tmp_path: Path) -> None:
     env = {"NPROC_PER_NODE": "2"}
     with started(trainer(assets, tmp_path), tmp_path / "log", env, real=True) as running:
-        running.wait_for("'global_step/max_steps': '1/1000'", seconds=400)
+        running.wait_for("'global_step/max_steps': '1/1000'", seconds=900)
         running.interrupt()
         assert running.survivors(SECONDS_TO_END) == []
         assert running.process.wait(5) != 0
@@ -44,6 +44,6 @@ def test_a_server_is_interrupted(assets: Path, tmp_path: Path) -> None:
         *("--vllm_data_parallel_size", "2"),
     ]
     with started(command, tmp_path / "log", real=True) as running:
-        running.wait_for("Uvicorn running on", seconds=400)
+        running.wait_for("Uvicorn running on", seconds=900)
         running.interrupt()
         assert running.survivors(SECONDS_TO_END) == []

@@ -46,7 +46,7 @@ def results(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     command = [sys.executable, "-m", "tests.stack.parsed", str(path)]
     # No cache is made: the check of memory is not to count one.
     with started(command, folder / "log", {"VLLM_CPU_KVCACHE_SPACE": "0"}) as running:
-        finished = running.wait(400)
+        finished = running.wait(900)
     assert finished.returncode == 0, finished.cause
     found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     return {preset.name: result for preset, result in zip(PRESETS, found, strict=True)}

@@ -160,7 +160,7 @@ def outcomes(
         path.write_text(json.dumps([case for case, _ in cases.values()]), encoding="utf-8")
         script = str(ROOT / "tests/stack/forked.py")
         with started([sys.executable, script, str(path)], folder / "log") as running:
-            finished = running.wait(300)
+            finished = running.wait(900)
         assert finished.returncode == 0, finished.cause
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     return {name: (result, cases[name][1]) for name, result in zip(cases, results, strict=True)}

@@ -41,7 +41,7 @@ def replay(run: Path, log: Path, *argv: str) -> tuple[Finished, str]:
     main = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "replay", str(run), *argv]
     with started(command, log, out=out) as running:
-        finished = running.wait(300)
+        finished = running.wait(900)
     return finished, out.read_text(encoding="utf-8")
 
 

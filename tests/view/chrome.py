@@ -17,7 +17,7 @@ from websockets.sync.client import connect
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 """Only a page that hangs reaches it."""
 
 
