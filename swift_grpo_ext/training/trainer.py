@@ -220,6 +220,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _add_prompt_id_to_inputs(self, samples: list[Any]) -> list[Any]:
         """Name each sample by its position; groups are never merged by their words."""
+        if not self.args.async_generate:  # an engine beside the model wants the memory
+            self._encoder_cache.forget()
         sizes = self.ranks.all_gather(len(samples))
         round_ = (
             self._rounds.current
@@ -240,8 +242,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _rollout(
         self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
     ) -> list[Any]:
-        if not self.args.async_generate:  # an engine beside the model wants the memory
-            self._encoder_cache.forget()
         sample_ids = [rollouts.begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
         prompts = fingerprints(samples)
         if not self._settings.draws or self.enable_server_multi_turn:

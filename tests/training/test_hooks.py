@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,19 @@ def test_dropout_is_off_in_training_mode(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(model(values), model(values))
     [text] = told
     assert "switched off in 2 places" in text
+
+
+@pytest.mark.parametrize("async_generate", [False, True])
+def test_the_encoder_cache_leaves_its_memory_to_the_engine(
+    async_generate: bool, tmp_path: Path
+) -> None:
+    """Where rollouts run beside the training, it is empty when a batch is made, and not before."""
+    told: list[str] = []
+    trainer = trainer_of(tmp_path, async_generate=async_generate)
+    forget, begin_round = partial(told.append, "forget"), partial(told.append, "begin")
+    trainer._encoder_cache = SimpleNamespace(forget=forget, begin_round=begin_round, towers=[])
+    named(trainer, "a")
+    assert told == ["forget"] * (not async_generate)
 
 
 def test_placeholders_have_no_probability_in_any_model(tmp_path: Path) -> None:
