@@ -60,6 +60,8 @@ class Store(Generic[E]):
         self.num_bytes = 0
         self.num_hits = 0
         self.num_misses = 0
+        self.num_lost = 0
+        """Entries that did not stay until the end of a round that used them."""
         self.round = 0
         self._futures: dict[Hashable, Future[E]] = {}
         # Keys in the order of their last use: of this round, and of earlier ones by `is_processed`.
@@ -80,6 +82,13 @@ class Store(Generic[E]):
         if is_mine:
             self._fulfil(key, future, make)
         return future.result()
+
+    @property
+    def num_round_bytes(self) -> int:
+        """Of the entries that this round has used."""
+        with self._lock:
+            held = [self._futures[key] for key in self._fresh]
+            return sum(future.result().num_bytes for future in held if future.done())
 
     def end_round(self) -> None:
         """From now on, what the round has used may go before what the next one uses."""
@@ -143,6 +152,7 @@ class Store(Generic[E]):
 
     def _drop(self, key: Hashable) -> None:
         entry = self._futures[key].result()
+        self.num_lost += key in self._fresh
         self._forget(key)
         self.num_bytes -= entry.num_bytes
         entry.check()

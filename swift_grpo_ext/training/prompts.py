@@ -34,10 +34,15 @@ def round_clock(args: Any, num_rows: int, sequence_parallel_size: int) -> RoundC
     )
 
 
-def rank_rows(indices: Sequence[int], ranks: RankGroup) -> Sequence[int]:
-    """This rank's share of a generation batch, which ranks divide evenly and in order."""
+def rank_rows(indices: Sequence[int], ranks: RankGroup, *, sharing: int = 1) -> Sequence[int]:
+    """This rank's share of a generation batch, which ranks divide evenly and in order.
+
+    Args:
+        sharing: ranks next to one another that run one engine; theirs all together.
+    """
     share = len(indices) // ranks.size
-    return indices[share * ranks.rank : share * (ranks.rank + 1)]
+    first = ranks.rank - ranks.rank % sharing
+    return indices[share * first : share * (first + sharing)]
 
 
 def replace_failing_prompts(

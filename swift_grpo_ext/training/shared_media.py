@@ -20,7 +20,7 @@ import sys
 import types
 from collections import Counter, UserDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import Enum
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from PIL import Image
 
 from swift_grpo_ext.rollout.media_cache import Sources, Store, Tally
+from swift_grpo_ext.training.media_prefetch import MediaPrefetch
 from swift_grpo_ext.upstream.media import SharedImage, engine_hooks, media_hooks
 
 DEFAULT_MAX_BYTES = 2**30
@@ -93,9 +94,11 @@ class RoundMedia:
     ) -> None:
         is_kept = max_gb > 0 and template.model_meta.is_multimodal
         self.cache = MediaCache(int(max_gb * BYTES_PER_GB)) if is_kept else None
+        self._prefetch = MediaPrefetch(self.cache)
         self._all_gather = all_gather
 
     def in_training(self, template: Any) -> AbstractContextManager[MediaCache]:
+        self._prefetch.stop()
         return shared_media(template, self.cache)
 
     @contextmanager
@@ -104,6 +107,7 @@ class RoundMedia:
         if self.cache is None:
             yield
             return
+        self._prefetch.stop()
         with shared_media(engine.template, self.cache), engine_hooks(engine, self.cache):
             yield
 
@@ -111,8 +115,9 @@ class RoundMedia:
         """Metrics by name, over all ranks; none where the round had no media."""
         if self.cache is None:
             return {}
+        made_before = self._prefetch.wait()
         self.cache.end_round()
-        own = self.cache.tally.take(), self.cache.num_bytes / BYTES_PER_GB
+        own = self.cache.tally.take() + made_before, self.cache.num_bytes / BYTES_PER_GB
         counts, gigabytes = zip(*self._all_gather(own), strict=True)
         total = sum(counts, Counter[str]())
         if not total:
@@ -121,6 +126,12 @@ class RoundMedia:
         return {f"media/{kind}": float(total[kind]) for kind in kinds} | {
             "media/gb": max(gigabytes)
         }
+
+    def prefetch(self, template: Any, rows: Callable[[], Sequence[Any]]) -> None:
+        """After `end_round`: make in another thread what the next round will need of `rows()`."""
+        if self.cache is not None:
+            with suppress(Exception):  # a row that cannot be read is for the round to report
+                self._prefetch.start(template, rows())
 
 
 class MediaCache(Store["_Entry"]):

@@ -199,6 +199,19 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
         return [self.train_dataset[i] for i in rank_rows(sampler.batch(epoch, batch), self.ranks)]
 
+    def _next_prompts(self) -> list[Any]:
+        """A row of each group of the next round that this rank's training or engine encodes."""
+        clock = self._rounds.clock
+        batch = self._step + clock.batches_per_round
+        is_last = batch >= clock.batches_at(self.state.max_steps)
+        if is_last or self.args.async_generate or self.template.sequence_parallel_size > 1:
+            return []
+        next_batch = clock.generation_batch_before(batch + clock.batches_per_round)
+        indices = self._get_train_sampler().batch(*next_batch)
+        sharing = self.vllm_tensor_parallel_size if self.vllm_mode == "colocate" else 1
+        own = rank_rows(indices, self.ranks, sharing=sharing)
+        return [self.train_dataset[i] for i in dict.fromkeys(own)]
+
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """With `--truncation_strategy delete`: whole groups leave, and whole groups come."""
         round_ = self._rounds.upcoming(training=self.model.training)
@@ -354,6 +367,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
             )
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
+        if "media/decoded" in metrics and self.model.training:
+            self._media.prefetch(self.template, self._next_prompts)
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
             check_training_batch(chunk, batch, self.args, self.template)
         grpo_batches = [batch["grpo_batch"] for batch in batches]

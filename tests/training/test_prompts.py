@@ -111,6 +111,11 @@ def test_ranks_share_a_batch_in_order() -> None:
     assert list(rank_rows([5, 6], SingleRank())) == [5, 6]
 
 
+def test_ranks_that_share_an_engine_have_their_rows_together() -> None:
+    shares = run_rank_groups(4, lambda ranks: list(rank_rows(range(8), ranks, sharing=2)))
+    assert shares == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+
+
 # --- replacement ---
 
 SPARE = [row(letter) for letter in "defgh"]

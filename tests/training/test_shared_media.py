@@ -523,6 +523,114 @@ def test_later_rounds_decode_and_process_nothing(
     assert media.end_round() == {}
 
 
+@pytest.fixture
+def fetch(template: Any) -> Iterator[Callable[[RoundMedia, list[Any]], None]]:
+    """Prefetch rows to the last, and leave the template as it was."""
+    before = dict(vars(template)), template.processor.image_processor, template.tokenizer
+
+    def fetched(media: RoundMedia, rows: list[Any]) -> None:
+        media.prefetch(template, lambda: rows)
+        for thread in threading.enumerate():
+            if thread.name == "media prefetch":
+                thread.join()
+
+    yield fetched
+    after = dict(vars(template)), template.processor.image_processor, template.tokenizer
+    assert all(one is other for one, other in zip(before[1:], after[1:], strict=True))
+    assert before[0].keys() == after[0].keys()
+    assert "preprocess" not in vars(template.processor.image_processor)
+
+
+def test_what_was_prefetched_is_made_once_and_has_the_same_bits(
+    template: Any, images: list[Path], calls: Counter[str], fetch: Any
+) -> None:
+    prompts = [row(as_path(images[0])), row(as_bytes(images[1]))]
+    rows = [each for prompt in prompts for each in group(prompt)]
+    expected, media = encode(template, rows), media_of(template)
+    calls.clear()
+    fetch(media, prompts)
+    assert calls == {"decode": 2, "image": 2}
+    with media.in_training(template):
+        assert_identical(expected, encode(template, rows))
+    assert calls == {"decode": 2, "image": 2}
+    metrics = media.end_round()
+    assert (metrics["media/decoded"], metrics["media/processed"]) == (2, 2)
+    assert metrics["media/reused"] == 2 * 2 * NUM_SAMPLES
+    fetch(media, prompts)  # held already
+    assert media.end_round() == {}
+
+
+def test_a_row_that_cannot_be_prefetched_fails_where_it_is_needed(
+    template: Any, images: list[Path], calls: Counter[str], fetch: Any
+) -> None:
+    bad, good = row(str(images[0]) + ".missing"), row(as_path(images[0]))
+    with pytest.raises(FileNotFoundError) as expected:
+        template.encode(copy.deepcopy(bad))
+    calls.clear()
+    media = media_of(template)
+    media._prefetch._tokenizer = template.tokenizer
+    fetch(media, [bad, good])
+    assert calls["image"] == 1, "the row after the bad one"
+    with media.in_training(template), pytest.raises(FileNotFoundError) as found:
+        template.encode(copy.deepcopy(bad))
+    assert str(found.value) == str(expected.value)
+
+    def unreadable() -> Any:
+        raise OSError("no such row")
+
+    media.end_round()
+    media.prefetch(template, unreadable)
+    assert media.end_round() == {}
+
+
+def test_prefetch_drives_out_nothing_of_its_own_round(
+    template: Any, images: list[Path], calls: Counter[str], fetch: Any
+) -> None:
+    """The bound holds one of the images, or none of them."""
+    one = media_of(template)
+    with one.in_training(template):
+        template.encode(row(as_path(images[0])))
+    assert one.cache is not None
+    rows = [row(as_path(images[0])), row(as_path(images[1])), row(as_path(images[2]))]
+    for share in (1.5, 0.5, 0.0):
+        calls.clear()
+        media = media_of(template, share * one.cache.num_bytes / 1e9)
+        media._prefetch._tokenizer = template.tokenizer  # copied in the tests before
+        fetch(media, rows)
+        assert calls["decode"] == (share > 0), share
+
+
+def test_a_round_that_begins_ends_the_prefetch(
+    template: Any, images: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the row at hand; the round waits for what it needs of it, and makes the rest."""
+    began, may_go_on = threading.Event(), threading.Event()
+    real, decoded = swift.template.base.load_image, []
+
+    def slow(path: Any) -> Any:
+        decoded.append((threading.current_thread().name, Path(path).name))
+        if len(decoded) == 1:
+            began.set()
+            assert may_go_on.wait(10)
+        return real(path)
+
+    monkeypatch.setattr(swift.template.base, "load_image", slow)
+    media, rows = media_of(template), [row(as_path(image)) for image in images]
+    media._prefetch._tokenizer = template.tokenizer
+    media.prefetch(template, lambda: rows)
+    assert began.wait(10)
+    with media.in_training(template):
+        threading.Timer(0.05, may_go_on.set).start()
+        for each in rows:
+            template.encode(copy.deepcopy(each))
+    assert media.end_round()["media/decoded"] == 3
+    assert decoded == [
+        ("media prefetch", "0.png"),
+        ("MainThread", "1.png"),
+        ("MainThread", "2.png"),
+    ]
+
+
 def test_a_file_that_changed_between_rounds_is_read_again(
     template: Any, images: list[Path]
 ) -> None:
