@@ -133,6 +133,20 @@ def test_async_generation_names_the_next_round(tmp_path: Path) -> None:
     assert ids(named(trainer, "a")) == ["train-2.0-0-0"]
 
 
+def test_prompts_of_the_next_round_are_known(tmp_path: Path) -> None:
+    """Over the end of an epoch, and none after the last round; each of a group once."""
+    trainer = trainer_of(tmp_path, gradient_accumulation_steps=1)
+    trainer.state.max_steps = 10
+    sampler = trainer._get_train_sampler()
+    expected = [sampler.batch(*divmod(number, sampler.num_batches)) for number in range(1, 5)]
+    for number, indices in enumerate(expected):
+        trainer._step = 2 * number
+        found = trainer._next_prompts()
+        assert found == [trainer.train_dataset[i] for i in indices[::2]]
+    trainer._step = 8
+    assert trainer._next_prompts() == []
+
+
 def test_an_evaluation_takes_no_training_round(tmp_path: Path) -> None:
     """It counts its groups over batches; a second one at the same step has another number."""
     trainer = trainer_of(tmp_path, num_generations_eval=3)

@@ -561,24 +561,23 @@ def test_what_was_prefetched_is_made_once_and_has_the_same_bits(
 
 
 def test_a_row_that_cannot_be_prefetched_fails_where_it_is_needed(
-    template: Any, images: list[Path], calls: Counter[str], fetch: Any
+    template: Any, images: list[Path], calls: Counter[str], fetch: Any, tmp_path: Path
 ) -> None:
-    bad, good = row(str(images[0]) + ".missing"), row(as_path(images[0]))
-    with pytest.raises(FileNotFoundError) as expected:
-        template.encode(copy.deepcopy(bad))
-    calls.clear()
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(images[1].read_bytes()[:2000])
     media = media_of(template)
     media._prefetch._tokenizer = template.tokenizer
-    fetch(media, [bad, good])
-    assert calls["image"] == 1, "the row after the bad one"
-    with media.in_training(template), pytest.raises(FileNotFoundError) as found:
-        template.encode(copy.deepcopy(bad))
-    assert str(found.value) == str(expected.value)
+    fetch(media, [row(as_path(broken)), row(as_path(images[0]))])
+    assert calls == {"decode": 2, "image": 1}
+    with media.in_training(template):
+        with pytest.raises(OSError, match="truncated"):
+            encode(template, [row(as_path(broken))])
+        encode(template, [row(as_path(images[0]))])
+    assert media.end_round()["media/decoded"] == 1
 
     def unreadable() -> Any:
         raise OSError("no such row")
 
-    media.end_round()
     media.prefetch(template, unreadable)
     assert media.end_round() == {}
 
