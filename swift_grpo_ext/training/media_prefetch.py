@@ -33,8 +33,10 @@ class MediaPrefetch:
         """Begin, once `wait` has been called, while no `media_hooks` of `template` are open."""
         if not rows:
             return
+        if self._tokenizer is None:  # a fast one may refuse a second thread ("Already borrowed")
+            self._tokenizer = copy.deepcopy(template.tokenizer)
         self._is_stopped.clear()
-        twin = _twin(template)
+        twin = _twin(template, self._tokenizer)
         self._thread = threading.Thread(target=self._fill, args=(twin, rows), name="media prefetch")
         self._thread.start()
 
@@ -51,12 +53,6 @@ class MediaPrefetch:
         return made
 
     def _fill(self, twin: Any, rows: Sequence[Any]) -> None:
-        if self._tokenizer is None:  # a fast one may refuse a second thread ("Already borrowed")
-            self._tokenizer = copy.deepcopy(twin.tokenizer)
-        if twin.processor is twin.tokenizer:
-            twin.processor = self._tokenizer
-        else:
-            twin.processor.tokenizer = self._tokenizer
         cache, most = self._media.cache, 0
         num_lost = cache.num_lost
         with media_hooks(twin, self._media):
@@ -98,10 +94,14 @@ class _Ahead:
             self.made[kind] += times
 
 
-def _twin(template: Any) -> Any:
-    """A copy that a thread may hook and change; the tokenizer is still the same."""
+def _twin(template: Any, tokenizer: Any) -> Any:
+    """A copy that a thread may hook and change."""
     twin = copy.copy(template)
+    if template.processor is template.tokenizer:
+        twin.processor = tokenizer
+        return twin
     twin.processor = copy.copy(template.processor)
+    twin.processor.tokenizer = tokenizer
     for name in ("image_processor", "video_processor"):
         if hasattr(twin.processor, name):
             setattr(twin.processor, name, copy.copy(getattr(twin.processor, name)))

@@ -20,17 +20,20 @@ import sys
 import types
 from collections import Counter, UserDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.media_cache import Sources, Store, Tally
 from swift_grpo_ext.training.media_prefetch import MediaPrefetch
 from swift_grpo_ext.upstream.media import SharedImage, engine_hooks, media_hooks
+
+logger = get_logger()
 
 DEFAULT_MAX_BYTES = 2**30
 """The samples of a group follow one another, so the images of one row must fit, and little more.
@@ -129,9 +132,12 @@ class RoundMedia:
 
     def prefetch(self, template: Any, rows: Callable[[], Sequence[Any]]) -> None:
         """After `end_round`: make in another thread what the next round will need of `rows()`."""
-        if self.cache is not None:
-            with suppress(Exception):  # a row that cannot be read is for the round to report
-                self._prefetch.start(template, rows())
+        if self.cache is None:
+            return
+        try:
+            self._prefetch.start(template, rows())
+        except Exception as e:  # what the round needs of it, it raises
+            logger.warning(f"The media of the next round are not prepared ahead: {e!r}.")
 
 
 class MediaCache(Store["_Entry"]):

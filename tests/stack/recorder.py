@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ class RecordingTrainer(RolloutGRPOTrainer):
 
 
 def _count_work(engine: Any, path: Path) -> None:
-    """Write down each request that vLLM is given, the images that its vision tower encodes, and how
-    often, for rollout and training, an image is decoded and Qwen-VL's processor is called."""
+    """Write down each request that vLLM is given, the images that its vision tower encodes, and, for
+    rollout and training, each image decoded and each call of Qwen-VL's processor, by thread."""
     add_request, model = engine.engine.add_request, engine.inner_model
     embed_multimodal = getattr(model, "embed_multimodal", None)  # of models that see
 
@@ -90,7 +91,7 @@ def _count_work(engine: Any, path: Path) -> None:
         original = getattr(owner, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            write({label: 1})
+            write({label: threading.current_thread().name})
             return original(*args, **kwargs)
 
         setattr(owner, name, counted)
