@@ -68,7 +68,7 @@ class RecordingTrainer(RolloutGRPOTrainer):
 
 
 def _count_work(engine: Any, path: Path) -> None:
-    """Write down each request that vLLM is given, the images that its vision tower encodes, and, for
+    """Write down each request that vLLM is given, the images that its vision tower encodes and, for
     rollout and training, each image decoded and each call of Qwen-VL's processor, by thread."""
     add_request, model = engine.engine.add_request, engine.inner_model
     embed_multimodal = getattr(model, "embed_multimodal", None)  # of models that see
