@@ -82,12 +82,16 @@ class _Ahead:
         return self.cache.video_source(asked)
 
     def share(self, parts: Any, make: Callable[[], Any], kind: str = "") -> Any:
-        def counted() -> Any:
-            made = make()
-            self.count(kind, made=True)
-            return made
+        is_made = False
 
-        return self.cache.share(parts, counted)
+        def noted() -> Any:
+            nonlocal is_made
+            is_made = True
+            return make()
+
+        value = self.cache.share(parts, noted)
+        self.count(kind, made=is_made)
+        return value
 
     def count(self, kind: str, *, made: bool, times: int = 1) -> None:
         if kind and made:
