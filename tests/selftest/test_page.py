@@ -11,7 +11,7 @@ from rich.console import Console
 from swift_grpo_ext.selftest.page import MASK, masked, table, write
 from swift_grpo_ext.selftest.result import Result, exit_status, judged, untried
 
-ENV = {"MY_API_KEY": "abcdef-123456", "HOME": "/root/me", "TOKEN_OF_FEW": "abc"}
+ENV = {"MY_API_KEY": "abcdef-123456", "HOME": "/u/me", "TOKEN_OF_FEW": "abc"}
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ ENV = {"MY_API_KEY": "abcdef-123456", "HOME": "/root/me", "TOKEN_OF_FEW": "abc"}
         ("failed with abcdef-123456.", f"failed with {MASK}."),
         ("http://me:pass@host:80/x", f"http://{MASK}@host:80/x"),
         ("hf_abcdefghijklmnop", f"hf_{MASK}"),
-        ("/root/me/data/a.png", "~/data/a.png"),
-        ("/root/meat.png", "/root/meat.png"),
+        ("/u/me/data/a.png", "~/data/a.png"),
+        ("/u/meat.png", "/u/meat.png"),
         ("/home/someone/a.png", "~/a.png"),
         ("abc", "abc"),
         (None, None),

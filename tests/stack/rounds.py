@@ -150,6 +150,12 @@ def token_ids(samples: Samples) -> dict[str, list[int]]:
     return {name: sample["token_ids"] for name, sample in samples.items()}
 
 
+def logged_steps(run: Path) -> list[dict[str, Any]]:
+    """What ms-swift logged of a training's steps."""
+    lines = (run / "logging.jsonl").read_text(encoding="utf-8").splitlines()
+    return [log for log in map(json.loads, lines) if "loss" in log]
+
+
 def assert_same(
     samples: Samples,
     reference: Samples,

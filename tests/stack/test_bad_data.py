@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.sampling.groups import parse_request_id
-from tests.stack.rounds import BATCH, GROUP_SIZE, train
+from tests.stack.rounds import BATCH, GROUP_SIZE, logged_steps, train
 
 pytestmark = pytest.mark.stack
 
@@ -126,7 +126,6 @@ def assert_advantages(record: Path) -> None:
 
 
 def assert_counted(run: Path, log: str) -> None:
-    lines = (run / "logging.jsonl").read_text(encoding="utf-8").splitlines()
-    counts = [entry["prompts/replaced"] for entry in map(json.loads, lines) if "loss" in entry]
+    counts = [log["prompts/replaced"] for log in logged_steps(run)]
     assert len(counts) == STEPS
     assert sum(counts) == log.count("takes the place of the whole group") > 0

@@ -213,7 +213,7 @@ def assert_agrees(folder: Path) -> float:
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """Of each step."""
-    steps = [log for log in _lines(folder / "training/run/logging.jsonl") if "grad_norm" in log]
+    steps = rounds.logged_steps(folder / "training/run")
     assert len(steps) == 3
     return steps
 

@@ -21,6 +21,7 @@ from tests.stack.rounds import (
     Samples,
     assert_same,
     client_argv,
+    logged_steps,
     server_argv,
     train,
 )
@@ -67,7 +68,7 @@ def test_an_image_is_decoded_and_processed_once_in_a_run(
     assert work_on_images(reference_folder) == (len(names), 2 * len(names))
     work = (reference_folder / "record/engine.jsonl").read_text(encoding="utf-8")
     assert '{"decoded": "media prefetch"}' in work, "nothing was decoded ahead"
-    logs = metrics_of(reference_folder)
+    logs = logged_steps(reference_folder / "run")
     assert [2 * log["media/decoded"] for log in logs] == [log["media/processed"] for log in logs]
     assert sum(log["media/decoded"] for log in logs) == len(names)
     assert sum(log["media/decoded"] for log in logs[2:]) == 0, "a later epoch decoded again"
@@ -80,7 +81,7 @@ def test_an_image_is_decoded_and_processed_once_in_a_run(
     assert_same(samples, reference)
     num_decoded, num_processed = work_on_images(alone)
     assert num_decoded > len(names) < num_processed
-    for without, with_cache in zip(metrics_of(alone), logs, strict=False):
+    for without, with_cache in zip(logged_steps(alone / "run"), logs, strict=False):
         assert not any(name.startswith("media/") for name in without)
         for name in ("loss", "grad_norm", "rollout_gap/mean", "rollout_gap/max", "kl", "entropy"):
             assert without.get(name) == with_cache.get(name), name
@@ -96,7 +97,9 @@ def test_a_frozen_tower_encodes_each_image_of_a_round_once(
     samples = train(assets, rows, folder / "frozen", *frozen)
     upstream = train(assets, rows, folder / "upstream", *frozen, "--encoder_cache_gb", "0")
     assert_same(samples, upstream)
-    logs = zip(*map(metrics_of, (folder / "frozen", folder / "upstream")), strict=True)
+    logs = zip(
+        *(logged_steps(folder / name / "run") for name in ("frozen", "upstream")), strict=True
+    )
     for step, (ours, theirs) in enumerate(logs):
         shown = {tuple(s["images"]) for s in samples.values() if s["step"] == step}
         assert ours["media/encoded"] == len(shown) > 0
@@ -111,12 +114,6 @@ def work_on_images(folder: Path) -> tuple[int, int]:
     lines = (folder / "record/engine.jsonl").read_text(encoding="utf-8").splitlines()
     work = [json.loads(line) for line in lines]
     return sum("decoded" in entry for entry in work), sum("processed" in entry for entry in work)
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    """What a training logged at each step."""
-    lines = (folder / "run/logging.jsonl").read_text(encoding="utf-8").splitlines()
-    return [log for log in map(json.loads, lines) if "loss" in log]
 
 
 def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from swift_grpo_ext.sampling.groups import parse_request_id
 from tests.stack.processes import free_port, rollout_server
-from tests.stack.rounds import LORA, Samples, assert_same, server_argv, train
+from tests.stack.rounds import LORA, Samples, assert_same, logged_steps, server_argv, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
@@ -337,8 +337,7 @@ def round_of(name: str) -> str:
 
 
 def assert_trains(run: Path, case: Case) -> None:
-    lines = (run / "logging.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [step for step in map(json.loads, lines) if "loss" in step]
+    steps = logged_steps(run)
     assert len(steps) == case.steps
     for step in steps:
         assert math.isfinite(step["loss"])

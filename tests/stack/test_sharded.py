@@ -23,7 +23,14 @@ import pytest
 
 from tests.stack.conftest import once
 from tests.stack.processes import PLUGIN, Finished, rollout_server, swift
-from tests.stack.rounds import PRESET, client_argv, faults, server_argv, without_vllm
+from tests.stack.rounds import (
+    PRESET,
+    client_argv,
+    faults,
+    logged_steps,
+    server_argv,
+    without_vllm,
+)
 
 pytestmark = pytest.mark.stack
 
@@ -130,7 +137,7 @@ def read(folder: Path) -> tuple[Passes, list[dict[str, float]]]:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     passes = [lines(folder / f"passes{rank}.jsonl") for rank in range(RANKS)]
-    return passes, [step for step in lines(folder / "run/logging.jsonl") if "loss" in step]
+    return passes, logged_steps(folder / "run")
 
 
 def assert_same(found: tuple[Passes, Any], expected: tuple[Passes, Any], *, whole: bool) -> None:
