@@ -361,14 +361,14 @@ class RolloutGRPOTrainer(GRPOTrainer):
         with media, only_sampled_tokens(self.template, samples), own_prompts:
             batches = super()._prepare_batch_inputs(samples)
         metrics = self._media.end_round()
+        if metrics and self.model.training:
+            self._media.prefetch(self.template, self._next_prompts)
         if self._encoder_cache.towers:
             metrics["media/encoded"] = float(
                 sum(self.ranks.all_gather(self._encoder_cache.take_encoded()))
             )
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
-        if "media/decoded" in metrics and self.model.training:
-            self._media.prefetch(self.template, self._next_prompts)
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
             check_training_batch(chunk, batch, self.args, self.template)
         grpo_batches = [batch["grpo_batch"] for batch in batches]
