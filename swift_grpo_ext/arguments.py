@@ -12,6 +12,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
+BYTES_PER_GB = 1e9
+"""Of the flags that end with `_gb`."""
+
 
 @dataclass(kw_only=True)
 class RolloutFlags:

@@ -23,12 +23,11 @@ from swift.utils import get_logger
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from swift_grpo_ext.arguments import BYTES_PER_GB
 from swift_grpo_ext.logits.sharding import shard_ranks
 from swift_grpo_ext.logits.shim import base_model
 
 logger = get_logger()
-
-BYTES_PER_GB = 1e9
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 

@@ -82,16 +82,7 @@ class _Ahead:
         return self.cache.video_source(asked)
 
     def share(self, parts: Any, make: Callable[[], Any], kind: str = "") -> Any:
-        is_made = False
-
-        def noted() -> Any:
-            nonlocal is_made
-            is_made = True
-            return make()
-
-        value = self.cache.share(parts, noted)
-        self.count(kind, made=is_made)
-        return value
+        return self.cache.share(parts, make, kind, self.count)
 
     def count(self, kind: str, *, made: bool, times: int = 1) -> None:
         if kind and made:

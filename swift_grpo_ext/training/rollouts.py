@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.utils import get_logger
 
+from swift_grpo_ext.arguments import BYTES_PER_GB
 from swift_grpo_ext.record.log import SampleLog, next_session
 from swift_grpo_ext.record.row import SampleRow, sample_row
 from swift_grpo_ext.rollout import wire
@@ -222,7 +223,7 @@ class SampleRecorder:
         if self.log is None and self._kept != "none":
             own = next_session(self._run_dir) if self._ranks.rank == 0 else -1
             session, *_ = self._ranks.all_gather(own)
-            own_bytes = int(self._max_gb * 1e9 / self._ranks.size)
+            own_bytes = int(self._max_gb * BYTES_PER_GB / self._ranks.size)
             self.log = SampleLog(
                 self._run_dir,
                 session=session,

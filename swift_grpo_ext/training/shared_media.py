@@ -29,6 +29,7 @@ import torch
 from PIL import Image
 from swift.utils import get_logger
 
+from swift_grpo_ext.arguments import BYTES_PER_GB
 from swift_grpo_ext.rollout.media_cache import Sources, Store, Tally
 from swift_grpo_ext.training.media_prefetch import MediaPrefetch
 from swift_grpo_ext.upstream.media import SharedImage, engine_hooks, media_hooks
@@ -39,8 +40,6 @@ DEFAULT_MAX_BYTES = 2**30
 """The samples of a group follow one another, so the images of one row must fit, and little more.
 With Qwen2.5-VL a 1024 x 1024 image takes 34 MB (its pixels twice, its patches in float32), and the
 largest that the model's defaults let through, 12.8 megapixels, takes 410 MB."""
-
-BYTES_PER_GB = 1e9
 
 LONGEST_NAME = 256
 """Characters. A longer string is known by its digest."""
@@ -148,19 +147,27 @@ class MediaCache(Store["_Entry"]):
         self.tally = Tally()
         self._sources = Sources()
 
-    def share(self, parts: Any, make: Callable[[], Any], kind: str = "") -> Any:
+    def share(
+        self,
+        parts: Any,
+        make: Callable[[], Any],
+        kind: str = "",
+        count: Callable[..., None] | None = None,
+    ) -> Any:
         """What `make()` returned for `parts` of the same content, else what it returns now.
 
         Each caller gets containers, arrays and images of its own; tensors share their storage.
         What `make` raises is raised in all who wait for it, and then forgotten.
 
         Args:
-            kind: under which the tally counts it, if at all.
+            kind: under which it is counted, if at all.
+            count: called in the place of the method.
         """
+        count = count or self.count
         try:
             key = content_key(parts)
         except UnknownContentError:
-            self.count(kind, made=True)
+            count(kind, made=True)
             return make()
         is_made = False
 
@@ -172,7 +179,7 @@ class MediaCache(Store["_Entry"]):
                 return _Entry(_with_shared_images(make(), key, self.share))
 
         held = self.get(key, entry)
-        self.count(kind, made=is_made)
+        count(kind, made=is_made)
         return held.lend()
 
     def count(self, kind: str, *, made: bool, times: int = 1) -> None:
