@@ -7,6 +7,7 @@ run makes a new one, and meets the first epoch's order in every epoch (trl 0.29,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,14 +47,20 @@ class EpochSampler(Sampler[int]):
         """Indices of the rows of one generation batch, each repeated for its group."""
         return self._batch(self._order(epoch), batch)
 
-    def _batch(self, order: list[int], batch: int) -> list[int]:
-        prompts = order[batch * self._prompts : (batch + 1) * self._prompts]
+    def _batch(self, order: torch.Tensor, batch: int) -> list[int]:
+        prompts = order[batch * self._prompts : (batch + 1) * self._prompts].tolist()
         return [index for index in prompts for _ in range(self._group_size)]
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> torch.Tensor:
         if self._seed is None:
-            return list(range(self._num_rows))
-        generator = torch.Generator().manual_seed(self._seed)
-        for _ in range(epoch):
-            torch.randperm(self._num_rows, generator=generator)
-        return list(torch.randperm(self._num_rows, generator=generator).tolist())
+            return torch.arange(self._num_rows)
+        return _order(self._num_rows, self._seed, epoch)
+
+
+@lru_cache(maxsize=4)  # this epoch and the next, of training and of what dynamic sampling adds
+def _order(num_rows: int, seed: int, epoch: int) -> torch.Tensor:
+    """The permutation of an epoch, not to be written to; eight bytes a row."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epoch):
+        torch.randperm(num_rows, generator=generator)
+    return torch.randperm(num_rows, generator=generator)

@@ -44,11 +44,14 @@ class MediaPrefetch:
         """Begin no other row."""
         self._is_stopped.set()
 
-    def wait(self) -> Counter[str]:
-        """Stop, and return what was made since the last call, by kind."""
+    def wait(self) -> None:
+        """Stop, and let the row at hand be made."""
         self.stop()
         if self._thread is not None:
             self._thread.join()
+
+    def take_made(self) -> Counter[str]:
+        """After `wait`: what was made since the last call, by kind."""
         made, self._media.made = self._media.made, Counter()
         return made
 

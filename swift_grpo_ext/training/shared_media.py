@@ -113,13 +113,19 @@ class RoundMedia:
         with shared_media(engine.template, self.cache), engine_hooks(engine, self.cache):
             yield
 
-    def end_round(self) -> dict[str, float]:
-        """Metrics by name, over all ranks; none where the round had no media."""
+    def end_round(self, *, training: bool = True) -> dict[str, float]:
+        """Metrics by name, over all ranks; none where the round had no media.
+
+        What was prefetched counts in the training round that it was for, not in an evaluation.
+        """
         if self.cache is None:
             return {}
-        made_before = self._prefetch.wait()
+        self._prefetch.wait()
         self.cache.end_round()
-        own = self.cache.tally.take() + made_before, self.cache.num_bytes / BYTES_PER_GB
+        made = self.cache.tally.take()
+        if training:
+            made += self._prefetch.take_made()
+        own = made, self.cache.num_bytes / BYTES_PER_GB
         counts, gigabytes = zip(*self._all_gather(own), strict=True)
         total = sum(counts, Counter[str]())
         if not total:

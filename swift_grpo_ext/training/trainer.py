@@ -189,27 +189,39 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _resampled_rows(self) -> Iterator[list[Any]]:
         """For each round that dynamic sampling adds: this rank's rows."""
+        while True:
+            yield self._rows(*self._added_batch(self._rounds.begin_resampling()))
+
+    def _added_batch(self, position: int) -> tuple[EpochSampler, int, int]:
+        """The order of the rows that dynamic sampling adds, and epoch and batch in it."""
         upstream = GRPOTrainer._get_train_sampler(self)
         upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
         sampler = EpochSampler(upstream, int)
-        while True:
-            position = self._rounds.begin_resampling()
-            yield self._rows(sampler, *divmod(position, sampler.num_batches))
+        return sampler, *divmod(position, sampler.num_batches)
 
     def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
         return [self.train_dataset[i] for i in rank_rows(sampler.batch(epoch, batch), self.ranks)]
 
     def _next_prompts(self) -> list[Any]:
-        """A row of each group of the next round that this rank's training or engine encodes."""
-        clock = self._rounds.clock
+        """A row of each group that this rank's training or engine will encode: those of the next
+        round, then those of the first round that dynamic sampling may add to it."""
+        clock, is_async = self._rounds.clock, self.args.async_generate
         batch = self._step + clock.batches_per_round
         is_last = batch >= clock.batches_at(self.state.max_steps)
-        if is_last or self.args.async_generate or self.template.sequence_parallel_size > 1:
+        if is_last or self.template.sequence_parallel_size > 1:
             return []
-        next_batch = clock.generation_batch_before(batch + clock.batches_per_round)
-        indices = self._get_train_sampler().batch(*next_batch)
+        # With --async_generate a round trains on the generation batch before its own.
+        own_end = batch if is_async else batch + clock.batches_per_round
+        batches = [(self._get_train_sampler(), *clock.generation_batch_before(own_end))]
+        if self.dynamic_sample and not is_async:
+            position = clock.resample_position(clock.round_at(batch), 0)
+            batches.append(self._added_batch(position))
         sharing = self.vllm_tensor_parallel_size if self.vllm_mode == "colocate" else 1
-        own = rank_rows(indices, self.ranks, sharing=sharing)
+        own = [
+            index
+            for sampler, *batch_at in batches
+            for index in rank_rows(sampler.batch(*batch_at), self.ranks, sharing=sharing)
+        ]
         return [self.train_dataset[i] for i in dict.fromkeys(own)]
 
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -360,7 +372,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         media = self._media.in_training(self.template)
         with media, only_sampled_tokens(self.template, samples), own_prompts:
             batches = super()._prepare_batch_inputs(samples)
-        metrics = self._media.end_round()
+        metrics = self._media.end_round(training=self.model.training)
         if metrics and self.model.training:
             self._media.prefetch(self.template, self._next_prompts)
         if self._encoder_cache.towers:

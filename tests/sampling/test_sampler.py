@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import RepeatSampler
@@ -67,6 +68,34 @@ def test_a_generation_batch_is_a_slice_of_the_order(upstream: dict[str, Any], ep
     assert sampler.num_batches == len(firsts)
     batches = [sampler.batch(epoch, batch) for batch in range(sampler.num_batches)]
     assert batches == [order[first : first + size] for first in firsts]
+
+
+EXPECTED = [
+    *[[6, 6, 4, 4], [2, 2, 1, 1], [3, 3, 0, 0]],
+    *[[1, 1, 5, 5], [0, 0, 2, 2], [4, 4, 3, 3]],
+]
+"""Generation batches of epochs 1 and 2 of seven rows, as torch draws them from seed 1234."""
+
+
+def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all samplers of one seed, for this epoch and the next."""
+    drawn, real = [], torch.randperm
+
+    def randperm(count: int, **kwargs: Any) -> torch.Tensor:
+        drawn.append(count)
+        return real(count, **kwargs)
+
+    monkeypatch.setattr(torch, "randperm", randperm)
+    upstream = {"data_source": range(7), "mini_repeat_count": 2, "batch_size": 2, "seed": 1234}
+    batches = [at_epoch(upstream, 0).batch(epoch, batch) for epoch in (1, 2) for batch in range(3)]
+    assert batches == EXPECTED
+    assert drawn == [7] * (2 + 3)
+    batches[0].append(-1)
+    assert list(at_epoch(upstream, 1)) == [6, 6, 4, 4, 2, 2, 1, 1, 3, 3, 0, 0]
+    assert drawn == [7] * (2 + 3)
+    at_epoch({**upstream, "seed": 1235}, 0).batch(0, 0)
+    at_epoch({**upstream, "data_source": range(8)}, 0).batch(0, 0)
+    assert drawn[5:] == [7, 8]
 
 
 @settings(deadline=None)

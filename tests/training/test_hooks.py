@@ -147,6 +147,35 @@ def test_prompts_of_the_next_round_are_known(tmp_path: Path) -> None:
     assert trainer._next_prompts() == []
 
 
+def test_prompts_of_an_added_round_are_known_after_those_of_the_next(tmp_path: Path) -> None:
+    """The first that dynamic sampling may add; without it, none."""
+
+    def questions(found: Any) -> str:
+        return "".join(row["messages"][0]["content"] for row in found)
+
+    trainer = trainer_of(tmp_path, dynamic_sample=True)
+    trainer._prepare_resample_data_iterator()
+    trainer.state.max_steps = 4
+    trainer._prepare_inputs("inputs")
+    ahead = questions(trainer._next_prompts())
+    trainer._step = 2
+    trainer._prepare_inputs("inputs")
+    added = questions(next(trainer.dynamic_resample_iterator)[::2])
+    trainer.dynamic_sample, trainer._step = False, 0
+    regular = questions(trainer._next_prompts())
+    assert (regular, added, ahead) == ("ah", "ga", "ahg")
+
+
+def test_with_async_generation_the_next_round_trains_the_rows_of_this_one(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, async_generate=True, gradient_accumulation_steps=1)
+    trainer.state.max_steps = 10
+    order = list(trainer._get_train_sampler())  # each generation batch of 4 comes twice
+    for step in (0, 2):
+        trainer._step = step
+        trained = order[4 * step : 4 * step + 4 : 2]
+        assert trainer._next_prompts() == [trainer.train_dataset[i] for i in trained]
+
+
 def test_an_evaluation_takes_no_training_round(tmp_path: Path) -> None:
     """It counts its groups over batches; a second one at the same step has another number."""
     trainer = trainer_of(tmp_path, num_generations_eval=3)

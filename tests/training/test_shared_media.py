@@ -560,6 +560,23 @@ def test_what_was_prefetched_is_made_once_and_has_the_same_bits(
     assert media.end_round() == {}
 
 
+def test_what_was_prefetched_counts_in_the_training_round_that_it_was_for(
+    template: Any, images: list[Path], fetch: Any
+) -> None:
+    media = media_of(template)
+    media._prefetch._tokenizer = template.tokenizer
+    fetch(media, [row(as_path(images[0]))])
+    assert media.end_round(training=False) == {}
+    with media.in_training(template):
+        template.encode(row(as_path(images[1])))
+    evaluation = media.end_round(training=False)
+    with media.in_training(template):
+        template.encode(row(as_path(images[0])))
+    training = media.end_round()
+    counts = [(found["media/decoded"], found["media/reused"]) for found in (evaluation, training)]
+    assert counts == [(1, 0), (1, 2)]
+
+
 def test_a_row_that_cannot_be_prefetched_fails_where_it_is_needed(
     template: Any, images: list[Path], calls: Counter[str], fetch: Any, tmp_path: Path
 ) -> None:
