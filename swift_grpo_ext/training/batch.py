@@ -19,6 +19,7 @@ from swift_grpo_ext.training.agreement import (
     check_counts,
     gap_limit,
 )
+from swift_grpo_ext.training.lazy_concat import before_collating
 from swift_grpo_ext.training.prompt_match import check_prompt, with_text_of
 
 logger = get_logger()
@@ -51,9 +52,9 @@ def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None
         template: of ms-swift; changed within the block only.
         samples: those that are encoded and collated there.
     """
-    collate, placeholders = template.data_collator, placeholder_ids(template)
+    placeholders = placeholder_ids(template)
 
-    def data_collator(batch: list[dict[str, Any]], **kwargs: Any) -> Any:
+    def change(batch: list[dict[str, Any]]) -> None:
         prompts = {
             id(sample.encoded): getattr(sample, "rollout_prompt_ids", None)
             for sample in samples
@@ -71,13 +72,9 @@ def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None
                     "rollout saw.",
                     hash_id="line_breaks",
                 )
-        return collate(batch, **kwargs)
 
-    template.data_collator = data_collator
-    try:
+    with before_collating(template, change):
         yield
-    finally:
-        del template.data_collator
 
 
 def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template: Any) -> None:

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from swift_grpo_ext.arguments import BYTES_PER_GB
 from swift_grpo_ext.logits.sharding import shard_ranks
 from swift_grpo_ext.logits.shim import base_model
+from swift_grpo_ext.training.lazy_concat import LazyConcat, memory_of
 
 logger = get_logger()
 
@@ -146,7 +147,9 @@ class Call:
     """Further arguments, plain values."""
 
     @property
-    def images(self) -> tuple[Tensor, ...]:
+    def images(self) -> Sequence[Tensor]:
+        if isinstance(self.pixels, LazyConcat):
+            return self.pixels.split_parts(self.sizes)
         return self.pixels.split(self.sizes)
 
     @property
@@ -244,15 +247,20 @@ class FrozenTower:
 def image_keys(call: Call) -> list[Any]:
     """For each image a key that says its content, and how it is encoded."""
     images, keys = call.images, list[Any]()
+    digests: dict[Any, bytes] = {}
     for number, (image, grid) in enumerate(zip(images, call.grids, strict=True)):
-        # The samples of a group stand together; to compare costs less than to copy and digest.
-        is_like = number > 0 and grid == call.grids[number - 1]
-        if is_like and torch.equal(image, images[number - 1]):
-            keys.append(keys[-1])
-            continue
-        values = image.detach().cpu().contiguous().view(torch.uint8).numpy()
-        keys.append((call.how, grid, image.shape, xxhash.xxh3_128_digest(values)))
+        memory = memory_of(image)
+        if memory not in digests:
+            # The samples of a group stand together; to compare costs less than to copy and digest.
+            is_like = number > 0 and torch.equal(image, images[number - 1])
+            digests[memory] = keys[-1][-1] if is_like else _digest(image)
+        keys.append((call.how, grid, image.shape, digests[memory]))
     return keys
+
+
+def _digest(image: Tensor) -> bytes:
+    values = image.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return xxhash.xxh3_128_digest(values)
 
 
 def _split(leaf: Any, sizes: list[int], merged: int) -> list[Any]:

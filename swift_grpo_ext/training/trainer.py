@@ -6,6 +6,7 @@ Each hook takes what it needs from ms-swift, and hands it to a collaborator, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from swift_grpo_ext.training.batch import (
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
 from swift_grpo_ext.training.encoder_cache import EncoderCache
+from swift_grpo_ext.training.lazy_concat import media_joined_late
 from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
 from swift_grpo_ext.training.shared_media import RoundMedia
 from swift_grpo_ext.upstream.accelerator import has_accelerator
@@ -370,7 +372,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_counts_of(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
         media = self._media.in_training(self.template)
-        with media, only_sampled_tokens(self.template, samples), own_prompts:
+        late = media_joined_late(self.template) if self._encoder_cache.towers else nullcontext()
+        with media, only_sampled_tokens(self.template, samples), own_prompts, late:
             batches = super()._prepare_batch_inputs(samples)
         metrics = self._media.end_round(training=self.model.training)
         if metrics and self.model.training:
