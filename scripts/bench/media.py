@@ -1,4 +1,4 @@
-"""Measure the CPU seconds that a round spends on images: for the rollout and the training batch.
+"""Measure what a round spends on images, for the rollout and the training batch, and waits for.
 
     python scripts/bench/media.py --model DIR --output scripts/bench/results/media.json
 
@@ -9,19 +9,28 @@ each turn, as `--sleep_level` empties them.
 - `ours, first epoch`: groups as one request, then the same, with an empty `--media_cache_gb`.
 - `ours, later epoch`: the same with the cache of an epoch before, which met these images.
 - `ours, no cache`: `--media_cache_gb 0`.
+- `ours, ahead`: new images for a full cache, prepared by the thread that does so while a round
+  trains; its CPU seconds count too. (New memory, while a cache grows, costs 0.1 s a round more.)
 
 Counted is all that the process spends on a round but the engine's own steps: reading, decoding,
 hashing and processing images, tokenizing, and the making of requests and answers. The largest cache
-is what it held in bytes after its round.
+is what it held in bytes after its round. The wait is the same in wall time.
+
+A second table has the wait after a training, with that thread beside it and without: forward and
+backward of the model. OMP_NUM_THREADS=1 leaves it a core, as an accelerator does.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +38,11 @@ from typing import Any
 import torch
 from cases import RUN_SEED, Case, draw_ours, draw_theirs, make_config, make_samples
 from colocate_ways import make_engine
-from common import Measures, Results, Turn, interleave, make_parser, make_rows, ratios
+from common import Measures, Results, Turn, interleave, make_parser, make_rows, ratios, stopwatch
 from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers.utils import encode_sample
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForImageTextToText
 
 from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.rollout.draw import to_rollout_outputs
@@ -41,10 +52,19 @@ from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 MARGIN = 0.05
 """Of the target, beside 1 / (2G) in the first epoch and 0 in later ones."""
 
+NUM_ANSWER_TOKENS = 64
+
+AHEAD_GB = 1.0
+"""Of a cache that meets new images in each round; three rounds of the default case fit."""
+
+NUM_TO_FILL = 8
+"""Rounds until the cache is full, and takes no new memory from the system."""
+
 
 def main() -> None:
     parser = make_parser(__doc__ or "", repetitions=5)
     parser.add_argument("--media-cache-gb", type=float, default=ExtFlags.media_cache_gb)
+    parser.add_argument("--trained-samples", type=int, default=4, help="in a micro batch")
     parser.set_defaults(group_sizes=[8], image_sides=[1024], max_tokens=1)
     options = parser.parse_args()
     if options.quick:
@@ -59,87 +79,155 @@ def main() -> None:
         for size in options.group_sizes:
             case = Case(image_side=side, num_prompts=options.num_prompts, group_size=size)
             results.add(rounds.compare(case, options.repetitions))
-    print(as_markdown(results.rows))
+            results.add(rounds.compare_beside(case, options.repetitions))
+    print(f"{as_markdown(results.rows)}\n\n{as_waits(results.rows)}")
 
 
 class Rounds:
-    """Turns of each way; `_step_seconds` are the CPU seconds of the engine's steps in a turn."""
+    """Turns of each way; `_steps` is what the engine's steps took in a turn."""
 
     def __init__(self, engine: Any, options: argparse.Namespace) -> None:
-        self._engine, self._max_gb = engine, options.media_cache_gb
+        self._engine, self._options = engine, options
         self._config = make_config(options.max_tokens)
         self._template = copy(engine.template)
         self._template.set_mode("train")
-        self._step_seconds = 0.0
+        self._steps: Counter[str] = Counter()
+        self._num_unseen = 0
         step = engine.engine.step
 
         def timed() -> Any:
-            start = time.process_time()
-            try:
-                return step()
-            finally:
-                self._step_seconds += time.process_time() - start
+            measures: Measures = {}
+            with stopwatch(measures):
+                outputs = step()
+            self._steps.update(measures)
+            return outputs
 
         engine.engine.step = timed
 
     def compare(self, case: Case, repetitions: int) -> list[dict[str, Any]]:
-        kept = self._media()
-        self._ours(case, kept, 0)
+        kept, ahead = self._media(), self._full_media(case)
+        self._ours(make_samples(case, 0), kept)
         self._assert_equal_bits(case, kept)
         turns: dict[str, Turn] = {
-            "ms-swift": lambda r: self._theirs(case, r),
-            "ours, first epoch": lambda r: self._ours(case, self._media(), r),
-            "ours, later epoch": lambda r: self._ours(case, kept, r),
-            "ours, no cache": lambda r: self._ours(case, self._media(0), r),
+            "ms-swift": lambda r: self._theirs(make_samples(case, r)),
+            "ours, first epoch": lambda r: self._ours(make_samples(case, r), self._media()),
+            "ours, later epoch": lambda r: self._ours(make_samples(case, r), kept),
+            "ours, no cache": lambda r: self._ours(make_samples(case, r), self._media(0)),
+            "ours, ahead": lambda r: self._ahead(case, r, ahead),
         }
         measures = interleave(turns, repetitions, f"{case.name}, G = {case.group_size}")
         return make_rows({"benchmark": "media", **case.columns()}, measures)
 
+    def compare_beside(self, case: Case, repetitions: int) -> list[dict[str, Any]]:
+        media, train = self._full_media(case), self._training(case)
+
+        def turn(is_ahead: bool, repetition: int) -> Measures:
+            samples = self._unseen(case, repetition)
+            trained: Measures = {}
+            if is_ahead:
+                media.prefetch(self._template, lambda: prompts(samples, case))
+            with stopwatch(trained):
+                train()
+            wait = self._ours(samples, media)["wait"]
+            return {"training_beside": trained["seconds"], "wait": wait}
+
+        turns: dict[str, Turn] = {
+            "nothing beside it": partial(turn, False),
+            "the next round's images beside it": partial(turn, True),
+        }
+        fixed = {"benchmark": "media beside training", "threads": torch.get_num_threads()}
+        measures = interleave(turns, repetitions, "beside training")
+        return make_rows({**fixed, **case.columns()}, measures)
+
     def _media(self, max_gb: float | None = None) -> RoundMedia:
-        gigabytes = self._max_gb if max_gb is None else max_gb
+        gigabytes = self._options.media_cache_gb if max_gb is None else max_gb
         return RoundMedia(gigabytes, self._template, lambda own: [own])
 
-    def _theirs(self, case: Case, repetition: int) -> Measures:
-        samples = self._begin(case, repetition)
-        start = time.process_time()
-        draw_theirs(samples, self._infer)
-        rollout = time.process_time() - start - self._step_seconds
-        return self._train(samples, rollout)
+    def _full_media(self, case: Case) -> RoundMedia:
+        media = self._media(AHEAD_GB)
+        for number in range(NUM_TO_FILL):
+            self._prepare(self._unseen(case, number), case, media)
+            media.end_round()
+        return media
 
-    def _ours(self, case: Case, media: RoundMedia, repetition: int) -> Measures:
+    def _unseen(self, case: Case, repetition: int) -> list[Any]:
+        """Samples whose images no cache knows: files that end in zeros, which no decoder reads."""
+        self._num_unseen += 1
+        samples = make_samples(case, repetition)
+        for image in (image for sample in samples for image in sample.images or ()):
+            image["bytes"] += bytes(self._num_unseen)
+        return samples
+
+    def _training(self, case: Case) -> Callable[[], None]:
+        """Forward and backward of a micro batch, for the log-probabilities of its answers."""
+        model = AutoModelForImageTextToText.from_pretrained(self._options.model).float().train()
+        size = self._options.trained_samples
+        rows = [as_trained(sample, n) for n, sample in enumerate(make_samples(case, 0)[:size])]
+        inputs = self._template.data_collator([encode_sample(row, self._template) for row in rows])
+        labels = inputs.pop("labels")[:, -NUM_ANSWER_TOKENS:]
+
+        def train() -> None:
+            logits = model(**inputs, logits_to_keep=NUM_ANSWER_TOKENS + 1).logits[:, :-1]
+            cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            model.zero_grad()
+
+        return train
+
+    def _theirs(self, samples: list[Any]) -> Measures:
+        return self._round(samples, lambda: draw_theirs(samples, self._infer), nullcontext())
+
+    def _ours(self, samples: list[Any], media: RoundMedia) -> Measures:
         def ask(requests: list[Any], metadatas: Sequence[Any]) -> list[list[Any]]:
             with media.in_rollout(self._engine):
                 outputs = self._infer(requests)
             pairs = zip(outputs, metadatas, strict=True)
             return [to_rollout_outputs(output, metadata, "rank 0") for output, metadata in pairs]
 
-        samples = self._begin(case, repetition)
-        start = time.process_time()
-        draw_ours(samples, RUN_SEED, ask)
-        rollout = time.process_time() - start - self._step_seconds
-        with media.in_training(self._template):
-            measures = self._train(samples, rollout)
+        in_training = media.in_training(self._template)
+        measures = self._round(samples, lambda: draw_ours(samples, RUN_SEED, ask), in_training)
         counts = media.end_round()
         num_bytes = float(media.cache.num_bytes if media.cache else 0)
         return {**measures, "bytes": num_bytes, **counts}
 
+    def _ahead(self, case: Case, repetition: int, media: RoundMedia) -> Measures:
+        samples = self._unseen(case, repetition)
+        start = time.process_time()
+        self._prepare(samples, case, media)
+        seconds = time.process_time() - start
+        measures = self._ours(samples, media)
+        measures["cpu_seconds"] += seconds
+        return {**measures, "ahead": seconds}
+
+    def _prepare(self, samples: list[Any], case: Case, media: RoundMedia) -> None:
+        media.prefetch(self._template, lambda: prompts(samples, case))
+        for thread in threading.enumerate():
+            if thread.name == "media prefetch":
+                thread.join()
+
     def _infer(self, requests: list[Any]) -> Any:
         return self._engine.infer(requests, copy(self._config), use_tqdm=False)
 
-    def _begin(self, case: Case, repetition: int) -> list[Any]:
+    def _round(self, samples: Sequence[Any], draw: Callable[[], Any], in_training: Any) -> Measures:
+        """The rollout without the engine's steps, and the training batch."""
         self._engine.engine.reset_prefix_cache()
         self._engine.engine.reset_mm_cache()
         self._engine.engine.reset_encoder_cache()
-        self._step_seconds = 0.0
-        return make_samples(case, repetition)
-
-    def _train(self, samples: Sequence[Any], rollout: float) -> Measures:
+        self._steps.clear()
+        rollout: Measures = {}
+        training: Measures = {}
+        with stopwatch(rollout):
+            draw()
         rows = [as_trained(sample, number) for number, sample in enumerate(samples)]
-        start = time.process_time()
-        for row in rows:
-            encode_sample(row, self._template)
-        training = time.process_time() - start
-        return {"cpu_seconds": rollout + training, "rollout": rollout, "training": training}
+        with stopwatch(training), in_training:
+            for row in rows:
+                encode_sample(row, self._template)
+        of_rollout = rollout["cpu_seconds"] - self._steps["cpu_seconds"]
+        return {
+            "cpu_seconds": of_rollout + training["cpu_seconds"],
+            "rollout": of_rollout,
+            "training": training["cpu_seconds"],
+            "wait": rollout["seconds"] - self._steps["seconds"] + training["seconds"],
+        }
 
     def _assert_equal_bits(self, case: Case, media: RoundMedia) -> None:
         for sample in make_samples(case, 0)[:: case.group_size]:
@@ -152,23 +240,32 @@ class Rounds:
                 assert torch.equal(value, shared[name]) if is_tensor else value == shared[name]
 
 
+def prompts(samples: Sequence[Any], case: Case) -> list[dict[str, Any]]:
+    """A row of each group."""
+    return [{"messages": s.messages, "images": s.images} for s in samples[:: case.group_size]]
+
+
 def as_trained(sample: Any, number: int) -> GRPOSample:
     answer = {"role": "assistant", "content": "Nothing."}
-    row = {"messages": [*sample.messages, answer], "response_token_ids": [[number + 10] * 64]}
+    row = {
+        "messages": [*sample.messages, answer],
+        "response_token_ids": [[number + 10] * NUM_ANSWER_TOKENS],
+    }
     return GRPOSample.from_row({**row, **({"images": sample.images} if sample.images else {})})
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| images | prompts x G | way | rollout + training, s | of ms-swift's (range) | at most "
-        "| decoded, processed | held, MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| decoded, processed | held, MB | wait, s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     theirs: dict[str, Any] = {}
-    for row in rows:
+    for row in (row for row in rows if row["benchmark"] == "media"):
         theirs = row if row["way"] == "ms-swift" else theirs
         share = ratios(row, theirs, "cpu_seconds")
         target = {"ours, first epoch": 1 / (2 * row["group_size"]) + MARGIN}
+        target["ours, ahead"] = target["ours, first epoch"]
         target["ours, later epoch"] = MARGIN
         made = [f"{median(row.get(f'media/{kind}', [0])):g}" for kind in ("decoded", "processed")]
         lines.append(
@@ -176,8 +273,23 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
             f"| {median(row['rollout']):.3f} + {median(row['training']):.3f} "
             f"| {median(share):.4f} ({min(share):.4f} to {max(share):.4f}) "
             f"| {target.get(row['way'], 1.0):.4f} | {', '.join(made)} "
-            f"| {median(row.get('bytes', [0])) / 1e6:.0f} |"
+            f"| {median(row.get('bytes', [0])) / 1e6:.0f} | {median(row['wait']):.2f} |"
         )
+    return "\n".join(lines)
+
+
+def as_waits(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| images | prompts x G | training | training, s (range) | then wait, s (range) |",
+        "|---|---|---|---|---|",
+    ]
+    for row in (row for row in rows if row["benchmark"] != "media"):
+        shown = [
+            f"{median(row[name]):.2f} ({min(row[name]):.2f} to {max(row[name]):.2f})"
+            for name in ("training_beside", "wait")
+        ]
+        case = f"{row['case']} | {row['num_prompts']} x {row['group_size']}"
+        lines.append(f"| {case} | {row['way']} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

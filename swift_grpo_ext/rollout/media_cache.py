@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import os
 import threading
 import time
@@ -19,6 +18,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+
+import xxhash
 
 LONGEST_PATH = 4096
 LONGEST_NAME = 256
@@ -222,7 +223,7 @@ class Sources:
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+    return xxhash.xxh3_128_digest(data)  # SHA-256 takes 20 times as long
 
 
 def _decoded(source: str) -> bytes | None:

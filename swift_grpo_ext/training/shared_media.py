@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
 import sys
 import types
 from collections import Counter, UserDict
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from PIL import Image
 from swift.utils import get_logger
 
@@ -269,7 +269,7 @@ def _pixels_key(value: Any) -> tuple[Hashable, ...]:
 
 
 def _digest(data: Any) -> bytes:
-    return hashlib.sha256(data).digest()
+    return xxhash.xxh3_128_digest(data)
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
