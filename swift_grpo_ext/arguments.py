@@ -101,6 +101,10 @@ class LogitsFlags:
     """Number of positions whose log-probabilities are computed at a time. 0 computes all at once;
     `auto` decides from the vocabulary and the memory that is free when the training starts."""
 
+    logps_shared_prompt: bool = False
+    """Read the prompt of a group once in each training pass, images included, with its samples
+    behind it in one row. Needs `--attn_impl sdpa` or `eager`; results differ by rounding."""
+
 
 @dataclass(kw_only=True)
 class DiversityFlags:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from swift_grpo_ext.arguments import chunk_size
 from swift_grpo_ext.logits import KEYWORDS, LogitsShim, base_model, token_logps
+from swift_grpo_ext.logits.chunked import Logps
+from swift_grpo_ext.logits.shared_prompt import SharedPrompt
 
 logger = get_logger()
 
@@ -60,20 +62,38 @@ class CompletionModel:
 class CompletionLogps:
     """`--logits_shim` and `--logps_chunk_size`: which logits the training passes compute."""
 
-    def __init__(self, config: Any, template: Any, auto: Callable[[], int] = int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        template: Any,
+        auto: Callable[[], int] = int,
+        agree: Callable[[bool], bool] = bool,
+        limit: float = 0.01,
+    ) -> None:
         """
         Args:
             config: the training arguments, with our flags.
             template: ms-swift's, of the policy.
             auto: gives the positions of `--logps_chunk_size auto`, the same on all ranks.
+            agree: whether something holds on all ranks that train.
+            limit: mean difference of log-probabilities, in nats, that rounding explains.
         """
         self._is_strict = config.logits_shim == "strict"
         size = chunk_size(config.logps_chunk_size)
         self._chunk_size = auto() if size is None else size
         self._is_packed = bool(template.padding_free)
         self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
+        self._agree, self._limit = agree, limit
+        self._shares_prompt = config.logps_shared_prompt and not self._is_packed
+        self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
         self._is_off = config.logits_shim == "off" and not self._chunk_size
-        flags = "--logits_shim and --logps_chunk_size have no effect"
+        flags = "--logits_shim, --logps_chunk_size and --logps_shared_prompt have no effect"
+        if config.logps_shared_prompt and (self._is_off or self._is_packed):
+            flag = "--logits_shim off" if self._is_off else "--padding_free true"
+            logger.warning(
+                f"--logps_shared_prompt true has no effect with {flag}, where batches stay as "
+                "ms-swift makes them."
+            )
         if self._is_off:
             return
         if template.sequence_parallel_size > 1:
@@ -116,7 +136,23 @@ class CompletionLogps:
         `options` are `temperature` and `with_entropy`, of `token_logps`."""
         if not isinstance(model, CompletionModel):
             return upstream(model)
-        if not self._chunk_size and model.is_as_upstream:
+        mask_BK = model.mask_BK
+        before = input_ids_BT.shape[1] - mask_BK.shape[1]
+        # The logits that predict a token are those of the position before it.
+        mask_BT = nn.functional.pad(mask_BK, (before - 1, 1))
+        targets_N = input_ids_BT[:, before:][mask_BK]
+
+        def logps(inputs: Mapping[str, Any], mask_BT: Tensor, **more: Any) -> Logps:
+            return model.shim.logps(
+                model.model, inputs, mask_BT, targets_N,
+                chunk_size=self._chunk_size, temperature=options["temperature"], **more,
+            )  # fmt: skip
+
+        shared = self._shared_prompt(model.model)
+        folded = shared and shared.fold(inputs, mask_BT, lambda *batch: logps(*batch).logps_N)
+        # Ranks whose batches fold and ranks whose do not go the same way.
+        is_folding = shared is not None and shared.is_proven
+        if not self._chunk_size and not is_folding and model.is_as_upstream:
             if options["with_entropy"] or self._is_packed:
                 return upstream(model)
             output = model(**inputs)
@@ -124,22 +160,22 @@ class CompletionLogps:
                 return upstream(lambda **_: output)
             logits = output.logits
             del output
-            targets_BK = input_ids_BT[:, -model.mask_BK.shape[1] :]
+            targets_BK = input_ids_BT[:, -mask_BK.shape[1] :]
             return last_logps(logits, targets_BK, options["temperature"]), None
-        mask_BK = model.mask_BK
-        before = input_ids_BT.shape[1] - mask_BK.shape[1]
-        # The logits that predict a token are those of the position before it.
-        mask_BT = nn.functional.pad(mask_BK, (before - 1, 1))
-        logps_N, entropies_N = model.shim.logps(
-            model.model,
-            inputs,
-            mask_BT,
-            input_ids_BT[:, before:][mask_BK],
-            chunk_size=self._chunk_size,
-            **options,
-        )
+        batch = folded or (inputs, mask_BT)
+        logps_N, entropies_N = logps(*batch, with_entropy=options["with_entropy"])
         logps_BK = scattered(logps_N, mask_BK)
         return logps_BK, None if entropies_N is None else scattered(entropies_N, mask_BK)
+
+    def _shared_prompt(self, model: Any) -> SharedPrompt | None:
+        if not self._shares_prompt:
+            return None
+        base: Any = base_model(model)
+        if base not in self._shared_prompts:
+            self._shared_prompts[base] = SharedPrompt(
+                base, self._agree, logger.warning, logger.info, self._limit
+            )
+        return self._shared_prompts[base]
 
 
 def agreed_chunk_size(model: Any, all_gather: Callable[[Any], list[Any]]) -> int:

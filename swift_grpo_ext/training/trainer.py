@@ -36,6 +36,7 @@ from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
 from swift_grpo_ext.training import rollouts
+from swift_grpo_ext.training.agreement import gap_limit
 from swift_grpo_ext.training.banner import banner
 from swift_grpo_ext.training.batch import (
     RolloutGap,
@@ -107,7 +108,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._rollout_gap = RolloutGap(config, self.ranks)
         self._zero_gradient = ZeroGradientWarning(config)
         auto = partial(agreed_chunk_size, self.model, self.ranks.all_gather)
-        self._logps = CompletionLogps(config, template, auto)
+        bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
+        agree = lambda holds: all(self.ranks.all_gather(holds))  # noqa: E731
+        self._logps = CompletionLogps(config, template, auto, agree, gap_limit(bits))
         self._canary = WeightCanary(config, self.ranks, off=self._reason_against_canary())
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)

@@ -40,7 +40,12 @@ class Ours(RolloutGRPOTrainer):
 
 
 def config_of(**flags: Any) -> Any:
-    defaults = {"logits_shim": "strict", "logps_chunk_size": 0, "use_liger_kernel": False}
+    defaults = {
+        "logits_shim": "strict",
+        "logps_chunk_size": 0,
+        "logps_shared_prompt": False,
+        "use_liger_kernel": False,
+    }
     return SimpleNamespace(**{**defaults, **flags})
 
 

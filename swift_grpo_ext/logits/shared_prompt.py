@@ -1,0 +1,367 @@
+"""Read the prompt of a group once in a training pass (`--logps_shared_prompt`).
+
+A pass over B samples of one prompt has it B times in its batch. Here the samples lie behind it in
+one row, and a mask lets each see the prompt and itself alone; positions count on from the prompt.
+The sums are those of the batch, in another order (shared-prefix forward: arXiv 2506.05433).
+
+    prompt a b c, samples d e and f g  ->  a b  c d  c f     (what predicts nothing is left out)
+
+Letters in names are shapes: B rows of a batch, T positions of a row; R rows of the folded batch, L
+positions of one of those.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PIXELS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+"""Patches of images and of videos, and what says how many each has, for models that have it."""
+
+MEDIA = (*PIXELS, *PIXELS.values(), "image_sizes")
+"""Inputs that lay what belongs to one sample after what belongs to another."""
+
+FOR_POSITIONS = "second_per_grid_ts"
+"""Of each video. Positions are made of it, and nothing else."""
+
+PAIR_MASKED = ("sdpa", "eager")
+"""Implementations that take a mask of [R, 1, L, L]."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the positions of a folded batch come from.
+
+    Attributes:
+        rows, columns: [R, L], of the batch.
+        positions: [R, L], counted from the first token of the prompt.
+        segments: [R, L]; 0: the prompt, n: its n-th sample, -1: nothing.
+        firsts: of each folded row the first row of the batch in it.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    positions: Tensor
+    segments: Tensor
+    firsts: list[int]
+
+    def take(self, values: Tensor) -> Tensor:
+        """[..., R, L] of [..., B, T]."""
+        return values[..., self.rows.to(values.device), self.columns.to(values.device)]
+
+    def take_mask(self, mask_BT: Tensor) -> Tensor:
+        """[R, L]: as `take`, false where the prompt or nothing is."""
+        return self.take(mask_BT) & (self.segments > 0).to(mask_BT.device)
+
+    def attention_mask(self, device: torch.device | str = "cpu") -> Tensor:
+        """[R, 1, L, L]: whether a position, of the third dimension, sees one of the fourth."""
+        segments = self.segments.to(device)
+        own, seen = segments[:, :, None], segments[:, None, :]
+        mask = ((seen == 0) | (seen == own)).tril_().logical_and_(own >= 0)
+        # Nothing sees itself, as a softmax over nothing would be NaN.
+        mask.diagonal(dim1=-2, dim2=-1).fill_(True)
+        return mask[:, None]
+
+
+def layout_of(
+    input_ids_BT: Tensor,
+    attended_BT: Tensor,
+    predicts_BT: Tensor,
+    have_same_media: Callable[[int, int], bool],
+    width: int,
+) -> Layout | None:
+    """How a batch is folded; None where that saves nothing.
+
+    Args:
+        attended_BT: which positions are not padding.
+        predicts_BT: those whose logits are wanted.
+        have_same_media: of two rows.
+        width: of the model; decides how many samples it pays to put in one row.
+    """
+    samples = [*_samples(*(x.cpu().numpy() for x in (input_ids_BT, attended_BT, predicts_BT)))]
+    folded: list[list[int]] = []
+    for group in _groups(samples, have_same_media):
+        size = _best_size(samples[group[0]], [len(samples[n].suffix) for n in group], width)
+        folded += [group[n : n + size] for n in range(0, len(group), size)]
+    if len(folded) == len(samples):
+        return None
+    return _layout([[samples[n] for n in group] for group in folded], [g[0] for g in folded])
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A row of a batch without its padding.
+
+    Attributes:
+        prompt: token ids, the last of which predicts the first token of the completion.
+        shared: columns of the prompt but the last.
+        suffix: columns from the prompt's last on, up to the last that predicts something.
+    """
+
+    row: int
+    prompt: bytes
+    shared: Any
+    suffix: Any
+
+
+def _samples(ids: Any, attended: Any, predicts: Any) -> Iterator[_Sample]:
+    for row in range(len(ids)):
+        columns = np.flatnonzero(attended[row])
+        wanted = np.flatnonzero(predicts[row][columns])
+        start, stop = (wanted[0], wanted[-1] + 1) if len(wanted) else (len(columns) - 1,) * 2
+        prompt = ids[row][columns[: start + 1]].tobytes()
+        yield _Sample(row, prompt, columns[:start], columns[start:stop])
+
+
+def _groups(
+    samples: Sequence[_Sample], have_same_media: Callable[[int, int], bool]
+) -> list[list[int]]:
+    """Indices of samples that follow one another, of one prompt."""
+    groups = [[0]]
+    for a, b in pairwise(samples):
+        if a.prompt == b.prompt and have_same_media(a.row, b.row):
+            groups[-1].append(b.row)
+        else:
+            groups.append([b.row])
+    return groups
+
+
+def _best_size(sample: _Sample, suffixes: Sequence[int], width: int) -> int:
+    """How many samples stand in a row at the least cost.
+
+    In units of 4 x width operations, a layer's weights (about 12 x width^2 of them) cost 6 x width
+    for each position, and its attention 1 for each pair of positions, masked ones too.
+    """
+
+    def cost(size: int) -> int:
+        rows = [suffixes[n : n + size] for n in range(0, len(suffixes), size)]
+        length = len(sample.shared) + max(map(sum, rows))
+        return len(rows) * length * (6 * width + length)
+
+    return min(range(1, len(suffixes) + 1), key=cost)
+
+
+def _layout(folded: Sequence[Sequence[_Sample]], firsts: list[int]) -> Layout:
+    length = max(len(p[0].shared) + sum(len(s.suffix) for s in p) for p in folded)
+    rows, columns, positions = (np.zeros((len(folded), length), np.int64) for _ in range(3))
+    segments = np.full((len(folded), length), -1)
+    for number, samples in enumerate(folded):
+        end = start = len(samples[0].shared)
+        pieces = [(0, 0, samples[0].row, samples[0].shared)]
+        for segment, sample in enumerate(samples, 1):
+            pieces.append((segment, end, sample.row, sample.suffix))
+            end += len(sample.suffix)
+        for segment, at, row, source in pieces:
+            here = slice(at, at + len(source))
+            rows[number, here], columns[number, here] = row, source
+            segments[number, here] = segment
+            positions[number, here] = np.arange(len(source)) + start * (segment > 0)
+    values = map(torch.from_numpy, (rows, columns, positions, segments))
+    return Layout(*values, firsts=firsts)
+
+
+class UnknownInputError(ValueError):
+    """An input of a model that cannot be folded."""
+
+
+def media_of_rows(inputs: Mapping[str, Any], num_rows: int) -> dict[str, list[Tensor]]:
+    """For each kind of media, what belongs to each row of the batch.
+
+    Raises `UnknownInputError` where rows may have different numbers of them.
+    """
+    pieces: dict[str, list[Tensor]] = {}
+    for name in MEDIA:
+        values = inputs.get(name)
+        if values is None:
+            continue
+        if len(values) % num_rows:
+            raise UnknownInputError(f"{name} has {len(values)} rows for {num_rows} samples")
+        sizes = [len(values) // num_rows] * num_rows
+        split = getattr(values, "split_parts", values.split)
+        pieces[name] = [*split(sizes)]
+    for pixels, grid in PIXELS.items():
+        if grid in pieces:
+            for own, rows in zip(pieces[grid], pieces[pixels], strict=True):
+                if int(own.prod(-1).sum()) != len(rows):
+                    raise UnknownInputError(f"samples have different numbers of {pixels}")
+    return pieces
+
+
+def folded_inputs(
+    inputs: Mapping[str, Any], layout: Layout, media: Mapping[str, Sequence[Tensor]], mask: Tensor
+) -> dict[str, Any]:
+    """The arguments of a model's forward for a folded batch.
+
+    Args:
+        inputs: those for the batch; tensors of [..., B, T] among them are folded.
+        media: `media_of_rows` of them.
+        mask: of the attention.
+
+    Raises:
+        UnknownInputError: for tensors of other shapes.
+    """
+    shape, device = inputs["input_ids"].shape, inputs["input_ids"].device
+    folded: dict[str, Any] = {"position_ids": layout.positions.to(device)}
+    for name, value in inputs.items():
+        if name in media:
+            own = [media[name][row] for row in layout.firsts]
+            folded[name] = own[0] if len(own) == 1 else torch.cat(own)
+        elif name == "attention_mask":
+            folded[name] = mask
+        elif isinstance(value, Tensor) and value.ndim >= 2 and value.shape[-2:] == shape:
+            folded[name] = layout.take(value)
+        elif name != FOR_POSITIONS:
+            if not isinstance(value, (type(None), bool, int, float, str)):
+                raise UnknownInputError(f"the input {name} is not known")
+            folded[name] = value
+    return folded
+
+
+def reason_against(model: Any, inputs: Mapping[str, Any]) -> str:
+    """Why a model's batches cannot be folded; '' where they can."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return "its forward takes no position_ids"
+    text = model.config.get_text_config()
+    attention = getattr(text, "_attn_implementation", None)
+    if attention not in PAIR_MASKED:
+        return f"--attn_impl {attention} takes no mask of pairs (sdpa and eager do)"
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    has_window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    if kinds != {"full_attention"} or has_window:
+        return f"its layers do not look at all positions ({', '.join(sorted(kinds))})"
+    if "token_type_ids" in inputs:
+        return "an image's positions look ahead"
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if "mrope_section" in rope and "position_ids" not in inputs:
+        return "its positions are made of its images"
+    return ""
+
+
+class SharedPrompt:
+    """Folds the batches of one model, once a first one has shown that nothing else changes.
+
+    Args:
+        base: the model, unwrapped.
+        agree: whether something holds on all ranks that train; they call it together.
+        warn: is told, once, why a batch is not folded.
+        inform: is told, once, what folding the first batch saves.
+        limit: mean difference of log-probabilities, in nats, that rounding explains.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        agree: Callable[[bool], bool],
+        warn: Callable[[str], object],
+        inform: Callable[[str], object],
+        limit: float,
+    ) -> None:
+        self._base, self._agree, self._limit = base, agree, limit
+        self._name = type(base).__name__
+        self._warn: Callable[[str], object] | None = warn
+        self._inform = inform
+        self._is_off = False
+        self.is_proven = False
+        """Whether batches are folded, on all ranks, where they can be."""
+
+    def fold(
+        self,
+        inputs: Mapping[str, Any],
+        predicts_BT: Tensor,
+        logps: Callable[[Mapping[str, Any], Tensor], Tensor],
+    ) -> Folded | None:
+        """A batch, folded; None where it stays as it is. All ranks call this together.
+
+        Args:
+            inputs: the arguments of the model's forward.
+            predicts_BT: positions whose logits are wanted.
+            logps: log-probabilities of what they predict, of either form of the batch.
+        """
+        folded = None if self._is_off else self._fold(inputs, predicts_BT)
+        if self._is_off or self.is_proven:
+            return folded
+        if not self._agree(folded is not None):  # one rank alone must not run another forward
+            return None
+        assert folded is not None
+        with torch.no_grad():
+            difference = (logps(*folded) - logps(inputs, predicts_BT)).abs().float()
+        gap = float(difference.mean()) if difference.numel() else 0.0
+        self.is_proven = self._agree(gap <= self._limit)
+        if self.is_proven:
+            self._inform(
+                f"--logps_shared_prompt: passes of {self._name} read {folded.predicts.numel()} "
+                f"positions in the place of {predicts_BT.numel()} (the first batch)."
+            )
+        else:
+            self._is_off = True
+            self._tell(
+                f"log-probabilities of the first batch lie {gap:.3g} nats apart in the mean "
+                f"on this rank, or on another, above the {self._limit:g} that rounding explains"
+            )
+        return folded if self.is_proven else None
+
+    def _fold(self, inputs: Mapping[str, Any], predicts_BT: Tensor) -> Folded | None:
+        if reason := reason_against(self._base, inputs):
+            self._tell(reason)
+            return None
+        try:
+            return fold(inputs, predicts_BT, self._base.config.get_text_config())
+        except UnknownInputError as e:
+            self._tell(str(e))
+            return None
+
+    def _tell(self, reason: str) -> None:
+        if self._warn is not None:
+            self._warn(
+                f"--logps_shared_prompt has no effect on {self._name}: {reason}. (Said once.)"
+            )
+        self._warn = None
+
+
+class Folded(NamedTuple):
+    """The arguments of a model's forward, and which of its positions predict something, in the
+    order in which they did in the batch."""
+
+    inputs: dict[str, Any]
+    predicts: Tensor
+
+
+def fold(inputs: Mapping[str, Any], predicts_BT: Tensor, config: Any) -> Folded | None:
+    """A batch, folded; None where that saves nothing.
+
+    Args:
+        config: of the language model.
+
+    Raises:
+        UnknownInputError: for an input that is not known.
+    """
+    input_ids = inputs["input_ids"]
+    media = media_of_rows(inputs, len(input_ids))
+
+    def have_same_media(a: int, b: int) -> bool:
+        return all(_are_equal(pieces[a], pieces[b]) for pieces in media.values())
+
+    attended = inputs.get("attention_mask")
+    attended = torch.ones_like(input_ids) if attended is None else attended
+    if attended.shape != input_ids.shape:
+        raise UnknownInputError("the mask is one of pairs already")
+    layout = layout_of(input_ids, attended.bool(), predicts_BT, have_same_media, config.hidden_size)
+    if layout is None:
+        return None
+    mask = layout.attention_mask(input_ids.device)
+    if config._attn_implementation == "eager":  # adds it
+        dtype = config.dtype or torch.float32
+        mask = mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    return Folded(folded_inputs(inputs, layout, media, mask), layout.take_mask(predicts_BT))
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() or torch.equal(a, b)

@@ -1,0 +1,337 @@
+"""A group's prompt is read once: layouts with exact values, and real models against ms-swift's
+own passes over the whole batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swift_grpo_ext.logits import logps
+from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.shared_prompt import (
+    UnknownInputError,
+    layout_of,
+    media_of_rows,
+    reason_against,
+)
+from tests.logits.compare import assert_close
+from tests.logits.models import IMAGE, VISION_END, VISION_START, build, patches
+from tests.logits.test_logps import Batch, Ours, Upstream, run
+
+WIDE = 10_000
+"""Of a model: tokens cost, and pairs of them next to nothing."""
+
+
+def layout(
+    ids: list[list[int]], predicts: list[list[int]], *, width: int = WIDE, media: Any = None
+) -> Any:
+    """Of rows of token ids, in which 0 is padding."""
+    tokens = torch.tensor(ids)
+    wanted = torch.tensor(predicts).bool()
+    return layout_of(tokens, tokens > 0, wanted, media or (lambda a, b: True), width)
+
+
+def test_samples_lie_behind_their_prompt() -> None:
+    ids = [[7, 8, 9, 1, 2, 0], [7, 8, 9, 3, 0, 0], [7, 8, 9, 4, 5, 6]]
+    predicts = [[0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0]]
+    found = layout(ids, predicts)
+    assert found.take(torch.tensor(ids)).tolist() == [[7, 8, 9, 1, 9, 9, 4, 5]]
+    assert found.segments.tolist() == [[0, 0, 1, 1, 2, 3, 3, 3]]
+    assert found.positions.tolist() == [[0, 1, 2, 3, 2, 2, 3, 4]]
+    assert found.take_mask(torch.tensor(predicts).bool()).tolist() == [
+        [False, False, True, True, True, True, True, True]
+    ]
+    seen = [row.nonzero().flatten().tolist() for row in found.attention_mask()[0, 0]]
+    assert seen == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 1, 4],
+        [0, 1, 5],
+        [0, 1, 5, 6],
+        [0, 1, 5, 6, 7],
+    ]
+
+
+def test_padding_on_the_left_and_what_lies_between_turns() -> None:
+    """The second row has two completions, with an answer of its environment between them."""
+    ids = [[0, 0, 0, 7, 8, 1, 2], [7, 8, 3, 4, 5, 6, 9]]
+    predicts = [[0, 0, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 0]]
+    found = layout(ids, predicts)
+    assert found.take(torch.tensor(ids)).tolist() == [[7, 8, 1, 8, 3, 4, 5, 6]]
+    assert found.positions.tolist() == [[0, 1, 2, 1, 2, 3, 4, 5]]
+    assert found.take_mask(torch.tensor(predicts).bool())[0].int().tolist() == [
+        0, 1, 1, 1, 1, 0, 0, 1,
+    ]  # fmt: skip
+
+
+def test_each_prompt_has_a_row_and_a_row_ends_in_nothing() -> None:
+    ids = [[7, 8, 1, 2], [7, 8, 3, 0], [6, 8, 1, 0], [6, 8, 4, 0], [6, 8, 5, 0]]
+    predicts = [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]]
+    found = layout(ids, predicts)
+    assert found.segments.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
+    assert found.firsts == [0, 2]
+    short = layout([*ids[:2], ids[2]], predicts[:3])
+    assert short.segments.tolist() == [[0, 1, 1, 2], [0, 1, -1, -1]]
+    assert short.attention_mask()[1, 0].int().tolist() == [
+        [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1],
+    ]  # fmt: skip
+
+
+def test_a_sample_without_a_completion_has_a_place_and_predicts_nothing() -> None:
+    found = layout([[7, 8, 9], [7, 8, 9]], [[0, 1, 0], [0, 0, 0]])
+    # Nothing says where its prompt ends: it stands by itself.
+    assert found is None
+    found = layout([[7, 8, 9], [7, 8, 9], [7, 8, 9]], [[0, 1, 0], [0, 1, 0], [0, 0, 0]])
+    assert found.firsts == [0, 2]
+    assert int(found.take_mask(torch.tensor([[0, 1, 0], [0, 1, 0], [0, 0, 0]]).bool()).sum()) == 2
+
+
+def test_one_prompt_with_other_images_is_another_prompt() -> None:
+    ids, predicts = [[7, 8, 1], [7, 8, 2], [7, 8, 3]], [[0, 1, 0]] * 3
+    found = layout(ids, predicts, media=lambda a, b: (a, b) != (0, 1))
+    assert found.firsts == [0, 1]
+    assert layout(ids[:2], predicts[:2], media=lambda a, b: False) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "width", "rows"),
+    [
+        (1400, 16, 3584, [0]),
+        # In one row, pairs of positions that do not see each other would cost more than the prompt.
+        (1400, 2000, 3584, [0, 4]),
+        (10, 4000, 64, None),
+    ],
+)
+def test_as_many_samples_in_a_row_as_pay(
+    prompt: int, completion: int, width: int, rows: list[int] | None
+) -> None:
+    ids = torch.ones(8, prompt + completion, dtype=torch.int64)
+    predicts = torch.zeros_like(ids).bool()
+    predicts[:, prompt - 1 : -1] = True
+    found = layout_of(ids, ids > 0, predicts, lambda a, b: True, width)
+    assert (found and found.firsts) == rows
+
+
+def test_media_of_rows() -> None:
+    grid = torch.tensor([[1, 2, 2]] * 4)
+    pixels = torch.arange(16.0)[:, None]
+    found = media_of_rows({"pixel_values": pixels, "image_grid_thw": grid}, 2)
+    assert [part.flatten().tolist()[0] for part in found["pixel_values"]] == [0, 8]
+    grid[1], grid[2] = torch.tensor([1, 1, 2]), torch.tensor([1, 3, 2])
+    with pytest.raises(UnknownInputError, match="different numbers of pixel_values"):
+        media_of_rows({"pixel_values": pixels, "image_grid_thw": grid}, 2)
+    with pytest.raises(UnknownInputError, match="4 rows for 3 samples"):
+        media_of_rows({"image_grid_thw": grid}, 3)
+
+
+# --- real models ---
+
+
+class Group(Batch):
+    """Two groups of samples, each of one prompt, of ids that ms-swift's batch has."""
+
+    images: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ids, (mask,) = self.inputs["input_ids"], (self.inputs["attention_mask"],)
+        own: Any = {}
+        for row, lengths in enumerate(self.rows):
+            first = int(mask[row].int().argmax())
+            prompt = slice(first, first + lengths[0])
+            ids[row, prompt] = own.setdefault(lengths[0], ids[row, prompt].clone())
+            if self.images:
+                image = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
+                ids[row, first : first + 6] = image
+
+    def see(self, model: Any, *, size: int) -> Group:
+        """An image for each group, with the positions that ms-swift's template gives them."""
+        seen: dict[int, Any] = {}
+        each = [seen.setdefault(row[0], patches(1, size)) for row in self.rows]
+        self.inputs |= {k: torch.cat([image[k] for image in each]) for k in each[0]}
+        kinds = (self.inputs["input_ids"] == IMAGE).int()
+        positions, _ = model.get_base_model().model.get_rope_index(
+            self.inputs["input_ids"],
+            mm_token_type_ids=kinds,
+            image_grid_thw=self.inputs["image_grid_thw"],
+            attention_mask=self.inputs["attention_mask"],
+        )
+        self.inputs |= {"mm_token_type_ids": kinds, "position_ids": positions}
+        return self
+
+
+class SeeingGroup(Group):
+    images = "yes"
+
+
+ROWS = ((9, 4, 0, 0), (9, 6, 0, 0), (9, 2, 3, 3), (12, 3, 0, 0), (12, 1, 0, 0))
+
+
+def positions_of(model: Any) -> list[int]:
+    """How many positions the decoder reads, in each pass from now on."""
+    seen: list[int] = []
+    decoder = model.get_base_model().get_decoder()
+    decoder.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0][..., 0].numel()), with_kwargs=True
+    )
+    return seen
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(logps.logger, "warning", told.append)
+    return told
+
+
+@pytest.fixture
+def informed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(logps.logger, "info", told.append)
+    return told
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("chunk_size", [0, 4])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_text_as_ms_swift_but_for_rounding(
+    side: str, chunk_size: int, attention: str, warned: list[str], informed: list[str]
+) -> None:
+    model, batch = build("Qwen2", lora=True), Group(ROWS, side)
+    model.get_base_model().set_attn_implementation(attention)
+    keys = {"logits_to_keep"}
+    expected, theirs, _ = run(Upstream, model, batch, keys=keys)
+    seen = positions_of(model)
+    flags = {"logps_shared_prompt": True, "logps_chunk_size": chunk_size}
+    found, ours, _ = run(Ours, model, batch, keys=keys, **flags)
+    assert_close(found, expected)
+    assert torch.allclose(ours, theirs.where(ours != 0, 0.0), atol=1e-5)
+    folded, whole = seen[-1], 5 * max(map(sum, ROWS))
+    assert seen == [folded, whole, folded]
+    assert folded < whole
+    assert f"Qwen2ForCausalLM read {folded} positions in the place of {whole}" in informed[-1]
+    assert not warned
+
+
+@pytest.mark.parametrize(("name", "size"), [("Qwen2-VL", 1176), ("Qwen2.5-VL", 1176)])
+@pytest.mark.parametrize("trains_tower", [False, True], ids=["lora", "tower"])
+def test_images_as_ms_swift_but_for_rounding(
+    name: str, size: int, trains_tower: bool, warned: list[str]
+) -> None:
+    """The tower sees the image of a group once, and its gradient is that of G."""
+    model = build(name, lora=True)
+    model.get_base_model().model.visual.requires_grad_(trains_tower)
+    batch = SeeingGroup(ROWS).see(model, size=size)
+    expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
+    patches_seen: list[int] = []
+    model.get_base_model().model.visual.register_forward_pre_hook(
+        lambda _, args: patches_seen.append(len(args[0]))
+    )
+    found, _, _ = run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
+    assert_close(found, expected, 5e-5)
+    assert patches_seen == [2 * 16, 5 * 16, 2 * 16]  # the first batch is held against the whole
+    assert not warned
+
+
+def test_equal_words_with_other_images_stay_apart() -> None:
+    model = build("Qwen2.5-VL", lora=True)
+    batch = SeeingGroup(ROWS).see(model, size=1176)
+    batch.inputs["pixel_values"] = torch.randn(5 * 16, 1176)
+    seen = positions_of(model)
+    run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
+    assert seen == [batch.inputs["input_ids"].numel()]
+
+
+@pytest.mark.parametrize("holds_elsewhere", [False, True])
+def test_no_rank_runs_a_further_pass_by_itself(holds_elsewhere: bool) -> None:
+    """As long as another rank's batch could not be folded, this one has ms-swift's pass."""
+    model, batch = build("Qwen2", lora=True), Group(ROWS)
+    asked: list[bool] = []
+
+    def agree(holds: bool) -> bool:
+        asked.append(holds)
+        return holds and holds_elsewhere
+
+    seen = positions_of(model)
+    for _ in range(2):
+        run(with_agreement(agree), model, batch, keys=set(), logps_shared_prompt=True)
+    whole = batch.inputs["input_ids"].numel()
+    if not holds_elsewhere:
+        assert (asked, seen) == ([True, True], [whole, whole])
+    else:
+        assert asked == [True, True] * 2  # each `run` has a trainer of its own
+        assert seen[:3] == [seen[0], whole, seen[0]] != [whole] * 3
+
+
+def with_agreement(agree: Any) -> type[Any]:
+    class Agreeing(Ours):
+        def __init__(self, config: Any, **kwargs: Any) -> None:
+            super().__init__(config, **kwargs)
+            self._logps = CompletionLogps(config, self.template, agree=agree)
+
+    return Agreeing
+
+
+def test_a_model_that_sees_more_than_the_mask_says_is_left_alone(warned: list[str]) -> None:
+    model, batch = build("Qwen2", lora=True), Group(ROWS)
+    expected, _, _ = run(Upstream, model, batch, keys=set())
+    own = model.get_base_model().model.forward
+
+    def forward(*args: Any, attention_mask: Tensor, **kwargs: Any) -> Any:
+        seen = attention_mask if attention_mask.ndim == 2 else torch.ones_like(attention_mask)
+        return own(*args, attention_mask=seen, **kwargs)
+
+    model.get_base_model().model.forward = forward
+    found, _, _ = run(Ours, model, batch, keys=set(), logps_shared_prompt=True)
+    assert_close(found, expected)
+    [told] = warned
+    assert told.startswith("--logps_shared_prompt has no effect on Qwen2ForCausalLM: log-prob")
+    assert "above the 0.01 that rounding explains" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "inputs", "told"),
+    [
+        ("Qwen2", {}, {}, ""),
+        ("Qwen2", {"_attn_implementation": "flash_attention_2"}, {}, "--attn_impl flash_att"),
+        ("Qwen2", {"sliding_window": 4, "use_sliding_window": True}, {}, "look at all positions"),
+        ("Qwen2", {"layer_types": ["linear_attention"]}, {}, "(linear_attention)"),
+        ("Qwen2", {}, {"token_type_ids": 0}, "look ahead"),
+        ("Qwen2.5-VL", {}, {}, "made of its images"),
+        ("Qwen2.5-VL", {}, {"position_ids": 0}, ""),
+        ("soft-capped (Gemma2)", {}, {}, "sliding_attention"),
+        ("remote code", {}, {}, "takes no position_ids"),
+    ],
+)
+def test_what_cannot_be_folded(
+    name: str, changed: dict[str, Any], inputs: dict[str, Any], told: str
+) -> None:
+    model = build(name)
+    for key, value in changed.items():
+        setattr(model.config.get_text_config(), key, value)
+    found = reason_against(model, inputs)
+    assert (told in found) if told else not found
+
+
+@pytest.mark.parametrize(
+    ("flags", "padding_free", "told"),
+    [
+        ({"logits_shim": "off"}, False, "no effect with --logits_shim off"),
+        ({}, True, "no effect with --padding_free true"),
+        ({}, False, ""),
+    ],
+)
+def test_where_it_has_no_effect_it_is_said(
+    flags: dict[str, Any], padding_free: bool, told: str, warned: list[str]
+) -> None:
+    template = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=1)
+    defaults = {"logits_shim": "auto", "logps_chunk_size": 0, "use_liger_kernel": False}
+    config = SimpleNamespace(**{**defaults, "logps_shared_prompt": True, **flags})
+    CompletionLogps(config, template)
+    assert [told in text for text in warned] == ([True] if told else [])
