@@ -166,6 +166,7 @@ def test_what_the_help_says_of_a_flag() -> None:
         "include_stop_str_in_output": ("bool", True),
         "logits_shim": ("auto | strict | off", "auto"),
         "logps_chunk_size": ("str", "0"),
+        "logps_shared_prompt": ("bool", False),
         "diversity_action": ("log | warn | stop", "warn"),
         "diversity_alarm_p": ("float", 1e-6),
         "diversity_patience": ("int", 3),

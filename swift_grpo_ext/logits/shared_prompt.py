@@ -150,8 +150,8 @@ def _best_size(sample: _Sample, suffixes: Sequence[int], width: int) -> int:
 
 def _layout(folded: Sequence[Sequence[_Sample]], firsts: list[int]) -> Layout:
     length = max(len(p[0].shared) + sum(len(s.suffix) for s in p) for p in folded)
-    rows, columns, positions = (np.zeros((len(folded), length), np.int64) for _ in range(3))
-    segments = np.full((len(folded), length), -1)
+    empty: Any = np.zeros((len(folded), length), np.int64)
+    rows, columns, positions, segments = empty, empty.copy(), empty.copy(), empty - 1
     for number, samples in enumerate(folded):
         end = start = len(samples[0].shared)
         pieces = [(0, 0, samples[0].row, samples[0].shared)]
@@ -163,8 +163,8 @@ def _layout(folded: Sequence[Sequence[_Sample]], firsts: list[int]) -> Layout:
             rows[number, here], columns[number, here] = row, source
             segments[number, here] = segment
             positions[number, here] = np.arange(len(source)) + start * (segment > 0)
-    values = map(torch.from_numpy, (rows, columns, positions, segments))
-    return Layout(*values, firsts=firsts)
+    rows, columns, positions, segments = map(torch.from_numpy, (rows, columns, positions, segments))
+    return Layout(rows, columns, positions, segments, firsts)
 
 
 class UnknownInputError(ValueError):

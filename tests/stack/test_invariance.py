@@ -7,6 +7,7 @@ prompts come back; one prompt stands in the data three times, so that it meets i
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,25 @@ def test_a_frozen_tower_encodes_each_image_of_a_round_once(
         shown = {tuple(s["images"]) for s in samples.values() if s["step"] == step}
         assert ours["media/encoded"] == len(shown) > 0
         assert "media/encoded" not in theirs
+        for name in ("loss", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
+        assert ours["rollout_gap/mean"] == pytest.approx(theirs["rollout_gap/mean"], abs=1e-6)
+
+
+def test_a_prompt_that_is_read_once_in_training(
+    assets: Path, rows: Path, folder: Path, reference_folder: Path, reference: Samples
+) -> None:
+    """With images, a trained tower and several updates: as ms-swift's passes, but for rounding."""
+    once = folder / "once"
+    samples = train(assets, rows, once, "--logps_shared_prompt", "true")
+    assert_same(samples, reference)
+    log = (once / "log").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"read (\d+) positions in the place of (\d+)", log)
+    assert found is not None
+    assert int(found[1]) < 0.7 * int(found[2])
+    logs = logged_steps(once / "run")
+    assert len(logs) > 1
+    for ours, theirs in zip(logs, logged_steps(reference_folder / "run"), strict=False):
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
         assert ours["rollout_gap/mean"] == pytest.approx(theirs["rollout_gap/mean"], abs=1e-6)
