@@ -1,4 +1,5 @@
-"""Time whole GRPO steps of ms-swift alone, of ms-swift with this plugin, and of TRL with vLLM.
+"""Time whole GRPO steps of ms-swift alone, of ms-swift with this plugin (as it comes, and with
+`--logps_shared_prompt`), and of TRL with vLLM.
 
     python scripts/bench/step.py --model DIR --output scripts/bench/results/step
 
@@ -36,7 +37,10 @@ from tqdm import tqdm
 
 from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
 
-WAYS = ("ms-swift", "ours", "TRL")
+OURS = {"ours": [], "ours, prompt once": ["--logps_shared_prompt", "true"]}
+"""Further arguments of each way of ours."""
+
+WAYS = ("ms-swift", *OURS, "TRL")
 GROUP_SIZE = 8
 TEMPERATURE = 2.0
 """So hot that hardly a completion of the tiny model ends before its length limit."""
@@ -141,8 +145,8 @@ def run(way: str, options: argparse.Namespace, rows: Path, times: Path) -> str:
 def swift_argv(
     way: str, options: argparse.Namespace, rows: Path, output: str, on_cpu: bool
 ) -> list[str]:
-    ours = ["plugins/grpo_ext.py"] if way == "ours" else []
-    text = ["--require_images", "false"] if way == "ours" else []
+    ours = ["plugins/grpo_ext.py"] if way in OURS else []
+    text = ["--require_images", "false", *OURS[way]] if way in OURS else []
     cpu = ["--use_cpu", "true", "--fp16", "false", "--bf16", "false"] if on_cpu else []
     return [
         *(str(SWIFT), "rlhf", "--rlhf_type", "grpo", "--model", str(options.model.resolve())),
@@ -209,13 +213,13 @@ def _of(rows: Sequence[dict[str, Any]], case: str, way: str) -> dict[str, Any] |
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """For each case a panel, for each way a bar of its phases."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
-    figure = Figure(figsize=(2.9 * len(cases) + 1.4, 3.0), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(cases) + 1.4, 3.0), layout="constrained")
     for axis, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
         shown = [row for row in rows if row["case"] == case and "seconds" in row]
         bottoms = [0.0] * len(shown)
         for phase, colour in zip(PHASES, COLOURS, strict=True):
             heights = [median(row[phase]) for row in shown]
-            ways = [row["way"] for row in shown]
+            ways = [row["way"].replace(", ", ",\n") for row in shown]
             axis.bar(ways, heights, bottom=bottoms, color=colour, label=phase, width=0.6)
             bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
         axis.set(title=case, ylabel="seconds of a step" if case == cases[0] else "")

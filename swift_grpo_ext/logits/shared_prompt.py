@@ -15,18 +15,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-PIXELS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-"""Patches of images and of videos, and what says how many each has, for models that have it."""
-
-MEDIA = (*PIXELS, *PIXELS.values(), "image_sizes")
-"""Inputs that lay what belongs to one sample after what belongs to another."""
+MEDIA = {
+    "image": ("pixel_values", "image_grid_thw", "image_sizes"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+"""Inputs that lay what belongs to one sample after what belongs to another. Of each kind pixels,
+how many rows of them each medium has (where that differs), and others with a row for each."""
 
 FOR_POSITIONS = "second_per_grid_ts"
 """Of each video. Positions are made of it, and nothing else."""
@@ -171,31 +172,57 @@ class UnknownInputError(ValueError):
     """An input of a model that cannot be folded."""
 
 
-def media_of_rows(inputs: Mapping[str, Any], num_rows: int) -> dict[str, list[Tensor]]:
-    """For each kind of media, what belongs to each row of the batch.
+def media_of_rows(inputs: Mapping[str, Any], config: Any) -> list[dict[str, Tensor]]:
+    """For each row of a batch its own part of the inputs that `MEDIA` names.
 
-    Raises `UnknownInputError` where rows may have different numbers of them.
+    A row has the next media that its placeholders take up, in tokens of one size.
+
+    Args:
+        config: of the whole model.
+
+    Raises:
+        UnknownInputError: where that does not come out even.
     """
-    pieces: dict[str, list[Tensor]] = {}
-    for name in MEDIA:
-        values = inputs.get(name)
+    input_ids = inputs["input_ids"]
+    rows: list[dict[str, Tensor]] = [{} for _ in input_ids]
+    for kind, (pixels, grid, *others) in MEDIA.items():
+        values, grids = inputs.get(pixels), inputs.get(grid)
         if values is None:
             continue
-        if len(values) % num_rows:
-            raise UnknownInputError(f"{name} has {len(values)} rows for {num_rows} samples")
-        sizes = [len(values) // num_rows] * num_rows
+        token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
+        sizes = [1] * len(values) if grids is None else grids.prod(-1).tolist()
+        num_tokens = torch.eq(input_ids, -1 if token is None else token).sum(-1).tolist()
+        counts = _num_media(sizes, num_tokens)
+        if counts is None or sum(sizes) != len(values):
+            raise UnknownInputError(f"{pixels} cannot be told apart by sample")
+        ends = [0, *accumulate(counts)]
+        num_rows = [sum(sizes[a:b]) for a, b in pairwise(ends)]
         split = getattr(values, "split_parts", values.split)
-        pieces[name] = [*split(sizes)]
-    for pixels, grid in PIXELS.items():
-        if grid in pieces:
-            for own, rows in zip(pieces[grid], pieces[pixels], strict=True):
-                if int(own.prod(-1).sum()) != len(rows):
-                    raise UnknownInputError(f"samples have different numbers of {pixels}")
-    return pieces
+        for row, part in zip(rows, split(num_rows), strict=True):
+            row[pixels] = part
+        for name in (grid, *others):
+            if inputs.get(name) is not None:
+                for row, part in zip(rows, inputs[name].split(counts), strict=True):
+                    row[name] = part
+    return rows
+
+
+def _num_media(sizes: Sequence[int], num_tokens: Sequence[int]) -> list[int] | None:
+    """Of each row how many media its tokens stand for, if tokens are all of one size."""
+    left, counts = [*reversed(sizes)], list[int]()
+    of_token, of_size = sum(sizes), sum(num_tokens)  # one size has both
+    for number in num_tokens:
+        missing, before = number * of_token, len(left)
+        while missing > 0 and left:
+            missing -= left.pop() * of_size
+        if missing:
+            return None
+        counts.append(before - len(left))
+    return None if left else counts
 
 
 def folded_inputs(
-    inputs: Mapping[str, Any], layout: Layout, media: Mapping[str, Sequence[Tensor]], mask: Tensor
+    inputs: Mapping[str, Any], layout: Layout, media: Sequence[Mapping[str, Tensor]], mask: Tensor
 ) -> dict[str, Any]:
     """The arguments of a model's forward for a folded batch.
 
@@ -210,9 +237,10 @@ def folded_inputs(
     shape, device = inputs["input_ids"].shape, inputs["input_ids"].device
     folded: dict[str, Any] = {"position_ids": layout.positions.to(device)}
     for name, value in inputs.items():
-        if name in media:
-            own = [media[name][row] for row in layout.firsts]
-            folded[name] = own[0] if len(own) == 1 else torch.cat(own)
+        if name in media[0]:
+            own = [part for row in layout.firsts if len(part := media[row][name])]
+            if own:
+                folded[name] = own[0] if len(own) == 1 else torch.cat(own)
         elif name == "attention_mask":
             folded[name] = mask
         elif isinstance(value, Tensor) and value.ndim >= 2 and value.shape[-2:] == shape:
@@ -313,7 +341,7 @@ class SharedPrompt:
             self._tell(reason)
             return None
         try:
-            return fold(inputs, predicts_BT, self._base.config.get_text_config())
+            return fold(inputs, predicts_BT, self._base.config)
         except UnknownInputError as e:
             self._tell(str(e))
             return None
@@ -338,30 +366,30 @@ def fold(inputs: Mapping[str, Any], predicts_BT: Tensor, config: Any) -> Folded 
     """A batch, folded; None where that saves nothing.
 
     Args:
-        config: of the language model.
+        config: of the whole model.
 
     Raises:
         UnknownInputError: for an input that is not known.
     """
-    input_ids = inputs["input_ids"]
-    media = media_of_rows(inputs, len(input_ids))
+    input_ids, text = inputs["input_ids"], config.get_text_config()
+    media = media_of_rows(inputs, config)
 
     def have_same_media(a: int, b: int) -> bool:
-        return all(_are_equal(pieces[a], pieces[b]) for pieces in media.values())
+        return all(_are_equal(media[a][name], media[b][name]) for name in media[a])
 
     attended = inputs.get("attention_mask")
     attended = torch.ones_like(input_ids) if attended is None else attended
     if attended.shape != input_ids.shape:
         raise UnknownInputError("the mask is one of pairs already")
-    layout = layout_of(input_ids, attended.bool(), predicts_BT, have_same_media, config.hidden_size)
+    layout = layout_of(input_ids, attended.bool(), predicts_BT, have_same_media, text.hidden_size)
     if layout is None:
         return None
     mask = layout.attention_mask(input_ids.device)
-    if config._attn_implementation == "eager":  # adds it
-        dtype = config.dtype or torch.float32
+    if text._attn_implementation == "eager":  # adds it
+        dtype = text.dtype or torch.float32
         mask = mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
     return Folded(folded_inputs(inputs, layout, media, mask), layout.take_mask(predicts_BT))
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() or torch.equal(a, b)
+    return a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))

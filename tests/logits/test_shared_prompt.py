@@ -118,16 +118,45 @@ def test_as_many_samples_in_a_row_as_pay(
     assert (found and found.firsts) == rows
 
 
-def test_media_of_rows() -> None:
-    grid = torch.tensor([[1, 2, 2]] * 4)
-    pixels = torch.arange(16.0)[:, None]
-    found = media_of_rows({"pixel_values": pixels, "image_grid_thw": grid}, 2)
-    assert [part.flatten().tolist()[0] for part in found["pixel_values"]] == [0, 8]
-    grid[1], grid[2] = torch.tensor([1, 1, 2]), torch.tensor([1, 3, 2])
-    with pytest.raises(UnknownInputError, match="different numbers of pixel_values"):
-        media_of_rows({"pixel_values": pixels, "image_grid_thw": grid}, 2)
-    with pytest.raises(UnknownInputError, match="4 rows for 3 samples"):
-        media_of_rows({"image_grid_thw": grid}, 3)
+def test_each_row_has_the_media_that_its_placeholders_take_up() -> None:
+    """Two images, none, one of twice their size; a token stands for four patches."""
+    ids = torch.tensor([[IMAGE, 7, IMAGE], [7, 7, 7], [7, IMAGE, IMAGE]])
+    grid = torch.tensor([[1, 2, 2], [1, 2, 2], [1, 2, 4]])
+    inputs = {"input_ids": ids, "pixel_values": torch.arange(16.0), "image_grid_thw": grid}
+    config = SimpleNamespace(image_token_id=IMAGE)
+    found = media_of_rows(inputs, config)
+    assert [row["pixel_values"].tolist() for row in found] == [
+        [*range(8)],
+        [],
+        [*range(8, 16)],
+    ]
+    assert [row["image_grid_thw"].tolist() for row in found] == [
+        grid[:2].tolist(),
+        [],
+        grid[2:].tolist(),
+    ]
+    # Without a grid, all images are of one size.
+    tiles = {"input_ids": ids, "pixel_values": torch.zeros(2, 3, 4, 4)}
+    counts = [len(row["pixel_values"]) for row in media_of_rows(tiles, config)]
+    assert counts == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "grid", "num_patches"),
+    [
+        ([[IMAGE, 7], [IMAGE, IMAGE]], [[1, 2, 3], [1, 2, 3]], 12),  # one and a half for a row
+        ([[7, 7], [7, 7]], [[1, 2, 2]], 4),
+        ([[IMAGE, 7], [IMAGE, 7]], [[1, 2, 2], [1, 2, 2]], 12),
+    ],
+)
+def test_media_that_do_not_come_out_even(
+    ids: list[list[int]], grid: list[list[int]], num_patches: int
+) -> None:
+    inputs = {"input_ids": torch.tensor(ids), "image_grid_thw": torch.tensor(grid)}
+    inputs["pixel_values"] = torch.zeros(num_patches, 2)
+    for config in (SimpleNamespace(image_token_index=IMAGE), SimpleNamespace()):
+        with pytest.raises(UnknownInputError, match="pixel_values cannot be told apart"):
+            media_of_rows(inputs, config)
 
 
 # --- real models ---
