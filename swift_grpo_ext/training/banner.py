@@ -70,7 +70,8 @@ def _logits(args: Any) -> str:
     if args.logits_shim == "off" and size == 0:
         return "ms-swift's own (--logits_shim off)"
     chunks = f", {size} at a time" if size else ", as many at a time as fit" * (size is None)
-    return f"of completion positions (--logits_shim {args.logits_shim}){chunks}"
+    once = ", the prompt of a group read once" * args.logps_shared_prompt
+    return f"of completion positions (--logits_shim {args.logits_shim}){chunks}{once}"
 
 
 def _monitor(args: Any) -> str:

@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "include_stop_str_in_output": True,
     "logits_shim": "auto",
     "logps_chunk_size": 0,
+    "logps_shared_prompt": False,
     "output_dir": "output/x",
     "callbacks": [],
     "diversity_action": "warn",
@@ -87,6 +88,11 @@ def test_a_run_with_defaults() -> None:
         (
             {"logits_shim": "off", "logps_chunk_size": 512},
             "logits      of completion positions (--logits_shim off), 512 at a time",
+        ),
+        (
+            {"logps_shared_prompt": True},
+            "logits      of completion positions (--logits_shim auto), the prompt of a group read "
+            "once",
         ),
         (
             {"callbacks": ["diversity"]},
