@@ -35,7 +35,7 @@ from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, with_stop_reason
-from swift_grpo_ext.upstream import media_paths, pins, server, vllm_repairs
+from swift_grpo_ext.upstream import media_paths, pins, server, startup, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import (
@@ -79,7 +79,9 @@ class RolloutEngine(GRPOVllmEngine):
             engine_kwargs["worker_extension_cls"] = ours
         if not has_accelerator():
             vllm_repairs.repair_cpu_engine()
-        vllm_repairs.load_processors_uncopied()
+        vllm_repairs.start_sooner()
+        if not self._serves:
+            startup.freeze_heap()
         supply_video_loader()
         if self._serves:
             media_paths.check_redirects()

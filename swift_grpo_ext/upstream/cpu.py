@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 
+KV_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 CPU_ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    KV_CACHE_GIB: "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 CPU_TRAINING_ARGUMENTS: dict[str, Any] = {"use_cpu": True, "fp16": False, "bf16": False}
@@ -51,8 +52,10 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
     """
     if has_accelerator():
         return
+    sizes_cache = "kv_cache_memory_bytes" in (getattr(args, "vllm_engine_kwargs", None) or {})
     for name, value in CPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        if not (sizes_cache and name == KV_CACHE_GIB):  # the variable would win over the setting
+            os.environ.setdefault(name, value)
     # A lone process without vLLM is no world of one: a backend would have accelerate seek it.
     if args.ddp_backend is None and "RANK" in os.environ:
         args.ddp_backend = "gloo"

@@ -208,13 +208,17 @@ swift.template.vision_utils
 """Of `swift rollout`."""
 
 PROCESSOR_COPIES = _pins("""
-vllm.tokenizers.hf
-    ThreadSafeHFTokenizerMixin
+transformers.processing_utils:ProcessorMixin
+    _load_tokenizer_from_pretrained: cls sub_processor_type pretrained_model_name_or_path subfolder
 vllm.transformers_utils.processor
     get_processor: processor_name args revision trust_remote_code processor_cls kwargs
     cached_get_processor
 """)
-"""Without them a run starts later, and works."""
+TOKENIZER_POOL = _pins("""
+vllm.renderers.hf
+    maybe_make_thread_pool: tokenizer copies
+""")
+"""Without either of them a run starts later, and works."""
 
 MEDIA = _pins("""
 vllm.multimodal.processing.context:BaseProcessingInfo
@@ -226,4 +230,4 @@ vllm.v1.engine.llm_engine:LLMEngine
 """)
 """Without them vLLM decodes, hashes and processes media of its own, as it does by itself."""
 
-ALL = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *PROCESSOR_COPIES, *MEDIA)
+ALL = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *PROCESSOR_COPIES, *TOKENIZER_POOL, *MEDIA)

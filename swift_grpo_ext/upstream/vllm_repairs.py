@@ -1,4 +1,4 @@
-"""Four repairs of vLLM 0.32, each with what went wrong, where, and when it can go.
+"""Repairs of vLLM 0.32, each with what went wrong, where, and when it can go.
 
 `serve_split_prompts` (CPU). Symptom: `RuntimeError: CPU Generator does not use offset` ends the
 engine as soon as the prompt of a request with a seed does not fit into one step
@@ -22,15 +22,22 @@ Upstream: model_executor/layers/fused_moe/unquantized_fused_moe_method.py, `_set
 are packed for the CPU's kernel when they are loaded first, and never again.
 Here: experts that an update brought are packed too. Can go when vLLM packs them.
 
-`load_processors_uncopied`. Symptom: the first request with an image waits for 17 s (151,936 tokens
-of Qwen2.5-VL, one core). vLLM hands its tokenizer to `from_pretrained` of the processor, which
-deep-copies its arguments five times; each copy of vLLM's pool of tokenizers makes three tokenizers.
+`load_processors_uncopied`. Symptom: an engine starts a second later, and its first request with an
+image waits for 17 s (151,936 tokens of Qwen2.5-VL, one core). vLLM hands its tokenizer to
+`from_pretrained` of the processor, which deep-copies its arguments five times, loads a tokenizer of
+its own, and throws all that away; a copy of vLLM's pool of tokenizers makes three tokenizers.
 Upstream: transformers_utils/processor.py (`get_processor`) and tokenizers/hf.py
 (`maybe_make_thread_pool`); transformers 5.19, processing_utils.py, configuration_utils.py and
 tokenization_utils_base.py.
 Here: while vLLM loads a processor, a deep copy of the tokenizer that it hands over is that
-tokenizer. The pool's class belongs to this one tokenizer; all is put back. Can go when vLLM or
-transformers copies no tokenizer there.
+tokenizer, and so is what the processor loads. All is put back. Can go when vLLM or transformers
+copies and loads no tokenizer there.
+
+`copy_tokenizers_late`. Symptom: an engine starts 1.5 s later: its renderer makes a pool of two deep
+copies of its tokenizer, of which a trainer that sends token ids uses one, for a processor's ids.
+Upstream: renderers/hf.py, `HfRenderer.__init__`.
+Here: the pool starts empty. It makes a copy when one is asked for and none is free, which is what
+vLLM does beyond the first two. Can go when vLLM does so from the start.
 """
 
 from __future__ import annotations
@@ -111,35 +118,70 @@ def pack_experts_anew() -> None:
 
 
 @cache
-def load_processors_uncopied() -> None:
+def start_sooner() -> None:
     """Call before an engine is made. A vLLM that we do not know is left as it is: this saves time,
     and nothing depends on it."""
-    if any(map(mismatch, pins.PROCESSOR_COPIES)):
-        return
+    if not any(map(mismatch, pins.PROCESSOR_COPIES)):
+        load_processors_uncopied()
+    if not any(map(mismatch, pins.TOKENIZER_POOL)):
+        copy_tokenizers_late()
+
+
+@cache
+def load_processors_uncopied() -> None:
+    from transformers import ProcessorMixin
     from vllm.transformers_utils import processor as upstream
 
     get_processor = upstream.get_processor
+    load_tokenizer: Any = vars(ProcessorMixin)["_load_tokenizer_from_pretrained"].__func__
 
     @wraps(get_processor)
     def load(*args: Any, **kwargs: Any) -> Any:
         with _uncopied(kwargs.get("tokenizer")):
             return get_processor(*args, **kwargs)
 
+    @wraps(load_tokenizer)
+    def reuse_tokenizer(cls: Any, sub_processor_type: str, *args: Any, **kwargs: Any) -> Any:
+        tokenizer = kwargs.get("tokenizer")
+        is_handed_over = sub_processor_type == "tokenizer" and "__deepcopy__" in _vars(tokenizer)
+        code = cls.__init__.__code__  # where transformers looks too: else it keeps what it loads
+        if is_handed_over and "tokenizer" in code.co_varnames[: code.co_argcount]:
+            return tokenizer
+        return load_tokenizer(cls, sub_processor_type, *args, **kwargs)
+
     upstream.get_processor = load
     upstream.cached_get_processor = lru_cache(load)
+    ProcessorMixin._load_tokenizer_from_pretrained = classmethod(reuse_tokenizer)
 
 
 @contextmanager
 def _uncopied(tokenizer: Any) -> Iterator[None]:
-    """Let `copy.deepcopy` return vLLM's pool of tokenizers itself; another tokenizer is copied."""
-    from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
+    """Let `copy.deepcopy` return this tokenizer itself; another one is copied."""
+    from transformers import TokenizersBackend
 
-    pool = type(tokenizer)
-    if not issubclass(pool, ThreadSafeHFTokenizerMixin) or "__deepcopy__" in vars(pool):
+    if not isinstance(tokenizer, TokenizersBackend) or "__deepcopy__" in _vars(tokenizer):
         yield
         return
-    pool.__deepcopy__ = lambda self, memo: self
+    own = _vars(tokenizer)
+    own["__deepcopy__"] = lambda memo: tokenizer
     try:
         yield
     finally:
-        del pool.__deepcopy__
+        del own["__deepcopy__"]
+
+
+def _vars(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
+@cache
+def copy_tokenizers_late() -> None:
+    from vllm.renderers import hf as upstream
+
+    make_pool = upstream.maybe_make_thread_pool
+
+    @wraps(make_pool)
+    def make_empty_pool(tokenizer: Any, copies: int = 0) -> Any:
+        return make_pool(tokenizer, 0)
+
+    upstream.maybe_make_thread_pool = make_empty_pool

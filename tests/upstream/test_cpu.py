@@ -57,6 +57,21 @@ def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
 
+@pytest.mark.usefixtures("no_accelerator")
+@pytest.mark.parametrize(
+    ("engine_kwargs", "gib"),
+    [({"kv_cache_memory_bytes": 2**28}, None), ({"seed": 1}, "1"), (None, "1")],
+)
+def test_the_size_of_a_cache_among_the_engines_settings_wins(
+    engine_kwargs: dict[str, int] | None, gib: str | None
+) -> None:
+    """vLLM's variable would win over it."""
+    args = arguments()
+    args.vllm_engine_kwargs = engine_kwargs
+    cpu.apply_cpu_settings(args, given=[])
+    assert os.environ.get("VLLM_CPU_KVCACHE_SPACE") == gib
+
+
 def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)

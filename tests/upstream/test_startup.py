@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from swift.utils import get_logger
 
-from swift_grpo_ext.upstream.startup import FILE, Fold, fold_dumps
+from swift_grpo_ext.upstream.startup import FILE, Fold, fold_dumps, freeze_heap
 
 DUMP = "args: RLHFExtArguments(\nmodel='tiny',\nseed=42,\n)"
 
@@ -75,3 +77,28 @@ def test_who_debugs_sees_all(tmp_path: Path, lines: list[str]) -> None:
     get_logger().info(DUMP)
     assert lines == [DUMP]
     assert list(tmp_path.iterdir()) == []
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """For the collector to look at: it is quick."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_what_is_alive_is_collected_no_more_and_garbage_goes_before() -> None:
+    kept, dropped = Cycle(), Cycle()
+    still_there, gone = weakref.ref(kept), weakref.ref(dropped)
+    del dropped
+    freeze_heap()
+    assert gone() is None
+    del kept
+    gc.collect()
+    assert still_there() is not None

@@ -1,4 +1,4 @@
-"""vLLM's processors are loaded without copies of their tokenizer; experts are packed anew."""
+"""vLLM copies its tokenizer as late as it can, and loads it once; experts are packed anew."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import TokenizersBackend
+from transformers import AutoTokenizer, ProcessorMixin, TokenizersBackend
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
+from vllm.renderers import hf as renderers_hf
 from vllm.tokenizers.hf import maybe_make_thread_pool
 from vllm.transformers_utils import processor as upstream
 
@@ -28,6 +29,13 @@ class CopyingProcessor:
         self.tokenizer = kwargs["tokenizer"]
         if kwargs.get("fails"):
             raise TypeError("This processor cannot be made.")
+
+
+class TwoTokenizers(ProcessorMixin):
+    """A processor that transformers loads."""
+
+    def __init__(self, tokenizer: Any = None, decoder_tokenizer: Any = None) -> None:
+        self.tokenizer, self.decoder_tokenizer = tokenizer, decoder_tokenizer
 
 
 @pytest.fixture
@@ -63,10 +71,70 @@ def test_a_pool_is_copied_afterwards(
     assert other.convert_tokens_to_ids("two") == 1
 
 
+def test_a_bare_tokenizer_is_not_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
+    assert load(tokenizer, tmp_path).copies["tokenizer"] is tokenizer
+    assert copy.deepcopy(tokenizer) is not tokenizer
+
+
 def test_another_tokenizer_is_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
-    copied = load(tokenizer, tmp_path).copies["tokenizer"]
-    assert copied is not tokenizer
-    assert copied.get_vocab() == tokenizer.get_vocab()
+    other = copy.deepcopy(tokenizer)
+    assert load(tokenizer, tmp_path, other=other).copies["other"] is not other
+
+
+@pytest.mark.parametrize(("handed_over", "num_loads"), [(True, 1), (False, 2)])
+def test_a_processor_loads_no_tokenizer_beside_the_one_it_is_given(
+    tokenizer: TokenizersBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handed_over: bool,
+    num_loads: int,
+) -> None:
+    """`decoder_tokenizer`, a second one, is loaded in any case."""
+    loads = []
+
+    def from_pretrained(name: str, **kwargs: Any) -> Any:
+        loads.append(kwargs["subfolder"])
+        return copy.copy(tokenizer)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    vllm_repairs.load_processors_uncopied()
+    given = {"tokenizer": tokenizer} if handed_over else {}
+    loaded = upstream.cached_get_processor(str(tmp_path), processor_cls=TwoTokenizers, **given)
+    assert len(loads) == num_loads
+    assert (loaded.tokenizer is tokenizer) == handed_over
+    assert loaded.decoder_tokenizer is not tokenizer
+
+
+def test_outside_of_vllm_a_processor_loads_its_tokenizer(
+    tokenizer: TokenizersBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_repairs.load_processors_uncopied()
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: "loaded")
+    loaded = TwoTokenizers._load_tokenizer_from_pretrained(
+        "tokenizer", tmp_path, tokenizer=tokenizer
+    )
+    assert loaded == "loaded"
+
+
+@pytest.fixture
+def renderers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's renderers, which are as they were afterwards."""
+    monkeypatch.setattr(renderers_hf, "maybe_make_thread_pool", maybe_make_thread_pool)
+    vllm_repairs.copy_tokenizers_late.__wrapped__()
+    return renderers_hf
+
+
+def test_a_pool_makes_its_copies_when_they_are_asked_for(
+    tokenizer: TokenizersBackend, renderers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+    deepcopy = copy.deepcopy
+    monkeypatch.setattr(copy, "deepcopy", lambda value: copies.append(value) or deepcopy(value))
+    pool = renderers.maybe_make_thread_pool(tokenizer, 2)
+    assert copies == []
+    assert pool.convert_tokens_to_ids("two") == 1
+    assert pool.decode([0]) == "one"  # with the copy that has come back
+    assert len(copies) == 1
 
 
 def test_a_processor_is_loaded_once(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
@@ -77,9 +145,12 @@ def test_a_processor_is_loaded_once(tokenizer: TokenizersBackend, tmp_path: Path
 def test_an_unknown_vllm_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     before = upstream.get_processor
     unknown = Pin("vllm.transformers_utils.processor", "no_such_function")
+    pool = renderers_hf.maybe_make_thread_pool
     monkeypatch.setattr(pins, "PROCESSOR_COPIES", (unknown,))
-    vllm_repairs.load_processors_uncopied.__wrapped__()
+    monkeypatch.setattr(pins, "TOKENIZER_POOL", (unknown,))
+    vllm_repairs.start_sooner.__wrapped__()
     assert upstream.get_processor is before
+    assert renderers_hf.maybe_make_thread_pool is pool
 
 
 def test_experts_of_an_update_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
