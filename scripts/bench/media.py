@@ -10,7 +10,7 @@ each turn, as `--sleep_level` empties them.
 - `ours, later epoch`: the same with the cache of an epoch before, which met these images.
 - `ours, no cache`: `--media_cache_gb 0`.
 - `ours, ahead`: new images for a full cache, prepared by the thread that does so while a round
-  trains; its CPU seconds count too. (New memory, while a cache grows, costs 0.1 s a round more.)
+  trains; its CPU seconds count too. (While a cache grows, new memory costs 0.1 s a round more.)
 
 Counted is all that the process spends on a round but the engine's own steps: reading, decoding,
 hashing and processing images, tokenizing, and the making of requests and answers. The largest cache
