@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 MEDIA = {
-    "image": ("pixel_values", "image_grid_thw", "image_sizes"),
+    "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-"""Inputs that lay what belongs to one sample after what belongs to another. Of each kind pixels,
-how many rows of them each medium has (where that differs), and others with a row for each."""
+"""Inputs that lay what belongs to one sample after what belongs to another: of each kind its pixels,
+and how many rows of them each medium has, where that differs."""
 
 FOR_POSITIONS = "second_per_grid_ts"
 """Of each video. Positions are made of it, and nothing else."""
@@ -185,7 +185,8 @@ def media_of_rows(inputs: Mapping[str, Any], config: Any) -> list[dict[str, Tens
     """
     input_ids = inputs["input_ids"]
     rows: list[dict[str, Tensor]] = [{} for _ in input_ids]
-    for kind, (pixels, grid, *others) in MEDIA.items():
+    config = getattr(config, "thinker_config", config)  # Qwen-Omni
+    for kind, (pixels, grid) in MEDIA.items():
         values, grids = inputs.get(pixels), inputs.get(grid)
         if values is None:
             continue
@@ -200,10 +201,9 @@ def media_of_rows(inputs: Mapping[str, Any], config: Any) -> list[dict[str, Tens
         split = getattr(values, "split_parts", values.split)
         for row, part in zip(rows, split(num_rows), strict=True):
             row[pixels] = part
-        for name in (grid, *others):
-            if inputs.get(name) is not None:
-                for row, part in zip(rows, inputs[name].split(counts), strict=True):
-                    row[name] = part
+        if grids is not None:
+            for row, part in zip(rows, grids.split(counts), strict=True):
+                row[grid] = part
     return rows
 
 
@@ -247,7 +247,8 @@ def folded_inputs(
             folded[name] = layout.take(value)
         elif name != FOR_POSITIONS:
             if not isinstance(value, (type(None), bool, int, float, str)):
-                raise UnknownInputError(f"the input {name} is not known")
+                shape = tuple(getattr(value, "shape", ()))
+                raise UnknownInputError(f"the input {name} {shape} is not known")
             folded[name] = value
     return folded
 

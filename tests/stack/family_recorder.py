@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from swift_grpo_ext.logits.head import output_embedding
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.training import trainer as trainer_module
 from swift_grpo_ext.training.batch import rollouts_own_prompts
+from swift_grpo_ext.training.lazy_concat import before_collating
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 
 
@@ -33,8 +35,7 @@ class FamilyTrainer(RecordingTrainer):
         if self._has_written:
             return super()._prepare_batch_inputs(samples)
         self._has_written = True
-        cache = self._media.cache
-        assert cache is not None
+        cache: Any = self._media.cache or SimpleNamespace(num_hits=0, num_misses=0)  # text alone
         hits, misses = cache.num_hits, cache.num_misses  # of the rollout
         head = output_embedding(base_model(self.model))
         ids = torch.tensor(placeholder_ids(self.template), dtype=torch.long)
@@ -48,14 +49,10 @@ class FamilyTrainer(RecordingTrainer):
 
         @contextmanager
         def noted(template: Any, samples: Any) -> Iterator[None]:
-            collate = template.data_collator
-
-            def note(batch: list[dict[str, Any]], **kwargs: Any) -> Any:
+            def note(batch: list[dict[str, Any]]) -> None:
                 encoded.update((id(one), dict(one)) for one in batch)  # collating takes entries out
-                return collate(batch, **kwargs)
 
-            template.data_collator = note  # until `rollouts_own_prompts` puts all back
-            with rollouts_own_prompts(template, samples):
+            with before_collating(template, note), rollouts_own_prompts(template, samples):
                 yield
 
         hook = head.register_forward_pre_hook(look)
