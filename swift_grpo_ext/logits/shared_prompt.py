@@ -26,7 +26,7 @@ MEDIA = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-"""Inputs that lay what belongs to one sample after what belongs to another: of each kind its pixels,
+"""Inputs that lay what belongs to one sample after what belongs to another: the pixels of each kind,
 and how many rows of them each medium has, where that differs."""
 
 FOR_POSITIONS = "second_per_grid_ts"
