@@ -26,8 +26,8 @@ MEDIA = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-"""Inputs that lay what belongs to one sample after what belongs to another: the pixels of each kind,
-and how many rows of them each medium has, where that differs."""
+"""Inputs that lay what belongs to one sample after what belongs to another: pixels of each kind, and
+how many rows of them each medium has, where that differs."""
 
 FOR_POSITIONS = "second_per_grid_ts"
 """Of each video. Positions are made of it, and nothing else."""

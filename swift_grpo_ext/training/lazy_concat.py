@@ -79,7 +79,7 @@ class LazyConcat(Tensor):
                 start += size
             if start > len(part):
                 return [*self.join().split([*sizes])]
-        return pieces
+        return pieces + [part[:0] for _ in left]
 
     # These read memory, and ask no operator for it.
     def data_ptr(self) -> int:

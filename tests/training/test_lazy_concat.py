@@ -96,7 +96,11 @@ def test_pieces_lie_within_parts_and_else_it_is_joined() -> None:
         OTHER.data_ptr(),
         IMAGE.data_ptr(),
     ]
-    for lazy, sizes in ((halves, [2, 2, 1, 1, 4]), (across, [5, 5])):
+    for lazy, sizes in (
+        (halves, [2, 2, 1, 1, 4]),
+        (group(), [0, 4, 2, 0, 4, 0, 0]),
+        (across, [5, 5]),
+    ):
         expected = JOINED.split(sizes)
         assert all(map(torch.equal, lazy.split_parts(sizes), expected))
     assert (len(halves.distinct), len(across.distinct)) == (2, 1)
