@@ -26,11 +26,11 @@ MEDIA = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-"""Inputs that lay what belongs to one sample after what belongs to another: pixels of each kind, and
-how many rows of them each medium has, where that differs."""
+"""Inputs that lay what belongs to one sample after what belongs to another: the pixels of a kind,
+and how many rows of them each medium has, where that differs."""
 
-FOR_POSITIONS = "second_per_grid_ts"
-"""Of each video. Positions are made of it, and nothing else."""
+FOR_POSITIONS = ("second_per_grid_ts", "mm_token_type_ids")
+"""Positions are made of them, and nothing else. Templates may leave out rows without media."""
 
 PAIR_MASKED = ("sdpa", "eager")
 """Implementations that take a mask of [R, 1, L, L]."""
@@ -245,7 +245,7 @@ def folded_inputs(
             folded[name] = mask
         elif isinstance(value, Tensor) and value.ndim >= 2 and value.shape[-2:] == shape:
             folded[name] = layout.take(value)
-        elif name != FOR_POSITIONS:
+        elif name not in FOR_POSITIONS:
             if not isinstance(value, (type(None), bool, int, float, str)):
                 shape = tuple(getattr(value, "shape", ()))
                 raise UnknownInputError(f"the input {name} {shape} is not known")
