@@ -58,6 +58,9 @@ REFUSED = {
 }
 """How upstream ends a training with videos (`UPSTREAM`)."""
 
+READ_PROMPTS_AGAIN = ("gemma3", "llava_onevision")
+"""Layers with windows, and images of several tiles: `--logps_shared_prompt` has no effect."""
+
 FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
 
 EXPERTS_LORA = ("--lora_dropout", "0")
@@ -291,14 +294,17 @@ def test_lora_on_two_ranks(
     family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path
 ) -> None:
     """Before it has learned anything, it draws what one rank draws for all weights. The vision
-    tower is frozen, and sees each image once a round."""
+    tower is frozen, and sees each image once a round; training reads a group's prompt once."""
     more = EXPERTS_LORA if family.name == "glm4v_moe" else ()
-    argv = (*rounds.LORA, *FROZEN, *more)
+    argv = (*rounds.LORA, *FROZEN, *more, "--logps_shared_prompt", "true")
     samples = train(family, model, assets, tmp_path / "lora", *argv, ranks=2)
     gap = assert_agrees(tmp_path / "lora")
     for log in metrics_of(tmp_path / "lora"):
         assert (log.get("media/encoded", 0) > 0) == family.has_images
     assert first_round(samples) == first_round(rounds.recorded(whole / "training"))
+    log = (tmp_path / "lora/training/log").read_text(encoding="utf-8", errors="replace")
+    said = "has no effect" if family.name in READ_PROMPTS_AGAIN else "positions in the place of"
+    assert re.search(rf"\] --logps_shared_prompt.* {said}", log)
     note(family, "lora", gap=gap)
 
 
