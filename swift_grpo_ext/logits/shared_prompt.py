@@ -307,7 +307,10 @@ class SharedPrompt:
         predicts_BT: Tensor,
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
     ) -> Folded | None:
-        """A batch, folded; None where it stays as it is. All ranks call this together.
+        """A batch, folded; None where it stays as it is.
+
+        Until a first batch is proven, all ranks call this together, and what they agree on decides
+        whether they run further passes; after it each decides by itself, and runs one.
 
         Args:
             inputs: the arguments of the model's forward.
@@ -338,7 +341,10 @@ class SharedPrompt:
         return folded if self.is_proven else None
 
     def _fold(self, inputs: Mapping[str, Any], predicts_BT: Tensor) -> Folded | None:
-        if reason := reason_against(self._base, inputs):
+        reason = reason_against(self._base, inputs)
+        if len(predicts_BT) == 1 and not self.is_proven:
+            reason = "they hold one sample each (--per_device_train_batch_size 1)"
+        if reason:
             self._tell(reason)
             return None
         try:
@@ -350,7 +356,8 @@ class SharedPrompt:
     def _tell(self, reason: str) -> None:
         if self._warn is not None:
             self._warn(
-                f"--logps_shared_prompt has no effect on {self._name}: {reason}. (Said once.)"
+                f"--logps_shared_prompt leaves batches of {self._name} as they are: {reason}. "
+                "(Said once.)"
             )
         self._warn = None
 

@@ -320,8 +320,17 @@ def test_a_model_that_sees_more_than_the_mask_says_is_left_alone(warned: list[st
     found, _, _ = run(Ours, model, batch, keys=set(), logps_shared_prompt=True)
     assert_close(found, expected)
     [told] = warned
-    assert told.startswith("--logps_shared_prompt has no effect on Qwen2ForCausalLM: log-prob")
+    assert told.startswith("--logps_shared_prompt leaves batches of Qwen2ForCausalLM as they are:")
     assert "above the 0.01 that rounding explains" in told
+
+
+def test_a_batch_of_one_sample_says_what_to_change(warned: list[str]) -> None:
+    model, batch = build("Qwen2"), Group(ROWS[:1])
+    expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
+    flags: dict[str, Any] = {"keys": {"logits_to_keep"}, "logps_shared_prompt": True}
+    found, _, _ = run(Ours, model, batch, **flags)
+    assert_close(found, expected)
+    assert "hold one sample each (--per_device_train_batch_size 1)" in warned[0]
 
 
 @pytest.mark.parametrize(
