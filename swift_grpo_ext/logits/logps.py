@@ -83,7 +83,7 @@ class CompletionLogps:
         self._chunk_size = auto() if size is None else size
         self._is_packed = bool(template.padding_free)
         self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
-        self._agree, self._limit = agree, limit
+        self.agree, self.limit = agree, limit
         self._shares_prompt = config.logps_shared_prompt and not self._is_packed
         self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
         self._is_off = config.logits_shim == "off" and not self._chunk_size
@@ -173,7 +173,7 @@ class CompletionLogps:
         base: Any = base_model(model)
         if base not in self._shared_prompts:
             self._shared_prompts[base] = SharedPrompt(
-                base, self._agree, logger.warning, logger.info, self._limit
+                base, self.agree, logger.warning, logger.info, self.limit
             )
         return self._shared_prompts[base]
 

@@ -156,7 +156,8 @@ def _measured(rig: Rig, inputs: Any, batch: Any, size: int) -> tuple[torch.Tenso
     trainer = rig.trainer
     args = copy(trainer.args)
     args.logps_chunk_size = str(size)
-    before, trainer._logps = trainer._logps, CompletionLogps(args, trainer.template)
+    before = trainer._logps
+    trainer._logps = CompletionLogps(args, trainer.template, agree=before.agree, limit=before.limit)
     kept: list[torch.Tensor] = []
 
     def work() -> None:
