@@ -28,6 +28,8 @@ LONGEST_NAME = 256
 MOST_FILES = 2**16
 """Digests that are remembered; one takes about 250 bytes."""
 
+BLOCK_BYTES = 2**20
+
 SECONDS_UNTIL_SETTLED = 2.0
 """A file that changed less than this ago may change again within the same tick of its clock."""
 
@@ -173,7 +175,6 @@ class Sources:
 
     def __init__(self) -> None:
         self._digests: OrderedDict[str, tuple[tuple[int, ...], bytes]] = OrderedDict()
-        self._last: tuple[bytes, bytes] = b"", _digest(b"")
 
     def image(self, source: Any, round_: int) -> Any:
         """The digest of an image's encoded bytes, however it is given; what is no file stays.
@@ -188,7 +189,7 @@ class Sources:
             source = path or _decoded(source) or (source, round_)
         if isinstance(source, Path):
             return self._of_file(source)
-        return self._of_bytes(source) if isinstance(source, bytes) else source
+        return _digest(source) if isinstance(source, bytes) else source
 
     def video(self, source: Any, round_: int) -> Any:
         """What a loader of videos is asked for, with the digest of each file beside its path."""
@@ -201,20 +202,13 @@ class Sources:
             return {key: self.video(item, round_) for key, item in source.items()}
         return source
 
-    def _of_bytes(self, data: bytes) -> bytes:
-        last, digest = self._last
-        if data != last:  # the samples of a group follow one another
-            digest = _digest(data)
-            self._last = data, digest
-        return digest
-
     def _of_file(self, path: Path) -> bytes:
         stat = path.stat()
         state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         known = self._digests.get(str(path))
         if known is not None and known[0] == state:
             return known[1]
-        digest = self._of_bytes(path.read_bytes())
+        digest = _digest_of_file(path)
         if abs(time.time() - stat.st_ctime) > SECONDS_UNTIL_SETTLED:
             self._digests[str(path)] = state, digest
             if len(self._digests) > MOST_FILES:
@@ -224,6 +218,15 @@ class Sources:
 
 def _digest(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(data)  # SHA-256 takes 20 times as long
+
+
+def _digest_of_file(path: Path) -> bytes:
+    """`_digest` of a file's bytes, of which one block is held at a time."""
+    whole = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            whole.update(block)
+    return whole.digest()
 
 
 def _decoded(source: str) -> bytes | None:

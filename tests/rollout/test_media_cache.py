@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,15 +214,15 @@ def test_a_file_is_read_again_once_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, num_reads = tmp_path / "a.png", 0
-    read = Path.read_bytes
+    read = media_cache._digest_of_file
 
-    def counted(self: Path) -> bytes:
+    def counted(path: Path) -> bytes:
         nonlocal num_reads
         num_reads += 1
-        return read(self)
+        return read(path)
 
     path.write_bytes(DATA)
-    monkeypatch.setattr(Path, "read_bytes", counted)
+    monkeypatch.setattr(media_cache, "_digest_of_file", counted)
     sources = Sources()
     for _ in range(3):  # it may change again before the file system's clock moves on
         assert sources.image(str(path), 0) == NAME
@@ -234,6 +235,24 @@ def test_a_file_is_read_again_once_it_has_changed(
     path.write_bytes(DATA[::-1])
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same size and time
     assert sources.image(str(path), 0) == xxhash.xxh3_128_digest(DATA[::-1])
+
+
+def test_a_long_file_is_named_without_being_held(tmp_path: Path) -> None:
+    """Videos take hundreds of megabytes, which no bound of ours would count."""
+    path, size = tmp_path / "long.mp4", 200 * 2**20
+    with path.open("wb") as f:
+        f.truncate(size)
+    whole = xxhash.xxh3_128()
+    for _ in range(200):
+        whole.update(bytes(2**20))
+    sources = Sources()
+    tracemalloc.start()
+    named = sources.video(str(path), 0)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert named == (str(path), whole.digest())
+    assert peak < 10 * 2**20
+    assert held < 10 * 2**10
 
 
 def test_videos_are_named_by_path_and_content(tmp_path: Path) -> None:
