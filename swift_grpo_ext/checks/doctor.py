@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.version import __version__
 
 MASTER_PORT = 29500
-"""torchrun's, unless MASTER_PORT says otherwise."""
+"""torchrun's, unless MASTER_PORT says otherwise; a single process takes any free one."""
 
 NUM_ROWS = 32
 """Of a data set, that are looked at."""
@@ -58,7 +58,7 @@ class Target:
     future_servers: tuple[str, ...] = ()
     """URLs of those that a YAML file names: they may not have been started yet."""
 
-    ports: tuple[int, ...] = (MASTER_PORT,)
+    ports: tuple[int, ...] = ()
     """Of this machine, that have to be free."""
 
 
@@ -81,8 +81,14 @@ def target_of(options: argparse.Namespace) -> Target:
         datasets=tuple(options.dataset or settings.get("dataset") or ()),
         servers=tuple(s.rstrip("/") if "://" in s else f"http://{s}" for s in options.server),
         future_servers=() if options.server else _servers_of(run),
-        ports=tuple(options.port or [int(environment(settings).get("MASTER_PORT", MASTER_PORT))]),
+        ports=tuple(options.port or _ports_of(run, settings)),
     )
+
+
+def _ports_of(run: Run | None, settings: Mapping[str, Any]) -> list[int]:
+    if named := environment(settings).get("MASTER_PORT"):
+        return [int(named)]
+    return [MASTER_PORT] if run and run.num_ranks > 1 else []
 
 
 def _servers_of(run: Run | None) -> tuple[str, ...]:

@@ -217,20 +217,35 @@ def check_devices(args: Any) -> Findings:
             )
 
 
-def check_master_port() -> Findings:
-    """The port on which a single training process will listen is free.
+def choose_master_port() -> None:
+    """Give a single training process a free port, where nobody has named one.
 
-    ms-swift makes such a process a world of one, at port 29500 unless MASTER_PORT says otherwise.
+    ms-swift makes such a process a world of one at port 29500 (utils/torch_utils.py,
+    `set_default_ddp_config`), before plugins are imported: a second training would be refused.
+    torch listens there later. A port that somebody has named stands in the environment that the
+    process began with, or is another one.
+    """
+    is_default = os.environ.get("MASTER_PORT") == "29500"
+    if _is_alone() and is_default and "MASTER_PORT" not in psutil.Process().environ():
+        os.environ["MASTER_PORT"] = str(free_port())
+
+
+def check_master_port() -> Findings:
+    """The port on which a single training process will listen is free, where somebody named one.
+
     torchrun has its port already when plugins are imported.
     """
     port = os.environ.get("MASTER_PORT")
-    is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
-    if is_alone and port and not port_is_free(int(port)):
+    if _is_alone() and port and not port_is_free(int(port)):
         yield error(
             f"MASTER_PORT {port}",
             "is in use on this machine, perhaps by another training run.",
-            "Set the environment variable MASTER_PORT to a free port.",
+            "Set the environment variable MASTER_PORT to a free port, or leave it out.",
         )
+
+
+def _is_alone() -> bool:
+    return os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def check_seed(args: Any) -> Findings:
@@ -410,3 +425,10 @@ def port_is_free(port: int, *, reuse: bool = True) -> bool:
         except OSError:
             return False
     return True
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens now."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import psutil
 from rich.console import Console
 from rich.markup import escape
 
+from swift_grpo_ext.checks.preflight import free_port
 from swift_grpo_ext.checks.settings import (
     Run,
     devices_of,
@@ -278,9 +278,3 @@ def _end_of(log: Path) -> str:
     errors = [match[1].strip() for match in ERROR.finditer(text)]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return errors[-1] if errors else " | ".join(lines[-LOG_LINES:])
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -144,6 +144,7 @@ def _check(args: Any, given: list[str]) -> None:
     else:
         api_key.check_urls(args)
         fold_dumps(args)
+    preflight.choose_master_port()
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
     apply_cpu_settings(args, given)

@@ -129,6 +129,14 @@ def test_a_torchvision_that_cannot_be_loaded(
     assert_error(result, "operator torchvision::nms does not exist", "scripts/setup.sh")
 
 
+def test_the_default_port_is_that_of_several_ranks(tmp_path: Path) -> None:
+    config = tmp_path / "grpo.yaml"
+    for env, ports in (({}, ()), ({"MASTER_PORT": 7}, (7,)), ({"NPROC_PER_NODE": 2}, (29500,))):
+        config.write_text(json.dumps({"rlhf_type": "grpo", "ENV": env}))
+        assert target_of(options(config=str(config))).ports == ports
+    assert target_of(options()).ports == ()
+
+
 def test_torch_without_what_ranks_talk_over() -> None:
     nccl = machine.communication(has_gpu=True, has_nccl=False, has_gloo=True)
     assert_error(nccl, "without NCCL", "CUDA build")

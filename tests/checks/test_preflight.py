@@ -6,10 +6,13 @@ import importlib.util
 import inspect
 import json
 import logging
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -266,11 +269,13 @@ def test_flags_of_a_monitor_that_is_not_there() -> None:
 
 
 @contextmanager
-def taken_port() -> Iterator[int]:
+def taken_port(port: int = 0) -> Iterator[int]:
+    """A port on which somebody listens: this test, or whoever has it already."""
     with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        yield taken.getsockname()[1]
+        with suppress(OSError):
+            taken.bind(("", port))
+            taken.listen()
+        yield port or taken.getsockname()[1]
 
 
 def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +329,42 @@ def test_connections_that_stay_are_not_waited_for_for_ever(monkeypatch: pytest.M
     assert "old connections to port 7" in infos[0]
 
 
+def test_a_single_process_gets_a_free_port_where_none_was_named() -> None:
+    """In processes of their own: what one began with cannot be changed later."""
+    code = (
+        "import os\n"
+        "from swift.utils import set_default_ddp_config\n"
+        "from swift_grpo_ext.checks import preflight\n"
+        "set_default_ddp_config()\n"
+        "preflight.choose_master_port()\n"
+        "print(os.environ['MASTER_PORT'], [*preflight.check_master_port()])\n"
+    )
+    launchers = ("MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    env = {name: value for name, value in os.environ.items() if name not in launchers}
+
+    def port_and_findings(**named: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env | named, stdout=subprocess.PIPE, check=True
+        )
+        return done.stdout.decode().splitlines()[-1].split(maxsplit=1)
+
+    with taken_port(29500):
+        port, findings = port_and_findings()
+        assert port != "29500"
+        assert findings == "[]"
+        port, findings = port_and_findings(MASTER_PORT="29500")
+        assert port == "29500"
+        assert "MASTER_PORT 29500" in findings
+
+
+def test_torchruns_port_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", "none")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    preflight.choose_master_port()
+    assert os.environ["MASTER_PORT"] == "29500"
+
+
 def test_the_port_of_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -334,7 +375,7 @@ def test_the_port_of_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "1")
         sentence = only(preflight.check_process(arguments()))
         assert sentence.startswith(f"error: MASTER_PORT {port}: is in use on this machine")
-        assert sentence.endswith("to a free port.")
+        assert sentence.endswith("to a free port, or leave it out.")
         assert "MASTER_PORT" in only(preflight.check_process(arguments(port=0)))
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun listens there itself
         assert said(preflight.check_process(arguments())) == []

@@ -6,13 +6,14 @@ import json
 import re
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from tests.stack.processes import PLUGIN, ROOT, free_port, started
+from tests.stack.processes import PLUGIN, ROOT, SWIFT, free_port, started
 
 pytestmark = pytest.mark.stack
 
@@ -176,3 +177,18 @@ def test_every_bad_input_is_refused_by_name(
             assert result["status"] == 1
             assert re.search(expected, last_line), result["output"][-2000:]
             assert "Loading weights" not in result["output"]
+
+
+def test_a_second_training_starts_beside_the_first(assets: Path, tmp_path: Path) -> None:
+    """A single process needs no fixed port: another's stays out of its way (ms-swift: 29500)."""
+    command = [
+        *("env", "-u", "MASTER_PORT", str(SWIFT), "rlhf", "examples/digits/grpo.yaml"),
+        *("--model", str(assets / "tiny_vlm"), "--dataset", str(assets / "digits/train.jsonl")),
+        *("--per_device_train_batch_size", "4", "--num_generations", "4", "--max_steps", "1"),
+        *("--output_dir", str(tmp_path / "run"), "--add_version", "false"),
+    ]
+    with socket.socket() as first, suppress(OSError):
+        first.bind(("", 29500))  # else somebody else has it
+        first.listen()
+        with started(command, tmp_path / "log") as running:
+            running.wait_for("'global_step/max_steps': '1/1'", seconds=900)
