@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arg("--dataset", nargs="+", default=[], help="its first rows are looked at"),
     arg("--stop_words", nargs="+", default=[], help="as for swift rlhf"),
     arg("--server", nargs="+", default=[], metavar="HOST:PORT", help="of servers"),
-    arg("--port", nargs="+", type=int, help="that have to be free (default: of several ranks, 29500)"),
+    arg("--port", nargs="+", type=int, help="that have to be free (several ranks: 29500)"),
     arg("--json", action="store_true", help="for scripts"),
 )
 def doctor(options: argparse.Namespace) -> int:

@@ -55,7 +55,8 @@ NAMES = {COMPARE: "seeds", INVARIANT: "batch invariance"}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print, write; returns the exit status (`exit_status`).
+    """Check, print, write; returns the exit status (`exit_status`; 2 also for settings that `swift
+    rlhf` does not take).
 
     Raises:
         ValueError: settings cannot be read, or name no model or data set.
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ROUND).unlink(missing_ok=True)  # of another run
     count, kind = devices(training)
-    found = plan.parts(
+    settings, *found = plan.parts(
         _run_of(training, served), training, served,
         output_dir=folder / "run", num_devices=count, device=kind, address=options.server,
     )  # fmt: skip
@@ -82,6 +83,9 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"[{color}]{result.status:18}[/] {result.name}, {escape(result.topology)}")
 
     deadline = time.time() + 60 * options.minutes
+    if reason := refusal(settings, folder, deadline):
+        print(f"swift-grpo-ext selftest: no check can start. {reason}", file=sys.stderr)
+        return 2
     for number, part in enumerate(found):
         run_part(part, number, folder, deadline, emit)
     if options.json:
@@ -174,6 +178,20 @@ def run_part(
     for check in missing:
         why = reason if check == missing[0] else f"as {missing[0]}"
         emit(untried(why, name=check, topology=part.topology))
+
+
+def refusal(part: Part, folder: Path, deadline: float) -> str:
+    """Return why `swift rlhf` does not take a part's settings; empty where it does, or where there
+    is no time to find out."""
+    log = folder / "settings.log"
+    words = ["--settings", *plan.argv(part.settings)]
+    command = [sys.executable, "-m", "swift_grpo_ext.selftest.worker", *words]
+    with started(command, log, {**part.env, **os.environ}) as process:
+        while (status := process.poll()) is None:
+            if time.time() >= deadline:
+                return ""
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+    return _end_of(log) if status else ""
 
 
 def _follow(

@@ -74,7 +74,7 @@ def parts(
     device: str,
     address: str | None = None,
 ) -> list[Part]:
-    """What to run, in this order.
+    """What to run, in this order; first, without a check, one process that takes the settings.
 
     Args:
         run: the settings as they were parsed.
@@ -95,9 +95,10 @@ def parts(
         kept = {k: v for k, v in _settings(run, settings, ranks).items() if k not in left_out}
         return {**kept, "output_dir": str(output_dir), **own}
 
+    # What only the server was told of its engine.
+    engine = {name: value for name, value in (served or {}).items() if name in OF_ENGINES}
+
     def colocated(ranks: int, tensor_parallel: int, checks: Sequence[str]) -> Part:
-        # What only the server was told of its engine.
-        engine = {name: value for name, value in (served or {}).items() if name in OF_ENGINES}
         own = {"vllm_mode": "colocate", "vllm_tensor_parallel_size": tensor_parallel, **engine}
         obstacle = f"{ranks} devices are needed, and {num_devices} are there ({device})"
         return Part(
@@ -122,6 +123,7 @@ def parts(
         env={**env, "VLLM_BATCH_INVARIANT": "1"},
         obstacle="vLLM's batch-invariant kernels need a GPU" * (device == "cpu"),
     )
+    first = colocated(1, 1, ())
     found = [alone, *(part for part in others if part.topology != alone.topology), kernels]
     if is_served:
         host, port = _address(run, served, address)
@@ -131,7 +133,8 @@ def parts(
         remote = settings_for(1, left_out, **own)
         server = Part(topology="server", checks=ALL, settings=remote, env=env, server=start)
         found.insert(0, server)
-    return found
+        first = replace(server, checks=(), server=None)
+    return [replace(first, topology="settings", obstacle=""), *found]
 
 
 def _settings(run: Run, settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """A process of `swift-grpo-ext selftest`: builds the training of some settings, and checks it.
 
     python -m swift_grpo_ext.selftest.worker JOB.json
+    python -m swift_grpo_ext.selftest.worker --settings ARGUMENTS OF swift rlhf
 
 `run_with_trainer` is `swift rlhf` up to where it would train. Each result is a line of JSON,
-written as soon as it is known: a process that is ended leaves what it has found.
+written as soon as it is known: a process that is ended leaves what it has found. With `--settings`
+it ends where a model would be loaded.
 """
 
 from __future__ import annotations
@@ -77,6 +79,18 @@ def run_with_trainer(argv: Sequence[str], use: Callable[[Any], None]) -> None:
             return {}
 
     Selftest(given).main()
+
+
+def take_settings(argv: Sequence[str]) -> None:
+    """Parse and check arguments as `swift rlhf` does, without a server, which may not run yet."""
+    import swift_grpo_ext
+
+    swift_grpo_ext.register()
+    from swift.pipelines.train.rlhf import SwiftRLHF
+    from swift.utils import parse_args
+
+    SwiftRLHF.args_class._init_external_vllm = lambda self: None
+    parse_args(SwiftRLHF.args_class, list(argv))
 
 
 def _check(job: Job, emit: Callable[[Result], None], trainer: Any) -> None:
@@ -154,4 +168,7 @@ def attempt(rig: Any, check: Check) -> Result:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "--settings":
+        take_settings(sys.argv[2:])
+    else:
+        main(Path(sys.argv[1]))

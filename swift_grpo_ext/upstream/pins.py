@@ -39,7 +39,7 @@ COMMAND_LINE = _pins("""
 swift.arguments:BaseArguments
     _init_model_kwargs load_dataset: self
 swift.arguments:RLHFArguments
-    _check_grpo: self
+    _check_grpo _init_external_vllm: self
 swift.arguments:RolloutArguments
     _check_device_count: self
 swift.pipelines.base:SwiftPipeline

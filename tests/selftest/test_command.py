@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +140,32 @@ def test_a_server_that_does_not_come_up_is_the_reason(
     assert found == untried_for(reason)
 
 
+def test_settings_are_refused_in_the_words_of_swift(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(Process):
+        def start(self, argv: list[str], log: Path, env: dict[str, str]) -> None:
+            assert argv[3:] == ["--settings", "--model", "m"]
+            assert env["A"] == "1"
+            log.write_text("ValueError: give --template\n" * self.looks, encoding="utf-8")
+
+        def poll(self) -> int | None:
+            return self.looks
+
+    def why(status: int, minutes: float = 1) -> str:
+        @contextmanager
+        def started(argv: list[str], log: Path, env: dict[str, str]) -> Iterator[Process]:
+            process = Refusing([], status)
+            process.start(argv, log, env)
+            yield process
+
+        monkeypatch.setattr(command, "started", started)
+        return command.refusal(PART, tmp_path, time.time() + 60 * minutes)
+
+    assert why(1) == "ValueError: give --template"
+    assert why(0) == ""
+
+
 # --- in the process ---
 
 
@@ -153,7 +179,7 @@ def test_checks_begin_within_the_budget() -> None:
     found: list[Result] = []
     known: Any = {"seeds": lambda _: Result(status="holds", values={"a": 1}), "stops": None}
     worker.run_checks(Rig(), ["seeds", "stops"], known, found.append)
-    assert found == [
+    assert [replace(result, seconds=0) for result in found] == [
         Result(name="seeds", topology="t", status="holds", values={"a": 1}),
         untried(BUDGET, name="stops", topology="t"),
     ]

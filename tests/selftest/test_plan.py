@@ -27,7 +27,12 @@ def planned(
 ) -> list[Part]:
     where = {"output_dir": Path("out"), "num_devices": 1, "device": "cpu"} | machine
     run = command._run_of(training, served)
-    return parts(run, training, served, **where)  # type: ignore[arg-type]
+    settings, *found = parts(run, training, served, **where)  # type: ignore[arg-type]
+    assert (settings.topology, settings.checks, settings.ranks) == ("settings", (), 1)
+    assert (settings.server, settings.obstacle) == (None, "")
+    assert settings.settings["vllm_mode"] == found[0].settings["vllm_mode"]
+    assert settings.settings.get("vllm_tensor_parallel_size", 1) == 1
+    return found
 
 
 def test_on_a_cpu_one_colocated_rank_is_checked_and_the_rest_says_why_not() -> None:

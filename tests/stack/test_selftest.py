@@ -18,6 +18,8 @@ from tests.stack.selftest_faults import FAULTS
 pytestmark = pytest.mark.stack
 
 STOP = "</digit>"
+MAIN = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
+COMMAND = [sys.executable, "-c", MAIN, "selftest"]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,20 @@ def test_faults_leave_nothing_behind(found: dict[str, Any]) -> None:
     assert found["again"]["agreement"]["status"] == "holds"
 
 
+def test_settings_that_nothing_can_start_with_are_said_once(assets: Path, tmp_path: Path) -> None:
+    """Two templates fit the tiny model. A server need not be there to find that out."""
+    given = ["--model", str(assets / "tiny_vlm"), "--dataset", str(assets / "digits/train.jsonl")]
+    output = tmp_path / "out"
+    served = ["--server", f"127.0.0.1:{free_port()}"]
+    with started([*COMMAND, *given, *served, "--output", str(output)], tmp_path / "log") as running:
+        finished = running.wait(300)
+    assert finished.returncode == 2
+    assert finished.output.count("Failed to automatically match `template_type`") == 1
+    assert finished.output.count("--template") == 1
+    assert "could not be tried" not in finished.output
+    assert [file.name for file in output.iterdir()] == ["settings.log"]
+
+
 @pytest.mark.extra
 def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:
     """Both files; the table, JSON, and a page without this machine's folders."""
@@ -87,10 +103,9 @@ def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:
     files = tmp_path / "run.train.yaml", tmp_path / "run.rollout.yaml"
     for file, settings in zip(files, ({**training, **own}, served), strict=True):
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    main = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
     output = tmp_path / "out"
-    argv = ["selftest", str(tmp_path / "run"), "--minutes", "30", "--output", str(output)]
-    with started([sys.executable, "-c", main, *argv], tmp_path / "log") as running:
+    argv = [str(tmp_path / "run"), "--minutes", "30", "--output", str(output)]
+    with started([*COMMAND, *argv], tmp_path / "log") as running:
         finished = running.wait(1500)
     assert finished.returncode == 0, finished.cause
     report = json.loads((output / "selftest.json").read_text(encoding="utf-8"))
