@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -62,6 +63,24 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def keep_out_of_graphs(head: nn.Module, model: nn.Module) -> bool:
+    """Where `model` is compiled, see to it that it calls `head` in Python, hooks included.
+
+    Dynamo has no guards on hooks (`skip_nnmodule_hook_guards`): a call without any would be
+    compiled, and its code would run where there are some. A hook that stays breaks the graph there.
+
+    Returns:
+        Whether the model is compiled.
+    """
+    is_compiled = any(
+        isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+    if is_compiled:
+        head.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+    return is_compiled
+
+
 def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
     """[1, N, H]: the positions where `mask_BT` is true, row by row.
 
@@ -80,9 +99,13 @@ def select_at_head(
 ) -> Iterator[None]:
     """Within the block, `head` is given `select(hidden_BTH)` in place of all hidden states; `calls`
     notes it. `select` may call the head, which is then given what it asks for.
+
+    With `torch.compile` the hooks run as they are: they write to Python objects, which compiled
+    code cannot.
     """
     is_selecting = False
 
+    @torch.compiler.disable
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal is_selecting
         if is_selecting:
@@ -97,6 +120,7 @@ def select_at_head(
         is_selecting = False
         return (args, {**kwargs, name: chosen}) if name else ((chosen, *args[1:]), kwargs)
 
+    @torch.compiler.disable
     def note(_: nn.Module, __: Any, logits: Tensor) -> None:
         calls.result = logits.data_ptr(), logits._version
         calls.probe_V = logits.detach().flatten(0, -2)[-1:].clone()

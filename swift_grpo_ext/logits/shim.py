@@ -26,6 +26,7 @@ from swift_grpo_ext.logits.head import (
     HeadCalls,
     Transform,
     find_transform,
+    keep_out_of_graphs,
     output_embedding,
     select_at_head,
     select_positions,
@@ -70,7 +71,7 @@ class LogitsShim:
         self._warn = warn
         self._keyword = keyword_of(base)
         self._head = output_embedding(base)
-        self._head_works = False
+        self._head_works = self._is_out_of_graphs = False
         self._reason = "" if self._head is not None else "it names no output embedding"
         self._transform: Transform | None = None
         self._can_chunk = True
@@ -99,6 +100,7 @@ class LogitsShim:
             ValueError: there are fewer positions.
         """
         inputs = _without_keywords(inputs)
+        self._keep_head_out_of_graphs(model)
         output = None
         if self._keyword:
             output = model(**inputs, **{self._keyword: num_positions})
@@ -183,6 +185,10 @@ class LogitsShim:
 
     # --- the ways ---
 
+    def _keep_head_out_of_graphs(self, model: nn.Module) -> None:
+        if self._head is not None and not self._is_out_of_graphs:
+            self._is_out_of_graphs = keep_out_of_graphs(self._head, model)
+
     def _at_head(
         self,
         model: nn.Module,
@@ -195,6 +201,7 @@ class LogitsShim:
         calls, output = HeadCalls(), None
         if self._head is None:
             return None, calls
+        self._keep_head_out_of_graphs(model)
         with select_at_head(self._head, select, calls):
             try:
                 output = model(**inputs)

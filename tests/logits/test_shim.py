@@ -40,6 +40,36 @@ def chosen_mask(inputs: dict[str, Any]) -> Tensor:
     return mask
 
 
+# --- compiled models ---
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "names the keyword only", "soft-capped (Gemma2)"])
+def test_compiled_models(name: str, warned: list[str]) -> None:
+    """In turns with calls that nobody chooses positions of: those compile code without hooks."""
+    torch._dynamo.reset()
+    model, inputs = build(name), inputs_of(name)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    mask = chosen_mask(inputs)
+    targets = inputs["input_ids"].roll(-1, 1)[mask]
+
+    def plain() -> Tensor:
+        return model(**inputs).logits[mask].log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+    shim, expected = shim_of(compiled, warned, strict=True), values_and_gradients(model, plain)
+    for chunk_size in (4, 0, 4):
+        last = values_and_gradients(model, lambda: shim.last(compiled, inputs, KEPT).logits)
+        assert_close(last, values_and_gradients(model, lambda: model(**inputs).logits[:, -KEPT:]))
+        compiled(**inputs)
+        found = values_and_gradients(
+            model,
+            lambda chunk_size=chunk_size: (
+                shim.logps(compiled, inputs, mask, targets, chunk_size=chunk_size).logps_N
+            ),
+        )
+        assert_close(found, expected)
+    assert not warned
+
+
 # --- all models ---
 
 

@@ -118,6 +118,7 @@ ALIKE: dict[str, Case] = {
         f"{' '.join(LORA)} --use_dora true --gradient_checkpointing true "
         "--vit_gradient_checkpointing true"
     ),
+    "compiled": options("--torch_compile true --logps_chunk_size 8 --freeze_vit true"),
     "modules_to_save": options(f"{' '.join(LORA)} --modules_to_save merger"),
     "freezing": options(
         "--freeze_vit true --freeze_aligner true --freeze_parameters_ratio 0.5 "
