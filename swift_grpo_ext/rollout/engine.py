@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -44,7 +45,7 @@ from swift_grpo_ext.upstream.encoding import (
     supply_video_loader,
     tool_calls,
 )
-from swift_grpo_ext.upstream.replicas import FAILURE, REQUEST_FAULT
+from swift_grpo_ext.upstream.replicas import note_failure
 
 logger = get_logger()
 
@@ -91,28 +92,24 @@ class RolloutEngine(GRPOVllmEngine):
     # --- requests ---
 
     def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
-        """ms-swift's outputs, packed on a server; a server's failure comes back as its reason."""
-        try:
+        """ms-swift's outputs, packed on a server."""
+        with self._noted():
             return self._packed_outputs(super().infer(infer_requests, *args, **kwargs))
-        except Exception as e:
-            return self._failure(infer_requests, e)
 
     async def async_infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         """As `infer`."""
-        try:
+        with self._noted():
             return self._packed_outputs(await super().async_infer(infer_requests, *args, **kwargs))
-        except Exception as e:
-            return self._failure(infer_requests, e)
 
-    def _failure(self, infer_requests: Any, error: Exception) -> dict[str, Any]:
-        """A replica's answer instead of outputs; ms-swift's replica would answer None."""
-        metadatas = (wire.read_metadata(wire.data_dict_of(request)) for request in infer_requests)
-        if not self._serves or not all(metadata and metadata.packed for metadata in metadatas):
-            raise error
-        logger.error("The rollout failed.", exc_info=error)
-        cause = error.__cause__ if isinstance(error, RequestError) else error
-        is_fault = isinstance(error, RequestError)
-        return {FAILURE: f"{type(cause).__name__}: {cause}", REQUEST_FAULT: is_fault}
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Have a server's replica answer why it failed; ms-swift's loop would answer None."""
+        try:
+            yield
+        except Exception as e:
+            if self._serves:
+                note_failure(e)
+            raise
 
     async def infer_async(
         self,
@@ -143,7 +140,8 @@ class RolloutEngine(GRPOVllmEngine):
             return await super().infer_async(infer_request, request_config, **hooks)
         except Exception as e:
             if not is_encoded and self._is_callers_fault(e):
-                raise RequestError(str(e)) from e
+                with self._noted():  # a scheduler asks here
+                    raise RequestError(str(e)) from e
             raise
 
     def _is_callers_fault(self, error: Exception) -> bool:

@@ -1,31 +1,37 @@
-"""Which files and addresses a request to `swift rollout` may name (SPEC F7).
+"""Which files, addresses and sizes of pictures a request to `swift rollout` may name (SPEC F5, F7).
 
 Symptom: `SWIFT_MEDIA_ALLOWED_DIRS` keeps callers of `swift deploy` from files elsewhere on the
-server's disk; `swift rollout` opens whatever a request names, and fetches from any address.
+server's disk; `swift rollout` opens whatever a request names, and fetches from any address. Of 20 kB
+it makes a picture of gigabytes, or an error without a cause.
 Upstream: ms-swift 4.6, utils/media_utils.py (`SafeMediaPath`), utils/url_utils.py
 (`SafeUrlFetcher`), pipelines/infer/deploy.py; nothing in pipelines/infer/rollout.py. ms-swift 4.5
 has no such rules.
 Adaptation: ms-swift makes its list of media from a request, and the same rules judge the list
 before a replica gets the request. Only a string that begins as ms-swift fetches it counts as a URL;
 what can be a path is one (`data:/../..` names a file).
-Replicas fetch what a request names: there, each hop of a fetch is judged too. A public address may
-send on to a private one.
+The header of each picture that is there is read, and none is decoded. Replicas fetch what a request
+names: there, each hop of a fetch is judged too (a public address may send on to a private one), and
+the picture that came.
 Can go when `swift rollout` asks `SafeMediaPath` and `SafeUrlFetcher`.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache, wraps
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import requests
 import swift.utils
+from PIL import Image
 from swift.template import vision_utils
 from swift.template.template_inputs import StdTemplateInputs
 
@@ -34,19 +40,63 @@ KINDS = ("images", "videos", "audios")
 LONGEST_PATH = 4096
 """Linux's PATH_MAX. A longer string is base64."""
 
+HEADER_CHARACTERS = 2**16
+"""Of base64, in which most pictures say their size: 0.1 ms, where all of 1 MB takes 1.5."""
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
 
 def check_media(request: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a file outside the directories that `SWIFT_MEDIA_ALLOWED_DIRS` lists
-    (where it is set), and for a private address (unless `SWIFT_ALLOW_INTERNAL_URL` is set)."""
-    for text in map(str.strip, _media(request)):
-        if text.startswith(("http://", "https://")):
-            if hasattr(swift.utils, "SafeUrlFetcher"):
-                swift.utils.SafeUrlFetcher.check_url(text)
-        elif os.environ.get(VARIABLE) and hasattr(swift.utils, "SafeMediaPath"):
-            for path in _paths(text):
-                swift.utils.SafeMediaPath.check(str(path))
+    """Raise `ValueError`, which begins with the field, for what a request may not name: a file
+    outside the directories that `SWIFT_MEDIA_ALLOWED_DIRS` lists (where it is set), a private
+    address (unless `SWIFT_ALLOW_INTERNAL_URL` is set), a picture that is too large.
+    """
+    for field, text in _media(request):
+        try:
+            _check(text.strip())
+        except ValueError as e:
+            raise ValueError(f"{field}: {e}") from e
+
+
+def _check(text: str) -> None:
+    if text.startswith(("http://", "https://")):
+        if hasattr(swift.utils, "SafeUrlFetcher"):
+            swift.utils.SafeUrlFetcher.check_url(text)
+        return
+    if os.environ.get(VARIABLE) and hasattr(swift.utils, "SafeMediaPath"):
+        for path in _paths(text):
+            swift.utils.SafeMediaPath.check(str(path))
+    # As ms-swift opens it (template/vision_utils.py, `load_file`).
+    path = vision_utils._check_path(text)
+    if path is not None:
+        _check_pixels(Path(path))
+        return
+    content = text.partition(";base64,")[2] if text.startswith("data:") else text
+    for part in (content[:HEADER_CHARACTERS], content):
+        with suppress(binascii.Error):  # the replica says what is wrong with it
+            if _check_pixels(BytesIO(base64.b64decode(part))):
+                return
+
+
+def _check_pixels(picture: BytesIO | Path) -> bool:
+    """Raise `ValueError` where a picture has more pixels than Pillow's limit, as its header says;
+    return whether it is one that Pillow knows."""
+    if isinstance(picture, Path) and not picture.is_file():
+        return False
+    try:
+        with Image.open(picture) as image:
+            width, height = image.size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
+        raise ValueError(str(e)) from e
+    except Exception:  # Pillow's readers raise many kinds
+        return False
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit and width * height > limit:
+        raise ValueError(
+            f"a picture of {width} x {height} pixels; expected at most {limit:,} in all "
+            "(PIL.Image.MAX_IMAGE_PIXELS, which a plugin of the server may set)"
+        )
+    return True
 
 
 @cache
@@ -58,7 +108,12 @@ def check_redirects() -> None:
     class CheckedSession(requests.Session):
         def send(self, request: Any, **kwargs: Any) -> requests.Response:
             swift.utils.SafeUrlFetcher.check_url(request.url)
-            return super().send(request, **kwargs)
+            response = super().send(request, **kwargs)
+            try:
+                _check_pixels(BytesIO(response.content))
+            except ValueError as e:
+                raise ValueError(f"{request.url}: {e}") from e
+            return response
 
     load_audio = vision_utils._load_audio_librosa
 
@@ -72,22 +127,22 @@ def check_redirects() -> None:
     vision_utils._load_audio_librosa = load
 
 
-def _media(request: Mapping[str, Any]) -> Iterator[str]:
-    """Every medium of a request, by ms-swift's own reading of it."""
+def _media(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield every medium of a request, by ms-swift's own reading of it, with its field's name."""
     # `rejected_images` and the like are media of further inputs.
     for name, value in request.items():
         if name.endswith(KINDS):
-            yield from _texts(value)
+            yield from ((name, text) for text in _texts(value))
     try:
         inputs = StdTemplateInputs.from_dict({"messages": request.get("messages") or []})
     except Exception as e:
-        raise ValueError(f"the messages cannot be read ({type(e).__name__}: {e})") from e
+        raise ValueError(f"messages: cannot be read ({type(e).__name__}: {e})") from e
     for kind in KINDS:
-        yield from _texts(getattr(inputs, kind))
+        yield from (("messages", text) for text in _texts(getattr(inputs, kind)))
     contents = (message.get("content") for message in inputs.messages)
     for content in (inputs.system, *contents):
         if isinstance(content, str):
-            yield from re.findall(r"<img>(.+?)</img>", content)
+            yield from (("messages", text) for text in re.findall(r"<img>(.+?)</img>", content))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -202,7 +202,7 @@ swift.pipelines.infer.rollout:WeightSyncWorkerExtension
 swift.utils:SafeMediaPath
     check: cls path since 4.6
 swift.template.vision_utils
-    load_file: path
+    load_file _check_path: path
     _load_audio_librosa: audio sampling_rate mono
 """)
 """Of `swift rollout`."""

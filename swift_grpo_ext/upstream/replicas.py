@@ -38,7 +38,7 @@ from swift_grpo_ext.rollout.dispatch import (
 logger = get_logger()
 
 FAILURE = "swift_grpo_ext.failure"
-"""Key under which a replica answers why it failed, where ms-swift's would answer None."""
+"""Key under which a replica answers why it failed, where ms-swift's answers None."""
 
 REQUEST_FAULT = "swift_grpo_ext.request_fault"
 """Beside it where the request itself is at fault."""
@@ -53,6 +53,17 @@ Message = tuple[int | None, Any]
 # --- the worker's end ---
 
 
+_failure: dict[str, Any] = {}
+"""Of the command that this worker is at: the reply in place of ms-swift's None."""
+
+
+def note_failure(error: Exception) -> None:
+    """Have this worker's reply say why it failed, where ms-swift's loop replies None."""
+    is_fault = isinstance(error, RequestError)
+    cause = error.__cause__ if is_fault else error
+    _failure.update({FAILURE: f"{type(cause).__name__}: {cause}", REQUEST_FAULT: is_fault})
+
+
 class WorkerConnection:
     """A worker's end of its pipe: ms-swift's loop sees commands, and its replies get their
     numbers."""
@@ -65,11 +76,14 @@ class WorkerConnection:
         """The next command; a ping gets its answer here."""
         while True:
             self._number, command = self._connection.recv()
+            _failure.clear()
             if command != PING:
                 return command
             self.send(PING)
 
     def send(self, reply: Any) -> None:
+        if reply is None and _failure:
+            reply = dict(_failure)
         self._connection.send((self._number, reply))
 
 

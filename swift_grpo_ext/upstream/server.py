@@ -204,7 +204,10 @@ def _check(number: int, request: dict[str, Any]) -> wire.RequestMetadata | None:
             )
     if not request["messages"]:
         raise ValueError(f"infer_requests[{number}].messages: []; expected at least one message")
-    check_media(request)
+    try:
+        check_media(request)
+    except ValueError as e:
+        raise ValueError(f"infer_requests[{number}].{e}") from e
     return wire.read_metadata(request.get("data_dict"))
 
 

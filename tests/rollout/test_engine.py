@@ -7,6 +7,7 @@ import copy
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,12 @@ from swift_grpo_ext.rollout.engine import PackedResponse, RolloutEngine, advance
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.upstream import vllm_repairs
-from swift_grpo_ext.upstream.replicas import FAILURE, REQUEST_FAULT
+from swift_grpo_ext.upstream.replicas import (
+    FAILURE,
+    REQUEST_FAULT,
+    WorkerConnection,
+    note_failure,
+)
 
 RUN_SEED, EOS, IMAGE = 42, 1, 2
 ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
@@ -499,23 +505,56 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     assert first.rollout_infos[wire.KEY]["replica"] == "replica 0"
 
 
+class Loop:
+    """A replica's pipe for one command, to which ms-swift's loop answers None."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def recv(self) -> tuple[int, str]:
+        return 7, "infer"
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
 @pytest.mark.parametrize("use_async", [False, True])
 def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
-    def infer(asked: list[Any], *, serves: bool) -> Any:
+    def answer(asked: list[Any], *, serves: bool = True) -> Any:
         engine = make(RecordingVllm(["a"]), serves=serves, use_async=use_async)
-        if use_async:
-            return asyncio.run(engine.async_infer(asked, config(), use_tqdm=False))
-        return engine.infer(asked, config(), use_tqdm=False)
+        pipe = Loop()
+        connection = WorkerConnection(pipe)
+        connection.recv()
+        infer = (
+            partial(asyncio.run, engine.async_infer(asked, config(), use_tqdm=False))
+            if use_async
+            else partial(engine.infer, asked, config(), use_tqdm=False)
+        )
+        with pytest.raises((ValueError, OSError), match="file"):
+            infer()
+        connection.send(None)
+        connection.recv()
+        connection.send(None)  # of another command: the reason is not told twice
+        assert pipe.sent[1] == (7, None)
+        return pipe.sent[0][1]
 
-    corrupt = request(metadata_of(), "corrupt")
-    answer = infer([corrupt], serves=True)
-    assert answer == {FAILURE: "ValueError: cannot identify image file", REQUEST_FAULT: True}
-    absent = infer([request(metadata_of(), "absent")], serves=True)
-    assert absent == {FAILURE: "FileNotFoundError: no such file", REQUEST_FAULT: False}
-    others = (request(metadata_of(packed=False), "corrupt"), request(None, "corrupt"))
-    for asked, serves in [(corrupt, False), *((other, True) for other in others)]:
-        with pytest.raises(ValueError, match="cannot identify"):
-            infer([asked], serves=serves)
+    for metadata in (metadata_of(), metadata_of(packed=False), None):
+        corrupt = answer([request(metadata, "corrupt")])
+        reason = "ValueError: cannot identify image file"
+        assert corrupt == {FAILURE: reason, REQUEST_FAULT: True}
+        absent = answer([request(metadata, "absent")])
+        assert absent == {FAILURE: "FileNotFoundError: no such file", REQUEST_FAULT: False}
+    assert answer([request(metadata_of(), "corrupt")], serves=False) is None
+
+
+def test_a_schedulers_answer_to_a_failure_is_its_own() -> None:
+    """It may do without a sample."""
+    pipe = Loop()
+    connection = WorkerConnection(pipe)
+    connection.recv()
+    note_failure(ValueError("one of four"))
+    connection.send(["three"])
+    assert pipe.sent == [(7, ["three"])]
 
 
 def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

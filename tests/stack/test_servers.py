@@ -4,9 +4,13 @@ whoever draws them and for whomever, and the weights that training has made.
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 
 import pytest
+import requests
+from PIL import Image
 
 from swift_grpo_ext.sampling.groups import parse_request_id
 from swift_grpo_ext.sampling.seeding import sample_seed
@@ -14,6 +18,25 @@ from tests.stack import policy
 from tests.stack.rounds import LEARNING, LORA, Samples, assert_same, client_argv, train
 
 pytestmark = pytest.mark.stack
+
+
+def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
+    """Plain requests, such as curl's: 20 kB of a picture that would take half a gigabyte, and one
+    that only a replica finds fault with (SPEC F5, F7)."""
+    file = io.BytesIO()
+    Image.new("1", (13_000, 13_000)).save(file, "PNG")
+    assert file.tell() < 25_000
+    faults = {
+        base64.b64encode(file.getvalue()).decode(): "infer_requests[0].images: a picture of 13000",
+        f"data:image/png;base64,{'A' * 80}": "cannot identify image file",
+    }
+    for image, reason in faults.items():
+        asked = {"messages": [{"role": "user", "content": "<image>?"}], "images": [image]}
+        for port in servers:
+            url = f"http://127.0.0.1:{port}/infer/"
+            refused = requests.post(url, json={"infer_requests": [asked]}, timeout=60)
+            assert reason in refused.json()["detail"]
+            assert refused.status_code == 400
 
 
 @pytest.mark.parametrize(

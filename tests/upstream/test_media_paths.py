@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import swift.utils
 from fastapi.testclient import TestClient
-from PIL import Image
+from PIL import Image, ImageFile
 from swift.template import vision_utils
 
 from swift_grpo_ext.upstream import replicas
@@ -115,7 +115,7 @@ def test_what_is_no_file_passes(allowed: Path) -> None:
         for request in in_each_place(text):
             check_media(request)
     check_media({"messages": [{"role": "user", "content": [1, 2]}], "images": 7})
-    with pytest.raises(ValueError, match="the messages cannot be read"):
+    with pytest.raises(ValueError, match=r"^messages: cannot be read"):
         check_media({"messages": [None]})
 
 
@@ -150,16 +150,17 @@ class Moved(BaseHTTPRequestHandler):
         if self.path == "/moved":
             self.send_header("Location", f"http://localhost:{self.server.server_port}/secret")  # type: ignore[attr-defined]
         self.end_headers()
-        self.wfile.write(b"" if self.path == "/moved" else b"content")
+        if self.path == "/large":
+            self.wfile.write(picture(300, 300))
+        else:
+            self.wfile.write(b"" if self.path == "/moved" else b"content")
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
 @pytest.mark.parametrize("load", ["load_file", "load_image", "load_audio"])
-def test_a_replica_follows_no_redirect_to_a_private_address(
-    load: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_judges_what_it_fetches(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("requests", "_load_audio_librosa"):
         monkeypatch.setattr(vision_utils, name, getattr(vision_utils, name))
     monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
@@ -171,20 +172,84 @@ def test_a_replica_follows_no_redirect_to_a_private_address(
         assert vision_utils.load_file(f"{url}/there").read() == b"content"
         with pytest.raises(ValueError, match="the host 'localhost' is not listed"):
             getattr(vision_utils, load)(f"{url}/moved", **AUDIO.get(load, {}))
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+        with pytest.raises(ValueError, match=rf"{url}/large: a picture of 300 x 300 pixels"):
+            getattr(vision_utils, load)(f"{url}/large", **AUDIO.get(load, {}))
     finally:
         server.shutdown()
         server.server_close()
 
 
+def picture(width: int, height: int) -> bytes:
+    """A PNG of one colour: few bytes, whatever its size."""
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [300, 600])  # Pillow warns of the first, and refuses the second
+def test_pictures_of_too_many_pixels_are_refused_by_their_header(
+    side: int, allowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", decode)
+    large, small = picture(side, 300), picture(299, 300)
+    (allowed / "large.png").write_bytes(large)
+    (allowed / "small.png").write_bytes(small)
+    texts = [[base64.b64encode(data).decode() for data in (large, small)]]
+    texts.append([f"data:image/png;base64,{text}" for text in texts[0]])
+    late = io.BytesIO()  # a JPEG whose size stands behind 100 kB of colour profile
+    Image.new("L", (side, 300)).save(late, "JPEG", icc_profile=bytes(100_000))
+    texts.append([base64.b64encode(late.getvalue()).decode(), texts[0][1]])
+    texts.append([str(allowed / "large.png"), f"file://{allowed}/small.png"])
+    limit = "300 x 300 pixels; expected at most 89,700" if side == 300 else "size .180000 pixels"
+    for refused, taken in texts:
+        for request in [*in_each_place(refused), {"images": [{"bytes": refused}]}]:
+            with pytest.raises(ValueError, match=limit):
+                check_media(request)
+        for request in [*in_each_place(taken), {"images": [{"bytes": taken}]}]:
+            check_media(request)
+    with pytest.raises(ValueError, match=r"^images: "):
+        check_media({"images": [texts[0][0]]})
+    monkeypatch.delenv(VARIABLE)  # with it, base64 has to be strict
+    with pytest.raises(ValueError, match=limit):
+        check_media({"images": [f"{texts[0][0][:80]}\n{texts[0][0][80:]}"]})
+    with pytest.raises(ValueError, match=r"^messages: "):
+        check_media(in_each_place(texts[0][0])[-1])
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_server_names_the_request_and_the_field() -> None:
+    replica, text = Replica(), base64.b64encode(picture(300, 300)).decode()
+    asked = [served.request(0), served.request(1) | {"images": [text]}]
+    refused = TestClient(Deployed(replica).app).post("/infer/", json={"infer_requests": asked})
+    assert (refused.status_code, replica.groups) == (400, [])
+    detail = refused.json()["detail"]
+    assert detail.startswith("infer_requests[1].images: a picture of 300 x 300 pixels; expected ")
+
+
+def test_a_limit_may_be_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    check_media({"images": [base64.b64encode(picture(20_000, 20_000)).decode()]})
+
+
+@pytest.mark.usefixtures("small_limit")
 def test_pictures_that_would_take_gigabytes_are_not_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def worker(*_: Any) -> None:
-        Image.open(picture)
+        Image.open(io.BytesIO(picture(300, 300)))
 
-    picture = io.BytesIO()
-    Image.new("1", (300, 300)).save(picture, "PNG")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
     monkeypatch.setattr(replicas, "_upstream_worker", lambda name: worker)
     for run in (replicas.run_worker, replicas.run_async_worker):
         with (
