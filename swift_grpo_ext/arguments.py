@@ -55,10 +55,10 @@ class RolloutFlags:
     kept by content for rollout, training and later epochs. The default is what vLLM's own cache
     takes. 0 keeps none beyond a training batch."""
 
-    encoder_cache_gb: float = 1.0
+    encoder_cache_gb: float = 0.0
     """Gigabytes of accelerator memory, in each training process, for what a frozen vision tower
     makes of a round's images: each is encoded once, not G times in each pass. 0 encodes as ms-swift
-    does."""
+    does. Without an accelerator the default is 1. `swift-grpo-ext selftest` says what it gains."""
 
     require_images: bool = True
     """Refuse a data set in which no row holds an image, a video or an audio, where the model takes

@@ -160,7 +160,7 @@ def test_what_the_help_says_of_a_flag() -> None:
         "require_images": ("bool", True),
         "sample_log": ("all | tokens | none", "all"),
         "media_cache_gb": ("float", 4.0),
-        "encoder_cache_gb": ("float", 1.0),
+        "encoder_cache_gb": ("float", 0.0),
         "sample_log_gb": ("float", 0.0),
         "stop_token_ids": ("int ...", []),
         "include_stop_str_in_output": ("bool", True),

@@ -11,7 +11,9 @@ share a call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -30,7 +32,12 @@ from swift_grpo_ext.training.lazy_concat import LazyConcat, memory_of
 
 logger = get_logger()
 
+_INTEGERS = (torch.int64, torch.int32)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
+
+
+Inputs = tuple[Tensor, dict[str, Any]]
+"""A tower's pixels, and its further arguments by name."""
 
 
 class _NotByImageError(Exception):
@@ -55,55 +62,69 @@ class EncoderCache:
     Args:
         max_gb: bound of what is held on the towers' device, for all models together. What does not
             fit is encoded once a call. 0 leaves models as they are.
-        model: of the training. Where ranks gather its weights in each call, every rank makes all
-            calls, and only the images of a call are shared.
+        model: of the training.
         others: further models that see the same images (reference, teacher).
     """
 
     def __init__(self, max_gb: float, model: nn.Module, others: Iterable[Any] = ()) -> None:
         self._max_bytes = int(max_gb * BYTES_PER_GB)
-        self._model = model
         self._outputs: dict[Any, Output] = {}
         self._num_bytes = 0
-        self._num_encoded = 0
-        self.is_sharded = False
-        self.towers: list[str] = []
-        for each in (model, *others) if max_gb else ():
-            for name, tower in frozen_towers(each):
-                FrozenTower(tower, self)
-                self.towers.append(name)
+        self.num_encoded = 0
+        """Images that went through a tower since ranks last agreed."""
+
+        self.towers = [
+            FrozenTower(name, tower, self)
+            for each in ((model, *others) if max_gb else ())
+            for name, tower in frozen_towers(each)
+        ]
         if self.towers:
+            names = ", ".join(dict.fromkeys(tower.name for tower in self.towers))
             logger.info(
-                f"{', '.join(dict.fromkeys(self.towers))}, frozen, encodes each image of a round "
-                f"once (--encoder_cache_gb {max_gb:g})."
+                f"{names}, frozen, encodes each image of a round once (--encoder_cache_gb "
+                f"{max_gb:g})."
             )
 
-    def begin_round(self) -> None:
-        """Forget all images. Call it outside of a forward, where sharded weights show as such."""
-        self.forget()
-        if self.towers and not self.is_sharded:
-            self.is_sharded = bool(shard_ranks(self._model).groups)
+    @property
+    def is_on(self) -> bool:
+        return not all(tower.is_off for tower in self.towers)
 
     def forget(self) -> None:
+        """Forget all images. Call it outside of a forward, where sharded weights show as such."""
+        self.clear()
+        for tower in self.towers:
+            tower.look_for_shards()
+
+    def clear(self) -> None:
         self._outputs.clear()
         self._num_bytes = 0
 
-    def take_encoded(self) -> int:
-        """Images that went through a tower since the last call."""
-        taken, self._num_encoded = self._num_encoded, 0
-        return taken
+    def agree(self, all_gather: Callable[[Any], list[Any]]) -> int:
+        """Switch off on all ranks the towers that were switched off on one, and say why, once.
+
+        Returns:
+            How many images went through a tower since the last time, on all ranks.
+        """
+        own = self.num_encoded, [tower.problem for tower in self.towers]
+        counts, problems = zip(*all_gather(own), strict=True)
+        self.num_encoded = 0
+        for tower, of_ranks in zip(self.towers, zip(*problems, strict=True), strict=True):
+            tower.problem = ""
+            if problem := next(filter(None, of_ranks), ""):
+                tower.is_off = True
+                logger.warning(f"--encoder_cache_gb has no effect on {tower.name}: {problem}")
+        return sum(counts)
 
     def encode(
         self, keys: Sequence[Any], run: Callable[[Sequence[int]], list[Output]]
     ) -> list[Output]:
         """For each key an output; `run` makes those of the images with these numbers."""
-        held = {} if self.is_sharded else self._outputs
-        new = {key: number for number, key in enumerate(keys) if key not in held}
+        new = {key: number for number, key in enumerate(keys) if key not in self._outputs}
         made = dict(zip(new, run([*new.values()]), strict=True)) if new else {}
-        self._num_encoded += len(made)
-        outputs = [made[key] if key in made else held[key] for key in keys]
+        self.num_encoded += len(made)
+        outputs = [made[key] if key in made else self._outputs[key] for key in keys]
         for key, output in made.items():
-            if not self.is_sharded and self._num_bytes + output.num_bytes <= self._max_bytes:
+            if self._num_bytes + output.num_bytes <= self._max_bytes:
                 self._outputs[key] = output
                 self._num_bytes += output.num_bytes
         return outputs
@@ -164,86 +185,190 @@ class FrozenTower:
 
     Towers take either patches [sum of t x h x w, values] with `grid_thw` [images, 3] (Qwen-VL,
     GLM-V) or images [images, channels, height, width] (SigLIP, CLIP, InternViT). Other calls, of
-    audio towers for one, pass as they are.
+    audio towers for one, pass as they are. So do all calls once something has failed here.
+
+    Ranks that share a tower's weights gather them in each of its runs. There it runs three times in
+    its first call and once in each later one, whatever a rank's images are and whatever fails
+    beside it. An error of the tower itself is raised, since the other ranks wait in it.
     """
 
-    def __init__(self, tower: nn.Module, cache: EncoderCache) -> None:
+    def __init__(self, name: str, tower: nn.Module, cache: EncoderCache) -> None:
+        self.name, self.is_off = name, False
+        self.problem = ""
+        """Why it was switched off on this rank, until ranks agree."""
+
         self._tower, self._cache = tower, cache
         self._own = own = tower.forward
-        self._is_separable: dict[Any, bool] = {}
+        self._separable = set[Any]()
+        """How images are seen where what the tower says of one is known to be its own."""
+
+        self._is_sharded = self._has_been_called = False
+        # Of the class: ms-swift wraps `forward` of some, so that no signature says it.
+        signature = inspect.signature(type(tower).forward)
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [p.name for p in signature.parameters.values() if p.kind in positional][1:]
 
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = self._read(*args, **kwargs)
-            if call is None or not is_constant(tower):
-                return own(*args, **kwargs)
-            with torch.no_grad():
-                is_separable = self._is_separable.get(call.how)
-                if is_separable is None:
-                    self._is_separable[call.how] = is_separable = self._probe(call)
-                return self._encode(call) if is_separable else own(*args, **kwargs)
+            def as_it_is() -> Any:
+                joined = pytree.tree_map_only(LazyConcat, LazyConcat.join, (args, kwargs))
+                return own(*joined[0], **joined[1])
 
-        tower.forward = forward
+            if self.is_off or not is_constant(tower):
+                return as_it_is()
+            call = None
+            with self._spared():
+                call = self._read(*args, **kwargs)
+            if self._is_sharded:
+                return self._run_equally_often(call, as_it_is)
+            with self._spared(), torch.no_grad():
+                if call is not None and self._is_apart(call):
+                    keys = [(id(tower), key) for key in image_keys(call)]
+                    return _join(self._cache.encode(keys, partial(self._run, call)))
+            return as_it_is()
 
+        self._shared = forward
+        self.install()
+
+    def install(self) -> None:
+        self._tower.forward = self._shared
+
+    def remove(self) -> None:
+        """Give the tower its own `forward` back."""
+        self._tower.forward = self._own
+
+    def look_for_shards(self) -> None:
+        self._is_sharded = self._is_sharded or bool(shard_ranks(self._tower).groups)
+
+    @contextmanager
+    def _spared(self) -> Iterator[None]:
+        """Spare the run an error within the block, which switches this tower off instead."""
+        try:
+            yield
+        except Exception as e:
+            self._switch_off(f"{type(e).__name__}: {e}")
+
+    def _switch_off(self, problem: str) -> None:
+        self.is_off, self.problem = True, problem
+        self._cache.clear()
+
+    @torch.compiler.disable
     def _read(self, *args: Any, **kwargs: Any) -> Call | None:
-        # By position as towers name them; ms-swift wraps some, so that no signature says it.
-        given = dict(zip(("pixel_values", "grid_thw"), args, strict=False)) | kwargs
-        pixels = given.pop("pixel_values" if "pixel_values" in given else "hidden_states", None)
+        """The images of a call; None where it is another kind of call."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        first = "pixel_values" if "pixel_values" in given else "hidden_states"
+        pixels = given.pop(self._names[0] if args else first, None)
         # ms-swift's positions of the text, which transformers hands on to Qwen3-VL's tower as well.
         given.pop("text_position_ids", None)
         grid = given.pop("grid_thw", None)
         is_plain = all(isinstance(value, _PLAIN) for value in given.values())
-        if len(args) > 2 or not is_plain or not isinstance(pixels, Tensor) or pixels.requires_grad:
+        if len(args) > len(self._names) or not is_plain or not isinstance(pixels, Tensor):
+            return None
+        if pixels.requires_grad or not pixels.numel():
             return None
         if grid is None:
-            count = len(pixels) if pixels.ndim == 4 else 0
-            call = Call(pixels, [1] * count, [None] * count, given)
-        else:
-            grids = [tuple(row) for row in grid.tolist()]
-            call = Call(pixels, [t * h * w for t, h, w in grids], grids, given)
-        return call if call.sizes and sum(call.sizes) == len(pixels) else None
+            count = len(pixels)
+            return Call(pixels, [1] * count, [None] * count, given) if pixels.ndim == 4 else None
+        if not isinstance(grid, Tensor) or grid.shape[1:] != (3,) or grid.dtype not in _INTEGERS:
+            return None
+        grids = [tuple(row) for row in grid.tolist()]
+        call = Call(pixels, [t * h * w for t, h, w in grids], grids, given)
+        return call if sum(call.sizes) == len(pixels) else None
 
-    def _probe(self, call: Call) -> bool:
-        """Whether an image's output is its own, whatever other image is in the call."""
+    def _run_equally_often(self, call: Call | None, as_it_is: Callable[[], Any]) -> Any:
+        """The output for a call, whose images are shared with no other call."""
+        inputs: list[Inputs] = []
+        if not self._has_been_called:
+            self._has_been_called = True
+            with self._spared():
+                inputs = self._probes(call) if call else []
+            with torch.no_grad():
+                outputs = [self._own(pixels, **rest) for pixels, rest in inputs]
+                for _ in range(2 - len(outputs)):
+                    as_it_is()
+            with self._spared():
+                if call and outputs:
+                    self._judge(call, outputs)
+        inputs = []
+        with self._spared():
+            if call and call.how in self._separable and not self.is_off:
+                keys = image_keys(call)
+                numbers = {key: number for number, key in enumerate(keys)}
+                inputs = [self._inputs(call, [*numbers.values()])]
+        if not call or not inputs:
+            return as_it_is()
+        self._cache.num_encoded += len(numbers)
+        [(pixels, rest)] = inputs
+        with torch.no_grad():
+            # Of the kind that the probe has seen, so that it can be taken apart as well.
+            made = self._by_image(call, [*numbers.values()], self._own(pixels, **rest))
+            by_key = dict(zip(numbers, made, strict=True))
+            return _join([by_key[key] for key in keys])
+
+    def _is_apart(self, call: Call) -> bool:
+        """Whether an image's output is its own; the tower is run to find out, once."""
+        if call.how not in self._separable:
+            self._judge(call, [self._own(pixels, **rest) for pixels, rest in self._probes(call)])
+        return not self.is_off
+
+    def _probes(self, call: Call) -> list[Inputs]:
+        """Inputs of an image beside another one, and of that image alone."""
         image, size, grid = call.images[0], call.sizes[0], call.grids[0]
         other = 1 - image.flip(0, -1)
         pair = Call(torch.cat([image, other]), [size] * 2, [grid] * 2, call.rest)
+        return [self._inputs(pair, [0, 1]), self._inputs(call, [0])]
+
+    def _judge(self, call: Call, outputs: Sequence[Any]) -> None:
+        """Note whether the outputs for `_probes` say the same of their first image."""
+        size, grid = call.sizes[0], call.grids[0]
+        pair = Call(call.pixels, [size] * 2, [grid] * 2, call.rest)
         try:
-            beside, alone = self._run(pair, [0, 1])[0], self._run(call, [0])[0]
+            beside = self._by_image(pair, [0, 1], outputs[0])[0]
+            alone = self._by_image(call, [0], outputs[1])[0]
         except _NotByImageError:
-            is_separable = False
+            is_apart = False
         else:
-            is_separable = all(map(_are_close, beside.leaves, alone.leaves))
-        if not is_separable:
-            logger.warning(
-                f"--encoder_cache_gb has no effect on {type(self._tower).__name__}: what it says "
-                "of an image cannot be told from what it says of the other images of a call."
+            is_apart = all(map(_are_close, beside.leaves, alone.leaves))
+        if is_apart:
+            self._separable.add(call.how)
+        else:
+            self._switch_off(
+                f"what {type(self._tower).__name__} says of an image cannot be told from what it "
+                "says of the other images of a call."
             )
-        return is_separable
 
-    def _encode(self, call: Call) -> Any:
-        keys = [(id(self._tower), key) for key in image_keys(call)]
-        outputs = self._cache.encode(keys, partial(self._run, call))
-        leaves = [
-            torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
-            for parts in zip(*(output.leaves for output in outputs), strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, outputs[0].structure)
-
-    def _run(self, call: Call, numbers: Sequence[int]) -> list[Output]:
-        """The tower's outputs for some of the images of a call."""
-        images, sizes = call.images, [call.sizes[n] for n in numbers]
+    def _inputs(self, call: Call, numbers: Sequence[int]) -> Inputs:
+        """What the tower is given for some of the images of a call."""
+        images, rest = call.images, dict(call.rest)
         pixels = torch.cat([images[n] for n in numbers])
-        rest, merged = dict(call.rest), 1
         if call.grids[0] is not None:
             grids = [call.grids[n] for n in numbers]
             rest["grid_thw"] = torch.tensor(grids, device=pixels.device)
-            merged = getattr(self._tower, "spatial_merge_size", 1) ** 2
-        leaves, structure = pytree.tree_flatten(self._own(pixels, **rest))
-        parts = [_split(leaf, sizes, merged) for leaf in leaves]
+        return pixels, rest
+
+    def _by_image(self, call: Call, numbers: Sequence[int], output: Any) -> list[Output]:
+        """Take what the tower returned for these images apart."""
+        is_patches = call.grids[0] is not None
+        merged = getattr(self._tower, "spatial_merge_size", 1) ** 2 if is_patches else 1
+        leaves, structure = pytree.tree_flatten(output)
+        parts = [_split(leaf, [call.sizes[n] for n in numbers], merged) for leaf in leaves]
         return [Output(list(of_image), structure) for of_image in zip(*parts, strict=True)]
 
+    def _run(self, call: Call, numbers: Sequence[int]) -> list[Output]:
+        pixels, rest = self._inputs(call, numbers)
+        return self._by_image(call, numbers, self._own(pixels, **rest))
 
+
+def _join(outputs: Sequence[Output]) -> Any:
+    """One output for all images, as the tower returns it."""
+    leaves = [
+        torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
+        for parts in zip(*(output.leaves for output in outputs), strict=True)
+    ]
+    return pytree.tree_unflatten(leaves, outputs[0].structure)
+
+
+@torch.compiler.disable
 def image_keys(call: Call) -> list[Any]:
     """For each image a key that says its content, and how it is encoded."""
     images, keys = call.images, list[Any]()

@@ -123,6 +123,12 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return tensor.parts if isinstance(tensor, LazyConcat) else [tensor]
 
 
+def _is_rows(value: Any) -> bool:
+    """Whether a tensor's values lie in memory, row by row, and no gradient flows to it."""
+    is_plain = type(value) is Tensor and value.layout == torch.strided and not value.is_nested
+    return is_plain and value.ndim > 0 and not value.is_meta and not value.requires_grad
+
+
 def _can_wait(tensors: Sequence[Tensor], dim: int = 0) -> bool:
     kinds = {(t.shape[1:], t.dtype, t.device, t.ndim > 0, t.requires_grad) for t in tensors}
     return dim == 0 and len(kinds) == 1 and not tensors[0].requires_grad
@@ -135,8 +141,7 @@ def media_joined_late(template: Any) -> Iterator[None]:
     def late(batch: list[dict[str, Any]]) -> None:
         for encoded in batch:
             for key in KEYS:
-                value = encoded.get(key)
-                if isinstance(value, Tensor) and not isinstance(value, LazyConcat):
+                if _is_rows(value := encoded.get(key)):
                     encoded[key] = LazyConcat([value])
 
     with before_collating(template, late):

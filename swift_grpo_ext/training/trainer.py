@@ -367,7 +367,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return results
 
     def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
-        self._encoder_cache.begin_round()
+        self._encoder_cache.forget()
         with self._media.in_training(self.template):
             canary_gap = self._canary.judge(self, self.state.global_step)
         if canary_gap is not None:
@@ -375,16 +375,14 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_counts_of(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
         media = self._media.in_training(self.template)
-        late = media_joined_late(self.template) if self._encoder_cache.towers else nullcontext()
+        late = media_joined_late(self.template) if self._encoder_cache.is_on else nullcontext()
         with media, only_sampled_tokens(self.template, samples), own_prompts, late:
             batches = super()._prepare_batch_inputs(samples)
         metrics = self._media.end_round(training=self.model.training)
         if metrics and self.model.training:
             self._media.prefetch(self.template, self._next_prompts)
         if self._encoder_cache.towers:
-            metrics["media/encoded"] = float(
-                sum(self.ranks.all_gather(self._encoder_cache.take_encoded()))
-            )
+            metrics["media/encoded"] = float(self._encoder_cache.agree(self.ranks.all_gather))
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):

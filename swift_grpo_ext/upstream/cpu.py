@@ -34,7 +34,10 @@ CPU_ENVIRONMENT = {
     KV_CACHE_GIB: "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-CPU_TRAINING_ARGUMENTS: dict[str, Any] = {"use_cpu": True, "fp16": False, "bf16": False}
+CPU_TRAINING_ARGUMENTS: dict[str, Any] = {
+    **{"use_cpu": True, "fp16": False, "bf16": False},
+    "encoder_cache_gb": 1.0,  # on GPUs off, until one has been seen to agree
+}
 KEEP_FREED_MEMORY = {
     # glibc's environment variable: (number of the option in mallopt, value)
     "MALLOC_MMAP_MAX_": (-4, 0),

@@ -30,6 +30,7 @@ def test_engine_samples_with_the_trained_weights(
     recorded = json.loads((folder / "run/args.json").read_text(encoding="utf-8"))
     assert recorded["rollout_seed_mode"] == "sample"
     assert recorded["use_cpu"] is True
+    assert recorded["encoder_cache_gb"] == 1.0
     assert recorded["ignore_args_error"] is False
 
 

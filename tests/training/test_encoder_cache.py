@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +24,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from swift_grpo_ext.training import encoder_cache
 from swift_grpo_ext.training.encoder_cache import EncoderCache
+from swift_grpo_ext.training.lazy_concat import LazyConcat
+from tests.ranks import run_ranks
 
 SMALL = {"hidden_size": 16, "num_heads": 2, "depth": 2, "patch_size": 2, "temporal_patch_size": 1}
 
@@ -45,6 +51,11 @@ class Counted(nn.Module):
     def calls(self) -> list[int]:
         taken, self.seen[:] = self.seen[:], []
         return taken
+
+
+def alone(share: Any) -> list[Any]:
+    """The gathering of a single rank."""
+    return [share]
 
 
 @pytest.fixture
@@ -92,15 +103,15 @@ def test_a_group_and_its_later_passes_encode_each_image_once() -> None:
     shown, grids = [a, a, b, c, a], [WIDE, WIDE, TALL, VIDEO, WIDE]
     expected, other = see(model, shown, grids), see(model, [c, b], [VIDEO, TALL])
     cache = EncoderCache(1.0, model)
-    cache.begin_round()
+    cache.forget()
     model.calls()
     assert_equal(see(model, shown, grids), expected)
     assert model.calls() == [2, 1, 3]  # whether images are apart is asked first
     assert_equal(see(model, [c, b], [VIDEO, TALL]), other)
     assert model.calls() == []
-    assert cache.take_encoded() == 3
-    assert cache.take_encoded() == 0
-    cache.begin_round()
+    assert cache.agree(alone) == 3
+    assert cache.agree(alone) == 0
+    cache.forget()
     assert_equal(see(model, shown, grids), expected)
     assert model.calls() == [3]
 
@@ -201,7 +212,7 @@ def test_what_is_trained_is_left_alone() -> None:
 def test_what_a_callback_unfreezes_is_trained() -> None:
     model = qwen()
     cache = EncoderCache(1.0, model)
-    assert cache.towers == ["visual"]
+    assert [tower.name for tower in cache.towers] == ["visual"]
     model.visual.requires_grad_(True)
     [a] = images(WIDE)
     assert see(model, [a, a], [WIDE, WIDE]).pooler_output.requires_grad
@@ -238,15 +249,84 @@ def test_a_bound_that_takes_one_image() -> None:
 
 
 def test_sharded_weights_are_gathered_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So each rank makes the call, if only with the images that it sees there."""
+    """So each rank runs the tower in each call, if only on the images that it sees there."""
     model = qwen()
     cache = EncoderCache(1.0, model)
     monkeypatch.setattr(encoder_cache, "shard_ranks", lambda _: SimpleNamespace(groups=("all",)))
-    cache.begin_round()
+    cache.forget()
     a, b = images(WIDE, WIDE)
     for _ in range(2):
         see(model, [a, a, b], [WIDE] * 3)
     assert model.calls() == [2, 1, 2, 2]
+    assert cache.agree(alone) == 4
+
+
+def fail(*_: Any) -> Any:
+    raise ValueError("no content that can be named")
+
+
+@pytest.mark.parametrize("name", ["image_keys", "_are_close", "_split"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_what_fails_leaves_calls_as_they_are(
+    name: str, is_sharded: bool, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that only saves time ends a run; and where the weights are sharded, a rank on which
+    it fails runs the tower as often as others do."""
+    groups = ("all",) * is_sharded
+    monkeypatch.setattr(encoder_cache, "shard_ranks", lambda _: SimpleNamespace(groups=groups))
+    model = qwen()
+    a, b = images(WIDE, WIDE)
+    shown, grids = [a, a, b], [WIDE] * 3
+    expected = see(model, shown, grids)
+    cache = EncoderCache(1.0, model)
+    cache.forget()
+    model.calls()
+    monkeypatch.setattr(encoder_cache, name, fail)
+    assert_equal(see(model, shown, grids), expected)
+    assert model.calls() == [2, 1, 3]
+    assert not cache.is_on
+    assert cache.agree(alone) == 0
+    assert_equal(see(model, shown, grids), expected)
+    assert model.calls() == [3]
+    cache.agree(alone)
+    [told] = warnings
+    assert told == (
+        "--encoder_cache_gb has no effect on visual: ValueError: no content that can be named"
+    )
+
+
+def test_what_fails_on_one_rank_is_off_on_all(
+    warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(rank: int, gather: Any) -> bool:
+        cache = caches[rank]
+        assert cache.is_on == (rank == 0)
+        cache.agree(gather)
+        return cache.is_on
+
+    caches = [EncoderCache(1.0, qwen()) for _ in range(2)]
+    caches[1].towers[0]._switch_off("it is another one")
+    assert run_ranks(2, work) == [False, False]
+    assert set(warnings) == {"--encoder_cache_gb has no effect on visual: it is another one"}
+
+
+def test_a_late_failure_joins_what_was_to_be_joined_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = qwen()
+    [a] = images(WIDE)
+    grids = [WIDE, WIDE]
+    expected = see(model, [a, a], grids)
+    EncoderCache(1.0, model)
+    monkeypatch.setattr(encoder_cache, "image_keys", fail)
+    own, seen = model.visual.patch_embed.forward, list[type]()
+
+    def forward(values: Tensor) -> Tensor:
+        seen.append(type(values))
+        return own(values)
+
+    monkeypatch.setattr(model.visual.patch_embed, "forward", forward)
+    late = torch.cat([LazyConcat([part]) for part in (a, a)])
+    assert_equal(model.visual(late, grid_thw=torch.tensor(grids)), expected)
+    assert set(seen) == {Tensor}
 
 
 class Mixing(nn.Module):
@@ -274,11 +354,12 @@ def test_a_tower_that_mixes_images_is_left_alone(tower: Any, warnings: list[str]
     model.model_meta = Counted(Mixing()).model_meta
     shown = torch.randn(4, 3, 8, 8)
     expected = model.visual(shown)
-    EncoderCache(1.0, model)
+    cache = EncoderCache(1.0, model)
     for _ in range(2):
         assert torch.equal(model.visual(pixel_values=shown), expected)
+        cache.agree(alone)
     [told] = warnings
-    assert f"--encoder_cache_gb has no effect on {tower.__name__}" in told
+    assert f"--encoder_cache_gb has no effect on visual: what {tower.__name__} says" in told
 
 
 def test_calls_of_another_kind_pass(warnings: list[str]) -> None:
@@ -290,6 +371,82 @@ def test_calls_of_another_kind_pass(warnings: list[str]) -> None:
     model.visual(torch.cat([a, a]), grid_thw=torch.tensor([WIDE, WIDE]), lengths=lengths)
     assert model.calls() == [2]
     assert warnings == []
+
+
+class Stated(nn.Module):
+    """A tower that says what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.num_calls = 0
+
+    def saying(self, values: Tensor, *others: Any) -> Tensor:
+        self.num_calls += 1
+        return values.flatten(1) * self.scale
+
+
+class Dasheng(Stated):
+    """MiDashengLM's: `audio_encoder(input_values, audio_length)`."""
+
+    def forward(self, x: Tensor, x_length: Tensor | None = None) -> Tensor:
+        return self.saying(x, x_length)
+
+
+class MoonVit(Stated):
+    """Kimi-VL's: `vision_tower(pixel_values, image_grid_hws)`."""
+
+    def forward(self, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
+        return self.saying(pixel_values, grid_hws)
+
+
+class DeepClip(Stated):
+    """DeepSeek-OCR's: `vision_model(patches, local_features_1)`."""
+
+    def forward(self, x: Tensor, patch_embeds: Tensor) -> Tensor:
+        return self.saying(x, patch_embeds)
+
+
+class OfGrids(Stated):
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:
+        return self.saying(hidden_states, grid_thw)
+
+
+@pytest.mark.parametrize(
+    ("tower", "given"),
+    [
+        (Dasheng, (torch.randn(2, 16), torch.tensor([16, 12]))),
+        (Dasheng, (torch.randn(8, 16), torch.tensor([[1, 2, 2], [1, 2, 2]]))),
+        (MoonVit, (torch.randn(8, 3, 2, 2), torch.tensor([[2, 2], [2, 2]]))),
+        (DeepClip, (torch.randn(2, 3, 4, 4), torch.randn(2, 8, 2, 2))),
+        (OfGrids, (torch.randn(8, 16), torch.tensor([[1.0, 2, 2], [1, 2, 2]]))),
+        (OfGrids, (torch.randn(8, 16), torch.tensor([[1, 2, 2], [1, 2, 1]]))),
+        (OfGrids, (torch.randn(8, 16), torch.tensor([[2, 2], [2, 2]]))),
+        (OfGrids, (torch.randn(8, 16), torch.tensor(8))),
+        (OfGrids, (torch.randn(8, 16), [[1, 2, 2], [1, 2, 2]])),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_only_a_grid_of_images_is_one(tower: Any, given: Any, warnings: list[str]) -> None:
+    """By position a second argument is what the tower's own signature calls it."""
+    model = Counted(tower())
+    model.visual.forward = partial(tower.forward, model.visual)
+    expected = model.visual(*given)
+    cache = EncoderCache(1.0, model)
+    assert torch.equal(model.visual(*given), expected)
+    assert model.visual.num_calls == 2
+    cache.agree(alone)
+    assert not warnings
+
+
+def test_a_grid_by_position() -> None:
+    """As transformers calls the tower of Ernie 4.5 VL."""
+    model = Counted(OfGrids())
+    model.visual.forward = partial(OfGrids.forward, model.visual)
+    shown = torch.randn(4, 16).repeat(3, 1)
+    EncoderCache(1.0, model)
+    assert torch.equal(model.visual(shown, torch.tensor([[1, 2, 2]] * 3)), shown)
+    assert model.visual.num_calls == 3
 
 
 def test_positions_of_the_text_pass_by() -> None:
@@ -307,7 +464,37 @@ def test_the_reference_model_has_outputs_of_its_own() -> None:
     [a] = images(WIDE)
     expected = see(reference, [a], [WIDE]).pooler_output
     cache = EncoderCache(1.0, policy, [reference])
-    assert cache.towers == ["visual", "visual"]
+    assert [tower.name for tower in cache.towers] == ["visual", "visual"]
     see(policy, [a], [WIDE])
     torch.testing.assert_close(see(reference, [a], [WIDE]).pooler_output, expected)
-    assert cache.take_encoded() == 2
+    assert cache.agree(alone) == 2
+
+
+@pytest.mark.stack
+def test_two_ranks_that_share_weights(tmp_path: Path) -> None:
+    """Each runs the tower as often as the other: an uneven number would wait for ever."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.training.two_ranks", str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    runs = [{case: result.get("runs", result) for case, result in of.items()} for of in results]
+    assert runs[0] == {
+        "images of its own": [[2, 1, 2], [3], [2]],
+        "another kind of call first": [[2, 1, 2], [3], [2]],
+        "content that cannot be named": [[2, 1, 2], [3], [2]],
+    }
+    assert runs[1] == {
+        "images of its own": [[2, 1, 1], [1], [2]],
+        "another kind of call first": [[1, 1, 1], [4], [3]],
+        "content that cannot be named": [[2, 1, 3], [4], [3]],
+    }
+    for case, is_on in zip(runs[0], (True, True, False), strict=True):
+        for result in (results[0][case], results[1][case]):
+            assert result["apart"] < 1e-5
+            assert result["is_on"] == is_on

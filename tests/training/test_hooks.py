@@ -75,8 +75,7 @@ def test_the_encoder_cache_leaves_its_memory_to_the_engine(
     """Where rollouts run beside the training, it is empty when a batch is made, and not before."""
     told: list[str] = []
     trainer = trainer_of(tmp_path, async_generate=async_generate)
-    forget, begin_round = partial(told.append, "forget"), partial(told.append, "begin")
-    trainer._encoder_cache = SimpleNamespace(forget=forget, begin_round=begin_round, towers=[])
+    trainer._encoder_cache = SimpleNamespace(forget=partial(told.append, "forget"), towers=[])
     named(trainer, "a")
     assert told == ["forget"] * (not async_generate)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +142,24 @@ def test_what_a_template_collates_holds_media_late_within_the_block_only() -> No
         assert isinstance(
             template.data_collator([{"pixel_values": IMAGE}])["pixel_values"], LazyConcat
         )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(1.0),
+        IMAGE.to_sparse(),
+        torch.nested.nested_tensor([IMAGE, OTHER]),
+        IMAGE.clone().requires_grad_(),
+        nn.Parameter(IMAGE),
+        torch.empty(2, 3, device="meta"),
+        [IMAGE],
+        None,
+    ],
+    ids=["0-d", "sparse", "nested", "with a gradient", "parameter", "meta", "list", "none"],
+)
+def test_what_cannot_be_joined_late_stays_as_it_is(value: Any) -> None:
+    template = SimpleNamespace(data_collator=lambda batch: [row["pixel_values"] for row in batch])
+    with media_joined_late(template):
+        [found] = template.data_collator([{"pixel_values": value}])
+    assert found is value

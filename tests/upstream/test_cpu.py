@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
+from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.upstream import cpu, vllm_repairs
 
 
@@ -26,15 +27,29 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments() -> SimpleNamespace:
-    return SimpleNamespace(use_cpu=False, fp16=None, bf16=None, ddp_backend=None)
+    return SimpleNamespace(
+        use_cpu=False, fp16=None, bf16=None, encoder_cache_gb=0.0, ddp_backend=None
+    )
 
 
 @pytest.mark.usefixtures("no_accelerator")
 def test_defaults_without_an_accelerator() -> None:
     args = arguments()
     cpu.apply_cpu_settings(args, given=[])
-    assert vars(args) == {"use_cpu": True, "fp16": False, "bf16": False, "ddp_backend": "gloo"}
+    assert vars(args) == {
+        **{"use_cpu": True, "fp16": False, "bf16": False},
+        **{"encoder_cache_gb": 1.0, "ddp_backend": "gloo"},
+    }
     assert {name: os.environ[name] for name in cpu.CPU_ENVIRONMENT} == cpu.CPU_ENVIRONMENT
+
+
+def test_with_an_accelerator_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also off stays what no GPU has run: images that a frozen tower encodes once."""
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    args = arguments()
+    cpu.apply_cpu_settings(args, given=[])
+    assert vars(args) == vars(arguments())
+    assert args.encoder_cache_gb == ExtFlags().encoder_cache_gb == 0
 
 
 @pytest.mark.usefixtures("no_accelerator")
@@ -50,9 +65,10 @@ def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     args = arguments()
     args.bf16, args.ddp_backend = True, "mpi"
-    cpu.apply_cpu_settings(args, given=["use_cpu"])
+    cpu.apply_cpu_settings(args, given=["use_cpu", "encoder_cache_gb"])
     assert args.bf16 is True
     assert args.use_cpu is False
+    assert args.encoder_cache_gb == 0
     assert args.ddp_backend == "mpi"
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
