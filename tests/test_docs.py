@@ -211,3 +211,13 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
                 runner.run(test, clear_globs=False)
                 names = test.globs
     assert runner.failures == 0
+
+
+def test_figures_of_speed_say_what_they_rest_on() -> None:
+    """A reader who stops at the table knows all of it (README_CN has the same links and flags)."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, table = readme.partition("| | ms-swift 4.6 |")
+    assert "on CPUs, with tiny models" in before
+    [step] = [line for line in table.splitlines() if line.startswith("| a whole step")]
+    for condition in ("cores", "million parameters", "frozen", "`--encoder_cache_gb`", "GPUs"):
+        assert condition in step
