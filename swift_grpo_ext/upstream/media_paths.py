@@ -1,8 +1,8 @@
 """Which files, addresses and sizes of pictures a request to `swift rollout` may name (SPEC F5, F7).
 
 Symptom: `SWIFT_MEDIA_ALLOWED_DIRS` keeps callers of `swift deploy` from files elsewhere on the
-server's disk; `swift rollout` opens whatever a request names, and fetches from any address. It makes
-gigabytes of a picture of 20 kB, or an error without a cause.
+server's disk; `swift rollout` opens whatever a request names, and fetches from any address. It
+makes gigabytes of a picture of 20 kB, or an error without a cause.
 Upstream: ms-swift 4.6, utils/media_utils.py (`SafeMediaPath`), utils/url_utils.py
 (`SafeUrlFetcher`), pipelines/infer/deploy.py; nothing in pipelines/infer/rollout.py. ms-swift 4.5
 has no such rules.
