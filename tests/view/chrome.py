@@ -38,6 +38,8 @@ class Chrome:
     def __init__(self, profile: Path, *argv: str) -> None:
         command = [
             *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+            *("--disable-quic", "--no-first-run", "--disable-background-networking"),
+            *("--disable-component-update", "--disable-sync"),
             *("--remote-debugging-port=0", f"--user-data-dir={profile}", *argv, "about:blank"),
         ]
         self.problems: list[str] = []

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -60,8 +61,8 @@ class Writer:
         if scored:
             self.score(rows)
 
-    def score(self, rows: Sequence[SampleRow]) -> None:
-        self._rewards.append([score(row) for row in rows])
+    def score(self, rows: Sequence[SampleRow], **changes: Any) -> None:
+        self._rewards.append([replace(score(row), **changes) for row in rows])
 
 
 def make_run(run_dir: Path, num_rounds: int = 3) -> Path:

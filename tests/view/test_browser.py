@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -142,6 +144,64 @@ def test_languages_themes_and_phones(page: Chrome) -> None:
         assert page.run("document.documentElement.scrollWidth - innerWidth") <= 0, name
     page.resize(1280, 900)
     page.click("#language")
+
+
+OVERFLOWING = """[...document.querySelectorAll("header, main, header *, main *")].filter(e => {
+  if (e.closest("svg, select") || e.matches("input, br")) return false;
+  const box = e.getBoundingClientRect(), around = e.parentElement.getBoundingClientRect();
+  return e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== "inline"
+    || box.right > around.right + 1 || box.left < around.left - 1;
+}).map(e => `${e.localName}.${e.className} of ${e.parentElement.className}`)"""
+"""Elements whose content is wider than they are, or which stick out of what they are in."""
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of texts that are long: English, Chinese, without a space."""
+    run_dir = make_run(tmp_path_factory.mktemp("runs") / f"{'run-' * 12}of-{'long' * 12}")
+    Image.new("RGB", (2400, 60)).save(run_dir / "images/wide.png")
+    texts = "All work and no play. " * 30, "这是一个很长的回答，里面没有空格。" * 20, "x" * 600
+    rows = [
+        replace(
+            row,
+            text=texts[row.sample_id.index % 3],
+            prompt=json.dumps([{"role": "user", "content": texts[row.sample_id.group % 3]}]),
+            stop_reason=f"</{'answer' * 20}>",
+            media=[f"{run_dir}/images/wide.png", f"{'folder' * 40}/{'图' * 60}.png"],
+            replica="server 12 " + "replica" * 20,
+        )
+        for row in make_rows(3, num_groups=9)
+    ]
+    writer = Writer(run_dir, session=1, start_step=3)
+    writer.write(rows, scored=False)
+    names = [
+        "Accuracy",
+        "the_share_of_" + "answers_that_agree_" * 6,
+        "回答与参考答案一致的比例" * 5,
+    ]
+    writer.score(rows, reward=-1234.5678, rewards=[(name, 0.333333) for name in names])
+    return write_page([run_dir], run_dir / "page.html", num_groups=20).as_uri()
+
+
+@pytest.mark.parametrize("width", [400, 1280, 1920])
+def test_nothing_runs_over_its_box(width: int, wordy: str, chrome: Chrome) -> None:
+    chrome.resize(width, 900)
+    chrome.open(wordy)
+    pages = {
+        "samples": ROWS, "rounds": "ol.groups li", "curves": ".panels figure",
+        "group?round=train.3.0&group=1&index=0": ".completion",
+    }  # fmt: skip
+    for language in ("en", "zh"):
+        while chrome.run("document.documentElement.lang") != language:
+            chrome.click("#language")
+        for page, found in pages.items():
+            chrome.run(f"location.hash = '#{page}'")
+            chrome.until(f"document.querySelector('{found}')")
+            where = (page, language, width)
+            assert chrome.run("document.documentElement.scrollWidth") <= width, where
+            assert chrome.run(OVERFLOWING) == [], where
+    chrome.click("#language")
+    chrome.resize(1280, 900)
 
 
 def test_tokens_are_coloured_by_their_own_gap(chrome: Chrome, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ function groupCard(round, group) {
   const dots = group.rewards.map((reward) => h("span", {class: "dot", title: number(reward), style: {"--share": reward === null ? 0 : Math.max(0, Math.min(1, reward / (run().greatest || 1)))}}));
   return h("li", {}, h("a", {href: `#group?${new URLSearchParams({run: runNumber(), round, group: group.group})}`},
     h("span", {class: "thumb"}, images), h("span", {class: "what"}, h("b", {}, `${t("group")} ${group.group}`), h("span", {class: "text"}, group.prompt), h("span", {class: "dots"}, dots),
-      h("span", {}, figure("mean_reward", group.reward), figure("spread", group.spread), figure("distinct", group.distinct)))));
+      h("span", {class: "figures"}, figure("mean_reward", group.reward), figure("spread", group.spread), figure("distinct", group.distinct)))));
 }
 
 // --- one group ---
