@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import copy
+from contextlib import contextmanager, nullcontext
+from copy import copy, deepcopy
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from swift.trainers import disable_gradient_checkpointing
 
+from swift_grpo_ext.checks.rows import MEDIA
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size, free_bytes
 from swift_grpo_ext.selftest.peak import peak_bytes
 from swift_grpo_ext.selftest.result import Result, judged, untried
 from swift_grpo_ext.selftest.rig import Rig
 from swift_grpo_ext.training.batch import trained_ids
 from swift_grpo_ext.training.canary import encoded_batch
+from swift_grpo_ext.training.encoder_cache import EncoderCache, frozen_towers
+from swift_grpo_ext.training.lazy_concat import media_joined_late
 from swift_grpo_ext.weights import updates
 
 GIB = 2**30
@@ -104,13 +107,8 @@ TOLERANCES = {16: 0.1, 32: 1e-3}
 def check_logits(rig: Rig) -> Result:
     """A forward and backward at the user's lengths, all at once and in chunks: peak and time."""
     trainer = rig.trainer
-    num_rows = min(int(trainer.args.per_device_train_batch_size), MAX_ROWS)
     _, row = rig.hardest_prompts(1)[0]
-    samples = rig.drawn_samples([row] * num_rows, rig.ids(0, 1, num_rows))
-    length = int(trainer.max_completion_length)
-    for sample in samples:
-        sample.response_token_ids = (trained_ids(sample) * length)[:length]
-        sample.rollout_logprobs, sample.response_loss_mask = [], []
+    samples = _full_length_group(rig, row)
     inputs, batch = encoded_batch(trainer, samples)
     num_tokens = int(batch.completion_mask.sum())
     auto = agreed_chunk_size(trainer.model, trainer.ranks.all_gather)
@@ -127,12 +125,27 @@ def check_logits(rig: Rig) -> Result:
     free = free_bytes(trainer.model.device)
     best = recommended({s: (peak, secs) for s, (_, peak, secs) in ways.items()}, ROOM * free)
     rig.seconds_per_token = ways[best][2] / num_tokens
-    values: dict[str, Any] = {"rows": num_rows, "completion tokens": num_tokens}
+    values: dict[str, Any] = {"rows": len(samples), "completion tokens": num_tokens}
     for size, (_, peak, seconds) in ways.items():
-        name = f"chunks of {size}" if size else "at once"
-        values[name] = f"{peak / GIB:.3g} GiB, {seconds:.3g} s"
+        values[f"chunks of {size}" if size else "at once"] = _words(peak, seconds)
     values["recommended --logps_chunk_size"] = best
     return judged(values, faults, "Report it with this page; --logps_chunk_size 0 until then.")
+
+
+def _full_length_group(rig: Rig, row: dict[str, Any]) -> list[Any]:
+    """As many samples of one prompt as a batch holds, with completions as long as they may get."""
+    trainer = rig.trainer
+    num_rows = min(int(trainer.args.per_device_train_batch_size), MAX_ROWS)
+    samples = rig.drawn_samples([row] * num_rows, rig.ids(0, 1, num_rows))
+    length = int(trainer.max_completion_length)
+    for sample in samples:
+        sample.response_token_ids = (trained_ids(sample) * length)[:length]
+        sample.rollout_logprobs, sample.response_loss_mask = [], []
+    return samples
+
+
+def _words(peak: int, seconds: float) -> str:
+    return f"{peak / GIB:.3g} GiB, {seconds:.3g} s"
 
 
 def recommended(ways: dict[int, tuple[int, float]], room: float) -> int:
@@ -151,7 +164,9 @@ def recommended(ways: dict[int, tuple[int, float]], room: float) -> int:
     return min(fast, key=lambda size: ways[size][0])
 
 
-def _measured(rig: Rig, inputs: Any, batch: Any, size: int) -> tuple[torch.Tensor, int, float]:
+def _measured(
+    rig: Rig, inputs: Any, batch: Any, size: int | str
+) -> tuple[torch.Tensor, int, float]:
     """Log-probabilities, peak in bytes, seconds."""
     trainer = rig.trainer
     args = copy(trainer.args)
@@ -188,6 +203,62 @@ def _own_checkpointing(trainer: Any, off: Any) -> Iterator[None]:
         return
     with off:
         yield
+
+
+# --- the vision tower ---
+
+LEAST_GAIN = 0.05
+"""Share of a pass that the tower has to take for the flag to be worth it."""
+
+
+def check_vision(rig: Rig) -> Result:
+    """A forward and backward of a group with most media, whose images a frozen tower encodes for
+    each sample as in ms-swift, and as they are held once it has encoded each: peak and time."""
+    trainer = rig.trainer
+    rows = [row for _, row in rig.hardest_prompts(1)]
+    row = max(rows, key=lambda row: sum(len(row.get(kind) or ()) for kind in MEDIA))
+    num_media = sum(len(row.get(kind) or ()) for kind in MEDIA)
+    values: dict[str, Any] = {
+        "frozen towers": ", ".join(name for name, _ in frozen_towers(trainer.model)) or "none",
+        "media of a row": num_media,
+    }
+    if values["frozen towers"] == "none" or not num_media:
+        return judged(values, [])
+    samples = _full_length_group(rig, row)
+    values["rows"] = len(samples)
+    ways = {}
+    for name, gigabytes in (("as ms-swift", 0.0), ("images encoded once", 1.0)):
+        with _encoder_cache(trainer, gigabytes) as cache:
+            late = media_joined_late(trainer.template) if gigabytes else nullcontext()
+            with late:
+                inputs, batch = encoded_batch(trainer, deepcopy(samples))
+            ways[name] = _measured(rig, inputs, batch, trainer.args.logps_chunk_size)
+            is_on = cache.is_on
+        values[name] = _words(*ways[name][1:])
+    (whole, _, before), (shared, _, after) = ways.values()
+    gap = float((shared - whole).abs().max())
+    limit = TOLERANCES[16 if rig.bits <= 16 else 32]
+    faults = [f"log-probabilities lie {gap:.3g} nats apart, above {limit:g}"] * (not gap <= limit)
+    is_worth_it = is_on and not faults and after <= (1 - LEAST_GAIN) * before
+    values["largest difference (nats)"] = float(f"{gap:.2g}")
+    values["recommended"] = f"--encoder_cache_gb {int(is_worth_it)}"
+    return judged(values, faults, "Report it with this page; --encoder_cache_gb 0 until then.")
+
+
+@contextmanager
+def _encoder_cache(trainer: Any, gigabytes: float) -> Iterator[EncoderCache]:
+    """Within the block the trainer's model has another cache than the run's."""
+    own = trainer._encoder_cache
+    for tower in own.towers:
+        tower.remove()
+    cache = EncoderCache(gigabytes, trainer.model)
+    try:
+        yield cache
+    finally:
+        for tower in cache.towers:
+            tower.remove()
+        for tower in own.towers:
+            tower.install()
 
 
 # --- speed ---

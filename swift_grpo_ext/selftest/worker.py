@@ -124,6 +124,7 @@ def checks(rounds: Path) -> Mapping[str, Check]:
         "batch invariance": seeds.check_invariance,
         "weights": costs.check_weights,
         "logits": costs.check_logits,
+        "vision": costs.check_vision,
         "speed": costs.check_speed,
         COMPARE: lambda rig: seeds.check_same_tokens(rig, rounds),
         INVARIANT: seeds.check_invariant_kernels,
@@ -132,7 +133,7 @@ def checks(rounds: Path) -> Mapping[str, Check]:
 
 ALL = (
     *("prompts", "seeds", "stops", "agreement", "batch invariance"),
-    *("weights", "logits", "speed"),
+    *("weights", "logits", "vision", "speed"),
 )
 """The checks of the first topology."""
 

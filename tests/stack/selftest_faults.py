@@ -81,6 +81,22 @@ def other_prompt(rig: Any) -> Iterator[None]:
 
 
 @contextmanager
+def mixed_up_images(_: Any) -> Iterator[None]:
+    """What a tower says of images that are encoded once comes back in another order."""
+    from swift_grpo_ext.training import encoder_cache
+
+    join = encoder_cache._join
+
+    def turned(outputs: Any) -> Any:
+        output = join(outputs)
+        output.pooler_output = output.pooler_output.flip(0)
+        return output
+
+    with replaced(encoder_cache, "_join", turned):
+        yield
+
+
+@contextmanager
 def on_the_way(rig: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[None]:
     upstream = rig.trainer._engine_infer
 
@@ -109,6 +125,7 @@ FAULTS = {
     "an ignored update": (ignored_update, "agreement"),
     "a stop that is not kept": (forgotten_stop, "stops"),
     "a prompt that differs": (other_prompt, "prompts"),
+    "images that are mixed up": (mixed_up_images, "vision"),
 }
 """Each with the check that has to find it."""
 

@@ -31,7 +31,7 @@ def found(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         *(str(PRESET), "--model", str(assets / "tiny_vlm"), "--dataset", str(rows), *HOT),
         *("--num_generations", "4", "--per_device_train_batch_size", "16"),
         *("--stop_words", STOP, "--output_dir", str(folder / "run"), "--add_version", "false"),
-        *("--sample_log", "none", "--max_steps", "1"),
+        *("--sample_log", "none", "--max_steps", "1", "--freeze_vit", "true"),
     ]
     output = folder / "found.json"
     command = [sys.executable, "-m", "tests.stack.selftest_faults", str(output), *argv]
@@ -52,6 +52,10 @@ def test_a_healthy_stack_holds(found: dict[str, Any]) -> None:
     assert agreement["the change moved them by (nats)"] >= 4 * agreement["limit (nats)"]
     assert healthy["weights"]["values"]["GiB / s"] > 0
     assert healthy["logits"]["values"]["recommended --logps_chunk_size"] >= 0
+    vision = healthy["vision"]["values"]
+    assert (vision["frozen towers"], vision["rows"]) == ("model.visual", 8)
+    assert vision["largest difference (nats)"] < 1e-3
+    assert vision["recommended"] in ("--encoder_cache_gb 0", "--encoder_cache_gb 1")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,7 @@ def test_a_healthy_stack_holds(found: dict[str, Any]) -> None:
         ("an ignored update", "after an update: "),
         ("a stop that is not kept", f"'{STOP}': "),
         ("a prompt that differs", "the rollout saw a prompt of "),
+        ("images that are mixed up", "log-probabilities lie "),
     ],
 )
 def test_a_fault_is_found(fault: str, reason: str, found: dict[str, Any]) -> None:
