@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ from swift_grpo_ext.checks.lookup import check_data, look_up, model_folder
 from swift_grpo_ext.checks.rules import check
 from swift_grpo_ext.checks.settings import Run, environment, read_run
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.version import __version__
 
 MASTER_PORT = 29500
@@ -323,6 +325,7 @@ def _ask(url: str, method: str = "GET") -> dict[str, Any]:
 CHECKS: dict[str, Callable[[Target], Iterable[Finding]]] = {
     "versions": lambda _: [machine.check_versions()],
     "shared memory": lambda _: [machine.check_shared_memory()],
+    "OpenMP": lambda _: machine.spinning_threads(os.environ, has_gpu=has_accelerator()),
     "ports": lambda target: map(machine.check_port, target.ports),
     "servers": check_servers,
     "communication": lambda _: [machine.check_communication()],

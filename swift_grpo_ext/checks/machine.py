@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from swift_grpo_ext.checks import vllm_load
-from swift_grpo_ext.checks.finding import Finding, error, ok, warning
+from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
 from swift_grpo_ext.checks.preflight import GIB, port_is_free
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 
@@ -157,6 +157,18 @@ def shared_memory(free_bytes: int, *, has_gpu: bool) -> Finding:
     if has_gpu and free_bytes < ENOUGH_SHARED:
         return warning(name, f"{text}, little for NCCL and data loaders", remedy)
     return ok(name, text)
+
+
+def spinning_threads(environment: Mapping[str, str], *, has_gpu: bool) -> Findings:
+    """Say how OpenMP's threads wait, where they compute and are several."""
+    waits = environment.get("OMP_WAIT_POLICY", "").upper()
+    if not has_gpu and waits != "PASSIVE" and environment.get("OMP_NUM_THREADS") != "1":
+        yield note(
+            "OpenMP",
+            "threads that wait keep their cores busy: beside one other busy process a training's "
+            "step takes up to 10 times as long",
+            "export OMP_WAIT_POLICY=PASSIVE, unless the machine has nothing else to do.",
+        )
 
 
 def check_port(port: int) -> Finding:

@@ -156,6 +156,15 @@ def test_shared_memory() -> None:
     assert machine.shared_memory(16 * 2**30, has_gpu=True).level == "ok"
 
 
+def test_threads_that_spin() -> None:
+    [finding] = machine.spinning_threads({}, has_gpu=False)
+    assert finding.level == "note"
+    assert "OMP_WAIT_POLICY=PASSIVE" in finding.remedy
+    for env in ({"OMP_WAIT_POLICY": "passive"}, {"OMP_NUM_THREADS": "1"}):
+        assert list(machine.spinning_threads(env, has_gpu=False)) == []
+    assert list(machine.spinning_threads({}, has_gpu=True)) == []
+
+
 def test_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -29,6 +29,19 @@ esac
 """
 
 
+def test_threads_of_scripts_sleep_while_they_wait() -> None:
+    """One busy core makes spinning ones ten times slower; what a user has set wins."""
+
+    def policy(**env: str) -> str:
+        script = "source scripts/common.sh; printenv OMP_WAIT_POLICY"
+        command = ["bash", "-c", script]
+        env["PATH"] = os.environ["PATH"]
+        return subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE).stdout.decode()
+
+    assert policy() == "PASSIVE\n"
+    assert policy(OMP_WAIT_POLICY="ACTIVE") == "ACTIVE\n"
+
+
 class Clone:
     """A folder with the script and all that it reads."""
 
