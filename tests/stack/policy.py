@@ -11,8 +11,12 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-SAME = 1e-3
-"""Nats. Two implementations in float32 agree to 1e-5 here; a step makes a gap of 1 and more."""
+SAME = 2 * 151_936 * 2**-24
+"""Nats, 0.018: the log-probabilities of a rollout and of training at the same weights, in float32.
+Each side sums the exponentials of 151,936 logits, and each addition may round by 2^-24 of the sum
+(N. J. Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where one logit leads by 12,
+torch's log_softmax is off by 2.4e-4 with AVX-512 and by 6.0e-4 with AVX2, which sums in fewer
+lanes. A step makes a gap of 1 and more."""
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -50,7 +54,7 @@ def max_logprob_gap(checkpoint: Path, base: Path, records: Sequence[dict[str, An
         text_T = torch.zeros_like(completion_T)
         inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], text_T[None]], dim=1)
         logits_TV = model(**inputs).logits[0, num_prompt - 1 : -1]
-        logprobs_T = logits_TV.log_softmax(-1).gather(-1, completion_T[:, None])[:, 0]
+        logprobs_T = logits_TV.double().log_softmax(-1).gather(-1, completion_T[:, None])[:, 0]
         gaps.append((logprobs_T - torch.tensor(record["logprobs"])).abs().max().item())
     return max(gaps)
 

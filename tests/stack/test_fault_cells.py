@@ -22,6 +22,7 @@ import pytest
 import requests
 
 from tests.stack import armed
+from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     Samples,
@@ -148,7 +149,7 @@ def test_a_served_engine_that_does_not_use_its_weights_is_noticed(
         finished.output
     ), finished.cause
     log = (tmp_path / "run/run/logging.jsonl").read_text(encoding="utf-8")
-    assert json.loads(log.splitlines()[0])["rollout_gap/canary"] < 0.001
+    assert json.loads(log.splitlines()[0])["rollout_gap/canary"] < SAME
 
 
 def wait_for(path: Path, has_ended: Callable[[], bool]) -> None:

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from swift_grpo_ext.sampling.groups import parse_request_id
+from tests.stack.policy import SAME
 from tests.stack.processes import free_port, rollout_server
 from tests.stack.rounds import LORA, Samples, assert_same, logged_steps, server_argv, train
 
@@ -43,7 +44,7 @@ class Case:
     is_exact: bool = True
     """Whether rollouts come from the distribution that training sees."""
 
-    gap: float = 1e-3
+    gap: float = SAME
     """Nats: the largest difference of log-probabilities of rollout and training, of any token. The
     policy moves much further in a step."""
 

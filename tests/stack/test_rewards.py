@@ -11,12 +11,10 @@ import pytest
 from swift_grpo_ext.record.reader import read_rewards
 from swift_grpo_ext.sampling.groups import request_id
 from swift_grpo_ext.sampling.seeding import SampleId
+from tests.stack.policy import SAME
 from tests.stack.rounds import BATCH, train, write_rows
 
 pytestmark = pytest.mark.stack
-
-SAME = 1e-3
-"""Nats: log-probabilities of vLLM and transformers at the same weights in float32."""
 
 
 def test_scores_of_trained_and_dropped_samples(assets: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.stack.conftest import once
+from tests.stack.policy import SAME
 from tests.stack.processes import PLUGIN, Finished, rollout_server, swift
 from tests.stack.rounds import (
     PRESET,
@@ -232,7 +233,7 @@ def test_where_vllm_draws(
     served = client_argv(request.getfixturevalue("server")) if mode == "server" else COLOCATED
     sharded = training(assets, unequal_rows, tmp_path / "run", *argv, *served, shards=shards)
     assert_same(sharded, plain, whole=shards in ("zero1", "zero2"))
-    assert all(step["rollout_gap/max"] < 1e-3 for step in sharded[1])
+    assert all(step["rollout_gap/max"] < SAME for step in sharded[1])
 
 
 @pytest.mark.extra
