@@ -54,7 +54,7 @@ from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, 
 from swift_grpo_ext.training.shared_media import RoundMedia
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
-from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout
+from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
 logger = get_logger()
@@ -486,7 +486,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if self.vllm_mode == "colocate":
             self._weights.load_colocated(state_dict, self.engine, load)
         else:
-            self._weights.send(state_dict, load)
+            flattens = self.args.enable_flattened_weight_sync
+            self._weights.send(state_dict, load if flattens else one_by_one(load))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with explained_save(self.args.output_dir, self.state.global_step):

@@ -63,11 +63,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     Words that change places within a block are seen in every 64th one: with probability 1/64 in a
     single block, surely where all blocks have it. (Factors for all words take 3 times as long.)
     """
-    flat_B = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat_B.numel() // 8 * 8
-    if flat_B.storage_offset() % 8 or flat_B.numel() != whole:
-        flat_B = torch.cat([flat_B, flat_B.new_zeros(-flat_B.numel() % 8)]).clone()
-    words_W = flat_B.view(torch.int64)
+    words_W = _words(tensor.detach())
     in_blocks = words_W.numel() // WORDS_OF_BLOCK * WORDS_OF_BLOCK
     blocks_BN = words_W[:in_blocks].view(-1, WORDS_OF_BLOCK)
     rest_1R = words_W[None, in_blocks:]
@@ -78,6 +74,19 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         blocks_BN[::ORDERED_BLOCKS]
     )
     return (sums_B * (_even_numbers(len(sums_B), sums_B.device) + 1)).sum()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as int64 [W], the last filled up with 0: its own memory where that
+    begins and ends with a word, else one copy."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    offset = tensor.storage_offset() * tensor.element_size()
+    if tensor.is_contiguous() and offset % 8 == 0 and num_bytes % 8 == 0:
+        return tensor.view(-1).view(torch.uint8).view(torch.int64)
+    words_W = tensor.new_zeros(-(-num_bytes // 8), dtype=torch.int64)
+    copy = words_W.view(torch.uint8)[:num_bytes].view(tensor.dtype)
+    copy.view(tensor.shape).copy_(tensor)
+    return words_W
 
 
 def _order_sums(blocks_BN: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ in vLLM, and ms-swift (4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,7 +28,10 @@ StateDict = dict[str, torch.Tensor]
 
 
 def checkpoint_layout(model: Any, state_dict: StateDict) -> StateDict:
-    """Tensors, some of them transposed, as the model's checkpoint has them.
+    """Return the tensors as the model's checkpoint has them; those transposed are views.
+
+    Copies are left to what sends or loads them, a bucket or a tensor at a time: all at once, the
+    experts of a model with 30B parameters would take 57 GB.
 
     Args:
         model: of transformers, wrapped in any way, whose parameters these are.
@@ -41,14 +44,25 @@ def checkpoint_layout(model: Any, state_dict: StateDict) -> StateDict:
     def undo(name: str, tensor: torch.Tensor) -> torch.Tensor:
         for pattern, dims in transposed:
             if pattern.search(name):
-                return tensor.transpose(*dims).contiguous()
+                return tensor.transpose(*dims)
         return tensor
 
     return {name: undo(name, tensor) for name, tensor in state_dict.items()}
 
 
+def one_by_one(load: Callable[[StateDict], None]) -> Callable[[StateDict], None]:
+    """Return a `load` that is given one tensor at a time, contiguous: NCCL sends memory as it
+    lies."""
+
+    def load_each(state_dict: StateDict) -> None:
+        for name, tensor in state_dict.items():
+            load({name: tensor.contiguous()})
+
+    return load_each
+
+
 def checkpoint_buffers(model: Any) -> StateDict:
-    """Tensors of the model's checkpoint that are no parameters, by the names that it has there.
+    """Return tensors of the model's checkpoint that are no parameters, by their names there.
 
     Args:
         model: of transformers, wrapped in any way. An adapter's own buffers are not among them.
@@ -56,6 +70,11 @@ def checkpoint_buffers(model: Any) -> StateDict:
     from swift.rlhf_trainers.utils import revert_runtime_names_to_checkpoint
 
     base = base_model(model)
+    # A quantized layer is packed into buffers (`qweight`, `qzeros`, `scales`, `g_idx` of GPTQ and
+    # AWQ), which the engine has loaded from the checkpoint and turned into a form of its own. No
+    # training changes them, nor any other buffer, and `unfilled` asks for none of such a model.
+    if getattr(base, "is_quantized", False):
+        return {}
     modules = dict(base.named_modules())
     adapters = tuple(f"{path}." for path, m in modules.items() if isinstance(m, BaseTunerLayer))
     buffers = {}

@@ -100,7 +100,7 @@ SETTINGS: dict[str, Any] = {
     **{"off_policy_sequence_mask_delta": None, "rollout_importance_sampling_mode": None},
     **{"callbacks": [], "max_length": 9, "truncation_strategy": "delete"},
     **{"multi_turn_scheduler": None, "vllm_server_pass_dataset": False, "new_special_tokens": []},
-    **{"rollout_canary": "off"},
+    **{"rollout_canary": "off", "enable_flattened_weight_sync": True},
 }
 
 

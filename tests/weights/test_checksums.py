@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swift_grpo_ext.selftest.peak import peak_bytes
 from swift_grpo_ext.weights import checksums
 from swift_grpo_ext.weights.checksums import (
     ORDERED_BLOCKS,
@@ -43,6 +44,20 @@ def defined(tensor: torch.Tensor) -> int:
 def test_the_checksum_is_as_defined(dtype: torch.dtype, numel: int) -> None:
     tensor = torch.randn(numel).mul(10).to(dtype)
     assert checksum(tensor) == defined(tensor)
+
+
+@pytest.mark.parametrize("numel", [2**19, 2**19 + 1])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_tensor_is_copied_once_at_most(numel: int, offset: int, transposed: bool) -> None:
+    """Not at all where its memory can be read as words."""
+    tensor = torch.randn(2 * numel + offset)[offset:].view(2, numel)
+    if transposed:
+        tensor = tensor.T
+    num_bytes = tensor.numel() * tensor.element_size()
+    copies = int(transposed or offset > 0)
+    assert checksum(tensor) == defined(tensor)
+    assert peak_bytes(lambda: checksum(tensor)) < copies * num_bytes + num_bytes // 8
 
 
 @pytest.mark.parametrize("num_blocks", [1, ORDERED_BLOCKS - 1, ORDERED_BLOCKS, ORDERED_BLOCKS + 2])

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, VeraConfig, get_peft_model
+from peft.tuners.lora.gptq import GPTQLoraLinear
+from safetensors.torch import save_file
+from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
+from torch import nn
 
-from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout
+from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.selftest.peak import peak_bytes
+from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
+from swift_grpo_ext.weights.updates import WeightUpdates
 
 TEXT = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
@@ -34,7 +47,57 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
     for name, tensor in runtime.items():
         expected = tensor.transpose(1, 2) if name in experts else tensor
         assert torch.equal(sent[name], expected)
-        assert sent[name].is_contiguous()
+
+
+BUCKET = 2**20
+
+
+class Client:
+    """Copies out what ms-swift's client would broadcast, and keeps none of it."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def update_flattened_params(self, metadatas: list[Any], flattened: torch.Tensor) -> None:
+        self.sent.append(flattened.numel())
+
+    def update_named_param(self, name: str, tensor: torch.Tensor) -> None:
+        assert tensor.is_contiguous()  # NCCL sends memory as it lies
+        self.sent.append(tensor.numel() * tensor.element_size())
+
+
+@pytest.mark.parametrize("flattens", [True, False])
+def test_experts_are_transposed_as_they_are_sent(
+    flattens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no time are there more transposed experts than those of ms-swift's bucket (which it holds
+    twice), and one more for its checksum."""
+    text = {**TEXT, "num_hidden_layers": 32, "num_experts": 16, "moe_intermediate_size": 128}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=VISION)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config)
+    runtime = dict(model.state_dict())
+    experts = [t.numel() * t.element_size() for n, t in runtime.items() if ".experts." in n]
+    client = Client()
+    trainer: Any = SimpleNamespace(
+        rollout_enable_lora=False,
+        vllm_mode="server",
+        accelerator=SimpleNamespace(is_main_process=True),
+        args=SimpleNamespace(enable_flattened_weight_sync=flattens),
+        vllm_client=client,
+    )
+    weights = WeightUpdates(SingleRank(), None)
+    load = partial(RolloutTrainerMixin._load_state_dict_to_vllm, trainer)
+    load = load if flattens else one_by_one(load)
+    monkeypatch.setenv("SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE", str(BUCKET // 2**20))
+
+    def send() -> None:
+        weights.send(checkpoint_layout(model, runtime), load)
+
+    peak = peak_bytes(send)
+    assert weights._failure is None
+    assert sum(client.sent) == sum(t.numel() * t.element_size() for t in runtime.values())
+    assert peak < 2 * BUCKET + 2 * max(experts) + 2**20
+    assert sum(experts) > 2 * (2 * BUCKET + 2 * max(experts) + 2**20)
 
 
 def test_other_models_are_left_as_they_are() -> None:
@@ -62,6 +125,58 @@ def test_buffers_of_a_checkpoint(lora: bool) -> None:
     [(found, buffer)] = checkpoint_buffers(wrapped).items()
     assert found == name
     assert buffer.data_ptr() == bias.data_ptr()
+
+
+class QuantLinear(nn.Module):
+    """A layer as GPTQ and AWQ keep it in memory and in files: all of it in buffers."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bits = in_features, out_features, 4
+        groups = max(in_features // 128, 1)
+        ints = partial(torch.zeros, dtype=torch.int32)
+        self.register_buffer("qweight", ints(in_features // 8, out_features))
+        self.register_buffer("qzeros", ints(groups, out_features // 8))
+        self.register_buffer("scales", torch.zeros(groups, out_features, dtype=torch.float16))
+        self.register_buffer("g_idx", ints(in_features))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_quantized_layer_is_left_to_the_engine(lora: bool) -> None:
+    """transformers marks a model so (`HfQuantizer.preprocess_model`); GPTQ's own needs a GPU."""
+    config = transformers.Qwen2Config(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.Qwen2ForCausalLM(config)
+    layer: nn.Module = QuantLinear(16, 16)
+    if lora:
+        layer = GPTQLoraLinear(layer, "default", LoraConfig(r=2), r=2)
+    model.model.layers[0].self_attn.q_proj = layer
+    assert any("qweight" in name for name in model.state_dict())
+    model.is_quantized = True
+    assert checkpoint_buffers(model) == {}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_model_that_transformers_loads_quantized(lora: bool, tmp_path: Path) -> None:
+    """BitNet's layers are buffers too, and load without a GPU."""
+    config = transformers.Qwen2Config(
+        **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    )
+    tensors = transformers.Qwen2ForCausalLM(config).state_dict()
+    for name in [n for n in tensors if "_proj.weight" in n]:
+        rows, columns = tensors[name].shape
+        tensors[name] = torch.zeros(rows // 4, columns, dtype=torch.uint8)
+        tensors[f"{name}_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = {**config.to_dict(), "quantization_config": {"quant_method": "bitnet"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    model: Any = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path)
+    assert any(name.endswith("q_proj.weight") for name, _ in model.named_buffers())
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+    assert checkpoint_buffers(model) == {}
 
 
 def test_buffers_of_an_adapter_are_its_own() -> None:
