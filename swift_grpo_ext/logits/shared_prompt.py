@@ -13,7 +13,7 @@ positions of one of those.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -44,14 +44,14 @@ class Layout:
         rows, columns: [R, L], of the batch.
         positions: [R, L], counted from the first token of the prompt.
         segments: [R, L]; 0: the prompt, n: its n-th sample, -1: nothing.
-        firsts: of each folded row the first row of the batch in it.
+        samples: of each folded row the rows of the batch in it.
     """
 
     rows: Tensor
     columns: Tensor
     positions: Tensor
     segments: Tensor
-    firsts: list[int]
+    samples: list[list[int]]
 
     def take(self, values: Tensor) -> Tensor:
         """[..., R, L] of [..., B, T]."""
@@ -72,57 +72,61 @@ class Layout:
 
 
 def layout_of(
-    input_ids_BT: Tensor,
-    attended_BT: Tensor,
-    predicts_BT: Tensor,
-    have_same_media: Callable[[int, int], bool],
-    width: int,
+    samples: Sequence[Sample], have_same_media: Callable[[int, int], bool], width: int
 ) -> Layout | None:
     """How a batch is folded; None where that saves nothing.
 
     Args:
-        attended_BT: which positions are not padding.
-        predicts_BT: those whose logits are wanted.
-        have_same_media: of two rows.
+        have_same_media: whether the prompts of two rows have.
         width: of the model; decides how many samples it pays to put in one row.
     """
-    samples = [*_samples(*(x.cpu().numpy() for x in (input_ids_BT, attended_BT, predicts_BT)))]
     folded: list[list[int]] = []
     for group in _groups(samples, have_same_media):
         size = _best_size(samples[group[0]], [len(samples[n].suffix) for n in group], width)
         folded += [group[n : n + size] for n in range(0, len(group), size)]
     if len(folded) == len(samples):
         return None
-    return _layout([[samples[n] for n in group] for group in folded], [g[0] for g in folded])
+    return _layout([[samples[n] for n in group] for group in folded])
 
 
 @dataclass(frozen=True)
-class _Sample:
+class Sample:
     """A row of a batch without its padding.
 
     Attributes:
+        ids: [T], tokens of the whole row.
         prompt: token ids, the last of which predicts the first token of the completion.
         shared: columns of the prompt but the last.
         suffix: columns from the prompt's last on, up to the last that predicts something.
     """
 
     row: int
+    ids: Any
     prompt: bytes
     shared: Any
     suffix: Any
 
 
-def _samples(ids: Any, attended: Any, predicts: Any) -> Iterator[_Sample]:
+def samples_of(input_ids_BT: Tensor, attended_BT: Tensor, predicts_BT: Tensor) -> list[Sample]:
+    """The samples of a batch.
+
+    Args:
+        attended_BT: which positions are not padding.
+        predicts_BT: those whose logits are wanted.
+    """
+    ids, attended, predicts = (x.cpu().numpy() for x in (input_ids_BT, attended_BT, predicts_BT))
+    samples = []
     for row in range(len(ids)):
         columns = np.flatnonzero(attended[row])
         wanted = np.flatnonzero(predicts[row][columns])
         start, stop = (wanted[0], wanted[-1] + 1) if len(wanted) else (len(columns) - 1,) * 2
         prompt = ids[row][columns[: start + 1]].tobytes()
-        yield _Sample(row, prompt, columns[:start], columns[start:stop])
+        samples.append(Sample(row, ids[row], prompt, columns[:start], columns[start:stop]))
+    return samples
 
 
 def _groups(
-    samples: Sequence[_Sample], have_same_media: Callable[[int, int], bool]
+    samples: Sequence[Sample], have_same_media: Callable[[int, int], bool]
 ) -> list[list[int]]:
     """Indices of samples that follow one another, of one prompt."""
     groups = [[0]]
@@ -134,7 +138,7 @@ def _groups(
     return groups
 
 
-def _best_size(sample: _Sample, suffixes: Sequence[int], width: int) -> int:
+def _best_size(sample: Sample, suffixes: Sequence[int], width: int) -> int:
     """How many samples stand in a row at the least cost.
 
     In units of 4 x width operations, a layer's weights (about 12 x width^2 of them) cost 6 x width
@@ -149,7 +153,7 @@ def _best_size(sample: _Sample, suffixes: Sequence[int], width: int) -> int:
     return min(range(1, len(suffixes) + 1), key=cost)
 
 
-def _layout(folded: Sequence[Sequence[_Sample]], firsts: list[int]) -> Layout:
+def _layout(folded: Sequence[Sequence[Sample]]) -> Layout:
     length = max(len(p[0].shared) + sum(len(s.suffix) for s in p) for p in folded)
     empty: Any = np.zeros((len(folded), length), np.int64)
     rows, columns, positions, segments = empty, empty.copy(), empty.copy(), empty - 1
@@ -165,17 +169,27 @@ def _layout(folded: Sequence[Sequence[_Sample]], firsts: list[int]) -> Layout:
             segments[number, here] = segment
             positions[number, here] = np.arange(len(source)) + start * (segment > 0)
     rows, columns, positions, segments = map(torch.from_numpy, (rows, columns, positions, segments))
-    return Layout(rows, columns, positions, segments, firsts)
+    return Layout(rows, columns, positions, segments, [[s.row for s in p] for p in folded])
 
 
 class UnknownInputError(ValueError):
     """An input of a model that cannot be folded."""
 
 
-def media_of_rows(inputs: Mapping[str, Any], config: Any) -> list[dict[str, Tensor]]:
-    """For each row of a batch its own part of the inputs that `MEDIA` names.
+class Media(NamedTuple):
+    """A row's part of the inputs that `MEDIA` names, by the inputs' names."""
 
-    A row has the next media that its placeholders take up, in tokens of one size.
+    of_prompt: dict[str, Tensor]
+
+    of_suffix: dict[str, Tensor]
+    """What an environment or a tool gave: the sample's own, and another sample's may be equal."""
+
+
+def media_of(inputs: Mapping[str, Any], samples: Sequence[Sample], config: Any) -> list[Media]:
+    """For each row of a batch its own media.
+
+    A row has the next media that its placeholders take up, in tokens of one size: first those of
+    its prompt, then of its suffix, then of what lies behind, which is not read.
 
     Args:
         config: of the whole model.
@@ -183,8 +197,7 @@ def media_of_rows(inputs: Mapping[str, Any], config: Any) -> list[dict[str, Tens
     Raises:
         UnknownInputError: where that does not come out even.
     """
-    input_ids = inputs["input_ids"]
-    rows: list[dict[str, Tensor]] = [{} for _ in input_ids]
+    rows = [Media({}, {}) for _ in samples]
     config = getattr(config, "thinker_config", config)  # Qwen-Omni
     for kind, (pixels, grid) in MEDIA.items():
         values, grids = inputs.get(pixels), inputs.get(grid)
@@ -192,23 +205,28 @@ def media_of_rows(inputs: Mapping[str, Any], config: Any) -> list[dict[str, Tens
             continue
         token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
         sizes = [1] * len(values) if grids is None else grids.prod(-1).tolist()
-        num_tokens = torch.eq(input_ids, -1 if token is None else token).sum(-1).tolist()
+        num_tokens = list[int]()
+        for sample in samples:
+            is_media = sample.ids == (-1 if token is None else token)
+            pieces = [int(is_media[part].sum()) for part in (sample.shared, sample.suffix)]
+            num_tokens += [*pieces, int(is_media.sum()) - sum(pieces)]
         counts = _num_media(sizes, num_tokens)
         if counts is None or sum(sizes) != len(values):
             raise UnknownInputError(f"{pixels} cannot be told apart by sample")
         ends = [0, *accumulate(counts)]
         num_rows = [sum(sizes[a:b]) for a, b in pairwise(ends)]
         split = getattr(values, "split_parts", values.split)
-        for row, part in zip(rows, split(num_rows), strict=True):
-            row[pixels] = part
+        parts = {pixels: split(num_rows)}
         if grids is not None:
-            for row, part in zip(rows, grids.split(counts), strict=True):
-                row[grid] = part
+            parts[grid] = grids.split(counts)
+        for name, pieces_of in parts.items():
+            for n, row in enumerate(rows):
+                row.of_prompt[name], row.of_suffix[name] = pieces_of[3 * n : 3 * n + 2]
     return rows
 
 
 def _num_media(sizes: Sequence[int], num_tokens: Sequence[int]) -> list[int] | None:
-    """Of each row how many media its tokens stand for, if tokens are all of one size."""
+    """How many media the tokens of each piece stand for, if tokens are all of one size."""
     left, counts = [*reversed(sizes)], list[int]()
     of_token, of_size = sum(sizes), sum(num_tokens)  # one size has both
     for number in num_tokens:
@@ -222,13 +240,13 @@ def _num_media(sizes: Sequence[int], num_tokens: Sequence[int]) -> list[int] | N
 
 
 def folded_inputs(
-    inputs: Mapping[str, Any], layout: Layout, media: Sequence[Mapping[str, Tensor]], mask: Tensor
+    inputs: Mapping[str, Any], layout: Layout, media: Sequence[Media], mask: Tensor
 ) -> dict[str, Any]:
     """The arguments of a model's forward for a folded batch.
 
     Args:
         inputs: those for the batch; tensors of [..., B, T] among them are folded.
-        media: `media_of_rows` of them.
+        media: `media_of` them.
         mask: of the attention.
 
     Raises:
@@ -237,10 +255,17 @@ def folded_inputs(
     shape, device = inputs["input_ids"].shape, inputs["input_ids"].device
     folded: dict[str, Any] = {"position_ids": layout.positions.to(device)}
     for name, value in inputs.items():
-        if name in media[0]:
-            own = [part for row in layout.firsts if len(part := media[row][name])]
-            if own:
-                folded[name] = own[0] if len(own) == 1 else torch.cat(own)
+        if name in media[0].of_prompt:
+            # A model hands out media in the order of placeholders, which is that of the folded row.
+            parts = [
+                part
+                for rows in layout.samples
+                for part in (media[rows[0]].of_prompt, *(media[row].of_suffix for row in rows))
+            ]
+            own = [part[name] for part in parts if len(part[name])]
+            if not own:  # the tower would not be called, as on other ranks it is
+                raise UnknownInputError(f"all {name} come after the last token that is trained on")
+            folded[name] = own[0] if len(own) == 1 else torch.cat(own)
         elif name == "attention_mask":
             folded[name] = mask
         elif isinstance(value, Tensor) and value.ndim >= 2 and value.shape[-2:] == shape:
@@ -380,16 +405,18 @@ def fold(inputs: Mapping[str, Any], predicts_BT: Tensor, config: Any) -> Folded 
         UnknownInputError: for an input that is not known.
     """
     input_ids, text = inputs["input_ids"], config.get_text_config()
-    media = media_of_rows(inputs, config)
-
-    def have_same_media(a: int, b: int) -> bool:
-        return all(_are_equal(media[a][name], media[b][name]) for name in media[a])
-
     attended = inputs.get("attention_mask")
     attended = torch.ones_like(input_ids) if attended is None else attended
     if attended.shape != input_ids.shape:
         raise UnknownInputError("the mask is one of pairs already")
-    layout = layout_of(input_ids, attended.bool(), predicts_BT, have_same_media, text.hidden_size)
+    samples = samples_of(input_ids, attended.bool(), predicts_BT)
+    media = media_of(inputs, samples, config)
+
+    def have_same_media(a: int, b: int) -> bool:
+        prompts = media[a].of_prompt, media[b].of_prompt
+        return all(_are_equal(prompts[0][name], prompts[1][name]) for name in prompts[0])
+
+    layout = layout_of(samples, have_same_media, text.hidden_size)
     if layout is None:
         return None
     mask = layout.attention_mask(input_ids.device)

@@ -3,6 +3,7 @@ own passes over the whole batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,12 @@ from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.shared_prompt import (
     UnknownInputError,
     layout_of,
-    media_of_rows,
+    media_of,
     reason_against,
+    samples_of,
 )
 from tests.logits.compare import assert_close
-from tests.logits.models import IMAGE, VISION_END, VISION_START, build, patches
+from tests.logits.models import IMAGE, IMAGES, VISION_END, VISION_START, build, patches
 from tests.logits.test_logps import Batch, Ours, Upstream, run
 
 WIDE = 10_000
@@ -32,7 +34,8 @@ def layout(
     """Of rows of token ids, in which 0 is padding."""
     tokens = torch.tensor(ids)
     wanted = torch.tensor(predicts).bool()
-    return layout_of(tokens, tokens > 0, wanted, media or (lambda a, b: True), width)
+    samples = samples_of(tokens, tokens > 0, wanted)
+    return layout_of(samples, media or (lambda a, b: True), width)
 
 
 def test_samples_lie_behind_their_prompt() -> None:
@@ -75,7 +78,7 @@ def test_each_prompt_has_a_row_and_a_row_ends_in_nothing() -> None:
     predicts = [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]]
     found = layout(ids, predicts)
     assert found.segments.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
-    assert found.firsts == [0, 2]
+    assert found.samples == [[0, 1], [2, 3, 4]]
     short = layout([*ids[:2], ids[2]], predicts[:3])
     assert short.segments.tolist() == [[0, 1, 1, 2], [0, 1, -1, -1]]
     assert short.attention_mask()[1, 0].int().tolist() == [
@@ -88,14 +91,14 @@ def test_a_sample_without_a_completion_has_a_place_and_predicts_nothing() -> Non
     # Nothing says where its prompt ends: it stands by itself.
     assert found is None
     found = layout([[7, 8, 9], [7, 8, 9], [7, 8, 9]], [[0, 1, 0], [0, 1, 0], [0, 0, 0]])
-    assert found.firsts == [0, 2]
+    assert found.samples == [[0, 1], [2]]
     assert int(found.take_mask(torch.tensor([[0, 1, 0], [0, 1, 0], [0, 0, 0]]).bool()).sum()) == 2
 
 
 def test_one_prompt_with_other_images_is_another_prompt() -> None:
     ids, predicts = [[7, 8, 1], [7, 8, 2], [7, 8, 3]], [[0, 1, 0]] * 3
     found = layout(ids, predicts, media=lambda a, b: (a, b) != (0, 1))
-    assert found.firsts == [0, 1]
+    assert found.samples == [[0], [1, 2]]
     assert layout(ids[:2], predicts[:2], media=lambda a, b: False) is None
 
 
@@ -114,31 +117,44 @@ def test_as_many_samples_in_a_row_as_pay(
     ids = torch.ones(8, prompt + completion, dtype=torch.int64)
     predicts = torch.zeros_like(ids).bool()
     predicts[:, prompt - 1 : -1] = True
-    found = layout_of(ids, ids > 0, predicts, lambda a, b: True, width)
-    assert (found and found.firsts) == rows
+    found = layout_of(samples_of(ids, ids > 0, predicts), lambda a, b: True, width)
+    assert (found and [row[0] for row in found.samples]) == rows
+
+
+def media(inputs: dict[str, Any], predicts: list[int], config: Any) -> Any:
+    """Of rows without padding, each of which predicts something at some columns."""
+    ids = inputs["input_ids"]
+    wanted = torch.zeros_like(ids).bool()
+    wanted[:, predicts] = True
+    return media_of(inputs, samples_of(ids, torch.ones_like(ids).bool(), wanted), config)
 
 
 def test_each_row_has_the_media_that_its_placeholders_take_up() -> None:
-    """Two images, none, one of twice their size; a token stands for four patches."""
-    ids = torch.tensor([[IMAGE, 7, IMAGE], [7, 7, 7], [7, IMAGE, IMAGE]])
-    grid = torch.tensor([[1, 2, 2], [1, 2, 2], [1, 2, 4]])
-    inputs = {"input_ids": ids, "pixel_values": torch.arange(16.0), "image_grid_thw": grid}
+    """Two images, one of them a tool's; none; one of twice their size, and one that is given when
+    all is said. A token stands for four patches."""
+    ids = torch.tensor([[IMAGE, 7, 1, IMAGE, 2, 9], [7] * 6, [IMAGE, IMAGE, 7, 7, 7, IMAGE]])
+    grid = torch.tensor([[1, 2, 2], [1, 2, 2], [1, 2, 4], [1, 2, 2]])
+    inputs = {"input_ids": ids, "pixel_values": torch.arange(20.0), "image_grid_thw": grid}
     config = SimpleNamespace(image_token_id=IMAGE)
-    found = media_of_rows(inputs, config)
-    assert [row["pixel_values"].tolist() for row in found] == [
-        [*range(8)],
+    found = media(inputs, [2, 4], config)
+    assert [row.of_prompt["pixel_values"].tolist() for row in found] == [
+        [*range(4)],
         [],
         [*range(8, 16)],
     ]
-    assert [row["image_grid_thw"].tolist() for row in found] == [
-        grid[:2].tolist(),
+    assert [row.of_suffix["pixel_values"].tolist() for row in found] == [[*range(4, 8)], [], []]
+    assert [row.of_prompt["image_grid_thw"].tolist() for row in found] == [
+        grid[:1].tolist(),
         [],
-        grid[2:].tolist(),
+        grid[2:3].tolist(),
     ]
+    assert [len(row.of_suffix["image_grid_thw"]) for row in found] == [1, 0, 0]
     # Without a grid, all images are of one size.
-    tiles = {"input_ids": ids, "pixel_values": torch.zeros(2, 3, 4, 4)}
-    counts = [len(row["pixel_values"]) for row in media_of_rows(tiles, config)]
-    assert counts == [1, 0, 1]
+    ids[2, 1] = 7
+    tiles = {"input_ids": ids, "pixel_values": torch.zeros(4, 3, 4, 4)}
+    found = media(tiles, [2, 4], config)
+    assert [len(row.of_prompt["pixel_values"]) for row in found] == [1, 0, 1]
+    assert [len(row.of_suffix["pixel_values"]) for row in found] == [1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +172,7 @@ def test_media_that_do_not_come_out_even(
     inputs["pixel_values"] = torch.zeros(num_patches, 2)
     for config in (SimpleNamespace(image_token_index=IMAGE), SimpleNamespace()):
         with pytest.raises(UnknownInputError, match="pixel_values cannot be told apart"):
-            media_of_rows(inputs, config)
+            media(inputs, [], config)
 
 
 # --- real models ---
@@ -183,7 +199,28 @@ class Group(Batch):
         """An image for each group, with the positions that ms-swift's template gives them."""
         seen: dict[int, Any] = {}
         each = [seen.setdefault(row[0], patches(1, size)) for row in self.rows]
+        return self._look_at(model, each)
+
+    def see_tools(
+        self, model: Any, pixels: Callable[[int], dict[str, Tensor]], *, alike: bool
+    ) -> Group:
+        """As `see`, with an image in each answer of a tool too; alike, or each another."""
+        ids, mask = self.inputs["input_ids"], self.inputs["attention_mask"]
+        seen: dict[int, Any] = {}
+        given, each = pixels(1), []
+        for row, (prompt, completion, tool, _) in enumerate(self.rows):
+            each += [seen.setdefault(prompt, pixels(1))] if self.images else []
+            if tool:
+                first = int(mask[row].int().argmax()) + prompt + completion
+                image = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
+                ids[row, first : first + 6] = image
+                each.append(given if alike else pixels(1))
+        return self._look_at(model, each)
+
+    def _look_at(self, model: Any, each: list[dict[str, Tensor]]) -> Group:
         self.inputs |= {k: torch.cat([image[k] for image in each]) for k in each[0]}
+        if "image_grid_thw" not in self.inputs:
+            return self
         kinds = (self.inputs["input_ids"] == IMAGE).int()
         positions, _ = model.get_base_model().model.get_rope_index(
             self.inputs["input_ids"],
@@ -266,6 +303,35 @@ def test_images_as_ms_swift_but_for_rounding(
     assert_close(found, expected, 5e-5)
     assert patches_seen == [2 * 16, 5 * 16, 2 * 16]  # the first batch is held against the whole
     assert not warned
+
+
+TOOL_ROWS = ((9, 2, 7, 3), (9, 4, 7, 2), (9, 5, 0, 0), (9, 1, 7, 0), (9, 3, 7, 1), (12, 4, 6, 2))
+"""The fourth ends with what its tool gave, which predicts nothing and is not read."""
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternVL"])
+@pytest.mark.parametrize("alike", [True, False])
+def test_images_of_tools_stay_the_samples_own(name: str, alike: bool, warned: list[str]) -> None:
+    """Also where neighbours were given one image: each has placeholders for its own."""
+    model = build(name, lora=True)
+    batch = SeeingGroup(TOOL_ROWS).see_tools(model, IMAGES[name][1], alike=alike)
+    expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
+    seen = positions_of(model)
+    found, _, _ = run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
+    assert_close(found, expected, 5e-5)
+    assert seen[0] == seen[2] < seen[1]
+    assert not warned
+
+
+def test_images_that_nothing_is_learned_from_keep_their_tower_in_use(warned: list[str]) -> None:
+    """A rank that does not call a tower, which others call, would leave them waiting."""
+    model, rows = build("Qwen2.5-VL", lora=True), ((9, 2, 7, 0), (9, 2, 7, 0))
+    batch = Group(rows).see_tools(model, IMAGES["Qwen2.5-VL"][1], alike=True)
+    num_calls: list[int] = []
+    model.get_base_model().model.visual.register_forward_pre_hook(lambda *_: num_calls.append(1))
+    run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
+    assert len(num_calls) == 1
+    assert "all pixel_values come after the last token that is trained on" in warned[0]
 
 
 def test_equal_words_with_other_images_stay_apart() -> None:
