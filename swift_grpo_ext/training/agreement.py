@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 
 
 class DisagreementError(RuntimeError):
@@ -28,12 +29,14 @@ class Gap:
         return self.total / self.count if self.count else 0.0
 
     def __add__(self, other: Gap) -> Gap:
-        largest = max(self.largest, other.largest)
+        # NaN is the largest: Python's `max` returns it only where it stands first.
+        is_larger = isnan(self.largest) or self.largest > other.largest
+        largest = self.largest if is_larger else other.largest
         return Gap(self.total + other.total, self.count + other.count, largest)
 
 
-def gap_limit(bits: int) -> float:
-    """The mean gap, in nats, above which something is wrong rather than imprecise.
+def gap_limit(bits: int, temperature: float = 1.0) -> float:
+    """Return the mean gap, in nats, above which something is wrong rather than imprecise.
 
     A log-probability is a difference of logits, of which large models have some around 2^4. A float
     of 16 bits that keeps 8 of them as its mantissa (bfloat16) rounds those to steps of 2^-4, by
@@ -44,8 +47,10 @@ def gap_limit(bits: int) -> float:
 
     Args:
         bits: of the less precise of both sides' numbers.
+        temperature: of the sampling. Logits are divided by it, and their rounding with them; one
+            above 1 leaves the limit as it is.
     """
-    return 0.125 if bits <= 16 else 0.01
+    return (0.125 if bits <= 16 else 0.01) / min(temperature or 1.0, 1.0)
 
 
 def check_counts(name: str, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:

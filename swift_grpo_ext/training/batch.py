@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from math import isnan
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from swift_grpo_ext.training.agreement import (
     gap_limit,
 )
 from swift_grpo_ext.training.lazy_concat import before_collating
-from swift_grpo_ext.training.prompt_match import check_prompt, with_text_of
+from swift_grpo_ext.training.prompt_match import check_prompt, with_cut_prompt, with_text_of
 
 logger = get_logger()
 
@@ -46,13 +47,15 @@ def check_counts_of(samples: Sequence[Any]) -> None:
 
 @contextmanager
 def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None]:
-    """Let what `template` collates have the line breaks of the prompts that rollouts saw.
+    """Let what `template` collates have the line breaks of the prompts that rollouts saw, and the
+    text that `--max_length` left of them.
 
     Args:
-        template: of ms-swift; changed within the block only.
+        template: of ms-swift; changed within the block only. Enter the block before the one in
+            which ms-swift takes its `max_length` away.
         samples: those that are encoded and collated there.
     """
-    placeholders = placeholder_ids(template)
+    placeholders, max_length = placeholder_ids(template), template.max_length
 
     def change(batch: list[dict[str, Any]]) -> None:
         prompts = {
@@ -62,8 +65,14 @@ def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None
         }
         for encoded in batch:
             prompt = prompts.get(id(encoded))
-            decode = template.tokenizer.decode
-            changed = with_text_of(prompt, encoded, placeholders, decode) if prompt else {}
+            if not prompt:
+                continue
+            if was_cut(prompt, max_length) and (
+                cut := with_cut_prompt(prompt, encoded, placeholders)
+            ):
+                encoded.update(cut)
+                continue
+            changed = with_text_of(prompt, encoded, placeholders, template.tokenizer.decode)
             encoded.update(changed)
             if changed:
                 logger.info_once(
@@ -91,9 +100,8 @@ def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template
     placeholders = placeholder_ids(template)
     for sample in samples:
         prompt_ids = getattr(sample, "rollout_prompt_ids", None) or ()
-        is_cut = bool(template.max_length) and len(prompt_ids) >= template.max_length
         try:
-            check_prompt_of(sample, template, placeholders, _remedy(args, is_cut))
+            check_prompt_of(sample, template, placeholders, _remedy(args, template, prompt_ids))
         except DisagreementError as e:
             if args.prompt_mismatch == "error":
                 raise
@@ -117,12 +125,18 @@ def check_prompt_of(
         check_prompt(_name(sample), prompt_ids, training_ids, remedy, placeholders, decode)
 
 
-def _remedy(args: Any, is_cut: bool) -> str:
-    if is_cut:
+def was_cut(prompt_ids: Sequence[int], max_length: int | None) -> bool:
+    """Whether a prompt may have lost text to `--max_length`, which counts a medium as one token."""
+    return max_length is not None and 0 < max_length <= len(prompt_ids)
+
+
+def _remedy(args: Any, template: Any, prompt_ids: Sequence[int]) -> str:
+    if was_cut(prompt_ids, template.max_length):
         return (
-            f"Training encodes prompts whole, rollouts with --max_length {args.max_length} and "
-            f"--truncation_strategy {args.truncation_strategy}: raise the first, or delete such "
-            "prompts with the second."
+            f"Rollouts cut prompts to --max_length {template.max_length} (--truncation_strategy "
+            f"{template.truncation_strategy}), and vLLM writes this template's media otherwise "
+            "than training does, so that training cannot be given what was left: raise the first, "
+            "or have such prompts replaced with --truncation_strategy delete."
         )
     settings = (
         "Give `swift rollout` the settings of the training: --template, --system, --max_length, "
@@ -148,6 +162,7 @@ class RolloutGap:
         # Rollouts come from another distribution, or from the weights of a step before.
         self._is_expected = bool(shifted or args.async_generate)
         self._is_mixed = bool(args.bf16 or args.fp16)
+        self._temperature = args.temperature
         self._ranks = ranks
         self._has_warned = False
 
@@ -163,8 +178,10 @@ class RolloutGap:
         if not gap.count:
             return {}
         # Under autocast, models of 32 bits compute in 16.
-        limit = gap_limit(16 if self._is_mixed else torch.finfo(dtype).bits)
-        if gap.mean > limit and not self._has_warned and not self._is_expected:
+        bits = 16 if self._is_mixed else torch.finfo(dtype).bits
+        limit = gap_limit(bits, self._temperature)
+        is_wide = isnan(gap.mean) or (gap.mean > limit and not self._is_expected)
+        if is_wide and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 f"Step {step}: log-probabilities of the rollout and of training lie "
@@ -242,7 +259,11 @@ def gap_of(batch: Any) -> Gap:
     rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
     if rollout is None or training is None:
         return Gap()
-    mask = batch.completion_mask.bool()
+    return gap_between(rollout, training, batch.completion_mask.bool())
+
+
+def gap_between(rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> Gap:
+    """Compare log-probabilities, in nats, where `mask` is true; all three have one shape."""
     difference = (training - rollout).abs()[mask].float()
     if not difference.numel():
         return Gap()

@@ -2,8 +2,8 @@
 
 Templates of ms-swift write media in one way for training and in another for vLLM. What differs in
 notation alone is no difference: a placeholder may be a negative number in training, and whitespace
-beside a media item may be cut into other tokens that spell the same. Where line breaks differ,
-training is given those of the rollout.
+beside a media item may be cut into other tokens that spell the same. Where line breaks differ, or
+the rollout's prompt was cut, training is given that of the rollout.
 """
 
 from __future__ import annotations
@@ -112,6 +112,42 @@ def with_text_of(
         changed[name] = [*chain(*chosen), *values[num_prompt:]]
     if "length" in changed:
         changed["length"] = len(changed["input_ids"])
+    return changed
+
+
+def with_cut_prompt(
+    rollout: Sequence[int], encoded: Mapping[str, Any], placeholders: Collection[int] = ()
+) -> dict[str, Any]:
+    """Return what changes of an encoded sample so that it has a prompt that was cut on the left.
+
+    For rollouts ms-swift cuts a prompt to `--max_length` and keeps all media and the last of its
+    other tokens (4.6.0, template/base.py, `_truncate`); for training it encodes prompts whole.
+
+    Args:
+        rollout, encoded, placeholders: as `with_text_of`'s; values may be tensors [tokens] too.
+
+    Returns:
+        New entries; none where the rollout's prompt is not what such a cut leaves.
+    """
+    ids, labels = encoded["input_ids"], encoded.get("labels")
+    if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
+        return {}
+    num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+    is_media = [i < 0 or i in placeholders for i in ids[:num_prompt]]
+    text = [at for at, is_medium in enumerate(is_media) if not is_medium]
+    num_text = len(rollout) - sum(is_media)
+    if not 0 <= num_text < len(text):
+        return {}
+    dropped = {*text[: len(text) - num_text]}
+    kept = [at for at in range(len(ids)) if at not in dropped]
+    if [ids[at] for at in kept[: len(rollout)]] != list(rollout):
+        return {}
+    changed: dict[str, Any] = {"length": len(kept)} if "length" in encoded else {}
+    for name, values in encoded.items():
+        if isinstance(values, list) and len(values) == len(ids):
+            changed[name] = [values[at] for at in kept]
+        elif getattr(values, "shape", None) == (len(ids),):
+            changed[name] = values[kept]
     return changed
 
 

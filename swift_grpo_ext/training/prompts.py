@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from swift_grpo_ext.sampling.replacement import Row, candidate_order, replace_gr
 from swift_grpo_ext.sampling.rounds import Round, RoundClock
 
 logger = get_logger()
+
+MOST_LOOKED_AT = 256
+"""Rows whose lengths are looked at when a training starts; one with an image of 1,024 px takes
+about 20 ms."""
 
 
 def round_clock(args: Any, num_rows: int, sequence_parallel_size: int) -> RoundClock:
@@ -91,19 +96,61 @@ def replace_failing_prompts(
     return kept, [group.group for group in replaced]
 
 
+def tell_long_prompts(template: Any, rows: Sequence[Row], *, use_vllm: bool) -> None:
+    """Log how many of the first rows are longer than `--max_length`, and what becomes of such rows.
+
+    Args:
+        template: ms-swift's, of the training; changed within the call only.
+        rows: the training set. Media are loaded, as in a rollout; rows that fail are not counted.
+        use_vllm: rollouts count a medium as one token where vLLM draws and prompts are cut.
+    """
+    max_length = template.max_length
+    if not max_length or max_length >= (template.model_info.max_model_len or 0):
+        return  # nobody has set it
+    mode = template.mode
+    is_cut = template.truncation_strategy == "left"
+    num_looked_at, lengths = min(len(rows), MOST_LOOKED_AT), list[int]()
+    template.max_length = None
+    template.set_mode("vllm" if is_cut and use_vllm else mode)
+    try:
+        for number in range(num_looked_at):
+            with suppress(Exception):  # `check_rows` and the round tell of rows that are broken
+                lengths.append(len(_encode(template, rows[number])["input_ids"]))
+    finally:
+        template.max_length = max_length
+        template.set_mode(mode)
+    num_long = sum(length > max_length for length in lengths)
+    fate = (
+        "rollouts cut them on the left, and training reads what the rollout has seen"
+        if is_cut
+        else "another prompt takes the place of such a group"
+    )
+    tell = logger.warning if num_long else logger.info
+    tell(
+        f"--max_length {max_length}: {num_long} of {num_looked_at} rows that were looked at have "
+        f"longer prompts (the longest: {max(lengths, default=0)} tokens); {fate} "
+        f"(--truncation_strategy {'left' if is_cut else 'delete'})."
+    )
+
+
 def encoding_error(template: Any, row: Row) -> str | None:
     """Why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it."""
     if not row.get("messages"):
         return "it has no messages"
     if bad := bad_media(row):
         return bad
-    prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
-    remove_response(prompt["messages"])
-    # `template.encode` would try three times; what loads a URL has retries of its own.
-    encode = inspect.unwrap(type(template).encode)
     try:
-        with torch.inference_mode():
-            encode(template, prompt)
+        _encode(template, row)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return None
+
+
+def _encode(template: Any, row: Row) -> dict[str, Any]:
+    """Encode a row's prompt, once: `template.encode` would try three times, and what loads a URL
+    has retries of its own."""
+    prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
+    remove_response(prompt["messages"])
+    with torch.inference_mode():
+        encoded: dict[str, Any] = inspect.unwrap(type(template).encode)(template, prompt)
+    return encoded

@@ -50,7 +50,12 @@ from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
 from swift_grpo_ext.training.encoder_cache import EncoderCache
 from swift_grpo_ext.training.lazy_concat import media_joined_late
-from swift_grpo_ext.training.prompts import rank_rows, replace_failing_prompts, round_clock
+from swift_grpo_ext.training.prompts import (
+    rank_rows,
+    replace_failing_prompts,
+    round_clock,
+    tell_long_prompts,
+)
 from swift_grpo_ext.training.shared_media import RoundMedia
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
@@ -109,8 +114,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._zero_gradient = ZeroGradientWarning(config)
         auto = partial(agreed_chunk_size, self.model, self.ranks.all_gather)
         bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
+        limit = gap_limit(bits, config.temperature)
         agree = lambda holds: all(self.ranks.all_gather(holds))  # noqa: E731
-        self._logps = CompletionLogps(config, template, auto, agree, gap_limit(bits))
+        self._logps = CompletionLogps(config, template, auto, agree, limit)
         self._canary = WeightCanary(config, self.ranks, off=self._reason_against_canary())
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
@@ -119,6 +125,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         if self.is_world_process_zero():
             logger.info(banner(config, num_dropouts=num_dropouts))
+            tell_long_prompts(template, self.train_dataset, use_vllm=config.use_vllm)
 
     @property
     def _mode(self) -> str:
@@ -488,6 +495,13 @@ class RolloutGRPOTrainer(GRPOTrainer):
         else:
             flattens = self.args.enable_flattened_weight_sync
             self._weights.send(state_dict, load if flattens else one_by_one(load))
+
+    def _move_adapter_to_vllm(self) -> None:
+        move = super()._move_adapter_to_vllm
+        if self.vllm_mode == "colocate":
+            self._weights.load_adapter(self.engine, move)
+        else:
+            self._weights.send_adapter(self.vllm_client, move)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with explained_save(self.args.output_dir, self.state.global_step):

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.sampling.groups import parse_request_id
+from tests.stack.policy import SAME
 from tests.stack.rounds import BATCH, GROUP_SIZE, logged_steps, train
 
 pytestmark = pytest.mark.stack
@@ -129,3 +130,28 @@ def assert_counted(run: Path, log: str) -> None:
     counts = [log["prompts/replaced"] for log in logged_steps(run)]
     assert len(counts) == STEPS
     assert sum(counts) == log.count("takes the place of the whole group") > 0
+
+
+def long_rows(assets: Path, path: Path, num_rows: int = 12) -> Path:
+    """Every second row says more than `--max_length 40` lets through."""
+    given = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()[:num_rows]
+    rows = [json.loads(line) for line in given]
+    for number, row in enumerate(rows):
+        words = "".join(f" word{number}-{k}" for k in range(9 * (number % 2)))
+        question = f"{words} <image>{words} Which digit is this?"
+        row["messages"] = [{"role": "user", "content": question}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_training_reads_the_prompt_that_max_length_left(assets: Path, tmp_path: Path) -> None:
+    """Also where it cuts the rows of one rank only; the canary judges, whatever was cut."""
+    rows = long_rows(assets, tmp_path / "rows.jsonl")
+    argv = ["--max_length", "40", "--truncation_strategy", "left", "--train_dataloader_shuffle"]
+    samples = train(assets, rows, tmp_path / "run", *argv, "false", ranks=2, steps=4)
+    assert len({sample["solution"] for sample in samples.values()}) > 1
+    for step in logged_steps(tmp_path / "run/run"):
+        assert step["rollout_gap/max"] < SAME
+        assert step["rollout_gap/canary"] < SAME
+    log = (tmp_path / "run/log").read_text(encoding="utf-8")
+    assert "--max_length 40: 6 of 12 rows that were looked at have longer prompts" in log

@@ -6,7 +6,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,13 @@ from swift.infer_engine.protocol import RequestConfig, RolloutOutput, UsageInfo
 from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers import GRPOTrainer
 
-from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.draw import to_rollout_output
 from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.training import RolloutGRPOTrainer
+from tests.arguments import training_arguments
 
 IMAGE = 3
 """Id of the token that stands for an image."""
@@ -67,6 +66,8 @@ class Template:
     processor = None
     padding_free = False
     model_meta = SimpleNamespace(is_multimodal=True)
+    model_info = SimpleNamespace(max_model_len=0)  # no limit is shorter
+    truncation_strategy = "left"
 
     def __init__(self, *, max_length: int | None, sequence_parallel_size: int) -> None:
         self.max_length, self.sequence_parallel_size = max_length, sequence_parallel_size
@@ -89,19 +90,8 @@ class Template:
         return batch
 
 
-SETTINGS: dict[str, Any] = {
-    **{"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 1, "seed": 42},
-    **{"num_generations": 2, "num_generations_eval": 2, "gradient_accumulation_steps": 2},
-    **{"steps_per_generation": 2, "num_iterations": 1, "generation_batch_size": 4},
-    **{"dynamic_sample": False, "max_resample_times": 3, "async_generate": False},
-    **{"stop_words": [], "use_liger_kernel": False},
-    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ddp_timeout": 60},
-    **{"structured_outputs_regex": None, "bf16": False, "fp16": False, "overlong_filter": False},
-    **{"off_policy_sequence_mask_delta": None, "rollout_importance_sampling_mode": None},
-    **{"callbacks": [], "max_length": 9, "truncation_strategy": "delete"},
-    **{"multi_turn_scheduler": None, "vllm_server_pass_dataset": False, "new_special_tokens": []},
-    **{"rollout_canary": "off", "enable_flattened_weight_sync": True},
-}
+SETTINGS: dict[str, Any] = {"num_generations_eval": 2, "max_resample_times": 3, "ddp_timeout": 60}
+SETTINGS |= {"rollout_canary": "off", "media_cache_gb": 4.0}
 
 
 class RecordingSwift(GRPOTrainer):
@@ -249,7 +239,7 @@ def trainer_of(
 ) -> Any:
     """A trainer with these flags, ready for its first round; `drawn`: what its listeners heard."""
     RANKS.own = ranks or SingleRank()
-    args = SimpleNamespace(**(asdict(ExtFlags()) | SETTINGS | {"output_dir": str(folder)} | flags))
+    args = training_arguments(**(SETTINGS | {"output_dir": str(folder)} | flags))
     made = Template(**({"max_length": None, "sequence_parallel_size": 1} | (template or {})))
     trainer: Any = Trainer(args=args, template=made, model=Model(), **(parts or {}))
     trainer._prepare_vllm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from operator import add
 
@@ -32,6 +33,19 @@ def test_gaps_of_batches_and_ranks_add_up(batches: list[list[float]]) -> None:
     assert whole.count == len(values)
     assert whole.mean == pytest.approx(sum(values) / len(values) if values else 0)
     assert whole.largest == max(values, default=0)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_nan_is_the_largest_wherever_it_stands(order: tuple[int, ...]) -> None:
+    gaps = [Gap(float("nan"), 1, float("nan")), Gap(1.0, 1, 1.0), Gap(3.0, 1, 3.0)]
+    whole = sum((gaps[n] for n in order), Gap())
+    assert math.isnan(whole.mean)
+    assert math.isnan(whole.largest)
+
+
+def test_limits_by_temperature() -> None:
+    """Rounding errors of logits are divided by it too; above 1 the limit keeps its margin."""
+    assert gap_limit(32, 0.25) == 4 * gap_limit(32, 1.0) == 4 * gap_limit(32, 3.0)
 
 
 def test_limits_by_precision() -> None:

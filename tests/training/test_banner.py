@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swift_grpo_ext.training.banner import banner
 from swift_grpo_ext.version import __version__
+from tests.arguments import training_arguments
 
-DEFAULTS: dict[str, Any] = {
-    "seed": 42,
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "num_generations": 8,
-    "rollout_seed_mode": "sample",
-    "rollout_group_requests": True,
-    "stop_words": [],
-    "stop_token_ids": [],
-    "include_stop_str_in_output": True,
-    "logits_shim": "auto",
-    "logps_chunk_size": 0,
-    "logps_shared_prompt": False,
-    "output_dir": "output/x",
-    "callbacks": [],
-    "diversity_action": "warn",
-    "diversity_alarm_p": 1e-6,
-    "diversity_patience": 3,
-}
+DEFAULTS: dict[str, Any] = {"num_generations": 8, "output_dir": "output/x"}
 
 
 def text(num_dropouts: int = 0, **changes: Any) -> str:
-    return banner(SimpleNamespace(**DEFAULTS | changes), num_dropouts=num_dropouts)
+    return banner(training_arguments(**DEFAULTS | changes), num_dropouts=num_dropouts)
 
 
 def test_a_run_with_defaults() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.training import RolloutGRPOConfig
 from swift_grpo_ext.training.agreement import DisagreementError
 from swift_grpo_ext.training.batch import (
     RolloutGap,
@@ -18,25 +19,18 @@ from swift_grpo_ext.training.batch import (
     rollouts_own_prompts,
     switch_off_dropout,
 )
+from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 
 
-def arguments(**changes: Any) -> SimpleNamespace:
-    values = {
-        **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
-        **{"structured_outputs_regex": None, "async_generate": False},
-        **{"bf16": False, "fp16": False, "max_length": 9, "truncation_strategy": "left"},
-        **{"overlong_filter": False, "off_policy_sequence_mask_delta": None},
-        **{"rollout_importance_sampling_mode": None, "num_iterations": 1},
-        **{"gradient_accumulation_steps": 2, "steps_per_generation": 2},
-        **{"vllm_mode": "server", "prompt_mismatch": "error"},
-    }
-    return SimpleNamespace(**(values | changes))
+def arguments(**changes: Any) -> RolloutGRPOConfig:
+    return training_arguments(**{"vllm_mode": "server", "temperature": 1.0, **changes})
 
 
 def template(max_length: int | None = None) -> SimpleNamespace:
     return SimpleNamespace(
-        max_length=max_length, placeholder_tokens=[90], tokenizer=SimpleNamespace(decode=str)
+        **{"max_length": max_length, "truncation_strategy": "left", "placeholder_tokens": [90]},
+        tokenizer=SimpleNamespace(decode=str),
     )
 
 
@@ -90,6 +84,19 @@ def test_what_is_collated_has_the_prompt_of_its_rollout() -> None:
     check_training_batch(samples[:2], batch(), arguments(), made)
 
 
+def test_what_is_collated_has_the_text_that_max_length_left() -> None:
+    """Where the limit explains it: a system prompt that one side lacks stays a difference."""
+    for max_length, ids in ((3, [3, 90, 4, 5]), (9, [1, 2, 3, 90, 4, 5])):
+        drawn = sample(rollout_prompt_ids=[3, 90, 4])
+        drawn.encoded = {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5]}
+        made = template(max_length)
+        made.data_collator = list
+        with rollouts_own_prompts(made, [drawn]):
+            made.max_length = None  # as ms-swift, while it encodes
+            made.data_collator([drawn.encoded])
+        assert drawn.encoded["input_ids"] == ids
+
+
 # --- counts (M6) ---
 
 
@@ -139,7 +146,7 @@ def test_training_begins_with_the_prompt_of_the_rollout() -> None:
 @pytest.mark.parametrize(("max_length", "is_cut"), [(3, True), (2, True), (4, False), (0, False)])
 def test_a_prompt_as_long_as_the_limit_was_cut(max_length: int, is_cut: bool) -> None:
     other = sample(rollout_prompt_ids=[2, 3, 5])
-    remedy = "--max_length 9 and --truncation_strategy left" if is_cut else "MAX_PIXELS"
+    remedy = rf"--max_length {max_length} .*_strategy left.* delete" if is_cut else "MAX_PIXELS"
     with pytest.raises(DisagreementError, match=remedy):
         check_training_batch([other], batch(), arguments(), template(max_length))
 
@@ -218,6 +225,21 @@ def test_the_limit_itself_is_no_alarm(warnings: list[str]) -> None:
     within = batch(rollout=((-1.0, -2.0),), training=((-1.0078125, -2.0078125),))
     measure(RolloutGap(arguments(), SingleRank()), within)
     measure(RolloutGap(arguments(), SingleRank()), batch(**FAR), dtype=torch.float32)
+    assert len(warnings) == 1
+
+
+def test_nan_is_wide_whatever_is_expected(warnings: list[str]) -> None:
+    gap = RolloutGap(arguments(top_p=0.5), SingleRank())
+    measure(gap, batch(), batch(training=((float("nan"), -1.0),)))
+    [warning] = warnings
+    assert "nan nats apart in the mean (nan at most" in warning
+
+
+def test_the_limit_follows_the_temperature(warnings: list[str]) -> None:
+    near = batch(rollout=((-1.0, -2.0),), training=((-1.02, -2.02),))
+    measure(RolloutGap(arguments(temperature=0.25), SingleRank()), near)
+    assert warnings == []
+    measure(RolloutGap(arguments(temperature=1.0), SingleRank()), near)
     assert len(warnings) == 1
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import swift_grpo_ext
 from swift_grpo_ext.record.reader import read_rewards
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import SingleRank
@@ -22,6 +24,7 @@ from swift_grpo_ext.training import trainer as trainer_module
 from swift_grpo_ext.training.agreement import DisagreementError
 from swift_grpo_ext.training.checkpoints import CheckpointError
 from swift_grpo_ext.weights.checksums import WeightUpdateError
+from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 from tests.training.hooked import (
     IMAGE,
@@ -416,7 +419,7 @@ def test_a_prompt_that_training_sees_otherwise_stops_the_run(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("max_length", "remedy"), [(2, "--max_length 9"), (3, "--prompt_mismatch warn")]
+    ("max_length", "remedy"), [(2, "--max_length 2"), (3, "--prompt_mismatch warn")]
 )
 def test_the_remedy_follows_the_templates_limit(
     max_length: int, remedy: str, tmp_path: Path
@@ -639,3 +642,25 @@ def test_a_whole_model_is_read_with_its_names_translated(tmp_path: Path, loaded:
         assert calls_of(sharded, "load_from") == [str(whole)]
         assert len(calls_of(sharded, "load_best")) == 1
     assert len(loaded) == 3
+
+
+# --- arguments ---
+
+OF_OTHERS = {"get_text_config", "max_tokens"}
+"""Of a model's configuration and of a request's, which are called `config` too."""
+
+
+def test_settings_that_are_read_exist() -> None:
+    """A message that read `args.max_length` ended runs with an `AttributeError` of its own."""
+    package = Path(swift_grpo_ext.__file__).parent
+    files = [*(package / "training").glob("*.py"), package / "logits/logps.py"]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    read = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and getattr(node.value, "id", getattr(node.value, "attr", "")) in ("args", "config")
+    }
+    assert len(read) > 40
+    args = training_arguments()
+    assert {name for name in read if not hasattr(args, name)} == OF_OTHERS

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_grpo_ext.training.agreement import DisagreementError
-from swift_grpo_ext.training.prompt_match import check_prompt, with_text_of
+from swift_grpo_ext.training.prompt_match import check_prompt, with_cut_prompt, with_text_of
 
 IDS = st.lists(st.integers(0, 5), max_size=8)
 
@@ -143,3 +144,51 @@ def test_entries_whose_values_are_not_known_stay_as_they_are() -> None:
     """Positions of a text that becomes shorter are not those of its first tokens."""
     sample = encoded([1, PAD, 10, 2], position_ids=[0, 1, 2, 3, 4, 5])
     assert with_text_of([1, PAD, 2], sample, {PAD, SOFT}, decode) == {}
+
+
+# --- prompts that `--max_length` cut ---
+
+
+def row_of(ids: list[int], num_prompt: int) -> dict[str, Any]:
+    labels = [-100] * num_prompt + ids[num_prompt:]
+    types = torch.tensor([int(i == PAD) for i in ids])
+    pixels = torch.zeros(len(ids), 4)
+    return {"input_ids": ids, "labels": labels, "mm_token_type_ids": types, "length": len(ids)} | {
+        "pixel_values": pixels
+    }
+
+
+@pytest.mark.parametrize(
+    ("rollout", "prompt"),
+    [
+        ([3, 4], [1, 2, 3, 4]),
+        ([PAD, PAD, 3, 4], [1, PAD, PAD, 2, 3, 4]),
+        ([PAD, PAD, SOFT, 4], [1, PAD, PAD, 2, SOFT, 4]),
+        ([2, PAD, 3], [1, 1, 2, PAD, 3]),
+        ([PAD], [1, PAD, 2]),  # all text is gone
+    ],
+)
+def test_training_is_given_what_a_cut_left(rollout: list[int], prompt: list[int]) -> None:
+    changed = with_cut_prompt(rollout, row_of([*prompt, 5, 6], len(prompt)), {PAD, SOFT})
+    whole = [*rollout, 5, 6]
+    assert changed.keys() == {"input_ids", "labels", "mm_token_type_ids", "length"}
+    assert changed["input_ids"] == whole
+    assert changed["labels"] == [-100] * len(rollout) + [5, 6]
+    assert changed["mm_token_type_ids"].tolist() == [int(i == PAD) for i in whole]
+    assert changed["length"] == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "prompt"),
+    [
+        ([1, 2, 3], [1, 2, 3]),  # nothing was cut
+        ([1, 2], [1, 2, 3]),  # on the right
+        ([2, 4], [1, 2, 3, 4]),  # in the middle
+        ([3, PAD, 4], [1, PAD, PAD, 3, 4]),  # a medium, or a part of one
+        ([9, 4], [1, 2, 3, 4]),
+        ([0, 1, 2, 3], [1, 2, 3]),  # the rollout saw more
+        ([PAD, PAD, 4], [1, -200, 3, 4]),  # another notation, of which no position is known
+    ],
+)
+def test_what_no_cut_explains_stays(rollout: list[int], prompt: list[int]) -> None:
+    assert with_cut_prompt(rollout, row_of([*prompt, 5], len(prompt)), {PAD, SOFT}) == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +11,14 @@ from PIL import Image
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.sampling.replacement import NoReplacementError, candidate_order
 from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames
+from swift_grpo_ext.training import RolloutGRPOConfig
 from swift_grpo_ext.training.prompts import (
     encoding_error,
     rank_rows,
     replace_failing_prompts,
     round_clock,
 )
+from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 
 ROUND = Round(phase="train", step=3, number=1)
@@ -43,7 +44,7 @@ class Template:
 # --- the clock ---
 
 
-def arguments(**changes: Any) -> SimpleNamespace:
+def arguments(**changes: Any) -> RolloutGRPOConfig:
     values = {
         "steps_per_generation": 4,
         "num_iterations": 1,
@@ -53,7 +54,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "max_resample_times": 5,
         "dynamic_sample": False,
     }
-    return SimpleNamespace(**(values | changes))
+    return training_arguments(**(values | changes))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from swift_grpo_ext.rollout.draw import to_rollout_output
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.training import RolloutGRPOConfig
 from swift_grpo_ext.training.rollouts import (
     DuplicateCheck,
     RolloutSettings,
@@ -29,6 +30,7 @@ from swift_grpo_ext.training.rollouts import (
     begin_turn,
     name_samples,
 )
+from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
@@ -42,16 +44,12 @@ def ids(*indices: int, group: int = 2) -> list[SampleId]:
     return [replace(FIRST, group=group, index=index) for index in indices]
 
 
-def arguments(**changes: Any) -> SimpleNamespace:
+def arguments(**changes: Any) -> RolloutGRPOConfig:
     values: dict[str, Any] = {
-        "use_vllm": True,
-        "rollout_seed_mode": "sample",
-        "rollout_group_requests": True,
-        "seed": 42,
         "stop_token_ids": [7, 8],
         "include_stop_str_in_output": False,
     }
-    return SimpleNamespace(**(values | changes))
+    return training_arguments(**(values | changes))
 
 
 # --- names ---
