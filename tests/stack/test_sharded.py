@@ -302,3 +302,18 @@ def test_a_server_is_lost_before_weights_are_gathered(
     cause = f"RolloutError: server 0 (http://127.0.0.1:{port}) does not answer"
     assert f"rank_group.{cause}" in finished.output, finished.cause
     assert f"WeightUpdateError: The weight update failed on rank 0: {cause}" in finished.output
+
+
+@pytest.mark.parametrize("shards", ["fsdp2", pytest.param("zero3", marks=pytest.mark.extra)])
+def test_rows_that_are_cut_on_one_rank(
+    shards: str, assets: Path, unequal_rows: Path, tmp_path: Path
+) -> None:
+    """No rank waits in the canary's gather of weights for one that has nothing to compare."""
+    needs_deepspeed(shards)
+    argv = (*COLOCATED, *COOLER, "--max_length", "45", "--truncation_strategy", "left")
+    passes, steps = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
+    assert len({len(of_rank) for of_rank in passes}) == 1
+    assert [step["rollout_gap/max"] < SAME for step in steps] == [True] * STEPS
+    assert [step["rollout_gap/canary"] < SAME for step in steps] == [True] * STEPS
+    log = (tmp_path / "run/log").read_text(encoding="utf-8")
+    assert "--max_length 45: 3 of 6 rows that were looked at have longer prompts" in log
