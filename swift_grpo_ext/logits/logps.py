@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ import psutil
 import torch
 from swift.utils import get_logger
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.arguments import chunk_size
 from swift_grpo_ext.logits import KEYWORDS, LogitsShim, base_model, token_logps
@@ -75,7 +76,7 @@ class CompletionLogps:
             config: the training arguments, with our flags.
             template: ms-swift's, of the policy.
             auto: gives the positions of `--logps_chunk_size auto`, the same on all ranks.
-            agree: whether something holds on all ranks that train.
+            agree: whether something holds on all ranks that train; for `end_round`.
             limit: mean difference of log-probabilities, in nats, that rounding explains.
         """
         self._is_strict = config.logits_shim == "strict"
@@ -84,16 +85,18 @@ class CompletionLogps:
         self._is_packed = bool(template.padding_free)
         self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
         self.agree, self.limit = agree, limit
-        self._shares_prompt = config.logps_shared_prompt and not self._is_packed
         self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
         self._is_off = config.logits_shim == "off" and not self._chunk_size
         flags = "--logits_shim, --logps_chunk_size and --logps_shared_prompt have no effect"
-        if config.logps_shared_prompt and (self._is_off or self._is_packed):
+        reason = ""
+        if self._is_off or self._is_packed:
             flag = "--logits_shim off" if self._is_off else "--padding_free true"
-            logger.warning(
-                f"--logps_shared_prompt true has no effect with {flag}, where batches stay as "
-                "ms-swift makes them."
-            )
+            reason = f"{flag}, where batches stay as ms-swift makes them"
+        elif config.logps_shared_prompt and config.per_device_train_batch_size == 1:
+            reason = "--per_device_train_batch_size 1, with which batches hold one sample each"
+        self._shares_prompt = config.logps_shared_prompt and not reason
+        if config.logps_shared_prompt and reason:
+            logger.warning(f"--logps_shared_prompt true has no effect with {reason}.")
         if self._is_off:
             return
         if template.sequence_parallel_size > 1:
@@ -142,15 +145,23 @@ class CompletionLogps:
         mask_BT = nn.functional.pad(mask_BK, (before - 1, 1))
         targets_N = input_ids_BT[:, before:][mask_BK]
 
-        def logps(inputs: Mapping[str, Any], mask_BT: Tensor, **more: Any) -> Logps:
+        def logps(of: nn.Module, inputs: Any, mask_BT: Tensor, **more: Any) -> Logps:
             return model.shim.logps(
-                model.model, inputs, mask_BT, targets_N,
+                of, inputs, mask_BT, targets_N,
                 chunk_size=self._chunk_size, temperature=options["temperature"], **more,
             )  # fmt: skip
 
         shared = self._shared_prompt(model.model)
-        folded = shared and shared.fold(inputs, mask_BT, lambda *batch: logps(*batch).logps_N)
-        # Ranks whose batches fold and ranks whose do not go the same way.
+        # DDP's forward has collectives of its own, and a rank may make further passes by itself.
+        is_ddp = isinstance(model.model, DistributedDataParallel)
+        plain = model.model.module if is_ddp else model.model
+        folded = shared and shared.fold(
+            inputs,
+            mask_BT,
+            lambda *batch: logps(plain, *batch).logps_N,
+            model.shim.ranks(model.model),
+        )
+        # Ranks that share weights go the same way, whether their batches fold or not.
         is_folding = shared is not None and shared.is_proven
         if not self._chunk_size and not is_folding and model.is_as_upstream:
             if options["with_entropy"] or self._is_packed:
@@ -163,7 +174,7 @@ class CompletionLogps:
             targets_BK = input_ids_BT[:, -mask_BK.shape[1] :]
             return last_logps(logits, targets_BK, options["temperature"]), None
         batch = folded or (inputs, mask_BT)
-        logps_N, entropies_N = logps(*batch, with_entropy=options["with_entropy"])
+        logps_N, entropies_N = logps(model.model, *batch, with_entropy=options["with_entropy"])
         logps_BK = scattered(logps_N, mask_BK)
         return logps_BK, None if entropies_N is None else scattered(entropies_N, mask_BK)
 
@@ -172,10 +183,26 @@ class CompletionLogps:
             return None
         base: Any = base_model(model)
         if base not in self._shared_prompts:
-            self._shared_prompts[base] = SharedPrompt(
-                base, self.agree, logger.warning, logger.info, self.limit
-            )
+            self._shared_prompts[base] = SharedPrompt(base, logger.warning, logger.info, self.limit)
         return self._shared_prompts[base]
+
+    def end_round(self) -> None:
+        """Stop sharing prompts on all ranks where that changed log-probabilities on one of them.
+
+        All ranks call this together, once a round: passes are no place for it, as their number may
+        depend on a rank's own rows.
+        """
+        if self._is_off or not self._shares_prompt:
+            return
+        has_failed = any(shared.has_failed for shared in self._shared_prompts.values())
+        if self.agree(not has_failed):
+            return
+        self._shares_prompt = False
+        if not has_failed:  # else this rank has said so, with its figures
+            logger.warning(
+                "--logps_shared_prompt leaves batches as they are from here on: on another rank, "
+                "log-probabilities of its first batch lie further apart than rounding explains."
+            )
 
 
 def agreed_chunk_size(model: Any, all_gather: Callable[[Any], list[Any]]) -> int:

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swift_grpo_ext.logits.sharding import ShardRanks
+
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
@@ -302,9 +304,12 @@ def reason_against(model: Any, inputs: Mapping[str, Any]) -> str:
 class SharedPrompt:
     """Folds the batches of one model, once a first one has shown that nothing else changes.
 
+    Each rank finds that out by itself: how many passes it makes may depend on its own rows, as with
+    a teacher whom only some of them ask. Ranks that share the weights make all passes together, and
+    agree within them.
+
     Args:
         base: the model, unwrapped.
-        agree: whether something holds on all ranks that train; they call it together.
         warn: is told, once, why a batch is not folded.
         inform: is told, once, what folding the first batch saves.
         limit: mean difference of log-probabilities, in nats, that rounding explains.
@@ -313,63 +318,65 @@ class SharedPrompt:
     def __init__(
         self,
         base: Any,
-        agree: Callable[[bool], bool],
         warn: Callable[[str], object],
         inform: Callable[[str], object],
         limit: float,
     ) -> None:
-        self._base, self._agree, self._limit = base, agree, limit
+        self._base, self._limit = base, limit
         self._name = type(base).__name__
         self._warn: Callable[[str], object] | None = warn
         self._inform = inform
-        self._is_off = False
+        self.has_failed = False
+        """Whether the log-probabilities of the first batch differed."""
         self.is_proven = False
-        """Whether batches are folded, on all ranks, where they can be."""
+        """Whether batches are folded where they can be, on all ranks that share the weights."""
 
     def fold(
         self,
         inputs: Mapping[str, Any],
         predicts_BT: Tensor,
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
+        ranks: ShardRanks,
     ) -> Folded | None:
         """A batch, folded; None where it stays as it is.
-
-        Until a first batch is proven, all ranks call this together, and what they agree on decides
-        whether they run further passes; after it each decides by itself, and runs one.
 
         Args:
             inputs: the arguments of the model's forward.
             predicts_BT: positions whose logits are wanted.
             logps: log-probabilities of what they predict, of either form of the batch.
+            ranks: those that share the model's weights. Until a first batch is proven, what they
+                agree on decides whether they run further passes; after it each runs one.
         """
-        folded = None if self._is_off else self._fold(inputs, predicts_BT)
-        if self._is_off or self.is_proven:
+        if self.has_failed:
+            return None
+        folded = self._fold(inputs, predicts_BT)
+        if self.is_proven:
             return folded
-        if not self._agree(folded is not None):  # one rank alone must not run another forward
+        if not ranks.all(folded is not None):  # one alone must not run another forward
             return None
         assert folded is not None
         with torch.no_grad():
             difference = (logps(*folded) - logps(inputs, predicts_BT)).abs().float()
         gap = float(difference.mean()) if difference.numel() else 0.0
-        self.is_proven = self._agree(gap <= self._limit)
+        self.is_proven = ranks.all(gap <= self._limit)
         if self.is_proven:
             self._inform(
                 f"--logps_shared_prompt: passes of {self._name} read {folded.predicts.numel()} "
                 f"positions in the place of {predicts_BT.numel()} (the first batch)."
             )
-        else:
-            self._is_off = True
-            self._tell(
-                f"log-probabilities of the first batch lie {gap:.3g} nats apart in the mean "
-                f"on this rank, or on another, above the {self._limit:g} that rounding explains"
-            )
-        return folded if self.is_proven else None
+            return folded
+        self.has_failed = True
+        self._tell(
+            f"log-probabilities of the first batch lie {gap:.3g} nats apart in the mean on this "
+            f"rank, or on one that shares its weights, above the {self._limit:g} that rounding "
+            "explains"
+        )
+        return None
 
     def _fold(self, inputs: Mapping[str, Any], predicts_BT: Tensor) -> Folded | None:
-        reason = reason_against(self._base, inputs)
-        if len(predicts_BT) == 1 and not self.is_proven:
-            reason = "they hold one sample each (--per_device_train_batch_size 1)"
-        if reason:
+        if len(predicts_BT) == 1:  # the canary's, which says nothing of the run's batches
+            return None
+        if reason := reason_against(self._base, inputs):
             self._tell(reason)
             return None
         try:

@@ -45,6 +45,7 @@ def config_of(**flags: Any) -> Any:
         "logps_chunk_size": 0,
         "logps_shared_prompt": False,
         "use_liger_kernel": False,
+        "per_device_train_batch_size": 2,
     }
     return SimpleNamespace(**{**defaults, **flags})
 

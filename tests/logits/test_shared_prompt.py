@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swift_grpo_ext.logits import logps
+from swift_grpo_ext.logits import base_model, logps
 from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.sharding import ShardRanks
 from swift_grpo_ext.logits.shared_prompt import (
+    SharedPrompt,
     UnknownInputError,
     layout_of,
     media_of,
@@ -22,7 +24,8 @@ from swift_grpo_ext.logits.shared_prompt import (
 )
 from tests.logits.compare import assert_close
 from tests.logits.models import IMAGE, IMAGES, VISION_END, VISION_START, build, patches
-from tests.logits.test_logps import Batch, Ours, Upstream, run
+from tests.logits.test_logps import Batch, Ours, Upstream, config_of, run
+from tests.ranks import ThreadRanks, run_rank_groups
 
 WIDE = 10_000
 """Of a model: tokens cost, and pairs of them next to nothing."""
@@ -242,7 +245,7 @@ ROWS = ((9, 4, 0, 0), (9, 6, 0, 0), (9, 2, 3, 3), (12, 3, 0, 0), (12, 1, 0, 0))
 def positions_of(model: Any) -> list[int]:
     """How many positions the decoder reads, in each pass from now on."""
     seen: list[int] = []
-    decoder = model.get_base_model().get_decoder()
+    decoder = base_model(model).get_decoder()
     decoder.layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(args[0][..., 0].numel()), with_kwargs=True
     )
@@ -344,45 +347,44 @@ def test_equal_words_with_other_images_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("holds_elsewhere", [False, True])
-def test_no_rank_runs_a_further_pass_by_itself(holds_elsewhere: bool) -> None:
+def test_no_rank_that_shares_weights_makes_a_further_pass_by_itself(holds_elsewhere: bool) -> None:
     """As long as another rank's batch could not be folded, this one has ms-swift's pass."""
-    model, batch = build("Qwen2", lora=True), Group(ROWS)
-    asked: list[bool] = []
+    inputs, asked, passes = Group(ROWS).inputs, [], []
+    wanted = torch.zeros_like(inputs["input_ids"]).bool()
+    wanted[:, 8:10] = True
 
-    def agree(holds: bool) -> bool:
-        asked.append(holds)
-        return holds and holds_elsewhere
+    class Shards(ShardRanks):
+        def all(self, holds: bool) -> bool:
+            asked.append(holds)
+            return holds and holds_elsewhere
 
-    seen = positions_of(model)
-    for _ in range(2):
-        run(with_agreement(agree), model, batch, keys=set(), logps_shared_prompt=True)
-    whole = batch.inputs["input_ids"].numel()
-    if not holds_elsewhere:
-        assert (asked, seen) == ([True, True], [whole, whole])
-    else:
-        assert asked == [True, True] * 2  # each `run` has a trainer of its own
-        assert seen[:3] == [seen[0], whole, seen[0]] != [whole] * 3
+    def logps_of(inputs: Any, predicts: Tensor) -> Tensor:
+        passes.append(predicts.numel())
+        return torch.zeros(10)
 
-
-def with_agreement(agree: Any) -> type[Any]:
-    class Agreeing(Ours):
-        def __init__(self, config: Any, **kwargs: Any) -> None:
-            super().__init__(config, **kwargs)
-            self._logps = CompletionLogps(config, self.template, agree=agree)
-
-    return Agreeing
+    shared = SharedPrompt(build("Qwen2"), pytest.fail, lambda _: None, 0.01)
+    found = [shared.fold(inputs, wanted, logps_of, Shards()) for _ in range(2)]
+    assert [folded is not None for folded in found] == [holds_elsewhere] * 2
+    assert len(passes) == 2 * holds_elsewhere
+    assert asked == [True, True]
 
 
-def test_a_model_that_sees_more_than_the_mask_says_is_left_alone(warned: list[str]) -> None:
-    model, batch = build("Qwen2", lora=True), Group(ROWS)
-    expected, _, _ = run(Upstream, model, batch, keys=set())
-    own = model.get_base_model().model.forward
+def blind_to_masks(model: Any) -> None:
+    """Let a model's samples see one another."""
+    inner: Any = base_model(model).model
+    own = inner.forward
 
     def forward(*args: Any, attention_mask: Tensor, **kwargs: Any) -> Any:
         seen = attention_mask if attention_mask.ndim == 2 else torch.ones_like(attention_mask)
         return own(*args, attention_mask=seen, **kwargs)
 
-    model.get_base_model().model.forward = forward
+    inner.forward = forward
+
+
+def test_a_model_that_sees_more_than_the_mask_says_is_left_alone(warned: list[str]) -> None:
+    model, batch = build("Qwen2", lora=True), Group(ROWS)
+    expected, _, _ = run(Upstream, model, batch, keys=set())
+    blind_to_masks(model)
     found, _, _ = run(Ours, model, batch, keys=set(), logps_shared_prompt=True)
     assert_close(found, expected)
     [told] = warned
@@ -390,13 +392,84 @@ def test_a_model_that_sees_more_than_the_mask_says_is_left_alone(warned: list[st
     assert "above the 0.01 that rounding explains" in told
 
 
-def test_a_batch_of_one_sample_says_what_to_change(warned: list[str]) -> None:
-    model, batch = build("Qwen2"), Group(ROWS[:1])
-    expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
-    flags: dict[str, Any] = {"keys": {"logits_to_keep"}, "logps_shared_prompt": True}
-    found, _, _ = run(Ours, model, batch, **flags)
-    assert_close(found, expected)
-    assert "hold one sample each (--per_device_train_batch_size 1)" in warned[0]
+def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
+    """Log-probabilities without gradients, as of the old policy or for the canary."""
+    with torch.no_grad():
+        logps_BK, _ = trainer._get_per_token_logps_and_entropies_single(
+            model, dict(batch.inputs), batch.grpo_batch()
+        )
+    return logps_BK
+
+
+def sharing(host: type[Any] = Ours) -> Any:
+    """A trainer that shares prompts."""
+    return host(config_of(logps_shared_prompt=True), keys=set(), padding_free=False)
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_a_pass_over_the_canary_neither_warns_nor_decides(
+    has_windows: bool, warned: list[str]
+) -> None:
+    """It holds one sample; the run's own batches come after it, and say what is true of them."""
+    model, trainer = build("soft-capped (Gemma2)" if has_windows else "Qwen2"), sharing()
+    make_pass(trainer, model, Group(ROWS[:1]))
+    assert not warned
+    seen = positions_of(model)
+    make_pass(trainer, model, Group(ROWS))
+    whole = Group(ROWS).inputs["input_ids"].numel()
+    if has_windows:
+        assert seen == [whole]
+        assert "its layers do not look at all positions" in warned[0]
+    else:
+        assert seen == [seen[0], whole, seen[0]] != [whole] * 3
+        assert not warned
+
+
+def test_a_rank_that_makes_a_pass_more_waits_for_nobody() -> None:
+    """ms-swift asks a dynamic teacher about those micro-batches only that have a teacher's prompt.
+    What ranks exchange next is the round's, or the canary's."""
+    models = [build("Qwen2") for _ in range(2)]
+    apart = Group(((9, 4, 0, 0), (12, 3, 0, 0)))  # no two samples of one prompt
+
+    def work(ranks: ThreadRanks) -> list[Any]:
+        trainer = sharing(trainer_of(ranks))
+        for _ in range(2 - ranks.rank):
+            make_pass(trainer, models[ranks.rank], apart)
+        return ranks.all_gather(f"canary {ranks.rank}")
+
+    assert run_rank_groups(2, work) == [["canary 0", "canary 1"]] * 2
+
+
+def trainer_of(ranks: ThreadRanks) -> type[Any]:
+    class OneOfMany(Ours):
+        def __init__(self, config: Any, **kwargs: Any) -> None:
+            super().__init__(config, **kwargs)
+            agree = lambda holds: all(ranks.all_gather(holds))  # noqa: E731
+            self._logps = CompletionLogps(config, self.template, agree=agree)
+
+    return OneOfMany
+
+
+def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
+    """Rank 1's model sees more than the mask says; rank 0's first batch did not show it."""
+    models = [build("Qwen2") for _ in range(2)]
+    blind_to_masks(models[1])
+    seen = [positions_of(model) for model in models]
+
+    def work(ranks: ThreadRanks) -> None:
+        trainer = sharing(trainer_of(ranks))
+        for _ in range(2):
+            for _ in range(2 - ranks.rank):
+                make_pass(trainer, models[ranks.rank], Group(ROWS))
+            trainer._logps.end_round()
+
+    run_rank_groups(2, work)
+    whole = Group(ROWS).inputs["input_ids"].numel()
+    folded = seen[0][0]
+    assert seen == [[folded, whole, folded, folded, whole, whole], [folded, whole, whole, whole]]
+    other, own = sorted(warned)
+    assert "nats apart in the mean on this rank" in own
+    assert "from here on: on another rank" in other
 
 
 @pytest.mark.parametrize(
@@ -428,6 +501,7 @@ def test_what_cannot_be_folded(
     [
         ({"logits_shim": "off"}, False, "no effect with --logits_shim off"),
         ({}, True, "no effect with --padding_free true"),
+        ({"per_device_train_batch_size": 1}, False, "no effect with --per_device_train_batch_si"),
         ({}, False, ""),
     ],
 )
@@ -435,7 +509,5 @@ def test_where_it_has_no_effect_it_is_said(
     flags: dict[str, Any], padding_free: bool, told: str, warned: list[str]
 ) -> None:
     template = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=1)
-    defaults = {"logits_shim": "auto", "logps_chunk_size": 0, "use_liger_kernel": False}
-    config = SimpleNamespace(**{**defaults, "logps_shared_prompt": True, **flags})
-    CompletionLogps(config, template)
+    CompletionLogps(config_of(**{"logps_shared_prompt": True, **flags}), template)
     assert [told in text for text in warned] == ([True] if told else [])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.logits import sharded, two_ranks, zero3
+from tests.logits import sharded, shared_ranks, two_ranks, zero3
 from tests.logits.compare import assert_close
 from tests.logits.sharded import Case
 
@@ -92,3 +92,27 @@ def calls_of_the_head(case: Case) -> int:
     recomputed = (of_pass - 1) * sharded.STEPS
     # What a capped model does to logits takes one more pass to find out.
     return of_pass * (PASSES + (case.name == "capped")) + recomputed
+
+
+@pytest.fixture(scope="module")
+def results_of_sharing(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return results_of("tests.logits.shared_ranks", tmp_path_factory.mktemp("sharing"))
+
+
+@pytest.mark.parametrize("case", shared_ranks.CASES)
+def test_shared_prompts(results_of_sharing: list[dict[Any, Any]], case: str) -> None:
+    """Only rank 0's batches can be folded in the first step, both ranks' in the second one."""
+    for result in results_of_sharing:
+        for found, expected in zip(result[case]["found"], result[case]["expected"], strict=True):
+            assert_close(found, expected)
+    of_rank_0, of_rank_1 = (result[case]["positions"] for result in results_of_sharing)
+    folded, apart = min(of_rank_0), min(of_rank_1)
+    whole = max(of_rank_0)
+    if case == "FSDP2":  # neither makes a further pass before both can
+        assert of_rank_0 == [whole, whole, folded, whole, folded, folded]
+        assert of_rank_1 == [apart, apart, folded, whole, folded, folded]
+    else:
+        of_step = 3 if case.endswith("rank 0") else 1 if case.endswith("alone") else 2
+        assert of_rank_0 == [folded, whole, *[folded] * 2 * of_step]
+        own = [folded, whole] if case.endswith("alone") else [folded, whole, folded]
+        assert of_rank_1 == [apart] * (len(of_rank_1) - len(own) - 1) + [*own, folded]
