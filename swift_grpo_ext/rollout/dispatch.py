@@ -7,7 +7,8 @@ request that was with `MOST_LOST` workers when these were lost is given to no ot
 Requests are spread whole, by estimated cost, the costliest first, each to the worker that would be
 done with it soonest (SPEC G5): Graham's LPT rule, with which equal workers are done after at most
 4/3 of the best possible time (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969). A
-server with several replicas counts as one that is so many times as fast.
+server with several replicas counts as one that is so many times as fast. A request with an address
+goes to that worker, unless that one is lost or has failed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def dispatch(
     workers: Callable[[], Mapping[Worker, float]],
     send: Callable[[Worker, list[int]], Sequence[T]],
     on_failure: Callable[[Worker, WorkerError], None],
+    addresses: Sequence[Worker | None] = (),
 ) -> list[T]:
     """The answers to all requests, in their order.
 
@@ -59,6 +61,7 @@ def dispatch(
         workers: those that are left, with their relative speeds; called before each try.
         send: gives a worker some requests, by their numbers; runs in a thread of its own.
         on_failure: learns of each worker that failed.
+        addresses: of the requests, the worker that should answer; none where empty.
 
     Raises:
         NoWorkerError: no worker is left that has not failed.
@@ -72,9 +75,15 @@ def dispatch(
         if not usable:
             raise NoWorkerError("; ".join(map(str, failures.values())) or "no worker is left")
         left = [i for i in range(len(costs)) if i not in answers]
+        numbers = {worker: number for number, worker in enumerate(usable)}
+        fixed = {
+            k: numbers[address]
+            for k, i in enumerate(left)
+            if addresses and (address := addresses[i]) in numbers
+        }
         shares = [
             [left[k] for k in share]
-            for share in balance([costs[i] for i in left], list(usable.values()))
+            for share in balance([costs[i] for i in left], list(usable.values()), fixed)
         ]
         for worker, share, outcome in _send_all(list(usable), shares, send):
             if not isinstance(outcome, WorkerError):
@@ -113,12 +122,15 @@ def _check_losses(losses: Mapping[int, int], failures: Iterable[WorkerError]) ->
         )
 
 
-def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
+def balance(
+    costs: Sequence[float], capacities: Sequence[float], fixed: Mapping[int, int] | None = None
+) -> list[list[int]]:
     """Indices of requests for each replica, in their own order.
 
     Args:
         costs: estimated cost of each request, any unit, positive.
         capacities: relative speed of each replica, positive (of a server: its replicas).
+        fixed: the replica of each request that has no choice.
 
     Raises:
         ValueError: there is no replica.
@@ -127,12 +139,13 @@ def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[in
         raise ValueError("No replica is left to serve requests.")
     done_at = [0.0] * len(capacities)
     shares: list[list[int]] = [[] for _ in capacities]
-    for request in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    fixed = fixed or {}
+    for request in sorted(range(len(costs)), key=lambda i: (i not in fixed, -costs[i])):
         cost = costs[request]
         ends = [done + cost / speed for done, speed in zip(done_at, capacities, strict=True)]
-        soonest = ends.index(min(ends))
-        done_at[soonest] = ends[soonest]
-        shares[soonest].append(request)
+        chosen = fixed.get(request, ends.index(min(ends)))
+        done_at[chosen] = ends[chosen]
+        shares[chosen].append(request)
     return [sorted(share) for share in shares]
 
 

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import requests
@@ -114,13 +114,21 @@ class RolloutServers:
     ) -> list[Answer]:
         """The samples of each request, in the order of the requests.
 
+        A request for one `replica` goes to the server that has it, which is told its own number.
+
         Raises:
             RolloutError: a request is at fault, or no server is left that could answer; names the
                 sample or the servers, and the causes.
         """
-        messages, costs = [], []
+        messages, costs, addresses = [], [], []
+        counts = zip(self._client.base_urls, self.replicas, strict=True)
+        replicas: dict[int | None, tuple[str | None, int | None]]
+        replicas = dict(enumerate((url, k) for url, count in counts for k in range(count)))
         for request, metadata in zip(requests, metadatas, strict=True):
             fields = asdict(request)
+            url, own_number = replicas.get(metadata.replica, (None, None))
+            wire.write_metadata(fields["data_dict"], replace(metadata, replica=own_number))
+            addresses.append(url)
             messages.append(_as_json(fields, metadata))
             costs.append(estimate_cost(fields, metadata.count, config.max_tokens or 0))
 
@@ -132,7 +140,7 @@ class RolloutServers:
             return self._infer(url, own, [metadatas[i] for i in share], config)
 
         try:
-            return dispatch(costs, workers, send, self._note_failure)
+            return dispatch(costs, workers, send, self._note_failure, addresses)
         except (NoWorkerError, RequestError) as e:
             raise RolloutError(str(e)) from e
 

@@ -21,7 +21,7 @@ from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, PHASES, SampleId, sa
 from swift_grpo_ext.stops.rule import StopReason
 
 KEY = "swift_grpo_ext"
-VERSION = 2
+VERSION = 3
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 """Of HTTP requests that rest on weights: the start of the server that was given them."""
 
@@ -74,6 +74,12 @@ class RequestMetadata:
     include_stop_str_in_output: bool = True
     """Whether the text ends with what stopped it, or right before it."""
 
+    replica: int | None = None
+    """The replica that should draw a packed request: its number among those of all servers
+    (`RolloutServers.replicas`), in a server among its own. Where that one cannot, another draws it;
+    `Completion.replica` says which did. None leaves it to the balance (SPEC G5). Colocated engines
+    have no number."""
+
     @property
     def seed(self) -> int | None:
         """Of the first sample; the others' follow it."""
@@ -119,7 +125,8 @@ def _is_sound(metadata: RequestMetadata) -> bool:
     """Whether the seeds of all samples can be made, and vLLM can be asked for so many."""
     sample_id, ids = metadata.sample_id, metadata.stop_token_ids
     run_seed = 0 if metadata.run_seed is None else metadata.run_seed
-    numbers = (run_seed, metadata.count, *ids, *astuple(sample_id)[1:])
+    replica = 0 if metadata.replica is None else metadata.replica
+    numbers = (run_seed, metadata.count, replica, *ids, *astuple(sample_id)[1:])
     flags = (metadata.packed, metadata.include_stop_str_in_output)
     return (
         sample_id.phase in PHASES

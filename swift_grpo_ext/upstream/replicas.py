@@ -353,6 +353,7 @@ def infer(
     is_abandoned: threading.Event | None = None,
     *,
     counted: bool = True,
+    addresses: Sequence[int | None] = (),
 ) -> list[list[Any]]:
     """The outputs of each batch of requests, in order. Others draw what one replica cannot.
 
@@ -362,12 +363,16 @@ def infer(
         timeout: seconds that a replica has; twice that for all tries.
         is_abandoned: set when nobody waits for the outputs any more.
         counted: whether there is one output for each request.
+        addresses: of the batches, the number of the replica that should draw it. An async engine
+            finds it in the requests: one worker runs all of its replicas.
 
     Raises:
         NoWorkerError: names what became of the replicas.
         RequestError: a request is at fault.
     """
     deadline = monotonic() + 2 * timeout
+    by_number: dict[int | None, Any] = dict(enumerate(server.connections))
+    addressed = [by_number.get(number) for number in addresses]
 
     def workers() -> dict[Any, float]:
         if is_abandoned is not None and is_abandoned.is_set():
@@ -398,7 +403,7 @@ def infer(
             remove(server, connection, error)
 
     try:
-        return dispatch(costs, workers, send, on_failure)
+        return dispatch(costs, workers, send, on_failure, addressed)
     except NoWorkerError as e:
         raise NoWorkerError(str(e).replace("no worker is left", "it has no replica left")) from e
 

@@ -172,7 +172,8 @@ def _infer(
                 if metadata
             ]
             batches = [[request] for request in requests]
-            outputs = infer(batches, request_config, costs, caller.timeout)
+            addresses = [metadata.replica for metadata in metadatas if metadata]
+            outputs = infer(batches, request_config, costs, caller.timeout, addresses=addresses)
             return [_plain(output) for [output] in outputs]
         slices = _slices(requests, len(server.connections))
         sizes = [float(len(batch)) for batch in slices]

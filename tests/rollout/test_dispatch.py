@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ class Workers:
         if isinstance(error, WorkerLostError):
             del self.speeds[worker]
 
-    def dispatch(self, costs: list[float]) -> list[Any]:
-        return dispatch(costs, lambda: self.speeds, self.send, self.on_failure)
+    def dispatch(self, costs: list[float], addresses: Sequence[str | None] = ()) -> list[Any]:
+        return dispatch(costs, lambda: self.speeds, self.send, self.on_failure, addresses)
 
 
 def test_all_workers_share_the_requests_by_cost_and_speed() -> None:
@@ -49,6 +50,19 @@ def test_all_workers_share_the_requests_by_cost_and_speed() -> None:
     assert [answer[0] for answer in workers.dispatch([1.0] * 4)] == ["b", "b", "a", "b"]
     assert workers.dispatch([]) == []
     assert Workers("").dispatch([]) == []
+
+
+def test_an_addressed_request_goes_to_its_worker_whatever_it_costs() -> None:
+    """The others are spread around it."""
+    assert Workers("abc").dispatch([9, 1, 1], "cca") == ["c0", "c1", "a2"]
+    addresses = [None, "a", None, None]
+    assert Workers("ab").dispatch([3, 9, 1, 1], addresses) == ["b0", "a1", "b2", "b3"]
+
+
+def test_another_draws_an_addressed_request_where_its_worker_cannot() -> None:
+    assert Workers("ab").dispatch([1], ["c"]) == ["a0"]
+    for error in (WorkerError("full"), WorkerLostError("gone")):
+        assert Workers("ab", b=error).dispatch([1, 1], "ba") == ["a0", "a1"]
 
 
 def test_an_idle_worker_gets_nothing() -> None:

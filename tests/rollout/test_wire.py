@@ -46,6 +46,7 @@ metadatas = st.builds(
     packed=st.booleans(),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     include_stop_str_in_output=st.booleans(),
+    replica=st.none() | st.integers(0, 100),
 )
 float32s = st.floats(width=32)  # NaN and infinities too
 json_values = st.recursive(
@@ -104,11 +105,11 @@ def test_stop_settings_have_specs_defaults() -> None:
     assert (METADATA.stop_token_ids, METADATA.include_stop_str_in_output) == ((), True)
 
 
-@pytest.mark.parametrize("version", [0, 1, "2", None])
+@pytest.mark.parametrize("version", [0, 1, 2, "3", None])
 def test_another_version_is_refused_with_the_remedy(version: Any) -> None:
     message = (
         rf"a request speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
-        r"2: load the same version of the plugin in `swift rlhf` and `swift rollout`"
+        r"3: load the same version of the plugin in `swift rlhf` and `swift rollout`"
     )
     with pytest.raises(WireError, match=message):
         read_metadata({wire.KEY: {**WIRE, "version": version}})
@@ -134,6 +135,9 @@ def test_what_is_no_message_is_refused(message: Any) -> None:
         {"stop_token_ids": ["7"]},
         {"stop_token_ids": "7"},
         {"stop_token_ids": 7},
+        {"replica": -1},
+        {"replica": "1"},
+        {"replica": True},
         {"place": None},
         {"place": "train-12.0-5-0"},
         {"place": {}},
@@ -331,7 +335,7 @@ def test_another_number_of_samples_than_asked_for_is_refused(count: int) -> None
 
 
 def test_an_answer_of_another_version_names_the_server() -> None:
-    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 2"):
+    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 3"):
         unpack_answer({**ANSWER, "version": 1}, METADATA, "server 0")
 
 

@@ -44,11 +44,13 @@ class Replica:
     `faults` names one for each call (by method, or `infer`); the last one stays.
     """
 
-    def __init__(self, fault: str = "", **faults: str) -> None:
+    def __init__(self, fault: str = "", *, number: int = 7, **faults: str) -> None:
         parent, child = Pipe()
-        self.connection = ReplicaConnection(parent, self, number=7)
+        self.connection = ReplicaConnection(parent, self, number)
+        self.name = f"replica {number}"
         self.faults = {"infer": fault} | faults
         self.groups: list[int] = []
+        self.addresses: list[int | None] = []
         self.calls: list[str] = []
         self.commands: list[tuple[Any, ...]] = []
         self.checksums = [{"w": "float32 (1,) 00"}]
@@ -104,6 +106,7 @@ class Replica:
         metadatas = [wire.read_metadata(r.get("data_dict")) for r in requests]
         groups = [-1 if metadata is None else metadata.sample_id.group for metadata in metadatas]
         self.groups += groups
+        self.addresses += [metadata.replica for metadata in metadatas if metadata]
         if fault == "raises":
             return {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False}
         if fault == "cannot encode":
@@ -113,8 +116,7 @@ class Replica:
         answers = [self._output(group, m) for group, m in zip(groups, metadatas, strict=True)]
         return answers[:-1] if fault == "answers half" else answers
 
-    @staticmethod
-    def _output(group: int, metadata: RequestMetadata | None) -> RolloutOutput:
+    def _output(self, group: int, metadata: RequestMetadata | None) -> RolloutOutput:
         infos: dict[str, Any] = {"group": group}
         if metadata is not None:
             drawn = [
@@ -123,7 +125,7 @@ class Replica:
                 )
                 for k in range(metadata.count)
             ]
-            infos[wire.KEY] = wire.pack_answer(drawn, [1, 2], "replica 0")
+            infos[wire.KEY] = wire.pack_answer(drawn, [1, 2], self.name)
         response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
         return RolloutOutput(response=response, rollout_infos=infos)
 

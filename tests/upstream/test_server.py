@@ -13,8 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 from fastapi.testclient import TestClient
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.servers import RolloutServers
 from swift_grpo_ext.upstream import replicas, server, turns
 from tests.upstream.served import Deployed, Replica, listening, request
 
@@ -445,3 +448,39 @@ def test_what_a_server_says_of_itself(tokens: list[str]) -> None:
         "members": ["7.0"],
         "starting": 0,
     }
+
+
+# --- each replica of each server ---
+
+
+def test_addressed_requests_reach_each_replica_of_each_server() -> None:
+    """A costly request, and cheap ones that balance would give to those that are done first."""
+    ends = [[Replica(number=number) for number in range(4)] for _ in range(2)]
+    words = [20_000, *range(1, 8)]
+    with listening(Deployed(*ends[0])) as first, listening(Deployed(*ends[1])) as second:
+        servers = RolloutServers(VLLMInferClient(base_urls=[first, second]), timeout=60.0)
+        assert servers.replicas == [4, 4]
+        rows = [request(k, words[k], count=1, replica=k) for k in range(8)]
+        metadatas = [metadata for row in rows if (metadata := wire.read_metadata(row["data_dict"]))]
+        asked = [RolloutInferRequest(**row) for row in rows]
+        answers = servers.infer(asked, metadatas, RequestConfig(max_tokens=8))
+    assert [replica.groups for end in ends for replica in end] == [[k] for k in range(8)]
+    drawn_by = [completion.replica for [completion], _ in answers]
+    assert drawn_by == [
+        f"server {k // 4} ({(first, second)[k // 4]}) replica {k % 4}" for k in range(8)
+    ]
+
+
+def test_what_an_addressed_replica_cannot_answer_another_does_by_its_name() -> None:
+    two = [Replica("ends", number=0), Replica(number=1)]
+    answers = infer(two, [request(0, replica=0), request(1, replica=1)]).json()
+    names = [answer["rollout_infos"][wire.KEY]["replica"] for answer in answers]
+    assert names == ["replica 1", "replica 1"]
+    assert (two[0].groups, two[1].groups) == ([0], [1, 0])
+
+
+def test_an_async_engine_addresses_its_replicas_itself() -> None:
+    one = Replica()
+    body = {"infer_requests": [request(k, replica=k) for k in range(3)], "request_config": CONFIG}
+    answer = TestClient(Deployed(one, use_async=True).app).post("/infer/", json=body)
+    assert groups_of(answer) == one.groups == one.addresses == [0, 1, 2]
