@@ -43,8 +43,8 @@ class RolloutFlags:
 
     rollout_canary: Literal["stop", "warn", "off"] = "stop"
     """What to do where an engine does not sample with the trainer's weights. After each weight
-    update every engine draws 8 tokens for the run's first prompt, and their log-probabilities are
-    held against the trainer's."""
+    update every engine draws 8 tokens, twice, for the run's first prompt with media, and their
+    log-probabilities are held against the trainer's."""
 
     rollout_restarts: int = 3
     """How often `swift rollout` starts a replica anew after it has lost one, in all. It draws again

@@ -374,7 +374,7 @@ class SharedPrompt:
         return None
 
     def _fold(self, inputs: Mapping[str, Any], predicts_BT: Tensor) -> Folded | None:
-        if len(predicts_BT) == 1:  # the canary's, which says nothing of the run's batches
+        if len(predicts_BT) == 1:  # nothing to share, and no word on the run's other batches
             return None
         if reason := reason_against(self._base, inputs):
             self._tell(reason)

@@ -134,9 +134,10 @@ def _remedy(args: Any, template: Any, prompt_ids: Sequence[int]) -> str:
     if was_cut(prompt_ids, template.max_length):
         return (
             f"Rollouts cut prompts to --max_length {template.max_length} (--truncation_strategy "
-            f"{template.truncation_strategy}), and vLLM writes this template's media otherwise "
-            "than training does, so that training cannot be given what was left: raise the first, "
-            "or have such prompts replaced with --truncation_strategy delete."
+            f"{template.truncation_strategy}), and training cannot be given what was left of this "
+            "one: no text is left between two media, or vLLM writes them otherwise than training "
+            "does. Raise the first, or have such prompts replaced with --truncation_strategy "
+            "delete."
         )
     settings = (
         "Give `swift rollout` the settings of the training: --template, --system, --max_length, "

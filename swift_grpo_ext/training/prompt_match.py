@@ -127,7 +127,8 @@ def with_cut_prompt(
         rollout, encoded, placeholders: as `with_text_of`'s; values may be tensors [tokens] too.
 
     Returns:
-        New entries; none where the rollout's prompt is not what such a cut leaves.
+        New entries; none where the rollout's prompt is not what such a cut leaves, or where no text
+        is left between two media.
     """
     ids, labels = encoded["input_ids"], encoded.get("labels")
     if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
@@ -141,6 +142,9 @@ def with_cut_prompt(
     dropped = {*text[: len(text) - num_text]}
     kept = [at for at in range(len(ids)) if at not in dropped]
     if [ids[at] for at in kept[: len(rollout)]] != list(rollout):
+        return {}
+    # Side by side, transformers takes two media for one (5.19, `get_rope_index`: runs of a type).
+    if _num_media(rollout, placeholders) != _num_media(ids[:num_prompt], placeholders):
         return {}
     changed: dict[str, Any] = {"length": len(kept)} if "length" in encoded else {}
     for name, values in encoded.items():
@@ -166,6 +170,10 @@ def _spans(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
     runs = groupby(ids, key=lambda i: i < 0 or i in placeholders)
     spans = [(is_media, list(run)) for is_media, run in runs]
     return spans if spans and not spans[0][0] else [(False, []), *spans]
+
+
+def _num_media(ids: Sequence[int], placeholders: Collection[int]) -> int:
+    return sum(is_media for is_media, _ in _spans(ids, placeholders))
 
 
 def _same(rollout: Span, training: Span, decode: Decode, *, is_last: bool) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -314,12 +314,19 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _draw_canary(self, sample: Any, sample_ids: Sequence[SampleId], config: Any) -> list[Any]:
         from swift_grpo_ext.rollout.draw import draw
 
+        def to_replica(sample_id: SampleId, count: int) -> RequestMetadata:
+            metadata = self._settings.metadata(sample_id, count, packed=True)
+            if self._servers is None:  # an engine of this process
+                return metadata
+            return replace(metadata, replica=sample_id.group % sum(self._servers.replicas))
+
         rank_batch = self._settings.rank_batch(
             sample_ids,
             ["canary"] * len(sample_ids),
             request=lambda _: self.samples2requests([sample])[0],
             packed=True,
         )
+        rank_batch = replace(rank_batch, metadata=to_replica)
         call = partial(self._call_engine, config=config)
         return draw(rank_batch, self._sharing(is_global_inputs=False), call)[0]
 
@@ -385,6 +392,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         late = media_joined_late(self.template) if self._encoder_cache.is_on else nullcontext()
         with media, only_sampled_tokens(self.template, samples), own_prompts, late:
             batches = super()._prepare_batch_inputs(samples)
+        self._logps.end_round()
         metrics = self._media.end_round(training=self.model.training)
         if metrics and self.model.training:
             self._media.prefetch(self.template, self._next_prompts)

@@ -163,7 +163,7 @@ def row_of(ids: list[int], num_prompt: int) -> dict[str, Any]:
     [
         ([3, 4], [1, 2, 3, 4]),
         ([PAD, PAD, 3, 4], [1, PAD, PAD, 2, 3, 4]),
-        ([PAD, PAD, SOFT, 4], [1, PAD, PAD, 2, SOFT, 4]),
+        ([PAD, PAD, 2, SOFT, 4], [1, PAD, PAD, 2, SOFT, 4]),
         ([2, PAD, 3], [1, 1, 2, PAD, 3]),
         ([PAD], [1, PAD, 2]),  # all text is gone
     ],
@@ -186,6 +186,7 @@ def test_training_is_given_what_a_cut_left(rollout: list[int], prompt: list[int]
         ([2, 4], [1, 2, 3, 4]),  # in the middle
         ([3, PAD, 4], [1, PAD, PAD, 3, 4]),  # a medium, or a part of one
         ([9, 4], [1, 2, 3, 4]),
+        ([PAD, SOFT, 4], [1, PAD, 2, SOFT, 4]),  # side by side, they count as one
         ([0, 1, 2, 3], [1, 2, 3]),  # the rollout saw more
         ([PAD, PAD, 4], [1, -200, 3, 4]),  # another notation, of which no position is known
     ],
