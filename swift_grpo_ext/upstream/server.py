@@ -28,6 +28,7 @@ from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimat
 from swift_grpo_ext.upstream import api_key, replicas
 from swift_grpo_ext.upstream.media_paths import check_media
 from swift_grpo_ext.upstream.turns import CALLER, Turns
+from swift_grpo_ext.weights.checksums import ADAPTER_FAULT
 
 CHECKSUMS_PATH = "/swift_grpo_ext/weight_receipts/"
 
@@ -127,8 +128,12 @@ def install() -> None:
         register(self)
 
         async def loaded_checksums() -> list[dict[str, str]]:
-            """Of each worker of each replica."""
+            """Of each worker of each replica. One that refused an adapter draws no more: that was
+            broadcast after the answer to the request which announced it."""
             of_replicas = await _call_all(self, _command("call", "read_weight_checksums"))
+            for connection, workers in zip(self.connections, of_replicas, strict=True):
+                if any(ADAPTER_FAULT in of_worker for of_worker in workers or ()):
+                    connection.holds_weights = False
             return [of_worker for workers in of_replicas for of_worker in workers or [{}]]
 
         self.app.get(CHECKSUMS_PATH)(loaded_checksums)

@@ -26,6 +26,9 @@ MOST_NAMED = 5
 UNFILLED = "swift_grpo_ext.unfilled"
 """Key beside a worker's checksums: parameters that the update has left as they were, in words."""
 
+ADAPTER_FAULT = "swift_grpo_ext.adapter_fault"
+"""Beside them where the engine does not draw with the adapter (`adapters.py`): why, in words."""
+
 
 class WeightUpdateError(RuntimeError):
     """An engine does not hold the weights of the trainer."""
@@ -48,8 +51,9 @@ def weight_checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightCheck
 
 def plain_name(name: str) -> str:
     """A weight's name without what tells that adapters lie over it: ms-swift adds or drops that on
-    the way to an engine which holds adapters apart (`--vllm_enable_lora`)."""
-    return name.replace(".base_layer.", ".")
+    the way to an engine which holds adapters apart (`--vllm_enable_lora`). An adapter's own name
+    stays, in which it tells two matrices of experts apart."""
+    return name if ".lora_" in name else name.replace(".base_layer.", ".")
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,6 +201,8 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         who: names the engine in the error.
     """
     received = dict(received)
+    if fault := received.pop(ADAPTER_FAULT, None):
+        raise WeightUpdateError(f"{who} does not draw with the trainer's adapter. {fault}")
     faults = {
         "of its parameters were left as they were": received.pop(UNFILLED, "").split(),
         "did not arrive": [name for name in sent if name not in received],

@@ -38,6 +38,7 @@ from swift_grpo_ext.upstream.weight_sync import (
     bounded_broadcasts,
     bounded_rendezvous,
 )
+from swift_grpo_ext.weights.adapters import recorded_adapter
 from swift_grpo_ext.weights.checksums import (
     UNFILLED,
     WeightChecksums,
@@ -55,6 +56,9 @@ Named = list[tuple[str, torch.Tensor]]
 
 if not has_accelerator():
     repair_cpu_engine()
+    # For adapters, whose receiving is ms-swift's own.
+    rollout.synchronize = lambda *_: None
+    rollout.broadcast_tensor_for_vllm_weight_sync = GlooCommunicator.broadcast
 
 
 class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
@@ -65,6 +69,9 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     _filled: set[str] | None = None
     _update_has_ended = False
+    _has_adapter = False
+    """Whether an adapter has come since the last update of whole weights."""
+
     _timeout: float | None = None
 
     def read_weight_checksums(self) -> WeightChecksums:
@@ -75,6 +82,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         """Args: the checksums of what was loaded, and the parameters that it filled (`Loads`)."""
         if self._loaded is None or self._update_has_ended:
             self._loaded, self._filled, self._update_has_ended = {}, set(), False
+            self._has_adapter = False
         self._loaded |= new
         self._filled = None if filled is None or self._filled is None else self._filled | filled
 
@@ -116,6 +124,32 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         if left and self._loaded is not None:
             self._loaded[UNFILLED] = " ".join(left)
         self._update_has_ended = True
+
+    def update_adapter_flattened_param(
+        self, peft_config: dict[str, Any], metadatas: list[dict[str, Any]]
+    ) -> None:
+        with self._recorded_adapter():
+            super().update_adapter_flattened_param(peft_config, metadatas)
+
+    def update_adapter_param(
+        self, peft_config: dict[str, Any], lora_tensors_metadata: list[dict[str, Any]]
+    ) -> None:
+        with self._recorded_adapter():
+            super().update_adapter_param(peft_config, lora_tensors_metadata)
+
+    @contextmanager
+    def _recorded_adapter(self) -> Iterator[None]:
+        """Record an adapter: of the update of whole weights that it follows, or of its own."""
+        if self._has_adapter or self._loaded is None:
+            self._loaded = {}
+        self._has_adapter = True
+        recorded = recorded_adapter(getattr(self.model_runner, "lora_manager", None))
+        adapter: WeightChecksums = {}
+        try:
+            with recorded as adapter, bounded_broadcasts([self.communicator], self._timeout):
+                yield
+        finally:
+            self._loaded |= adapter
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:

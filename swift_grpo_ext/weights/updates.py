@@ -13,18 +13,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.utils import get_current_device, get_logger
 
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.servers import RolloutServers
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.claims import Claim
+from swift_grpo_ext.weights.adapters import recorded_adapter
 from swift_grpo_ext.weights.checksums import (
     UNFILLED,
     WeightChecksums,
     WeightUpdateError,
     compare,
     compare_tensors,
+    plain_name,
     recorded_loads,
     unfilled,
     weight_checksums_in_background,
@@ -103,7 +106,6 @@ class WeightUpdates:
     def _verify(self) -> None:
         if left := self._unfilled():
             compare({}, {UNFILLED: " ".join(left)}, self._name)
-        # Adapters that stay apart (`--vllm_enable_lora`) have no names to compare.
         if self._servers is not None and self._sent:
             for worker, loaded in self._servers.loaded_checksums():
                 compare(self._sent, loaded, worker)
@@ -139,7 +141,7 @@ class WeightUpdates:
             if has_accelerator():
                 load(state_dict)
             else:
-                engine.reload_weights(state_dict.items())
+                engine.reload_weights((plain_name(n), t) for n, t in state_dict.items())
         compare_tensors(state_dict, dict(loads), self._name)
         filled = self._filled
         self._filled = None if filled is None or loads.filled is None else filled | loads.filled
@@ -153,6 +155,42 @@ class WeightUpdates:
             load(state_dict)  # takes part in what rank 0 sends
         else:
             self._attempt(lambda: self._send(state_dict, load))
+
+    def load_adapter(self, engine: Any, move: Callable[[], None]) -> None:
+        """Give an adapter to this process's engine, which has to draw with it.
+
+        Args:
+            move: ms-swift's own way, which gathers it before.
+        """
+        worker = engine.inner_model_executor.driver_worker.worker
+        with recorded_adapter(worker.model_runner.lora_manager):
+            move()
+
+    def send_adapter(self, client: Any, move: Callable[[], None]) -> None:
+        """Send an adapter to the servers as whole weights are sent.
+
+        Args:
+            client: ms-swift's, on the rank that sends.
+            move: ms-swift's own way, which gathers the adapter and calls the client.
+        """
+        if self._ranks.rank > 0:
+            move()  # takes part in what rank 0 gathers
+            return
+        send, send_parts = client.update_adapter_flattened_param, client.update_adapter_param
+
+        def send_recorded(config: Any, metadatas: list[Any], flattened: torch.Tensor) -> None:
+            bucket = FlattenedTensorBucket(flattened_tensor=flattened, metadata=metadatas)
+            self.send(bucket.reconstruct_tensors(), lambda _: send(config, metadatas, flattened))
+
+        def send_parts_recorded(config: Any, tensors: StateDict) -> None:
+            self.send(tensors, partial(send_parts, config))
+
+        client.update_adapter_flattened_param = send_recorded
+        client.update_adapter_param = send_parts_recorded
+        try:
+            move()
+        finally:
+            del client.update_adapter_flattened_param, client.update_adapter_param
 
     def _send(self, state_dict: StateDict, load: Load) -> None:
         sent = weight_checksums_in_background(list(state_dict.items()))

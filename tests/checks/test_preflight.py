@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from packaging.version import Version
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
@@ -31,6 +32,7 @@ from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 
 QUESTION = [{"role": "user", "content": "Which digit?"}]
 GIB = 1024**3
+LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
 
 
 def arguments(**changes: Any) -> Any:
@@ -42,6 +44,9 @@ def arguments(**changes: Any) -> Any:
         "vllm_mode": "colocate",
         "vllm_enable_lora": False,
         "tuner_type": "full",
+        "use_dora": False,
+        "modules_to_save": [],
+        "lora_bias": "none",
         "num_generations": 8,
         "seed": 42,
         "duplicate_prompts": "error",
@@ -104,7 +109,7 @@ def test_good_arguments_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"rollout_timeout": 0.0}, [], "error: --rollout_timeout 0.0: expected a number of sec"),
         ({"model": "/none"}, [], "error: --model /none: there is no such directory."),
-        ({"vllm_enable_lora": True}, [], "error: --vllm_enable_lora true: does not work"),
+        ({**LORA, "use_dora": True}, [], "error: --use_dora true: does not go with --vllm_en"),
         ({"resume_from_checkpoint": "/none"}, [], "error: --resume_from_checkpoint /none: is no"),
         ({"seed": -1}, [], "error: --seed -1: expected 0 or more"),
         ({}, ["diversity_patience"], "warning: --diversity_patience: is read by nothing"),
@@ -156,15 +161,19 @@ def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(preflight.check_vllm(arguments(use_vllm=False))) == []
 
 
-def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_adapters_in_the_engine_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a vLLM that can reload weights under them, and with any ms-swift 4.6."""
+
     def look(*, enabled: bool) -> list[str]:
         return said(preflight.check_adapters(arguments(vllm_enable_lora=enabled)))
 
     monkeypatch.setattr(preflight, "swift_version", lambda: "4.6.0")
     monkeypatch.setattr(preflight, "has_accelerator", lambda: False)
+    assert look(enabled=True) == []
+    monkeypatch.setattr(preflight, "_vllm_version", lambda: Version("0.27.1"))
     [sentence] = look(enabled=True)
-    assert "true: does not work without an accelerator" in sentence
-    assert "Leave it out, here and on the other side" in sentence
+    assert "true: does not work without an accelerator with vLLM 0.27.1" in sentence
+    assert "Install vLLM 0.28 or newer, or leave it out, here and on the other side" in sentence
     assert look(enabled=False) == []
     monkeypatch.setattr(preflight, "has_accelerator", lambda: True)
     assert look(enabled=True) == []
@@ -173,6 +182,23 @@ def test_adapters_in_the_engine_need_an_accelerator(monkeypatch: pytest.MonkeyPa
     assert "true: does not work with ms-swift 4.5.3" in sentence
     assert "Install ms-swift 4.6, or" in sentence
     assert look(enabled=False) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"use_dora": True}, "--use_dora true"),
+        ({"modules_to_save": ["a", "b"]}, "--modules_to_save a b"),
+        ({"lora_bias": "all"}, "--lora_bias all"),
+    ],
+)
+def test_adapters_that_vllm_does_not_know(changes: dict[str, Any], name: str) -> None:
+    """As `tests/weights/test_adapters.py` sees vLLM refuse them; merged, they are no concern."""
+    assert said(preflight.check_adapters(arguments(**LORA))) == []
+    sentence = only(preflight.check_adapters(arguments(**LORA, **changes)))
+    assert sentence.startswith(f"error: {name}: does not go with --vllm_enable_lora true: vLLM")
+    for other in ({"vllm_enable_lora": False}, {"tuner_type": "full"}, {"port": 8000}):
+        assert said(preflight.check_adapters(arguments(**{**LORA, **changes, **other}))) == []
 
 
 def test_a_stream_cannot_repeat_prompts() -> None:

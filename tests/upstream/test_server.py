@@ -19,6 +19,7 @@ from swift.rlhf_trainers.vllm_client import VLLMInferClient
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.servers import RolloutServers
 from swift_grpo_ext.upstream import replicas, server, turns
+from swift_grpo_ext.weights.checksums import ADAPTER_FAULT
 from tests.upstream.served import Deployed, Replica, listening, request
 
 CONFIG = {"max_tokens": 16}
@@ -411,6 +412,27 @@ def test_checksums_are_those_of_each_worker_of_each_replica() -> None:
         assert answer.json() == [{"a": "1"}, {"a": "2"}, {"a": "3"}]
     one.faults["read_weight_checksums"] = "raises"
     assert client.get(server.CHECKSUMS_PATH).json() == [{}, {"a": "3"}]
+
+
+def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
+    """Until it has taken another: of its two workers one says that it did not."""
+    one, two = Replica(number=1), Replica(number=2)
+    taken = [{"a": "1"}, {"a": "1"}]
+    one.checksums = two.checksums = taken
+    deployed = Deployed(one, two)
+    client = TestClient(deployed.app)
+    for refused, draw in (
+        ({ADAPTER_FAULT: "why"}, {"replica 2"}),
+        ({}, {"replica 1", "replica 2"}),
+    ):
+        one.checksums = [taken[0], taken[1] | refused]
+        replicas.note_weights(deployed)  # its update was answered with 200
+        assert client.get(server.CHECKSUMS_PATH).json() == [*one.checksums, *taken]
+        before = {replica.name: len(replica.groups) for replica in (one, two)}
+        answer = client.post("/infer/", json={"infer_requests": [request(i) for i in range(4)]})
+        assert groups_of(answer) == [0, 1, 2, 3]
+        drew = {r.name for r in (one, two) if len(r.groups) > before[r.name]}
+        assert drew == draw
 
 
 def test_the_workers_have_the_method_that_is_called_for_checksums() -> None:

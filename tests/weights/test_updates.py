@@ -76,13 +76,6 @@ def test_a_worker_that_loaded_something_else_stops_the_run() -> None:
         weights.update(move)
 
 
-def test_adapters_that_stay_apart_are_not_compared() -> None:
-    servers = Servers()
-    weights, _ = served(servers)
-    weights.update(lambda _: servers.calls.append("adapter"))
-    assert servers.calls == ["reconnect", "adapter"]
-
-
 def test_what_was_sent_before_is_forgotten() -> None:
     """A full update, then one of the adapter only."""
     servers = Servers()

@@ -1,0 +1,75 @@
+"""Adapters that lie apart from an engine's weights (`--vllm_enable_lora`): used, or refused by
+name at the first update. Otherwise rollouts would come from the base model, and nobody would know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stack import policy
+from tests.stack.processes import rollout_server
+from tests.stack.rounds import LEARNING, LORA, client_argv, run_training, server_argv, train
+
+pytestmark = pytest.mark.stack
+
+APART = ("--vllm_enable_lora", "true")
+IN_LANGUAGE = (*LORA, "--freeze_vit", "true")
+
+
+@pytest.fixture(scope="module")
+def server(assets: Path, folder: Path) -> Iterator[int]:
+    """The port of a server with two replicas and vLLM's own `--vllm_max_lora_rank`, 16."""
+    argv = server_argv(assets, *APART, "--vllm_data_parallel_size", "2")
+    with rollout_server(*argv, log=folder / "adapters.log") as port:
+        yield port
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "messages"),
+    [
+        (
+            "rank",
+            ("--lora_rank", "64"),
+            (
+                "LoRA rank 64 is greater than max_lora_rank 16",
+                "_max_lora_rank 64 to `swift rollout`, or train with --lora_rank 16 or less",
+            ),
+        ),
+        (
+            "tower",
+            ("--freeze_vit", "false"),
+            ("it ignores those of 10 modules (visual.blocks.0.attn.proj, ", "--freeze_vit true"),
+        ),
+    ],
+)
+def test_what_a_server_refuses_ends_the_run(
+    name: str,
+    argv: tuple[str, ...],
+    messages: tuple[str, ...],
+    assets: Path,
+    rows: Path,
+    folder: Path,
+    server: int,
+) -> None:
+    run = folder / f"{name}-apart"
+    finished = run_training(assets, rows, run, *IN_LANGUAGE, *argv, *client_argv(server), ranks=2)
+    assert finished.returncode != 0
+    assert f"WeightUpdateError: worker 0 of server 0 (http://127.0.0.1:{server})" in finished.output
+    for message in messages:
+        assert message in finished.output
+    assert not list((run / "record").glob("rank*.jsonl")), "a round was drawn"
+
+
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_engines_draw_with_the_adapter(
+    mode: str, assets: Path, learning_rows: Path, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """Those of each step's checkpoint, on both replicas; in a colocated engine, which vLLM gives
+    the trainer's own memory, training goes on from the adapter that it was."""
+    where = client_argv(request.getfixturevalue("server")) if mode == "server" else APART
+    run = folder / f"{mode}-apart"
+    train(assets, learning_rows, run, *LEARNING, *IN_LANGUAGE, *where, ranks=2)
+    policy.assert_sampled_with_trained_weights(run, assets / "tiny_vlm", 3)
