@@ -20,6 +20,7 @@ from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.diversity.sample import Sample
 from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.rollout.rank_group import training_ranks
+from tests.arguments import training_arguments
 from tests.diversity.samples import group_of, row_of, sample
 
 LONG = list(range(60))
@@ -35,19 +36,8 @@ class Run:
             ranks=training_ranks(60),
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         )
-        defaults = {
-            "diversity_action": "warn",
-            "diversity_alarm_p": 1e-6,
-            "diversity_patience": 2,
-            "diversity_correct_reward": 1.0,
-            "temperature": 1.0,
-            "rollout_seed_mode": "engine",
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_tensor_parallel_size": 1,
-            "output_dir": str(folder),
-        }
-        self.args = SimpleNamespace(**{**defaults, **flags})
+        defaults = {"diversity_patience": 2, "temperature": 1.0, "rollout_seed_mode": "engine"}
+        self.args = training_arguments(**defaults | {"output_dir": str(folder)} | flags)
         self.monitor = DiversityMonitor(self.args, self.trainer)
         self.state = TrainerState(is_world_process_zero=rank == 0)
         self.control = TrainerControl()

@@ -16,7 +16,8 @@ from torch import Tensor
 from swift_grpo_ext.logits import LogitsShim, logps
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.sharding import ShardRanks
-from swift_grpo_ext.training import RolloutGRPOTrainer
+from swift_grpo_ext.training import RolloutGRPOConfig, RolloutGRPOTrainer
+from tests.arguments import training_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import add_lora, build
 
@@ -39,15 +40,8 @@ class Ours(RolloutGRPOTrainer):
         self._logps = CompletionLogps(config, self.template)
 
 
-def config_of(**flags: Any) -> Any:
-    defaults = {
-        "logits_shim": "strict",
-        "logps_chunk_size": 0,
-        "logps_shared_prompt": False,
-        "use_liger_kernel": False,
-        "per_device_train_batch_size": 2,
-    }
-    return SimpleNamespace(**{**defaults, **flags})
+def config_of(**flags: Any) -> RolloutGRPOConfig:
+    return training_arguments(**{"logits_shim": "strict", **flags})
 
 
 @dataclass
