@@ -488,7 +488,7 @@ def published_names(model: Any, family: Family, path: Path) -> None:
     tensors = checkpoint_layout(model, load_file(path))
     old, new = family.renamed or ("", "")
     tensors = {
-        new + name.removeprefix(old) if name.startswith(old) else name: tensor
+        new + name.removeprefix(old) if name.startswith(old) else name: tensor.contiguous()
         for name, tensor in tensors.items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
