@@ -36,7 +36,7 @@ from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, with_stop_reason
-from swift_grpo_ext.upstream import media_paths, pins, server, startup, vllm_repairs
+from swift_grpo_ext.upstream import data_parallel, media_paths, pins, server, startup, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import (
@@ -88,6 +88,10 @@ class RolloutEngine(GRPOVllmEngine):
             media_paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         self._placeholder_bias = logit_bias(placeholder_ids(self.template))
+        size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
+        self._replicas = range(size if size > 1 else 0)  # of this engine, where it has several
+        if self._replicas:
+            data_parallel.hear_all(self.engine)
 
     # --- requests ---
 
@@ -189,7 +193,12 @@ class RolloutEngine(GRPOVllmEngine):
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         drop_orientation(inputs)
         add_video_metadata(inputs)
-        return super()._add_request(inputs, generation_config, request_id, adapter_request)
+        with data_parallel.drawn_by(self.engine, self._address(metadata)):
+            return super()._add_request(inputs, generation_config, request_id, adapter_request)
+
+    def _address(self, metadata: RequestMetadata | None) -> int | None:
+        """Return which of this engine's replicas a request names."""
+        return metadata.replica if metadata and metadata.replica in self._replicas else None
 
     @cached_property
     def _template_stops(self) -> TemplateStops:
@@ -285,8 +294,17 @@ class RolloutEngine(GRPOVllmEngine):
             finish_reason=output.finish_reason,
             stop_reason=ending.reason,
             seed=metadata.seed_of(output.index),
+            replica=self._replica_of(metadata),
             extra=None if routed_experts is None else {"routed_experts": routed_experts},
         )
+
+    def _replica_of(self, metadata: RequestMetadata) -> str:
+        """Name the replica of a server that drew a request. Where an async engine has several, and
+        the request named none, vLLM has chosen one for each sample and does not say which."""
+        if not self._replicas:
+            return f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
+        address = self._address(metadata)
+        return f"replicas 0 to {self._replicas[-1]}" if address is None else f"replica {address}"
 
     async def _batch_infer_stream(self, tasks: Any, *args: Any, **kwargs: Any) -> Any:
         """Schedulers of a server come through here, with a task for each sample."""
@@ -378,7 +396,7 @@ def _pack(response: PackedResponse) -> RolloutOutput:
         if completion.extra:
             routed_experts = serialize_ndarray(completion.extra["routed_experts"])
             completion.extra["routed_experts"] = routed_experts
-    replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
+    replica = response.completions[0].replica
     answer = wire.pack_answer(response.completions, response.prompt_token_ids, replica)
     bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
     return RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})

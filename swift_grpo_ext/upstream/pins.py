@@ -2,7 +2,7 @@
 
 Each table is verified once, before the classes that build on it are used: `COMMAND_LINE` in
 `register()`, `TRAINER` before the trainer is made, `ENGINE`, `CPU` and `SERVER` when the rollout
-engine is installed, which needs vLLM.
+engine is installed, which needs vLLM, `DATA_PARALLEL` when such an engine is made.
 
 A table has a line for each module, or class of it (`module:Class`). Indented below stand its names,
 those that share their parameters on one line: `names: parameters`. `()` is the class itself; a name
@@ -214,6 +214,16 @@ swift.template.vision_utils
 """)
 """Of `swift rollout`."""
 
+DATA_PARALLEL = _pins("""
+vllm.v1.engine.async_llm:AsyncLLM
+    collective_rpc: self method timeout args kwargs
+    generate: self prompt sampling_params request_id prompt_text lora_request
+        tokenization_kwargs trace_headers priority data_parallel_rank
+vllm.v1.engine.core_client:DPLBAsyncMPClient
+    call_utility_all_async: self method args
+""")
+"""Of an async engine with several replicas."""
+
 PROCESSOR_COPIES = _pins("""
 transformers.processing_utils:ProcessorMixin
     _load_tokenizer_from_pretrained: cls sub_processor_type pretrained_model_name_or_path subfolder
@@ -237,4 +247,7 @@ vllm.v1.engine.llm_engine:LLMEngine
 """)
 """Without them vLLM decodes, hashes and processes media of its own, as it does by itself."""
 
-ALL = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *PROCESSOR_COPIES, *TOKENIZER_POOL, *MEDIA)
+ALL = (
+    *(*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *DATA_PARALLEL),
+    *(*PROCESSOR_COPIES, *TOKENIZER_POOL, *MEDIA),
+)

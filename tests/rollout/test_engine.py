@@ -107,6 +107,7 @@ class RecordingVllm:
     def __init__(self, says: list[str], finish_reason: str = "stop") -> None:
         self.params: list[SamplingParams] = []
         self.inputs: list[Any] = []
+        self.ranks: list[int | None] = []
         self.experts: Any = None
         self._says, self._finish_reason = iter(says), finish_reason
         self._waiting: list[Any] = []
@@ -145,8 +146,13 @@ class RecordingVllm:
         return list(reversed(waiting))
 
     async def generate(
-        self, inputs: Any, params: SamplingParams, request_id: str
+        self,
+        inputs: Any,
+        params: SamplingParams,
+        request_id: str,
+        data_parallel_rank: int | None = None,
     ) -> AsyncIterator[Any]:
+        self.ranks.append(data_parallel_rank)
         self.add_request(request_id, inputs, params)
         yield self._waiting.pop()
 
@@ -167,8 +173,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(GRPOVllmEngine, "__init__", init)
     monkeypatch.setattr(GRPOVllmEngine, "inner_model_executor", property(lambda e: e.executor))
 
-    def make_engine(vllm: Any, *, serves: bool = False, use_async: bool = False) -> Any:
-        kwargs = {"worker_extension_cls": engine_module.UPSTREAM_EXTENSION} if serves else {}
+    def make_engine(
+        vllm: Any, *, serves: bool = False, use_async: bool = False, **kwargs: Any
+    ) -> Any:
+        if serves:
+            kwargs["worker_extension_cls"] = engine_module.UPSTREAM_EXTENSION
         return RolloutEngine(vllm, engine_kwargs=kwargs, use_async=use_async)
 
     return make_engine
@@ -503,6 +512,37 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
         [request(metadata_of())], config(), use_tqdm=False
     )
     assert first.rollout_infos[wire.KEY]["replica"] == "replica 0"
+
+
+class CoreClient:
+    """The client of an async engine's replicas, whose workers say where they are."""
+
+    async def call_utility_all_async(self, *call: Any) -> list[list[tuple[Any, ...]]]:
+        return [[(*call, replica, worker) for worker in range(2)] for replica in range(2)]
+
+
+def test_an_async_engine_gives_a_request_to_the_replica_that_it_names(make: Any) -> None:
+    vllm: Any = RecordingVllm(["a."] * 4)
+    vllm.engine_core = CoreClient()
+    engine = make(vllm, serves=True, use_async=True, data_parallel_size=2)
+    asked = [request(metadata_of(replica=replica)) for replica in (1, 0, None, 7)]
+    outputs = asyncio.run(engine.async_infer(asked, config(n=1), use_tqdm=False))
+    assert vllm.ranks == [1, 0, None, None]
+    names = [output.rollout_infos[wire.KEY]["replica"] for output in outputs]
+    assert names == ["replica 1", "replica 0", "replicas 0 to 1", "replicas 0 to 1"]
+    one = RecordingVllm(["a."])
+    engine = make(one, serves=True, use_async=True)
+    [output] = asyncio.run(engine.async_infer(asked[:1], config(n=1), use_tqdm=False))
+    assert (one.ranks, output.rollout_infos[wire.KEY]["replica"]) == ([None], "replica 0")
+
+
+def test_all_replicas_of_an_async_engine_answer(make: Any) -> None:
+    vllm: Any = RecordingVllm([])
+    vllm.engine_core = CoreClient()
+    make(vllm, serves=True, use_async=True, data_parallel_size=2)
+    called = vllm.collective_rpc(method="read_weight_checksums", args=(7,))
+    call = ("collective_rpc", "read_weight_checksums", None, (7,), None)
+    assert asyncio.run(called) == [(*call, r, w) for r in range(2) for w in range(2)]
 
 
 class Loop:

@@ -14,6 +14,7 @@ import pytest
 
 from swift_grpo_ext.sampling.groups import parse_request_id
 from swift_grpo_ext.sampling.seeding import sample_seed
+from tests.stack.addressed import connect, drawn_by
 from tests.stack.conftest import STEPS
 from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
@@ -154,7 +155,12 @@ def test_tensor_parallel(assets: Path, rows: Path, folder: Path, reference: Samp
 
 
 def test_async_engine(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
-    server = server_argv(assets, "--vllm_use_async_engine", "true")
-    with rollout_server(*server, log=folder / "async.log") as port:
+    """Both of its replicas have the weights, and draw what is meant for them."""
+    argv = ("--vllm_use_async_engine", "true", "--vllm_data_parallel_size", "2")
+    with rollout_server(*server_argv(assets, *argv), log=folder / "async.log") as port:
         samples = train(assets, rows, folder / "async-engine", *client_argv(port))
+        servers = connect(port)
+        (_, first), (_, second) = servers.loaded_checksums()
+        assert first == second != {}
+        assert drawn_by(servers) == ["replica 0", "replica 1"]
     assert_same(samples, reference)

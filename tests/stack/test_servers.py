@@ -15,6 +15,7 @@ from PIL import Image
 from swift_grpo_ext.sampling.groups import parse_request_id
 from swift_grpo_ext.sampling.seeding import sample_seed
 from tests.stack import policy
+from tests.stack.addressed import connect, drawn_by
 from tests.stack.rounds import LEARNING, LORA, Samples, assert_same, client_argv, train
 
 pytestmark = pytest.mark.stack
@@ -37,6 +38,10 @@ def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
             refused = requests.post(url, json={"infer_requests": [asked]}, timeout=60)
             assert reason in refused.json()["detail"]
             assert refused.status_code == 400
+
+
+def test_each_replica_draws_what_is_meant_for_it(servers: tuple[int, int]) -> None:
+    assert drawn_by(connect(*servers)) == ["replica 0", "replica 0", "replica 1"]
 
 
 @pytest.mark.parametrize(
