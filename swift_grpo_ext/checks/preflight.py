@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 from packaging.version import Version
 from swift.utils import get_logger
+from torch import distributed
 
 from swift_grpo_ext.arguments import (
     DiversityFlags,
@@ -265,7 +266,9 @@ def check_master_port() -> Findings:
 
 
 def _is_alone() -> bool:
-    return os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    """Whether this process will be a world of one; a script's second training is in it already."""
+    is_single = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    return is_single and not distributed.is_initialized()
 
 
 def check_seed(args: Any) -> Findings:

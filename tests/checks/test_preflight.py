@@ -24,42 +24,28 @@ from packaging.version import Version
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from swift_grpo_ext.arguments import ExtFlags
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Finding, enforce, error, note, ok, warning
 from swift_grpo_ext.rollout.placeholders import logit_bias
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
+from tests.arguments import command_line_arguments, training_arguments
 
 QUESTION = [{"role": "user", "content": "Which digit?"}]
 GIB = 1024**3
+GIVEN: dict[str, Any] = {
+    **{"model": "org/name", "tuner_type": "full", "num_generations": 8, "temperature": 1.0},
+    **{"duplicate_prompts": "error", "require_images": False, "dataset": ["rows.jsonl"]},
+}
 LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
 
 
 def arguments(**changes: Any) -> Any:
-    """Of `swift rlhf`; with a `port`, of `swift rollout`."""
-    values = {
-        **vars(ExtFlags()),
-        "model": "org/name",
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_enable_lora": False,
-        "tuner_type": "full",
-        "use_dora": False,
-        "modules_to_save": [],
-        "lora_bias": "none",
-        "num_generations": 8,
-        "seed": 42,
-        "duplicate_prompts": "error",
-        "local_world_size": 1,
-        "training_args": SimpleNamespace(generation_batch_size=16),
-        "dataset": ["rows.jsonl"],
-        "require_images": False,
-        "truncation_strategy": "left",
-        "model_meta": SimpleNamespace(is_multimodal=True),
-        "callbacks": [],
-        "vllm_engine_kwargs": {},
-    }
-    return SimpleNamespace(**{**values, **changes})
+    """Of `swift rlhf`; with a `port`, of `swift rollout`. No model of this machine's is named."""
+    if "port" in changes:
+        return command_line_arguments("rollout", **{"model": "org/name", **changes})
+    args = command_line_arguments("rlhf", **{**GIVEN, **changes})
+    args.training_args = training_arguments(generation_batch_size=16)
+    return args
 
 
 def said(findings: Iterable[Finding]) -> list[str]:
@@ -155,7 +141,7 @@ def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", asked.append)
     training = only(preflight.check_vllm(arguments()))
     assert training.startswith("error: --use_vllm true: needs vLLM, which is not installed. pip")
-    server = only(preflight.check_vllm(arguments(port=8000, use_vllm=False)))
+    server = only(preflight.check_vllm(arguments(port=8000)))
     assert server.startswith("error: `swift rollout`: needs vLLM")
     assert asked == ["vllm", "vllm"]
     assert said(preflight.check_vllm(arguments(use_vllm=False))) == []
@@ -197,8 +183,9 @@ def test_adapters_that_vllm_does_not_know(changes: dict[str, Any], name: str) ->
     assert said(preflight.check_adapters(arguments(**LORA))) == []
     sentence = only(preflight.check_adapters(arguments(**LORA, **changes)))
     assert sentence.startswith(f"error: {name}: does not go with --vllm_enable_lora true: vLLM")
-    for other in ({"vllm_enable_lora": False}, {"tuner_type": "full"}, {"port": 8000}):
+    for other in ({"vllm_enable_lora": False}, {"tuner_type": "full"}):
         assert said(preflight.check_adapters(arguments(**{**LORA, **changes, **other}))) == []
+    assert said(preflight.check_adapters(arguments(**LORA, port=8000))) == []
 
 
 def test_a_stream_cannot_repeat_prompts() -> None:
@@ -426,11 +413,11 @@ def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
     )
     for other in (
         {"modules_to_save": ["merger"]},
-        {"port": 8000},
         {"use_vllm": False},
         {"tuner_type": "full"},
     ):
         assert said(preflight.check_arguments(arguments(**{**own, **other}), [])) == []
+    assert said(preflight.check_arguments(arguments(port=8000, model=str(tmp_path)), [])) == []
     config.write_text('{"tie_word_embeddings": false}')
     assert said(preflight.check_arguments(arguments(**own), [])) == []
     assert said(preflight.check_arguments(arguments(), [])) == []
