@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
-import traceback
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,40 +52,44 @@ def _changed(args: Any, changes: dict[str, Any]) -> Any:
 
 @cache
 def _parsed(command: str) -> Any:
-    """Parse in a process of its own: ms-swift sets environment variables and a process group."""
+    """Parse in a process of its own, once for all of pytest's workers: ms-swift sets environment
+    variables and a process group."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
+    found = Path(tempfile.gettempdir()) / f"swift-grpo-ext-arguments-{run}-{command}"
+    if not found.is_file():
+        own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+        env = {name: value for name, value in os.environ.items() if name not in own}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        argv = [sys.executable, "-m", "tests.arguments", command, str(found)]
+        finished = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert found.is_file(), finished.stderr
+    return pickle.loads(found.read_bytes())
+
+
+def _parse(command: str, found: Path) -> None:
+    """Be the process that parses, and leave what comes of it in a file."""
+    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
+    from swift.pipelines.train.rlhf import SwiftRLHF
+
+    pipeline: Any = SwiftRLHF if command == "rlhf" else SwiftRolloutDeploy
+
+    class Parser:
+        args_class = pipeline.args_class
+        parse = pipeline._parse_args
+
     assets = Path(os.environ.get("ASSETS", ROOT / ".assets")).resolve()
+    argv = [*BOTH, "--model", str(assets / "tiny_vlm")]
     with tempfile.TemporaryDirectory() as folder:
-        data, found = Path(folder) / "rows.jsonl", Path(folder) / "arguments"
-        rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
-        data.write_text("\n".join(rows[:16]), encoding="utf-8")
-        argv = [*BOTH, "--model", str(assets / "tiny_vlm")]
         if command == "rlhf":
+            data = Path(folder) / "rows.jsonl"
+            rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
+            data.write_text("\n".join(rows[:16]), encoding="utf-8")
             argv += [*TRAINING, "--dataset", str(data), "--output_dir", f"{folder}/output"]
-        child = os.fork()
-        if child == 0:
-            _parse(command, argv, found)
-        os.waitpid(child, 0)
-        assert found.is_file(), f"`swift {command}` of tests/arguments.py was refused (above)"
-        return pickle.loads(found.read_bytes())
+        parsed = pickle.dumps(Parser().parse(argv))
+    unfinished = found.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(parsed)
+    unfinished.rename(found)
 
 
-def _parse(command: str, argv: list[str], found: Path) -> None:
-    """Be the process that parses; never returns."""
-    try:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-            os.environ.pop(name, None)
-        from swift.pipelines.infer.rollout import SwiftRolloutDeploy
-        from swift.pipelines.train.rlhf import SwiftRLHF
-
-        pipeline: Any = SwiftRLHF if command == "rlhf" else SwiftRolloutDeploy
-
-        class Parser:
-            args_class = pipeline.args_class
-            parse = pipeline._parse_args
-
-        found.write_bytes(pickle.dumps(Parser().parse(argv)))
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(0)
+if __name__ == "__main__":
+    _parse(sys.argv[1], Path(sys.argv[2]))

@@ -8,14 +8,6 @@ from collections.abc import Iterator
 import pytest
 from swift.utils import get_logger
 
-from tests.arguments import training_arguments
-
-
-@pytest.fixture(scope="session", autouse=True)
-def parsed_command_line() -> None:
-    """Parse before tests start threads: the parser forks."""
-    training_arguments()
-
 
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
