@@ -1,11 +1,16 @@
-"""Training ranks as threads, for what all ranks do together."""
+"""Training ranks for tests: threads, for what all ranks do together, and forked processes."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import multiprocessing
 
 from swift_grpo_ext.rollout.rank_group import RolloutError
 
@@ -54,3 +59,10 @@ class ThreadRanks:
 def run_rank_groups(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
     """What `work(ranks)` returns on each rank."""
     return run_ranks(size, lambda rank, gather: work(ThreadRanks(rank, size, gather)))
+
+
+def start_two_processes(run: Callable[[int, str], None]) -> None:
+    """Fork two processes that call `run(rank, folder)`; the command line names the folder."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    folder = str(Path(sys.argv[1]).resolve())
+    multiprocessing.start_processes(run, (folder,), nprocs=2, start_method="fork")

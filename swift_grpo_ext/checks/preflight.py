@@ -160,7 +160,8 @@ def check_port(args: Any) -> Findings:
 
 
 def check_adapters(args: Any) -> Findings:
-    """What keeps adapters apart from the engine's weights is there, and vLLM knows their kind.
+    """Yield an error where adapters cannot lie apart from the engine's weights, or vLLM does not
+    know their kind.
 
     With GPUs, ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
     `add_base_layer_suffix_by_param_names`). vLLM's packed CPU layers are loaded anew under adapters
@@ -266,7 +267,7 @@ def check_master_port() -> Findings:
 
 
 def _is_alone() -> bool:
-    """Whether this process will be a world of one; a script's second training is in it already."""
+    """Return whether this process will be a world of one; a script's second training is in it."""
     is_single = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
     return is_single and not distributed.is_initialized()
 

@@ -64,7 +64,7 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
 
 
 def keep_out_of_graphs(head: nn.Module, model: nn.Module) -> bool:
-    """Where `model` is compiled, see to it that it calls `head` in Python, hooks included.
+    """Have `model` call `head` in Python, hooks included, where it is compiled.
 
     Dynamo has no guards on hooks (`skip_nnmodule_hook_guards`): a call without any would be
     compiled, and its code would run where there are some. A hook that stays breaks the graph there.

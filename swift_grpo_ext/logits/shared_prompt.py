@@ -184,11 +184,11 @@ class Media(NamedTuple):
     of_prompt: dict[str, Tensor]
 
     of_suffix: dict[str, Tensor]
-    """What an environment or a tool gave: the sample's own, and another sample's may be equal."""
+    """An environment or a tool gave it. It is the sample's own, though another's may be equal."""
 
 
 def media_of(inputs: Mapping[str, Any], samples: Sequence[Sample], config: Any) -> list[Media]:
-    """For each row of a batch its own media.
+    """Return the media of each row of a batch.
 
     A row has the next media that its placeholders take up, in tokens of one size: first those of
     its prompt, then of its suffix, then of what lies behind, which is not read.

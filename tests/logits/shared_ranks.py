@@ -9,14 +9,11 @@ many positions the decoder read in each of this rank's passes (`positions`).
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +21,7 @@ from tests.logits import models
 from tests.logits.test_logps import Ours, Upstream, config_of
 from tests.logits.test_shared_prompt import ROWS, Group, make_pass, positions_of
 from tests.logits.two_ranks import WAIT
+from tests.ranks import start_two_processes
 
 APART = ((9, 4, 0, 0), (12, 3, 0, 0))
 """Of two prompts: nothing to fold."""
@@ -102,12 +100,5 @@ def whole(gradient: Any) -> Tensor:
     return full.clone()
 
 
-def main() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    multiprocessing.start_processes(
-        run, (str(Path(sys.argv[1]).resolve()),), nprocs=2, start_method="fork"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    start_two_processes(run)

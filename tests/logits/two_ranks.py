@@ -9,20 +9,18 @@ case of `sharded.py`, what its `compare` returns, or the error.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.logits import LogitsShim
 from tests.logits import models, sharded
+from tests.ranks import start_two_processes
 
 CASES = [
     (chunk_size, lora, find_unused)
@@ -77,12 +75,5 @@ def gradients(model: Any, values_of: Callable[[], Tensor]) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def main() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    multiprocessing.start_processes(
-        run, (str(Path(sys.argv[1]).resolve()),), nprocs=2, start_method="fork"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    start_two_processes(run)

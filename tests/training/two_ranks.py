@@ -8,19 +8,16 @@ many images each call had the tower run on, and whether the cache is on at last;
 
 from __future__ import annotations
 
-import os
-import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 from torch.distributed.fsdp import fully_shard
 
 from swift_grpo_ext.training import encoder_cache
 from swift_grpo_ext.training.encoder_cache import EncoderCache
+from tests.ranks import start_two_processes
 from tests.training.test_encoder_cache import WIDE, fail, images, qwen
 
 CASES = ("images of its own", "another kind of call first", "content that cannot be named")
@@ -80,12 +77,5 @@ def gathered(share: Any) -> list[Any]:
     return shares
 
 
-def main() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    multiprocessing.start_processes(
-        run, (str(Path(sys.argv[1]).resolve()),), nprocs=2, start_method="fork"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    start_two_processes(run)
