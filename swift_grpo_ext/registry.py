@@ -6,7 +6,7 @@ import sys
 from functools import cache
 
 from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import verify
+from swift_grpo_ext.upstream.contract import installed_versions, untried, verify
 
 TRAINER = "swift_grpo_ext.training.RolloutGRPOTrainer"
 TRAINING_ARGUMENTS = "swift_grpo_ext.training.RolloutGRPOConfig"
@@ -18,12 +18,18 @@ def register() -> None:
     verify(pins.COMMAND_LINE)
 
     # Not before ms-swift is known to fit: these modules build on its classes.
+    import swift.utils
     from swift.callbacks import callbacks_map
     from swift.trainers import TrainerFactory
 
     from swift_grpo_ext.diversity.monitor import DiversityMonitor
     from swift_grpo_ext.upstream import flags
 
+    if news := untried(installed_versions()):
+        swift.utils.get_logger().warning(
+            f"swift-grpo-ext was not tried with {', '.join(news)}. All names that it builds on are "
+            "there; `swift-grpo-ext selftest` checks its promises on this machine."
+        )
     flags.install()
     TrainerFactory.TRAINER_MAPPING["grpo"] = TRAINER
     TrainerFactory.TRAINING_ARGS_MAPPING["grpo"] = TRAINING_ARGUMENTS

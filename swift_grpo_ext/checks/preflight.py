@@ -171,11 +171,11 @@ def check_adapters(args: Any) -> Findings:
         return
     setting = "vllm_enable_lora true"
     merged = "here and on the other side; adapters are then merged into the engine's weights."
-    if Version(swift_version()) < Version("4.6"):
+    if Version(swift_version()) < Version("4.6") and _vllm_version() >= Version("0.28"):
         yield error(
             setting,
             f"does not work with ms-swift {swift_version()}, which names weights under "
-            "adapters otherwise than vLLM 0.32.",
+            f"adapters otherwise than vLLM {_vllm_version()}.",
             f"Install ms-swift 4.6, or leave it out, {merged}",
         )
     elif not has_accelerator() and _vllm_version() < Version("0.28"):

@@ -186,7 +186,7 @@ class RolloutEngine(GRPOVllmEngine):
             elif generation_config.seed is not None:
                 # ms-swift adds the number of the request; the seed needs the number of the sample.
                 generation_config.seed += inputs.get(SAMPLES_AHEAD, 0)
-            if metadata.packed:
+            if metadata.packed and hasattr(generation_config, "flat_logprobs"):  # not vLLM 0.11
                 # No text of each log-probability's token, which nobody reads.
                 generation_config.flat_logprobs = generation_config.logprobs == 0
             inputs[STOPS] = self._set_stops(generation_config, metadata)
@@ -336,7 +336,7 @@ class RolloutEngine(GRPOVllmEngine):
         waits for ms-swift's `finish_vllm_weight_reload` after all weights have come.
         """
         model_runner = self.inner_model_executor.driver_worker.worker.model_runner
-        model_runner.reload_weights(weights_iterator=iter(weights))
+        vllm_repairs.reload_weights(model_runner, weights)
 
 
 @dataclass

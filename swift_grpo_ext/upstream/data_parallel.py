@@ -13,6 +13,7 @@ Can go when vLLM's `collective_rpc` answers for all, and ms-swift's `_add_reques
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -37,9 +38,8 @@ def hear_all(engine: Any) -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        of_replicas = await core.call_utility_all_async(
-            "collective_rpc", method, timeout, args, kwargs
-        )
+        call = partial(core._call_utility_async, "collective_rpc", method, timeout, args, kwargs)
+        of_replicas = await asyncio.gather(*[call(engine=each) for each in core.core_engines])
         return [answer for of_workers in of_replicas for answer in of_workers]
 
     engine.collective_rpc = collective_rpc

@@ -6,7 +6,7 @@ engine is installed, which needs vLLM, `DATA_PARALLEL` when such an engine is ma
 
 A table has a line for each module, or class of it (`module:Class`). Indented below stand its names,
 those that share their parameters on one line: `names: parameters`. `()` is the class itself; a name
-without parameters needs only be there; `|` parts the signatures of supported releases of ms-swift.
+without parameters needs only be there; `|` parts the signatures of different releases.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ swift.rlhf_trainers.vllm_client:VLLMClient
     update_adapter_flattened_param: self peft_config metadatas flattened_tensor
     update_adapter_param: self peft_config lora_params
 swift.rlhf_trainers.vllm_client
-    _broadcast_tensors_for_vllm_weight_sync: communicator tensors
+    _broadcast_tensors_for_vllm_weight_sync: communicator tensors since 4.5.3
+    broadcast_tensor_for_vllm_weight_sync: communicator tensor src
+    synchronize
 swift.rl_core.data:OnPolicySample
     from_row: cls row
     to_infer_request: self include_extra
@@ -171,19 +173,30 @@ swift.rlhf_trainers.utils:FlattenedTensorBucket
 swift.rlhf_trainers.utils
     finish_vllm_weight_reload: vllm_model model_config target_device
 vllm.v1.worker.gpu_model_runner:GPUModelRunner
-    reload_weights: self weights_iterator weights_path is_checkpoint_format
-vllm.v1.worker.cpu_model_runner:CPUModelRunner
-    _bookkeeping_sync: self scheduler_output sampler_output logits hidden_states
-        num_scheduled_tokens
-    _sample: self logits spec_decode_metadata
-vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed
-    make_group_name: communicator
-vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod
-    _setup_kernel: self layer w13 w2
+    reload_weights: self weights_iterator weights_path is_checkpoint_format | self
+vllm.model_executor.layers.utils
+    dispatch_cpu_unquantized_gemm: layer remove_weight
 vllm.distributed.utils:StatelessProcessGroup
     (): rank world_size store
 """)
 """Where there is no accelerator."""
+
+SPLIT_PROMPTS = _pins("""
+vllm.v1.worker.cpu_model_runner:CPUModelRunner
+    _bookkeeping_sync: self scheduler_output sampler_output logits hidden_states
+        num_scheduled_tokens
+    _sample: self logits spec_decode_metadata
+""")
+SHARED_MEMORY = _pins("""
+vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed
+    make_group_name: communicator
+""")
+PACKED_EXPERTS = _pins("""
+vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod
+    _init_moe_kernel: self layer
+    _setup_kernel: self layer w13 w2
+""")
+"""The same, for repairs that releases without these names do without."""
 
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
@@ -219,8 +232,10 @@ vllm.v1.engine.async_llm:AsyncLLM
     collective_rpc: self method timeout args kwargs
     generate: self prompt sampling_params request_id prompt_text lora_request
         tokenization_kwargs trace_headers priority data_parallel_rank
+        | self prompt sampling_params request_id lora_request trace_headers priority
+        data_parallel_rank
 vllm.v1.engine.core_client:DPLBAsyncMPClient
-    call_utility_all_async: self method args
+    _call_utility_async: self method args engine
 """)
 """Of an async engine with several replicas."""
 
@@ -247,7 +262,15 @@ vllm.v1.engine.llm_engine:LLMEngine
 """)
 """Without them vLLM decodes, hashes and processes media of its own, as it does by itself."""
 
-ALL = (
-    *(*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *DATA_PARALLEL),
-    *(*PROCESSOR_COPIES, *TOKENIZER_POOL, *MEDIA),
-)
+NEEDED = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *DATA_PARALLEL)
+OPTIONAL = {
+    "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
+    "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
+    "weight updates of experts, on CPU": PACKED_EXPERTS,
+    "a processor is loaded once": PROCESSOR_COPIES,
+    "a tokenizer is copied when needed": TOKENIZER_POOL,
+    "images are prepared once for engine and training": MEDIA,
+}
+"""What a release without these names goes without, or need not be repaired for."""
+
+ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))

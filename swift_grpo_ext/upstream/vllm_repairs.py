@@ -1,4 +1,5 @@
-"""Repairs of vLLM 0.32, each with what went wrong, where, and when it can go.
+"""Repairs of vLLM, each with what went wrong, where (in 0.32, unless said otherwise), and when it
+can go. A release without the names of a repair is left as it is.
 
 `serve_split_prompts` (CPU). Symptom: `RuntimeError: CPU Generator does not use offset` ends the
 engine as soon as the prompt of a request with a seed does not fit into one step
@@ -22,6 +23,12 @@ Upstream: model_executor/layers/fused_moe/unquantized_fused_moe_method.py, `_set
 are packed for the CPU's kernel when they are loaded first, and never again.
 Here: experts that an update brought are packed too. Can go when vLLM packs them.
 
+`keep_plain_weights` (CPU). Symptom: weights cannot be updated (`'Parameter' object has no attribute
+'weight_loader'`).
+Upstream: vLLM 0.11, model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm` packs the
+weights of layers and drops the originals; its `reload_weights` reads files only.
+Here: layers keep their weights, and multiply with them. Can go with vLLM 0.11.
+
 `load_processors_uncopied`. Symptom: an engine starts a second later, and its first request with an
 image waits for 17 s (151,936 tokens of Qwen2.5-VL, one core). vLLM hands its tokenizer to
 `from_pretrained` of the processor, which deep-copies its arguments five times, loads a tokenizer of
@@ -42,27 +49,44 @@ vLLM does beyond the first two. Can go when vLLM does so from the start.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, wraps
 from typing import Any
 
 import numpy as np
+import torch
 
 from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import mismatch
+from swift_grpo_ext.upstream.contract import Pin, mismatch
 
 
-@cache
+def repair(table: Iterable[Pin]) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A repair that is made once, and only where vLLM has the names that it is made of."""
+
+    def guard(make: Callable[[], None]) -> Callable[[], None]:
+        @cache
+        @wraps(make)
+        def make_once() -> None:
+            if not any(map(mismatch, table)):
+                make()
+
+        return make_once
+
+    return guard
+
+
 def repair_cpu_engine() -> None:
     """What engines need without an accelerator. Call before one is made."""
     serve_split_prompts()
     name_shared_memory_by_run()
     pack_experts_anew()
+    keep_plain_weights()
 
 
-@cache
+@repair(pins.SPLIT_PROMPTS)
 def serve_split_prompts() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -71,7 +95,10 @@ def serve_split_prompts() -> None:
     @wraps(sample)
     def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
-        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        if hasattr(self, "discard_request_mask"):
+            discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        else:  # vLLM 0.11
+            discarded = self.discard_request_indices.np[: self.num_discarded_requests]
         self._put_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
         return sample(self, *args, **kwargs)
 
@@ -87,7 +114,7 @@ def serve_split_prompts() -> None:
     CPUModelRunner._bookkeeping_sync = _bookkeeping_sync
 
 
-@cache
+@repair(pins.SHARED_MEMORY)
 def name_shared_memory_by_run() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -99,7 +126,7 @@ def name_shared_memory_by_run() -> None:
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
 
 
-@cache
+@repair(pins.PACKED_EXPERTS)
 def pack_experts_anew() -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
 
@@ -118,16 +145,44 @@ def pack_experts_anew() -> None:
 
 
 @cache
-def start_sooner() -> None:
-    """Call before an engine is made. A vLLM that we do not know is left as it is: this saves time,
-    and nothing depends on it."""
-    if not any(map(mismatch, pins.PROCESSOR_COPIES)):
-        load_processors_uncopied()
-    if not any(map(mismatch, pins.TOKENIZER_POOL)):
-        copy_tokenizers_late()
+def reloads_from_tensors() -> bool:
+    """Whether this vLLM's `reload_weights` takes tensors (0.11 reads files only)."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return "weights_iterator" in inspect.signature(GPUModelRunner.reload_weights).parameters
+
+
+def reload_weights(model_runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace the weights of a CPU engine's model, by their checkpoint names."""
+    if reloads_from_tensors():
+        model_runner.reload_weights(weights_iterator=iter(weights))
+    else:
+        model_runner.model.load_weights(weights)
 
 
 @cache
+def keep_plain_weights() -> None:
+    from vllm.model_executor.layers import utils as upstream
+
+    if reloads_from_tensors():
+        return
+
+    def multiply(x: Any, weight: Any, bias: Any) -> Any:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = multiply
+
+    upstream.dispatch_cpu_unquantized_gemm = keep
+
+
+def start_sooner() -> None:
+    """Call before an engine is made. This saves time, and nothing depends on it."""
+    load_processors_uncopied()
+    copy_tokenizers_late()
+
+
+@repair(pins.PROCESSOR_COPIES)
 def load_processors_uncopied() -> None:
     from transformers import ProcessorMixin
     from vllm.transformers_utils import processor as upstream
@@ -174,7 +229,7 @@ def _vars(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {})
 
 
-@cache
+@repair(pins.TOKENIZER_POOL)
 def copy_tokenizers_late() -> None:
     from vllm.renderers import hf as upstream
 

@@ -100,6 +100,9 @@ def connect_client(client: Any, timeout: float | None = None) -> None:
     """Let a connected `VLLMClient` send through gloo; the servers' workers do the same."""
     client.pynccl_comms = [GlooCommunicator(comm.group, timeout) for comm in client.pynccl_comms]
     upstream_client._broadcast_tensors_for_vllm_weight_sync = _broadcast_tensors
+    # ms-swift before 4.5.3 sends them singly, and waits for a device.
+    upstream_client.broadcast_tensor_for_vllm_weight_sync = _broadcast
+    upstream_client.synchronize = lambda *_: None
 
 
 @contextmanager
@@ -165,4 +168,8 @@ def bounded_broadcasts(communicators: Sequence[Any], timeout: float | None) -> I
 
 def _broadcast_tensors(communicator: GlooCommunicator, tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
-        communicator.broadcast(tensor.detach().contiguous().cpu(), src=communicator.rank)
+        _broadcast(communicator, tensor, communicator.rank)
+
+
+def _broadcast(communicator: GlooCommunicator, tensor: torch.Tensor, src: int) -> None:
+    communicator.broadcast(tensor.detach().contiguous().cpu(), src=src)

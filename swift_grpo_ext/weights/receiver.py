@@ -32,7 +32,7 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.vllm_repairs import repair_cpu_engine
+from swift_grpo_ext.upstream.vllm_repairs import reload_weights, repair_cpu_engine
 from swift_grpo_ext.upstream.weight_sync import (
     GlooCommunicator,
     bounded_broadcasts,
@@ -203,7 +203,7 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
         with recorded_loads(self.model_runner.model) as loads:
-            self.model_runner.reload_weights(weights_iterator=iter(received))
+            reload_weights(self.model_runner, received)
         new = self._checksums(received)
         self.record_loaded(new if loads else {}, loads.filled)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).

@@ -27,7 +27,6 @@ from swift.infer_engine.protocol import (
 from swift.rollout import RolloutScheduler
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
-from vllm.multimodal.image import normalize_image
 from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.rollout import engine as engine_module
@@ -42,6 +41,7 @@ from swift_grpo_ext.upstream.replicas import (
     WorkerConnection,
     note_failure,
 )
+from tests.turned import TURNS, as_vllm_sees
 
 RUN_SEED, EOS, IMAGE = 42, 1, 2
 ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
@@ -240,7 +240,8 @@ def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata:
     images = [Image.new("RGB", (2, 3), (value, 0, 0)) for value in (1, 2, 3)]
     for image in images[1:]:
         image.getexif()[Base.Orientation] = 6
-    assert [normalize_image(image).size for image in images] == [(2, 3), (3, 2), (3, 2)]
+    turned = (3, 2) if TURNS else (2, 3)
+    assert [as_vllm_sees(image).size for image in images] == [(2, 3), turned, turned]
     engine = make(vllm := RecordingVllm(["a."]))
     engine.template.media = {
         "images": images,
@@ -250,8 +251,8 @@ def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata:
     engine.infer([request(metadata)], config(), use_tqdm=False)
     [inputs] = vllm.inputs
     seen = inputs["multi_modal_data"]
-    assert [np.asarray(normalize_image(image))[0, 0, 0] for image in seen["image"]] == [1, 2, 3]
-    assert [normalize_image(image).size for image in seen["image"]] == [(2, 3)] * 3
+    assert [np.asarray(as_vllm_sees(image))[0, 0, 0] for image in seen["image"]] == [1, 2, 3]
+    assert [as_vllm_sees(image).size for image in seen["image"]] == [(2, 3)] * 3
     [(video, facts)] = seen["video"]
     assert (video.shape, facts["fps"], facts["do_sample_frames"]) == ((4, 3, 2, 2), 2.0, False)
 

@@ -11,14 +11,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, ProcessorMixin, TokenizersBackend
-from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
+from transformers import AutoTokenizer, ProcessorMixin
+
+from swift_grpo_ext.upstream import pins, vllm_repairs
+from swift_grpo_ext.upstream.contract import Pin, mismatch
+
+if any(map(mismatch, (*pins.PROCESSOR_COPIES, *pins.TOKENIZER_POOL))):
+    pytest.skip("this vLLM and transformers need no such repair", allow_module_level=True)
+
+from transformers import TokenizersBackend
 from vllm.renderers import hf as renderers_hf
 from vllm.tokenizers.hf import maybe_make_thread_pool
 from vllm.transformers_utils import processor as upstream
-
-from swift_grpo_ext.upstream import pins, vllm_repairs
-from swift_grpo_ext.upstream.contract import Pin
 
 
 class CopyingProcessor:
@@ -52,7 +56,7 @@ def load(tokenizer: Any, folder: Path, **kwargs: Any) -> Any:
 
 
 def test_a_pool_is_not_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
-    pool = maybe_make_thread_pool(tokenizer)
+    pool = maybe_make_thread_pool(tokenizer) or tokenizer  # vLLM 0.23 changes it in place
     assert load(pool, tmp_path).copies["tokenizer"] is pool
     assert pool.convert_tokens_to_ids(["two", "one"]) == [1, 0]
 
@@ -61,7 +65,7 @@ def test_a_pool_is_not_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> N
 def test_a_pool_is_copied_afterwards(
     tokenizer: TokenizersBackend, tmp_path: Path, fails: bool
 ) -> None:
-    pool = maybe_make_thread_pool(tokenizer)
+    pool = maybe_make_thread_pool(tokenizer) or tokenizer
     try:
         load(pool, tmp_path, fails=fails)
     except TypeError:
@@ -130,7 +134,7 @@ def test_a_pool_makes_its_copies_when_they_are_asked_for(
     copies = []
     deepcopy = copy.deepcopy
     monkeypatch.setattr(copy, "deepcopy", lambda value: copies.append(value) or deepcopy(value))
-    pool = renderers.maybe_make_thread_pool(tokenizer, 2)
+    pool = renderers.maybe_make_thread_pool(tokenizer, 2) or tokenizer
     assert copies == []
     assert pool.convert_tokens_to_ids("two") == 1
     assert pool.decode([0]) == "one"  # with the copy that has come back
@@ -138,24 +142,26 @@ def test_a_pool_makes_its_copies_when_they_are_asked_for(
 
 
 def test_a_processor_is_loaded_once(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
-    pool = maybe_make_thread_pool(tokenizer)
+    pool = maybe_make_thread_pool(tokenizer) or tokenizer
     assert load(pool, tmp_path) is load(pool, tmp_path)
 
 
-def test_an_unknown_vllm_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = upstream.get_processor
-    unknown = Pin("vllm.transformers_utils.processor", "no_such_function")
-    pool = renderers_hf.maybe_make_thread_pool
-    monkeypatch.setattr(pins, "PROCESSOR_COPIES", (unknown,))
-    monkeypatch.setattr(pins, "TOKENIZER_POOL", (unknown,))
-    vllm_repairs.start_sooner.__wrapped__()
-    assert upstream.get_processor is before
-    assert renderers_hf.maybe_make_thread_pool is pool
+@pytest.mark.parametrize(("name", "times"), [("get_processor", 1), ("no_such_function", 0)])
+def test_a_repair_is_made_once_where_its_names_are(name: str, times: int) -> None:
+    made = []
+    pin = Pin("vllm.transformers_utils.processor", name)
+    repair = vllm_repairs.repair([pin])(lambda: made.append(pin))
+    repair()
+    repair()
+    assert len(made) == times
 
 
+@pytest.mark.skipif(any(map(mismatch, pins.PACKED_EXPERTS)), reason="another way to pack them")
 def test_experts_of_an_update_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM 0.32 loads and reloads: experts come in parameters of their own, are processed, and
     are copied into the first ones, which ms-swift then lets it process once more."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
+
     method = SimpleNamespace(moe_kernel=None, unquantized_backend="cpu")
     layer = SimpleNamespace(moe_config=None)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
+from packaging.version import Version
 from peft import LoraConfig
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
@@ -38,6 +40,9 @@ ADAPTER = {
 MERGED = "--vllm_enable_lora on both sides: adapters are then merged into the engine's weights."
 
 
+@pytest.mark.skipif(
+    Version(vllm.__version__) < Version("0.28"), reason="checks/preflight.py refuses them on CPU"
+)
 def test_vllm_takes_or_refuses_them_by_name() -> None:
     """vLLM's own manager: what it is given stays the trainer's, also where it shares memory."""
     script = [sys.executable, "-m", "tests.weights.adapter_manager"]
