@@ -4,7 +4,9 @@ The sizes are what the engines allow: vLLM's CPU attention needs a head size of 
 tensor parallelism over two ranks needs an even number of key-value heads.
 """
 
+import json
 import math
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -99,6 +101,19 @@ def make_config(tokenizer: Qwen2TokenizerFast) -> Qwen2_5_VLConfig:
         vision_end_token_id=id_of("<|vision_end|>"),
         tie_word_embeddings=True,
     )
+
+
+def publish_config(folder: Path) -> None:
+    """Write a saved model's configuration as Qwen publishes it: the text's settings at the top,
+    with the spelling of transformers 4, which releases 4 and 5 and every vLLM read."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **config}  # `model_type` is the whole model's
+    path.write_text(json.dumps(flat, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def build_model(config: Qwen2_5_VLConfig, seed: int) -> Qwen2_5_VLForConditionalGeneration:
