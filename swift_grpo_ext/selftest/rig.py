@@ -15,7 +15,6 @@ import numpy as np
 from swift.rlhf_trainers.utils import (
     aggressive_empty_cache,
     set_expandable_segments,
-    sleep_vllm_engine,
 )
 from swift.utils import remove_response
 
@@ -198,7 +197,9 @@ class Rig:
         if not level:
             yield
             return
-        sleep_vllm_engine(self.trainer.engine.engine, 1)
+        engine = self.trainer.engine.engine
+        engine.reset_prefix_cache()
+        engine.sleep(1)
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ from math import isnan
 from typing import Any
 
 import torch
+from swift.infer_engine.protocol import RequestConfig
 from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
@@ -159,7 +160,9 @@ class RolloutGap:
     """
 
     def __init__(self, args: Any, ranks: RankGroup) -> None:
-        shifted = [name for name, values in WHOLE.items() if getattr(args, name) not in values]
+        # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
+        asked = [name for name in WHOLE if hasattr(RequestConfig(), name)]
+        shifted = [name for name in asked if getattr(args, name) not in WHOLE[name]]
         # Rollouts come from another distribution, or from the weights of a step before.
         self._is_expected = bool(shifted or args.async_generate)
         self._is_mixed = bool(args.bf16 or args.fp16)
