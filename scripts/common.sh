@@ -15,6 +15,8 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # everything here is made on this mac
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
+not_in_index="a package is not in the package index that pip uses here (above). Set PIP_INDEX_URL to one that has it."
+
 # why_pip_failed LOG: the cause, and the remedy, from pip's own words.
 why_pip_failed() {
   local log=$1 unreachable
@@ -24,12 +26,7 @@ why_pip_failed() {
   elif grep -qF 'Retry(total=0,' "$log"; then # then pip goes on, and misses the package
     echo "$unreachable"
   elif grep -qE 'No matching distribution|Could not find a version' "$log"; then
-    if grep -qE '(No matching distribution|satisfies the requirement).* torch==' "$log"; then
-      echo "$(grep -oE 'torch==[^ ]*' "$log" | head -n 1), PyTorch's CPU build, is not in the package index that pip uses here.
-Name PyTorch's own index of CPU wheels to pip: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
-    else
-      echo "a package is not in the package index that pip uses here (above). Set PIP_INDEX_URL to one that has it."
-    fi
+    echo "$not_in_index"
   elif grep -qiE 'connection (error|refused|reset)|ConnectionError|timed out|name resolution|not known|ProxyError|SSLError|Network is unreachable' "$log"; then
     echo "$unreachable"
   elif grep -qiE 'permission denied' "$log"; then
@@ -39,9 +36,9 @@ Name PyTorch's own index of CPU wheels to pip: PIP_EXTRA_INDEX_URL=... bash scri
   fi
 }
 
-# pip_install LOG TOTAL ARGUMENTS...: `pip install`, with its output in LOG; says every few seconds
-# how many of TOTAL packages have come, and on failure why.
-pip_install() {
+# run_pip LOG TOTAL ARGUMENTS...: `pip install`, with its output in LOG; says every few seconds how
+# many of TOTAL packages have come.
+run_pip() {
   local log=$1 total=$2 pid status=0 start=$SECONDS next=20 doing
   shift 2
   "$PYTHON" -m pip install "$@" >"$log" 2>&1 &
@@ -58,12 +55,18 @@ pip_install() {
   done
   wait "$pid" || status=$?
   trap - INT TERM
-  if ((status)); then
-    tail -n 5 "$log" >&2
-    fail "$(why_pip_failed "$log")
-The whole log is $log"
-  fi
+  return "$status"
 }
+
+# explain LOG: ends with the cause of pip's failure.
+explain() {
+  tail -n 5 "$1" >&2
+  fail "$(why_pip_failed "$1")
+The whole log is $1"
+}
+
+# pip_install LOG TOTAL ARGUMENTS...: as `run_pip`, and a failure ends the script.
+pip_install() { run_pip "$@" || explain "$1"; }
 
 # make_assets: the tiny model and the digits, unless they are there.
 make_assets() {

@@ -19,10 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERPRETER = r"""#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$1 $2" in
-  "-c import sys;"*) echo 3.11 ;;
+  "-c import sys;"*) echo VERSION ;;
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && [ -z "$NO_PIP" ] && touch "$3/pip" ;;
   "-m pip")
     [ -e "$(dirname "$0")/../pip" ] || { echo "No module named pip"; exit 1; }
+    [[ " $* " != *"+cpu "* ]] || [ -z "$NO_CPU_BUILD" ] ||
+      { echo "ERROR: No matching distribution found for ${!#}"; exit 1; }
     [ "$3" != install ] || [ -z "$SLOW" ] || sleep 60
     [ "$3" != install ] || [ -z "$PIP_SAYS" ] || { echo "$PIP_SAYS"; exit 1; } ;;
 esac
@@ -50,20 +52,31 @@ class Clone:
         (folder / "clone/scripts").mkdir(parents=True)
         for name in ("setup.sh", "common.sh", "torchvision_schemas.py"):
             shutil.copy(ROOT / "scripts" / name, folder / "clone/scripts")
-        (folder / "clone/scripts/requirements-cpu.txt").write_text("torch==2.13.0+cpu\n")
+        for name, torch in (("", "2.13.0"), ("-3.10", "2.11.0")):
+            text = f"torch=={torch}+cpu\ntriton==3.9.0\nzipp==4.1.2\n"
+            (folder / f"clone/scripts/requirements-cpu{name}.txt").write_text(text)
         (folder / "clone/pyproject.toml").write_text("")
         (folder / "bin").mkdir()
-        interpreter = folder / "bin/python3.11"
-        interpreter.write_text(INTERPRETER)
-        interpreter.chmod(0o755)
+        for name in ("python3.12", "python3.10", "python3"):
+            self.put(name, "#!/bin/bash\necho 'command not found' >&2; exit 127\n")
+        self.put("python3.11", INTERPRETER.replace("VERSION", "3.11"))
         self.calls = folder / "calls"
+
+    def put(self, name: str, text: str) -> Path:
+        """An executable on the PATH; a new clone has Python 3.11 there, and shims with nothing
+        behind them.
+        """
+        file = self.folder / "bin" / name
+        file.write_text(text)
+        file.chmod(0o755)
+        return file
 
     def start(self, **env: str) -> subprocess.Popen[str]:
         self.calls.write_text("")
         environment = {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "CALLS": str(self.calls),
-            **{"NO_PIP": "", "SLOW": "", "PIP_SAYS": "", **env},
+            **{"NO_PIP": "", "NO_CPU_BUILD": "", "SLOW": "", "PIP_SAYS": "", **env},
         }
         return subprocess.Popen(
             ["bash", "scripts/setup.sh"],
@@ -84,8 +97,14 @@ class Clone:
         return self.folder / "clone/.venv"
 
     @property
+    def pip_installs(self) -> list[str]:
+        """The arguments of each."""
+        calls = self.calls.read_text().splitlines()
+        return [call.partition(" install ")[2] for call in calls if "-m pip install" in call]
+
+    @property
     def installs(self) -> int:
-        return self.calls.read_text().count("-m pip install")
+        return len(self.pip_installs)
 
 
 @pytest.fixture
@@ -100,6 +119,78 @@ def test_a_second_set_up_does_nothing(clone: Clone) -> None:
     assert clone.installs == 0
 
 
+def stand_in(version: str) -> str:
+    return INTERPRETER.replace("VERSION", version)
+
+
+@pytest.mark.parametrize(
+    ("version", "torch"), [("3.10", "2.11.0"), ("3.11", "2.13.0"), ("3.12", "2.13.0")]
+)
+def test_each_python_has_its_set(clone: Clone, version: str, torch: str) -> None:
+    """The one that `BASE_PYTHON` names, whatever else is there."""
+    named = clone.put("another", stand_in(version))
+    assert clone.run(BASE_PYTHON=str(named))[0] == 0
+    assert f"-m pip install --no-deps torch=={torch}+cpu" in clone.calls.read_text()
+    listed = (clone.venv / "setup-logs/requirements.txt").read_text()
+    assert listed == "triton==3.9.0\nzipp==4.1.2\n"
+    assert clone.run() == (0, ""), "the environment's own Python counts"
+
+
+def test_the_newest_python_that_runs_is_taken(clone: Clone) -> None:
+    clone.put("python3.10", stand_in("3.10"))
+    assert clone.run()[0] == 0
+    assert "torch==2.13.0" in clone.calls.read_text()
+    assert clone.run() == (0, "")
+
+
+def test_a_python_of_another_name_is_taken(clone: Clone) -> None:
+    clone.put("python3", stand_in("3.10"))
+    clone.put("python3.11", stand_in("3.9"))
+    assert clone.run()[0] == 0
+    assert "torch==2.11.0" in clone.calls.read_text()
+
+
+def test_pythons_that_cannot_be_used_are_named(clone: Clone) -> None:
+    clone.put("python3.11", "#!/bin/bash\n[[ $2 == *ensurepip* ]] && exit 1; echo 3.11\n")
+    clone.put("python3", stand_in("3.13"))
+    status, output = clone.run()
+    assert status == 1
+    assert "expected Python 3.10, 3.11 or 3.12; python3.12 does not run" in output
+    assert "python3.11 has no venv module" in output
+    assert "apt install python3.11-venv" in output
+    assert "python3 is Python 3.13. Install one, or name one" in output
+    status, output = clone.run(BASE_PYTHON="/nowhere/python")
+    assert "3.12 as BASE_PYTHON; /nowhere/python is not there. Install" in output
+    assert not clone.venv.exists()
+
+
+def test_another_python_makes_the_environment_anew(clone: Clone) -> None:
+    clone.run()
+    named = clone.put("another", stand_in("3.12"))
+    status, output = clone.run(BASE_PYTHON=str(named))
+    assert (status, clone.installs) == (0, 3)
+    assert "made anew: it has Python 3.11, and Python 3.12 is wanted" in output
+    assert clone.run(BASE_PYTHON=str(named)) == (0, "")
+
+
+def test_without_a_cpu_build_of_torch_the_cuda_build_is_taken(clone: Clone) -> None:
+    status, output = clone.run(NO_CPU_BUILD="yes")
+    assert status == 0
+    assert "torch==2.13.0+cpu, PyTorch's CPU build, is not in the package index" in output
+    assert "PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh" in output
+    *_, torch, packages, _project = clone.pip_installs
+    listed = ".venv/setup-logs/requirements.txt"
+    assert torch == f"torch==2.13.0 --constraint {listed}"
+    assert packages == f"--no-deps -r {listed}"
+    assert (clone.folder / "clone" / listed).read_text() == "zipp==4.1.2\n", "no triton"
+
+
+def test_an_index_that_cannot_be_reached_is_not_one_without_torch(clone: Clone) -> None:
+    status, output = clone.run(PIP_SAYS=GAVE_UP)
+    assert (status, clone.installs) == (1, 1)
+    assert "could not be reached" in output
+
+
 GAVE_UP = """WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConn
 ectionError('[Errno 111] Connection refused')': /simple/torch/
 ERROR: No matching distribution found for torch==2.13.0+cpu"""
@@ -107,7 +198,6 @@ ERROR: No matching distribution found for torch==2.13.0+cpu"""
 CAUSES = {
     GAVE_UP: "could not be reached",
     "OSError: [Errno 28] No space left on device": "the disk is full",
-    "ERROR: No matching distribution found for torch==2.13.0+cpu": "PIP_EXTRA_INDEX_URL",
     "ERROR: No matching distribution found for zipp==4.1.2": "a package is not in the package",
     "ConnectionError: Temporary failure in name resolution": "could not be reached",
     "ERROR: [Errno 13] Permission denied: '/opt'": "VENV=... bash scripts/setup.sh",
@@ -197,9 +287,7 @@ def test_ctrl_c_and_again(clone: Clone, seconds: float) -> None:
 
 
 def test_a_full_disk_is_seen_before_anything_is_made(clone: Clone) -> None:
-    df = clone.folder / "bin/df"
-    df.write_text("#!/bin/bash\nprintf 'Filesystem\\n/dev/x 1 1 2097152 1%% /\\n'\n")
-    df.chmod(0o755)
+    clone.put("df", "#!/bin/bash\nprintf 'Filesystem\\n/dev/x 1 1 2097152 1%% /\\n'\n")
     status, output = clone.run()
     assert status == 1
     assert "has 2 GiB free, and the environment takes 5" in output
