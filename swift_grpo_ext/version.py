@@ -1,3 +1,3 @@
 """The version, importable without any dependency (the build reads it)."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
