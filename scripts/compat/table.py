@@ -1,27 +1,57 @@
-"""The table in docs/compatibility.md, between its two marks."""
+"""The tables of docs/compatibility.md and the READMEs, each between its two marks."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from compat.trial import Counts, Trial
+from compat.environment import PYTHON, ROOT, STACKS, SWIFT, Cell
+from compat.trial import STACK_TESTS, Counts, Trial
 
 BEGIN, END = "<!-- compatibility: begin -->", "<!-- compatibility: end -->"
-HEAD = (
-    "| ms-swift | works | with | pins | unit tests | training |",
-    "|---|---|---|---|---|---|",
-)
+PAGES = [ROOT / name for name in ("docs/compatibility.md", "docs/compatibility_CN.md")]
+READMES = [ROOT / name for name in ("README.md", "README_CN.md")]
 
-_CAUSE = re.compile(r"(?<=is missing) \(.*\)$")  # Python's words for it
+PARTS = ("unit", *STACK_TESTS)
+HEAD = ("ms-swift", "vLLM", "Python", "transformers", "torch", "works", "installs", *PARTS, "tried")
+SHOWN = ("transformers", "torch")
+
+
+def write_tables(trials: Sequence[Trial]) -> None:
+    for pages, made in ((PAGES, table(trials)), (READMES, overview(trials))):
+        for page in pages:
+            text = put_into(page.read_text(encoding="utf-8"), made)
+            page.write_text(text, encoding="utf-8")
 
 
 def table(trials: Iterable[Trial]) -> str:
-    """Markdown, and below it why a release does not work."""
-    trials = list(trials)
-    notes = [note for trial in trials if (note := _note(trial))]
-    return "\n".join([*HEAD, *map(_row, trials), *(["", *notes] if notes else [])])
+    """Markdown: a row for each cell; below it what excludes what, and what releases go without."""
+    ordered = sorted(trials, key=lambda trial: _order(Cell.of(trial.cell)))
+    rows = [_row(trial) for trial in ordered if not trial.excluded]
+    return "\n".join([*_rows(HEAD, rows), "", *_notes(ordered)])
+
+
+def overview(trials: Iterable[Trial]) -> str:
+    """Markdown: ms-swift by vLLM, with the releases of Python that each works on."""
+    of_cell = {trial.cell: trial for trial in trials}
+    head = ("ms-swift", *(f"vLLM {release}" for release in STACKS))
+    rows = []
+    for swift in reversed(SWIFT):
+        tried = [
+            [of_cell[str(cell)] for p in PYTHON if str(cell := Cell(swift, vllm, p)) in of_cell]
+            for vllm in STACKS
+        ]
+        rows.append((swift, *map(_verdict, tried)))
+    return "\n".join(_rows(head, rows))
+
+
+def summary(trial: Trial) -> str:
+    """One line for the terminal."""
+    if trial.excluded:
+        return f"no such environment: {trial.excluded}"
+    counts = ", ".join(f"{name} {_counts(trial.tests.get(name))}" for name in PARTS)
+    wrong = f"; {'; '.join(trial.pins_wrong)}" if trial.pins_wrong else ""
+    return f"{'works' if trial.works else 'not all seen to work'}: {counts}{wrong}"
 
 
 def put_into(text: str, made: str, begin: str = BEGIN, end: str = END) -> str:
@@ -43,32 +73,54 @@ def write_pages(
         print(f"{page.name}: written")
 
 
-def rows_of(text: str) -> dict[str, bool]:
-    """The releases in a text's table, and whether they work."""
-    made = text.partition(BEGIN)[2].partition(END)[0]
-    return {m[1]: m[2] == "yes" for m in re.finditer(r"^\| (\d[\d.]*) \| (yes|no) \|", made, re.M)}
+def _order(cell: Cell) -> tuple[int, int, int]:
+    places = ([*reversed(SWIFT)], [*STACKS], [*reversed(PYTHON)])
+    parts = (cell.swift, cell.vllm, cell.python)
+    return tuple(  # type: ignore[return-value]
+        place.index(part) if part in place else -1
+        for place, part in zip(places, parts, strict=True)
+    )
 
 
-def _row(trial: Trial) -> str:
-    versions = dict(trial.versions)
-    release = versions.pop("ms-swift")
-    others = [f"{name} {version}" for name, version in versions.items()]
-    cells = [
-        release,
-        "yes" if trial.works else "no",
-        ", ".join([*others, *(["no vLLM"] if trial.vllm_clashes else [])]),
-        _pins(trial),
-        _counts(trial.unit),
-        _counts(trial.training),
+def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [
+        f"| {' | '.join(line)} |".replace("| --- ", "|---").replace("--- |", "---|")
+        for line in lines
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def _pins(trial: Trial) -> str:
-    parts = [f"{trial.pins_held} hold"]
-    parts += [f"{len(trial.pins_wrong)} not"] if trial.pins_wrong else []
-    parts += [f"{trial.pins_unseen} not tested without vLLM"] if trial.pins_unseen else []
-    return ", ".join(parts)
+def _row(trial: Trial) -> list[str]:
+    cell = Cell.of(trial.cell)
+    return [
+        *(cell.swift, cell.vllm, cell.python),
+        *(trial.versions.get(name, "") for name in SHOWN),
+        "yes" if trial.works else "names" if _names_hold(trial) else "no",
+        ", ".join(trial.changes) or f"{len(trial.would_install or [])}, none of the stack",
+        *(_counts(trial.tests.get(part)) for part in PARTS),
+        f"{trial.date}, {trial.commit}",
+    ]
+
+
+def _names_hold(trial: Trial) -> bool:
+    """Only names were looked at, and nothing speaks against it."""
+    return not (trial.tests or trial.pins_wrong or trial.changes)
+
+
+def _verdict(trials: Sequence[Trial]) -> str:
+    makeable = [trial for trial in trials if not trial.excluded]
+    if not makeable:
+        return "excluded by their own requirements" if trials else "not tried"
+    words = {
+        "Python {}": [t for t in makeable if t.works],
+        "names only: {}": [t for t in makeable if not t.works and _names_hold(t)],
+        "not: {}": [t for t in makeable if not t.works and not _names_hold(t)],
+    }
+    return "; ".join(
+        word.format(", ".join(Cell.of(trial.cell).python for trial in of_word))
+        for word, of_word in words.items()
+        if of_word
+    )
 
 
 def _counts(counts: Counts | None) -> str:
@@ -80,13 +132,16 @@ def _counts(counts: Counts | None) -> str:
     return ", ".join(parts)
 
 
-def _note(trial: Trial) -> str:
-    reasons = []
-    if trial.refusal:
-        reasons.append("the plugin refuses it by name")
-    if trial.vllm_clashes:
-        clashes = ", ".join(f"`{clash}`" for clash in trial.vllm_clashes)
-        reasons.append(f"the pinned vLLM needs {clashes}, which it excludes")
-    reasons += [f"`{re.sub(_CAUSE, '', text)}`" for text in trial.pins_wrong]
-    said = "; ".join(reasons)
-    return f"- {trial.versions['ms-swift']}: {said}." if reasons else ""
+def _notes(trials: Sequence[Trial]) -> list[str]:
+    excluded = [f"- {t.cell} cannot be installed: {t.excluded}" for t in trials if t.excluded]
+    missing: dict[str, set[str]] = {}
+    for trial in trials:
+        if trial.missing:
+            release = f"vLLM {Cell.of(trial.cell).vllm}"
+            missing.setdefault(release, set()).update(trial.missing)
+    without = [
+        f"- {release} goes without: {'; '.join(sorted(missing[release]))}."
+        for release in sorted(missing)
+    ]
+    wrong = [f"- {t.cell}: `{text}`." for t in trials for text in t.pins_wrong]
+    return [*without, *wrong, *excluded]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -88,11 +88,8 @@ class Trial:
 
     @classmethod
     def load(cls, path: Path) -> Trial:
-        known = {f.name for f in fields(cls)}
-        saved = {
-            k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if k in known
-        }
-        tests = {name: Counts(**counts) for name, counts in saved.pop("tests", {}).items()}
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        tests = {name: Counts(**counts) for name, counts in saved.pop("tests").items()}
         return cls(**saved, tests=tests)
 
 
@@ -150,14 +147,14 @@ def _test(
         "VENV": str(environment.folder),
     }
     status = environment.run(f"tests: {name}", argv, env=env, may_fail=True)
-    parts = {"unit": ()} if name == "unit" else STACK_TESTS
+    parts: Mapping[str, Sequence[str]] = {"unit": ()} if name == "unit" else STACK_TESTS
     counts = read_counts(result, parts) if result.is_file() else {part: Counts() for part in parts}
     if status not in (0, 1):  # pytest could not even start, or ended early
         return {part: Counts(c.passed, c.failed + 1, c.skipped) for part, c in counts.items()}
     return counts
 
 
-def read_counts(junit: Path, parts: dict[str, Sequence[str]]) -> dict[str, Counts]:
+def read_counts(junit: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, Counts]:
     """From pytest's `--junitxml`, by the part that a test belongs to; one without names has all."""
     counted: dict[str, list[int]] = {part: [0, 0, 0] for part in parts}
     for case in ElementTree.parse(junit).getroot().iter("testcase"):

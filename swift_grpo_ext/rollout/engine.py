@@ -80,6 +80,7 @@ class RolloutEngine(GRPOVllmEngine):
             engine_kwargs["worker_extension_cls"] = ours
         if not has_accelerator():
             vllm_repairs.repair_cpu_engine()
+        vllm_repairs.leave_out_broken_plugins()
         vllm_repairs.start_sooner()
         if not self._serves:
             startup.freeze_heap()

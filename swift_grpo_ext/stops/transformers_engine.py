@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from swift.infer_engine import TransformersEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -174,6 +176,9 @@ class RolloutTransformersEngine(TransformersEngine):
         if adapter_names is not None:
             kwargs["adapter_names"] = adapter_names
         kwargs = self.template.prepare_generate_kwargs(kwargs, model=self.model)
+        if Version(transformers.__version__) < Version("5"):
+            # Qwen-VL's `generate` does not go on from given positions, and makes the same itself.
+            kwargs.pop("position_ids", None)
         criteria = kwargs.get("stopping_criteria") or ()
         others = [one for one in criteria if not isinstance(one, StopWordsCriteria)]
         criterion = StopsCriterion(self._template_stops, stops)

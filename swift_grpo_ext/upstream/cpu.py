@@ -8,8 +8,11 @@ models under fp16 autocast; glibc gives every large buffer back to the system, a
 by page (full-vocabulary logits are such buffers: 4.0 s a step became 2.5 s on the digits); gloo
 threads that outlive the interpreter may abort a rank at its very end ("terminate called without an
 active exception", pytorch issue 190489: 4 of 7 times with six ranks on four busy cores), and
-`destroy_process_group` leaves them running for as long as anything refers to the group.
-Upstream: ms-swift 4.6, vLLM 0.32 (envs.py). What the user has set himself wins.
+`destroy_process_group` leaves them running for as long as anything refers to the group; a build of
+torch for GPUs brings NCCL, with which vLLM fails ("unhandled cuda error"); and transformers before
+5.19 resumes with the location `cpu:0` of a rank, which torch does not know.
+Upstream: ms-swift 4.6, vLLM 0.32 (envs.py), transformers 4.57 to 5.16 (trainer.py,
+`_load_optimizer_and_scheduler`). What the user has set himself wins.
 Can go when ms-swift makes these choices for CPU runs.
 """
 
@@ -24,6 +27,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
@@ -33,6 +37,7 @@ CPU_ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
     KV_CACHE_GIB: "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NCCL_SO_PATH": "none",
 }
 CPU_TRAINING_ARGUMENTS: dict[str, Any] = {
     **{"use_cpu": True, "fp16": False, "bf16": False},
@@ -65,10 +70,16 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
         if hasattr(args, name) and not getattr(args, name) and name not in given:
             setattr(args, name, setting)
+    torch.serialization.register_package(0, lambda storage: None, _located_on_cpu)
     # At exit, these run in the reverse of their order: after vLLM's, which leaves its own groups.
     weakref.finalize(sys.modules[__name__], _leave_group)
     if platform.libc_ver()[0] == "glibc":
         _keep_freed_memory()
+
+
+def _located_on_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """What `torch.load` makes of a storage that is meant for `cpu:0`; None for other places."""
+    return storage if location.startswith("cpu:") else None
 
 
 def _leave_group() -> None:

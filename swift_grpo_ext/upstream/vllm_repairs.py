@@ -29,6 +29,12 @@ Upstream: vLLM 0.11, model_executor/layers/utils.py, `dispatch_cpu_unquantized_g
 weights of layers and drops the originals; its `reload_weights` reads files only.
 Here: layers keep their weights, and multiply with them. Can go with vLLM 0.11.
 
+`leave_out_broken_plugins`. Symptom: no engine starts, with this plugin or without it: `No module
+named 'vllm.model_executor.models.qwen3_5'`.
+Upstream: ms-swift 4.6, model/models/qwen.py (`register_uembed_model`), which vLLM calls in each of
+its processes, imports a model that vLLM 0.11 does not have.
+Here: where vLLM lacks it, `VLLM_PLUGINS` names all other plugins. Can go when ms-swift asks first.
+
 `load_processors_uncopied`. Symptom: an engine starts a second later, and its first request with an
 image waits for 17 s (151,936 tokens of Qwen2.5-VL, one core). vLLM hands its tokenizer to
 `from_pretrained` of the processor, which deep-copies its arguments five times, loads a tokenizer of
@@ -54,6 +60,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, wraps
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -174,6 +182,15 @@ def keep_plain_weights() -> None:
         layer.cpu_linear = multiply
 
     upstream.dispatch_cpu_unquantized_gemm = keep
+
+
+@cache
+def leave_out_broken_plugins() -> None:
+    """Call before an engine is made, or processes of vLLM's start."""
+    if find_spec("vllm.model_executor.models.qwen3_5") is None and "VLLM_PLUGINS" not in os.environ:
+        groups = [group for group in entry_points().groups if group.startswith("vllm.")]
+        names = {e.name for group in groups for e in entry_points(group=group)} - {"swift_uembed"}
+        os.environ["VLLM_PLUGINS"] = ",".join(sorted(names))
 
 
 def start_sooner() -> None:

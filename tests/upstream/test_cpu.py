@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
 from swift_grpo_ext.arguments import ExtFlags
-from swift_grpo_ext.upstream import cpu, vllm_repairs
+from swift_grpo_ext.upstream import cpu, pins, vllm_repairs
+from swift_grpo_ext.upstream.contract import mismatch
 
 
 @pytest.fixture
@@ -41,6 +44,16 @@ def test_defaults_without_an_accelerator() -> None:
         **{"encoder_cache_gb": 1.0, "ddp_backend": "gloo"},
     }
     assert {name: os.environ[name] for name in cpu.CPU_ENVIRONMENT} == cpu.CPU_ENVIRONMENT
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
+    """As transformers before 5.19 does to resume."""
+    cpu.apply_cpu_settings(arguments(), given=[])
+    torch.save(torch.arange(3), tmp_path / "optimizer.pt")
+    for only in (True, False):
+        saved = torch.load(tmp_path / "optimizer.pt", map_location="cpu:0", weights_only=only)
+        assert saved.tolist() == [0, 1, 2]
 
 
 def test_with_an_accelerator_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +110,7 @@ def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -
     assert "ACCELERATE_USE_CPU" not in os.environ
 
 
+@pytest.mark.skipif(any(map(mismatch, pins.SHARED_MEMORY)), reason="vLLM 0.11 names it elsewhere")
 def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_repairs.name_shared_memory_by_run()
     monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # as vLLM makes it of `env://`

@@ -21,6 +21,8 @@ from swift_grpo_ext.upstream.weight_sync import (
     within,
 )
 
+SINGLY = ("broadcast_tensor_for_vllm_weight_sync", "synchronize")
+
 
 def groups(world_size: int) -> list[Any]:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
@@ -31,8 +33,16 @@ def groups(world_size: int) -> list[Any]:
     ]
 
 
-def test_the_last_rank_sends_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_client, "_broadcast_tensors_for_vllm_weight_sync", None)
+def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ms-swift's client at the test's end as it was."""
+    for name in (*SINGLY, "_broadcast_tensors_for_vllm_weight_sync"):
+        monkeypatch.setattr(vllm_client, name, None, raising=False)
+
+
+@pytest.mark.parametrize("way", ["together", "singly"])
+def test_the_last_rank_sends_to_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, or singly as ms-swift before 4.5.3 does."""
+    put_back(monkeypatch)
     *receiving, sending = groups(3)
     client = SimpleNamespace(pynccl_comms=[SimpleNamespace(group=sending)])
     connect_client(client, 20.0)
@@ -48,7 +58,12 @@ def test_the_last_rank_sends_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         ends = [pool.submit(receive, group) for group in receiving]
-        vllm_client._broadcast_tensors_for_vllm_weight_sync(communicator, iter(tensors))
+        if way == "together":
+            vllm_client._broadcast_tensors_for_vllm_weight_sync(communicator, iter(tensors))
+        else:
+            vllm_client.synchronize()
+            for tensor in tensors:
+                vllm_client.broadcast_tensor_for_vllm_weight_sync(communicator, tensor, src=2)
         for end in ends:
             received = end.result(20)
             assert all(torch.equal(a, b) for a, b in zip(received, tensors, strict=True))

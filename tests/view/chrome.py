@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import shutil
 import subprocess
@@ -53,7 +54,9 @@ class Chrome:
         port = port_file.read_text(encoding="utf-8").splitlines()[0]
         self._session: str | None = None
         address = f"ws://127.0.0.1:{port}{lines[0]}"
-        self._connection = connect(address, max_size=None, proxy=None)
+        # Since websockets 15, which Gradio of ms-swift 4.4 excludes.
+        direct = {"proxy": None} if "proxy" in inspect.signature(connect).parameters else {}
+        self._connection = connect(address, max_size=None, **direct)
         self._socket = self._connection.__enter__()  # left in `__exit__`
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(t for t in targets if t["type"] == "page")["targetId"]

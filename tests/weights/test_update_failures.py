@@ -15,6 +15,7 @@ from swift_grpo_ext.weights import updates
 from swift_grpo_ext.weights.checksums import WeightChecksums, weight_checksums
 from swift_grpo_ext.weights.updates import WeightUpdates
 from tests.ranks import Gather, run_ranks
+from tests.upstream.test_weight_sync import put_back
 
 WEIGHTS = {"a": torch.arange(3.0), "b": torch.ones(2)}
 
@@ -184,9 +185,7 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(vllm_client, "StatelessProcessGroup", Group)
     monkeypatch.setattr(updates, "has_accelerator", lambda: False)
-    monkeypatch.setattr(
-        vllm_client, "_broadcast_tensors_for_vllm_weight_sync", None
-    )  # put back at the end
+    put_back(monkeypatch)
     client = SimpleNamespace(init_communicator=init_communicator)
     updates._connect(client, 12.5)
     assert made == [(("host", 7), {"store_timeout": 12})]
