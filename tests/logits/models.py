@@ -1,13 +1,15 @@
 """Tiny models with random weights, of every kind that the shim has to deal with, and their inputs.
 
-Real models of the pinned transformers, and a few written as remote code writes them.
+Real models of the installed transformers, and a few written as remote code writes them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# As `rope_scaling`, which transformers 4 and 5 read.
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0}
 IDS = {
     "image_token_id": IMAGE,
@@ -50,21 +53,21 @@ def qwen2(**more: Any) -> Any:
 
 def qwen2_vl() -> Any:
     vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2}
-    text = {**TEXT, "rope_parameters": MROPE}
+    text = {**TEXT, "rope_scaling": MROPE}
     config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **IDS)
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
 def qwen2_5_vl() -> Any:
     vision = {**VISION, "out_hidden_size": 32, "fullatt_block_indexes": [0]}
-    text = {**TEXT, "rope_parameters": MROPE}
+    text = {**TEXT, "rope_scaling": MROPE}
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def qwen3_vl() -> Any:
     vision = {**VISION, "out_hidden_size": 32, "num_position_embeddings": 16}
-    text = {**TEXT, "head_dim": 16, "rope_parameters": MROPE}
+    text = {**TEXT, "head_dim": 16, "rope_scaling": MROPE}
     config = transformers.Qwen3VLConfig(
         text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]}, **IDS
     )
@@ -80,8 +83,14 @@ def internvl() -> Any:
     return transformers.InternVLForConditionalGeneration(config)
 
 
+def family_config(family: str) -> Any:
+    """A configuration's class; a test ends here where transformers does not know the family."""
+    config = getattr(transformers, f"{family}Config", None)
+    return config or pytest.skip(f"transformers {transformers.__version__} has no {family}")
+
+
 def video_llama_3() -> Any:
-    config = transformers.VideoLlama3Config(
+    config = family_config("VideoLlama3")(
         text_config={"model_type": "qwen2", **TEXT},
         vision_config={**SIGLIP, "patch_size": 14},
         image_token_id=IMAGE,
@@ -91,7 +100,7 @@ def video_llama_3() -> Any:
 
 
 def minicpm_v() -> Any:
-    config = transformers.MiniCPMV4_6Config(
+    config = family_config("MiniCPMV4_6")(
         text_config={"model_type": "qwen2", **TEXT},
         vision_config={**SIGLIP, "patch_size": 14, "image_size": 28},
     )
@@ -219,10 +228,13 @@ def wrapped() -> Any:
     return model
 
 
+OF_QWEN2_VL = inspect.signature(transformers.Qwen2VLForConditionalGeneration.forward).parameters
+
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "Qwen2": (qwen2, "logits_to_keep"),
     "Qwen2, tied": (lambda: qwen2(tie_word_embeddings=True), "logits_to_keep"),
-    "Qwen2-VL": (qwen2_vl, "logits_to_keep"),
+    # transformers 4 has no keyword here.
+    "Qwen2-VL": (qwen2_vl, "logits_to_keep" if "logits_to_keep" in OF_QWEN2_VL else "head"),
     "Qwen2.5-VL": (qwen2_5_vl, "logits_to_keep"),
     "Qwen3-VL": (qwen3_vl, "logits_to_keep"),
     "InternVL": (internvl, "logits_to_keep"),

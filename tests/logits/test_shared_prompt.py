@@ -3,6 +3,7 @@ own passes over the whole batch."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -224,14 +225,17 @@ class Group(Batch):
         self.inputs |= {k: torch.cat([image[k] for image in each]) for k in each[0]}
         if "image_grid_thw" not in self.inputs:
             return self
-        kinds = (self.inputs["input_ids"] == IMAGE).int()
-        positions, _ = model.get_base_model().model.get_rope_index(
+        positions_of = model.get_base_model().model.get_rope_index
+        kinds = {"mm_token_type_ids": (self.inputs["input_ids"] == IMAGE).int()}
+        if not kinds.keys() <= inspect.signature(positions_of).parameters.keys():
+            kinds = {}  # transformers 4 looks for placeholders itself
+        positions, _ = positions_of(
             self.inputs["input_ids"],
-            mm_token_type_ids=kinds,
             image_grid_thw=self.inputs["image_grid_thw"],
             attention_mask=self.inputs["attention_mask"],
+            **kinds,
         )
-        self.inputs |= {"mm_token_type_ids": kinds, "position_ids": positions}
+        self.inputs |= {**kinds, "position_ids": positions}
         return self
 
 

@@ -413,7 +413,7 @@ def test_too_few_positions(warned: list[str]) -> None:
 
 def test_a_failing_forward_is_not_taken_for_a_failing_way(warned: list[str]) -> None:
     model = build("Qwen2")
-    with pytest.raises(IndexError):
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|DATA bounds)"):
         shim_of(model, warned).select(
             model, {"input_ids": torch.tensor([[999]])}, torch.tensor([[True]])
         )
@@ -421,16 +421,16 @@ def test_a_failing_forward_is_not_taken_for_a_failing_way(warned: list[str]) -> 
 
 @pytest.mark.parametrize("chunk_size", [0, 4])
 @pytest.mark.parametrize(
-    ("is_in_head", "error"),
+    ("is_in_head", "kind", "text"),
     [
-        (True, RuntimeError("Connection closed by peer")),  # as gloo says it
-        (True, torch.distributed.DistBackendError("NCCL timeout")),
-        (False, torch.distributed.DistBackendError("NCCL timeout")),
-        (False, torch.OutOfMemoryError("no memory")),
+        (True, RuntimeError, "Connection closed by peer"),  # as gloo says it
+        (True, torch.distributed.DistBackendError, "NCCL timeout"),
+        (False, torch.distributed.DistBackendError, "NCCL timeout"),
+        (False, torch.OutOfMemoryError, "no memory"),
     ],
 )
 def test_no_other_forward_after_what_is_no_fault_of_the_way(
-    is_in_head: bool, error: Exception, chunk_size: int, warned: list[str]
+    is_in_head: bool, kind: type[Exception], text: str, chunk_size: int, warned: list[str]
 ) -> None:
     """The other ranks would wait in their first forward, this one in its second."""
     model, inputs = build("remote code"), inputs_of("remote code")
@@ -439,10 +439,10 @@ def test_no_other_forward_after_what_is_no_fault_of_the_way(
     model.register_forward_pre_hook(lambda *_: forwards.append(1))
 
     def fail(*_: Any) -> None:
-        raise error
+        raise kind(text)  # anew: while an error lives, so do the hooks of torch 2.8's checkpoint
 
     (model.lm_head if is_in_head else model).register_forward_hook(fail)
-    with pytest.raises(type(error), match=str(error)):
+    with pytest.raises(kind, match=text):
         shim_of(model, warned).logps(
             model, inputs, mask, inputs["input_ids"][mask], chunk_size=chunk_size
         )
