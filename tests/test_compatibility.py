@@ -182,7 +182,8 @@ def test_counts_are_pytests(tmp_path: Path) -> None:
         '<testsuites><testsuite><testcase classname="tests.stack.test_stops" name="test_a[x]"/>'
         '<testcase classname="tests.stack.test_stops" name="test_b"><failure/></testcase>'
         '<testcase classname="tests.test_seeds" name="test_c"><skipped/></testcase>'
-        '<testcase classname="tests.test_seeds" name="test_d"><error/></testcase></testsuite></testsuites>'
+        '<testcase classname="tests.test_seeds" name="test_d"><error/></testcase>'
+        "</testsuite></testsuites>"
     )
     parts = {"stops": ("test_stops.py",), "one": ("test_seeds.py::test_c",)}
     assert read_counts(junit, parts) == {"stops": Counts(1, 1), "one": Counts(skipped=1)}

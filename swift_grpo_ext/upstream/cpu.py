@@ -25,6 +25,7 @@ import platform
 import sys
 import weakref
 from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ CPU_TRAINING_ARGUMENTS: dict[str, Any] = {
     **{"use_cpu": True, "fp16": False, "bf16": False},
     "encoder_cache_gb": 1.0,  # on GPUs off, until one has been seen to agree
 }
+PRIORITY = 41
+"""Of a kind of place that `torch.load` knows; torch's own have 10 to 30, and no two the same."""
+
 KEEP_FREED_MEMORY = {
     # glibc's environment variable: (number of the option in mallopt, value)
     "MALLOC_MMAP_MAX_": (-4, 0),
@@ -70,11 +74,16 @@ def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
         if hasattr(args, name) and not getattr(args, name) and name not in given:
             setattr(args, name, setting)
-    torch.serialization.register_package(0, lambda storage: None, _located_on_cpu)
+    _load_onto_ranks()
     # At exit, these run in the reverse of their order: after vLLM's, which leaves its own groups.
     weakref.finalize(sys.modules[__name__], _leave_group)
     if platform.libc_ver()[0] == "glibc":
         _keep_freed_memory()
+
+
+@cache
+def _load_onto_ranks() -> None:
+    torch.serialization.register_package(PRIORITY, lambda storage: None, _located_on_cpu)
 
 
 def _located_on_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
