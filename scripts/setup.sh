@@ -115,7 +115,7 @@ grep -v '^torch==' "$requirements" >"$others"
 if ! run_pip "$logs/torch.log" 1 --no-deps "$torch"; then
   [ "$(why_pip_failed "$logs/torch.log")" = "$not_in_index" ] || explain "$logs/torch.log"
   step "$torch, PyTorch's CPU build, is not in the package index that pip uses here for Python $version"
-  echo "Taking its CUDA build, which runs without a GPU too and takes 2.5 GB more. To do without them, name
+  echo "Taking its CUDA build, which runs without a GPU too and takes 3 GB and some minutes more. To do without, name
 PyTorch's own index of CPU wheels to pip: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
   need_gib 8
   grep -vE '^(torch|triton)==' "$requirements" >"$others" # it brings a triton of its own
