@@ -17,7 +17,8 @@ Upstream: vLLM 0.32, multimodal/processing/context.py (`get_hf_processor`), v1/e
 (`add_request`); ms-swift 4.6 names no media (infer_engine/vllm_engine.py, `_add_request`).
 Adaptation: as above, of the processors that vLLM loads, by which a call for several images of
 Qwen-VL is one for each; and a request names its images (`multi_modal_uuids`), so that vLLM hashes
-no pixels. A vLLM that we do not know is left as it is: this saves time, and nothing depends on it.
+no pixels. A vLLM that we do not know is left as it is, and the log says so once: this saves time,
+and nothing depends on it.
 Can go when ms-swift hands vLLM processed media.
 """
 
@@ -34,14 +35,20 @@ from typing import Any, Protocol
 
 import torch
 from PIL import Image
+from swift.utils import get_logger
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import mismatch
 
+logger = get_logger()
+
 VIDEO_MODULES = ("qwen_vl_utils", "qwen_omni_utils", "keye_vl_utils")
 """Their `fetch_video` is imported by templates at each call; a module not yet in use has none."""
 
-PER_IMAGE = ["pixel_values", "image_grid_thw"]
+PER_IMAGE = (
+    ["pixel_values", "image_grid_thw"],
+    ["pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"],  # transformers 4
+)
 """What processors return that lay the patches of one image after those of another (Qwen-VL)."""
 
 
@@ -162,8 +169,10 @@ def media_hooks(template: Any, media: Media) -> Iterator[None]:
 @contextmanager
 def engine_hooks(engine: Any, media: Media) -> Iterator[None]:
     """Send what ms-swift's vLLM engine processes through `media`; another engine is left alone."""
-    renderer = getattr(getattr(engine, "engine", None), "renderer", None)
-    if renderer is None or renderer.mm_processor is None or not _knows_vllm():
+    inner = getattr(engine, "engine", None)
+    is_of_transformers = isinstance(inner, torch.nn.Module)
+    renderer = None if is_of_transformers or not _knows_vllm() else getattr(inner, "renderer", None)
+    if renderer is None or renderer.mm_processor is None:
         yield
         return
     with ExitStack() as stack:
@@ -184,7 +193,13 @@ def engine_hooks(engine: Any, media: Media) -> Iterator[None]:
 
 @functools.cache
 def _knows_vllm() -> bool:
-    return not any(map(mismatch, pins.MEDIA))
+    missing = [text for text in map(mismatch, pins.MEDIA) if text]
+    if missing:
+        logger.info(
+            "--media_cache_gb is for the training alone: this vLLM decodes and processes images by "
+            f"itself, as without the plugin ({missing[0]})."
+        )
+    return not missing
 
 
 def _hook_processor(processor: Any, media: Media, stack: ExitStack) -> None:
@@ -235,8 +250,9 @@ def _share_processed(
     owner: Any, media: Media, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     asked = _settings(owner, kwargs)
-    is_per_image = getattr(owner, "model_input_names", None) == PER_IMAGE
-    if is_per_image and len(args) == 1 and _are_several(args[0]):
+    is_per_image = getattr(owner, "model_input_names", None) in PER_IMAGE
+    is_of_images = len(args) == 1 and _are_several(args[0]) and kwargs.get("videos") is None
+    if is_per_image and is_of_images:
         return _share_each(media, asked, functools.partial(original, **kwargs), args[0])
     return media.share((*asked, args), lambda: original(*args, **kwargs), "processed")
 

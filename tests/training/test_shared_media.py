@@ -24,6 +24,7 @@ from PIL import Image, ImageDraw
 from swift.model import get_processor
 from swift.template import get_template
 from swift.template.template_inputs import StdTemplateInputs
+from swift.utils import get_logger
 
 from swift_grpo_ext.training.shared_media import (
     MediaCache,
@@ -31,7 +32,9 @@ from swift_grpo_ext.training.shared_media import (
     RoundMedia,
     shared_media,
 )
-from swift_grpo_ext.upstream.media import SharedImage, _hook_processor
+from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.contract import Pin
+from swift_grpo_ext.upstream.media import SharedImage, _hook_processor, _knows_vllm
 
 NUM_SAMPLES = 4
 """Samples of a group."""
@@ -752,6 +755,8 @@ def test_an_engine_is_told_what_images_it_gets(
     template: Any, processor: Any, images: list[Path], calls: Counter[str]
 ) -> None:
     """The same image in all forms has one name; vLLM's processor takes what training made."""
+    if not _knows_vllm():
+        pytest.skip("this vLLM has no place for it (pins.MEDIA)")
     engine, media = RecordingEngine(template, copy.deepcopy(processor)), media_of(template)
     forms = [as_path, as_dict, as_bytes, as_base64, as_data_url]
     with media.in_rollout(engine):
@@ -775,6 +780,33 @@ def test_an_engine_is_told_what_images_it_gets(
     assert "add_request" not in vars(engine)
     engine.add_request("after", {"multi_modal_data": {"image": picture}}, None)
     assert "multi_modal_uuids" not in engine.prompts[-1]
+
+
+@pytest.fixture
+def unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A release without one of the names that sharing with an engine is made of."""
+    monkeypatch.setattr(pins, "MEDIA", (*pins.MEDIA, Pin("vllm", "no_such_name")))
+    _knows_vllm.cache_clear()
+    yield
+    _knows_vllm.cache_clear()
+
+
+@pytest.mark.usefixtures("unknown_vllm")
+def test_an_engine_that_is_not_known_is_left_alone(
+    template: Any, processor: Any, images: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, media = RecordingEngine(template, processor), media_of(template)
+    prompt = {"multi_modal_data": {"image": Image.open(images[0])}}
+    get_logger().addHandler(caplog.handler)
+    try:
+        for _ in range(2):
+            with media.in_rollout(engine):
+                engine.add_request("name", prompt, None)
+    finally:
+        get_logger().removeHandler(caplog.handler)
+    assert engine.prompts == [prompt] * 2
+    told = [text for text in caplog.messages if "--media_cache_gb is for the training" in text]
+    assert len(told) == 1
 
 
 def test_what_changes_nothing_takes_no_room(shared: Callable[[], Image.Image]) -> None:
