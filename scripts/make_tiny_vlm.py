@@ -62,7 +62,7 @@ def make_tiny_vlm(output: Path, data: Path | None, seed: int) -> dict[str, Any]:
     # These take seconds to import, which --help and a folder that is complete already need not.
     import torch
     import transformers
-    from tiny_vlm.architecture import build_model, make_config, make_processor, publish_config
+    from tiny_vlm.architecture import build_model, make_config, make_processor, publish
     from tiny_vlm.examples import encode_rows, read_rows
     from tiny_vlm.quality import measure
     from tiny_vlm.tokenizer import build_tokenizer, check_tokenizer, find_ranks_file, read_ranks
@@ -84,8 +84,8 @@ def make_tiny_vlm(output: Path, data: Path | None, seed: int) -> dict[str, Any]:
         quality = asdict(measure(model, heldout))
         report["heldout"] = {name: round(value, 4) for name, value in quality.items()}
     model.save_pretrained(output)
-    publish_config(output)
     processor.save_pretrained(output)
+    publish(output)
     (output / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 

@@ -7,6 +7,7 @@ tensor parallelism over two ranks needs an even number of key-value heads.
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,17 +104,32 @@ def make_config(tokenizer: Qwen2TokenizerFast) -> Qwen2_5_VLConfig:
     )
 
 
-def publish_config(folder: Path) -> None:
-    """Write a saved model's configuration as Qwen publishes it: the text's settings at the top,
-    with the spelling of transformers 4, which releases 4 and 5 and every vLLM read."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+def publish(folder: Path) -> None:
+    """Give a saved model and its processor the settings that Qwen publishes: the text's at the top,
+    in the spelling of transformers 4, which releases 4 and 5 and every vLLM read."""
+    config = _read(folder / "config.json")
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
     text["rope_theta"] = rope["rope_theta"]
     text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    flat = {**text, **config}  # `model_type` is the whole model's
-    path.write_text(json.dumps(flat, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _write(folder / "config.json", {**text, **config})  # `model_type` is the whole model's
+    processor = _read(folder / "processor_config.json")
+    for kind in ("image_processor", "video_processor"):
+        size = processor[kind]["size"]
+        processor[kind] |= {
+            "min_pixels": size["shortest_edge"],
+            "max_pixels": size["longest_edge"],
+        }
+    _write(folder / "processor_config.json", processor)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return settings
+
+
+def _write(path: Path, settings: dict[str, Any]) -> None:
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def build_model(config: Qwen2_5_VLConfig, seed: int) -> Qwen2_5_VLForConditionalGeneration:
