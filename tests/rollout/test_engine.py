@@ -26,7 +26,8 @@ from swift.infer_engine.protocol import (
 )
 from swift.rollout import RolloutScheduler
 from vllm import SamplingParams
-from vllm.logprobs import FlatLogprobs, Logprob
+from vllm import logprobs as vllm_logprobs
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.rollout import engine as engine_module
@@ -45,6 +46,13 @@ from tests.turned import TURNS, as_vllm_sees
 
 RUN_SEED, EOS, IMAGE = 42, 1, 2
 ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
+
+FlatLogprobs = getattr(vllm_logprobs, "FlatLogprobs", None)
+"""vLLM 0.11 has none: it answers with a dictionary a token, whatever is asked for."""
+
+
+def is_flat(params: SamplingParams) -> bool:
+    return getattr(params, "flat_logprobs", False)
 
 
 class Tokenizer:
@@ -127,7 +135,7 @@ class RecordingVllm:
 
     def _output(self, index: int, text: str, params: SamplingParams) -> Any:
         ids = [EOS if c == "." else ord(c) for c in text]
-        flat: Any = FlatLogprobs() if params.flat_logprobs else []
+        flat: Any = FlatLogprobs() if is_flat(params) else []
         for position, token in enumerate(ids):
             flat.append({token: Logprob(-float(position), 1, "")})
         return SimpleNamespace(
@@ -211,7 +219,7 @@ def test_a_group_is_one_request_with_its_seed(make: Any) -> None:
     assert (params.n, params.seed, params.max_tokens) == (3, seed, 16)
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
     assert params.logit_bias == {IMAGE: float("-inf")}
-    assert (params.logprobs, params.flat_logprobs) == (0, True)
+    assert (params.logprobs, is_flat(params)) == (0, FlatLogprobs is not None)
     response = output.response
     assert isinstance(response, PackedResponse)
     assert [c.text for c in response.completions] == ["a", "b", "c"]
@@ -301,7 +309,7 @@ def test_top_logprobs_are_not_flat(make: Any) -> None:
     vllm = RecordingVllm(["ab", "c"])
     settings = config(top_logprobs=2)
     [output] = make(vllm).infer([request(metadata_of())], settings, use_tqdm=False)
-    assert (vllm.params[0].logprobs, vllm.params[0].flat_logprobs) == (2, False)
+    assert (vllm.params[0].logprobs, is_flat(vllm.params[0])) == (2, False)
     assert output.response.completions[0].logprobs == [0.0, -1.0]
     [without] = make(vllm).infer([request(metadata_of())], config(logprobs=False), use_tqdm=False)
     assert without.response.completions[0].logprobs is None
@@ -388,7 +396,7 @@ def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
     assert (choice.message.content, choice.stop_reason) == ("a", "</s>")
     assert (choice.finish_reason, choice.token_ids) == ("stop", [*map(ord, "a</s>")])
     assert len(choice.logprobs["content"]) == 5
-    assert not vllm.params[0].flat_logprobs
+    assert not is_flat(vllm.params[0])
     assert looked_at == ["a</s>", "a"]  # tools are searched again in the text that counts
     assert output.rollout_infos["stop_reason"] == "</s>"
 
@@ -518,8 +526,10 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
 class CoreClient:
     """The client of an async engine's replicas, whose workers say where they are."""
 
-    async def call_utility_all_async(self, *call: Any) -> list[list[tuple[Any, ...]]]:
-        return [[(*call, replica, worker) for worker in range(2)] for replica in range(2)]
+    core_engines = (0, 1)
+
+    async def _call_utility_async(self, *call: Any, engine: int) -> list[tuple[Any, ...]]:
+        return [(*call, engine, worker) for worker in range(2)]
 
 
 def test_an_async_engine_gives_a_request_to_the_replica_that_it_names(make: Any) -> None:
@@ -606,11 +616,9 @@ def test_a_schedulers_answer_to_a_failure_is_its_own() -> None:
 def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
     repairs = ["serve_split_prompts", "name_shared_memory_by_run", "pack_experts_anew"]
+    repairs += ["keep_plain_weights"]
     for name in repairs:
         monkeypatch.setattr(vllm_repairs, name, lambda name=name: installed.append(name))
-    monkeypatch.setattr(
-        vllm_repairs, "repair_cpu_engine", vllm_repairs.repair_cpu_engine.__wrapped__
-    )
     for accelerator, extension, adapted in (
         (True, engine_module.VERIFIED_EXTENSION, []),
         (False, engine_module.CPU_EXTENSION, repairs),
@@ -645,7 +653,8 @@ def test_a_colocated_engine_reloads_what_it_is_given(make: Any) -> None:
     def reload_weights(weights_iterator: Any) -> None:
         loaded.extend(weights_iterator)
 
-    runner = SimpleNamespace(reload_weights=reload_weights)
+    model = SimpleNamespace(load_weights=loaded.extend)  # vLLM 0.11
+    runner = SimpleNamespace(reload_weights=reload_weights, model=model)
     engine = make(RecordingVllm([]))
     worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
     engine.executor = SimpleNamespace(driver_worker=worker)

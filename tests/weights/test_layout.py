@@ -26,7 +26,7 @@ TEXT = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2},
     **{"num_experts_per_tok": 1, "moe_intermediate_size": 8},
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    "rope_scaling": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
 }
 VISION = {
     **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
@@ -44,8 +44,10 @@ def test_experts_are_transposed_and_nothing_else(lora: bool) -> None:
     sent = checkpoint_layout(wrapped, runtime)
     experts = [name for name in runtime if ".experts." in name]
     assert len(experts) == 2
+    # transformers 4 keeps them as files do.
+    transposed = [] if transformers.__version__.startswith("4.") else experts
     for name, tensor in runtime.items():
-        expected = tensor.transpose(1, 2) if name in experts else tensor
+        expected = tensor.transpose(1, 2) if name in transposed else tensor
         assert torch.equal(sent[name], expected)
 
 
