@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 NUM_BLOCKS = 16
 """Parts in which one tensor of logits is worked on: what forward and backward need beside it is a
@@ -66,7 +66,9 @@ def chunked_logps(
     if torch.is_grad_enabled():
         # No check: with ZeRO-3, a frozen weight is released again when it would be looked at.
         run = partial(checkpoint, of_chunk, use_reentrant=False, determinism_check="none")
-    logps, entropies = zip(*(run(*part) for part in parts), strict=True)
+    # To stop early spares nothing here, and with torch 2.8 keeps what all chunks made again.
+    with set_checkpoint_early_stop(False):
+        logps, entropies = zip(*(run(*part) for part in parts), strict=True)
     return Logps(torch.cat(logps), None if entropies[0] is None else torch.cat(entropies))
 
 
