@@ -10,6 +10,7 @@ PYTHON=$VENV/bin/python
 # Else torch's threads spin while they wait, and a core that is taken away holds all of them up: beside
 # one busy process a step of the demo took 14 s instead of 1.4 (with this 2.4, and 1.5 alone).
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+export VLLM_NCCL_SO_PATH=${VLLM_NCCL_SO_PATH-none} # NCCL comes with a build of torch for GPUs
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # everything here is made on this machine
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }

@@ -4,6 +4,7 @@
 #   bash scripts/test.sh --all             all tests
 #   bash scripts/test.sh -m "not stack"    other arguments go to pytest: the unit tests
 #   bash scripts/test.sh --all --times     seconds of every test file, at the end
+#   bash scripts/test.sh --stack 4.6.0-0.23.0    beside another ms-swift and vLLM (compatibility.py)
 bash "$(dirname "$0")/setup.sh"
 # shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
@@ -19,6 +20,7 @@ step "Tiny model and data"
 make_assets
 step "Tests"
 case "${1:-}" in
+  --stack) shift && exec python scripts/compatibility.py --again --cells "$@" ;;
   "") set -- -m "not extra" ;;
   --all) shift ;;
 esac

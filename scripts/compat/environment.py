@@ -62,6 +62,7 @@ OWN = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_NCCL_SO_PATH": "none",  # which builds of torch for GPUs bring along
 }
 """Of every process in it, unless set otherwise outside."""
 

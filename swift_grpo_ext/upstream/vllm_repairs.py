@@ -29,6 +29,11 @@ Upstream: vLLM 0.11, model_executor/layers/utils.py, `dispatch_cpu_unquantized_g
 weights of layers and drops the originals; its `reload_weights` reads files only.
 Here: layers keep their weights, and multiply with them. Can go with vLLM 0.11.
 
+`leave_threads_unbound` (CPU). Symptom: `list index out of range` where several ranks have engines on
+a machine with one NUMA node.
+Upstream: vLLM 0.11, v1/worker/cpu_worker.py (`_get_autobind_cpu_ids`).
+Here: its setting for that, `nobind`, unless the user has another. Can go with vLLM 0.11.
+
 `leave_out_broken_plugins`. Symptom: no engine starts, with this plugin or without it: `No module
 named 'vllm.model_executor.models.qwen3_5'`.
 Upstream: ms-swift 4.6, model/models/qwen.py (`register_uembed_model`), which vLLM calls in each of
@@ -92,6 +97,7 @@ def repair_cpu_engine() -> None:
     name_shared_memory_by_run()
     pack_experts_anew()
     keep_plain_weights()
+    leave_threads_unbound()
 
 
 @repair(pins.SPLIT_PROMPTS)
@@ -182,6 +188,11 @@ def keep_plain_weights() -> None:
         layer.cpu_linear = multiply
 
     upstream.dispatch_cpu_unquantized_gemm = keep
+
+
+def leave_threads_unbound() -> None:
+    if not reloads_from_tensors():
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @cache
