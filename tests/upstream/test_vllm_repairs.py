@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +146,21 @@ def test_a_pool_makes_its_copies_when_they_are_asked_for(
 def test_a_processor_is_loaded_once(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
     pool = maybe_make_thread_pool(tokenizer) or tokenizer
     assert load(pool, tmp_path) is load(pool, tmp_path)
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_plugin_that_imports_a_missing_model_is_left_out(
+    has_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.delenv("VLLM_PLUGINS")
+    monkeypatch.setattr(vllm_repairs, "find_spec", lambda _: has_model or None)
+    vllm_repairs.leave_out_broken_plugins.__wrapped__()
+    if has_model:
+        assert "VLLM_PLUGINS" not in os.environ
+    else:
+        plugins = {e.name for e in entry_points(group="vllm.general_plugins")}
+        assert set(os.environ["VLLM_PLUGINS"].split(",")) >= plugins - {"swift_uembed"} != plugins
 
 
 @pytest.mark.parametrize(("name", "times"), [("get_processor", 1), ("no_such_function", 0)])
