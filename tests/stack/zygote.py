@@ -119,6 +119,8 @@ def _preload() -> dict[str, str]:
     for module in PRELOADED:
         with contextlib.suppress(ImportError):  # of another release; it is slower then
             importlib.import_module(module)
+    # What a compiler is asked in each process that samples: a minute beside torch's CUDA build.
+    importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
     assert NOT_PRELOADED not in sys.modules
     _spawn_by_forking()
     gc.collect()
