@@ -200,7 +200,7 @@ def check_gpus(run: Run, gpus: Sequence[str] | None, present: int) -> Findings:
         yield error(
             "CUDA_VISIBLE_DEVICES",
             f"GPUs {words(gpus or ())} are to be used, and torch sees none on this machine.",
-            "Without GPUs, scripts/launch.sh --cpu runs a tiny model: it shows that all works.",
+            "Without GPUs: swift-grpo-ext init cpu-run --preset cpu_2x6, with a tiny model.",
         )
     elif absent:
         text = f"GPUs {words(absent)} are to be used, and this machine has {present} (from 0 on)."
