@@ -29,7 +29,7 @@ Upstream: vLLM 0.11, model_executor/layers/utils.py, `dispatch_cpu_unquantized_g
 weights of layers and drops the originals; its `reload_weights` reads files only.
 Here: layers keep their weights, and multiply with them. Can go with vLLM 0.11.
 
-`leave_threads_unbound` (CPU). Symptom: `list index out of range` where ranks have engines of their own,
+`leave_threads_unbound` (CPU). Symptom: `list index out of range` where several ranks have engines
 on a machine with one NUMA node.
 Upstream: vLLM 0.11, v1/worker/cpu_worker.py (`_get_autobind_cpu_ids`).
 Here: each rank's threads run on all cores, unless the user binds them. Can go with vLLM 0.11.
