@@ -198,6 +198,12 @@ vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFus
 """)
 """The same, for repairs that releases without these names do without."""
 
+BOUND_THREADS = _pins("""
+vllm.v1.worker.cpu_worker:CPUWorker
+    _get_autobind_cpu_ids: self cpu_selector
+""")
+"""Of vLLM 0.11 alone, as others need no such repair."""
+
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
     _register_rl_rollout_app _start_data_parallel_workers close_communicator get_engine_type

@@ -32,7 +32,7 @@ Here: layers keep their weights, and multiply with them. Can go with vLLM 0.11.
 `leave_threads_unbound` (CPU). Symptom: `list index out of range` where several ranks have engines
 on a machine with one NUMA node.
 Upstream: vLLM 0.11, v1/worker/cpu_worker.py (`_get_autobind_cpu_ids`).
-Here: each rank's threads run on all cores, unless the user binds them. Can go with vLLM 0.11.
+Here: threads run on all cores where vLLM would have bound them. Can go with vLLM 0.11.
 
 `leave_out_broken_plugins`. Symptom: no engine starts, with this plugin or without it: `No module
 named 'vllm.model_executor.models.qwen3_5'`.
@@ -74,9 +74,6 @@ import torch
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import Pin, mismatch
-
-MAX_RANKS = 64
-"""Of one engine on one machine."""
 
 
 def repair(table: Iterable[Pin]) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -193,9 +190,11 @@ def keep_plain_weights() -> None:
     upstream.dispatch_cpu_unquantized_gemm = keep
 
 
+@repair(pins.BOUND_THREADS)
 def leave_threads_unbound() -> None:
-    if not reloads_from_tensors():
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(["all"] * MAX_RANKS))
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    CPUWorker._get_autobind_cpu_ids = lambda self, cpu_selector: "all"
 
 
 @cache
