@@ -2,7 +2,7 @@
 
     python -m tests.logits.memory
 
-One line of JSON: for each model, the bytes of each way.
+One line of JSON: for each model that transformers knows, the bytes of each way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from trl.trainer.utils import selective_log_softmax
 
@@ -25,7 +26,9 @@ NAMES = ("Qwen2", "VideoLlama3", "swallows keywords")
 
 def main() -> None:
     models.TEXT |= {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "initializer_range": 0.1}
-    print(json.dumps({name: measure(name) for name in NAMES}))
+    has_family = hasattr(transformers, "VideoLlama3Config")
+    known = [name for name in NAMES if name != "VideoLlama3" or has_family]
+    print(json.dumps({name: measure(name) for name in known}))
 
 
 def measure(name: str) -> dict[str, int]:

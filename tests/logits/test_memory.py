@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tests.logits.memory import CHUNK, NAMES, NEW, PROMPT, VOCABULARY
 
@@ -30,15 +31,19 @@ def peaks() -> dict[str, dict[str, int]]:
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_other_positions_take_no_memory(peaks: dict[str, dict[str, int]], name: str) -> None:
-    peak = peaks[name]
+@pytest.fixture(params=NAMES)
+def peak(request: pytest.FixtureRequest, peaks: dict[str, dict[str, int]]) -> dict[str, int]:
+    if request.param not in peaks:
+        pytest.skip(f"transformers {transformers.__version__} has no {request.param}")
+    return peaks[request.param]
+
+
+def test_other_positions_take_no_memory(peak: dict[str, int]) -> None:
     assert peak["chosen"] <= (NEW / (PROMPT + NEW) + 0.05) * peak["all"]
     # With that arithmetic on the last positions, those of the others at least are saved.
     assert peak["all"] - peak["last"] > 0.9 * POSITION * PROMPT
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_chunks_bound_memory(peaks: dict[str, dict[str, int]], name: str) -> None:
+def test_chunks_bound_memory(peak: dict[str, int]) -> None:
     assert CHUNK / NEW < 0.1
-    assert peaks[name]["chunked"] <= 0.25 * peaks[name]["last"]
+    assert peak["chunked"] <= 0.25 * peak["last"]
