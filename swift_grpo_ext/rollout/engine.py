@@ -81,6 +81,7 @@ class RolloutEngine(GRPOVllmEngine):
         if not has_accelerator():
             vllm_repairs.repair_cpu_engine()
         vllm_repairs.leave_out_broken_plugins()
+        vllm_repairs.name_media_by_request()
         vllm_repairs.start_sooner()
         if not self._serves:
             startup.freeze_heap()

@@ -198,11 +198,16 @@ vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFus
 """)
 """The same, for repairs that releases without these names do without."""
 
+NAMED_MEDIA = _pins("""
+vllm.v1.engine.processor:Processor
+    _maybe_build_mm_uuids: self request_id prompt
+    process_inputs: self request_id prompt params
+""")
 BOUND_THREADS = _pins("""
 vllm.v1.worker.cpu_worker:CPUWorker
     _get_autobind_cpu_ids: self cpu_selector
 """)
-"""Of vLLM 0.11 alone, as others need no such repair."""
+"""Of vLLM 0.11, as newer ones need no such repair."""
 
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy

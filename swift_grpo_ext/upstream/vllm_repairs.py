@@ -34,6 +34,13 @@ on a machine with one NUMA node.
 Upstream: vLLM 0.11, v1/worker/cpu_worker.py (`_get_autobind_cpu_ids`).
 Here: threads run on all cores where vLLM would have bound them. Can go with vLLM 0.11.
 
+`name_media_by_request`. Symptom: rollouts of a model whose vision tower is trained see images as the
+tower of an earlier update saw them (0.06 nats a token, the tiny model; found by the canary).
+Upstream: vLLM 0.11 keeps what its tower made of an image for later requests with it
+(v1/core/encoder_cache_manager.py), and has no `reset_encoder_cache`, which ms-swift calls since 0.16.
+Here: an image is named by its request, and not by its content; the samples of a group still share it.
+Can go with vLLM before 0.16.
+
 `leave_out_broken_plugins`. Symptom: no engine starts, with this plugin or without it: `No module
 named 'vllm.model_executor.models.qwen3_5'`.
 Upstream: ms-swift 4.6, model/models/qwen.py (`register_uembed_model`), which vLLM calls in each of
@@ -67,6 +74,7 @@ from contextlib import contextmanager
 from functools import cache, lru_cache, wraps
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -195,6 +203,26 @@ def leave_threads_unbound() -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     CPUWorker._get_autobind_cpu_ids = lambda self, cpu_selector: "all"
+
+
+@repair(pins.NAMED_MEDIA)
+def name_media_by_request() -> None:
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.processor import Processor
+
+    if hasattr(LLMEngine, "reset_encoder_cache"):
+        return
+    process, numbers = Processor.process_inputs, count()
+
+    @wraps(process)
+    def process_inputs(self: Any, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        # ms-swift's own numbers of requests come again in each round.
+        named = self._maybe_build_mm_uuids(f"{next(numbers)}-{request_id}", prompt)
+        if named and isinstance(prompt, dict):
+            prompt = {"multi_modal_uuids": named, **prompt}
+        return process(self, request_id, prompt, *args, **kwargs)
+
+    Processor.process_inputs = process_inputs
 
 
 @cache
