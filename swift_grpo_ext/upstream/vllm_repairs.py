@@ -34,11 +34,11 @@ on a machine with one NUMA node.
 Upstream: vLLM 0.11, v1/worker/cpu_worker.py (`_get_autobind_cpu_ids`).
 Here: threads run on all cores where vLLM would have bound them. Can go with vLLM 0.11.
 
-`name_media_by_request`. Symptom: rollouts of a model whose vision tower is trained see images as the
-tower of an earlier update saw them (0.06 nats a token, the tiny model; found by the canary).
-Upstream: vLLM 0.11 keeps what its tower made of an image for later requests with it
-(v1/core/encoder_cache_manager.py), and has no `reset_encoder_cache`, which ms-swift calls since 0.16.
-Here: an image is named by its request, and not by its content; the samples of a group still share it.
+`name_media_by_request`. Symptom: rollouts of a model whose vision tower is trained see images as
+the tower of an earlier update saw them (0.06 nats a token, the tiny model; found by the canary).
+Upstream: vLLM 0.11 keeps what its tower made of an image for later requests with that image
+(v1/core/encoder_cache_manager.py); ms-swift resets that from vLLM 0.16 on, where it can.
+Here: an image is named by its request instead of its content; a group's samples still share it.
 Can go with vLLM before 0.16.
 
 `leave_out_broken_plugins`. Symptom: no engine starts, with this plugin or without it: `No module
