@@ -51,8 +51,10 @@ def max_logprob_gap(checkpoint: Path, base: Path, records: Sequence[dict[str, An
         num_prompt = inputs["input_ids"].shape[1]
         inputs["input_ids"] = torch.cat([inputs["input_ids"], completion_T[None]], dim=1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        text_T = torch.zeros_like(completion_T)
-        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], text_T[None]], dim=1)
+        if "mm_token_type_ids" in inputs:  # since transformers 5
+            text_T = torch.zeros_like(completion_T)
+            types = torch.cat([inputs["mm_token_type_ids"], text_T[None]], dim=1)
+            inputs["mm_token_type_ids"] = types
         logits_TV = model(**inputs).logits[0, num_prompt - 1 : -1]
         logprobs_T = logits_TV.double().log_softmax(-1).gather(-1, completion_T[:, None])[:, 0]
         gaps.append((logprobs_T - torch.tensor(record["logprobs"])).abs().max().item())
