@@ -35,7 +35,9 @@ def main() -> int:
     assets = make_assets()
     for number, cell in enumerate(options.cells, start=1):
         path = results / f"{cell}.json"
-        if path.is_file() and not options.again and (options.quick or Trial.load(path).is_complete):
+        if options.again:
+            path.unlink(missing_ok=True)
+        if path.is_file() and (options.quick or not Trial.load(path).left):
             continue
         print(f"== {cell} ({number} of {len(options.cells)})", flush=True)
         environment = Environment(cell, folder / str(cell))
@@ -83,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         help="MS_SWIFT-VLLM[-PYTHON], Python 3.12 where it is left out (default: all)",
     )
     parser.add_argument("--quick", action="store_true", help="only names and the dry run")
-    parser.add_argument("--again", action="store_true", help="also cells that were tried before")
+    parser.add_argument("--again", action="store_true", help="also what has passed before")
     parser.add_argument("--keep", action="store_true", help="leave environments where they are")
     parser.add_argument(
         "--environments",

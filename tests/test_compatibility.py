@@ -147,6 +147,14 @@ def test_it_works_where_nothing_speaks_against_it(
     assert Trial.load(tmp_path / "cell.json") == trial
 
 
+def test_what_has_not_passed_is_left_to_do() -> None:
+    assert GOOD.left == []
+    failed = replace(GOOD, tests={**GOOD.tests, "stops": Counts(3, 1), "LoRA": Counts()})
+    assert failed.left == ["stops", "LoRA"]
+    assert replace(GOOD, tests={}).left == ["unit", *STACK_TESTS]
+    assert Trial("4.4.2-0.32.0", excluded="a needs b").left == []
+
+
 def test_the_table_says_why_not() -> None:
     refused = Trial("4.4.2-0.32.0", excluded="ms-swift needs transformers<5.13")
     older = replace(

@@ -146,7 +146,9 @@ def _is_known(file: str, folder: Path) -> bool:
     if file in WRITTEN or file.startswith(("output/", "run/")):
         return True
     package, _, path = file.partition("/")
-    if package in UPSTREAM and path and is_newest(package):
+    if package in UPSTREAM and path:
+        if not is_newest(package):
+            return True
         spec = importlib.util.find_spec(package)  # loads nothing
         roots = (spec.submodule_search_locations or []) if spec else []
         return spec is None or any((Path(root) / path).exists() for root in roots)

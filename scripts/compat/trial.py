@@ -72,15 +72,14 @@ class Trial:
         return [name for name, package in names.items() if package in PROTECTED]
 
     @property
-    def is_complete(self) -> bool:
-        """Whether everything was tried, or nothing can be."""
-        return bool(self.excluded) or {"unit", *STACK_TESTS} <= self.tests.keys()
+    def left(self) -> list[str]:
+        """The parts that have not passed yet; none where there is no such environment."""
+        parts = () if self.excluded else ("unit", *STACK_TESTS)
+        return [part for part in parts if not self.tests.get(part, Counts()).are_good]
 
     @property
     def works(self) -> bool:
-        seen = self.tests.values()
-        is_clean = not (self.excluded or self.pins_wrong or self.changes)
-        return is_clean and self.is_complete and all(counts.are_good for counts in seen)
+        return not (self.excluded or self.pins_wrong or self.changes or self.left)
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,14 +95,17 @@ class Trial:
 def try_out(
     environment: Environment, path: Path, wheel: Path, assets: Path, *, quick: bool
 ) -> Trial:
-    """Make a cell's environment, look, and test; what was found so far is in `path` at any time.
+    """Make a cell's environment, look, and test; what was found so far is in `path` at any time,
+    and parts that have passed are not tested again.
 
     Args:
         quick: look at names and the dry run only.
     """
+    before = Trial.load(path) if path.is_file() else Trial(str(environment.cell))
     commit = ["git", "describe", "--always", "--dirty"]
     trial = Trial(
         cell=str(environment.cell),
+        tests={part: before.tests[part] for part in before.tests if part not in before.left},
         date=f"{datetime.now(timezone.utc):%Y-%m-%d}",
         commit=subprocess.run(commit, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
     )
@@ -121,21 +123,26 @@ def try_out(
     trial.missing = looked["missing"]
     trial.save(path)
     if not quick:
-        for name, argv in (("unit", UNIT), ("stack", _stack_argv())):
-            trial.tests |= _test(environment, name, argv, assets)
+        stack = {part: STACK_TESTS[part] for part in trial.left if part in STACK_TESTS}
+        argv = [f"tests/stack/{test}" for tests in stack.values() for test in tests]
+        if stack:
+            trial.tests |= _test(environment, stack, argv, assets)
             trial.save(path)
+        if "unit" in trial.left:
+            trial.tests |= _test(environment, {"unit": ()}, UNIT, assets)
+    trial.save(path)
     return trial
 
 
-def _stack_argv() -> list[str]:
-    return [f"tests/stack/{test}" for tests in STACK_TESTS.values() for test in tests]
-
-
 def _test(
-    environment: Environment, name: str, arguments: Sequence[str], assets: Path
+    environment: Environment,
+    parts: Mapping[str, Sequence[str]],
+    arguments: Sequence[str],
+    assets: Path,
 ) -> dict[str, Counts]:
-    """Run pytest on the same examples in every environment."""
-    result = environment.folder / f"{name}.xml"
+    """Run pytest on the same examples in every environment; its counts by part."""
+    result = environment.folder / "tests.xml"
+    result.unlink(missing_ok=True)
     argv = [
         *(environment.python, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2"),
         *("--dist", "loadfile", "--no-loadscope-reorder", "--hypothesis-seed=0"),
@@ -146,8 +153,7 @@ def _test(
         "HYPOTHESIS_STORAGE_DIRECTORY": str(environment.folder / "hypothesis"),
         "VENV": str(environment.folder),
     }
-    status = environment.run(f"tests: {name}", argv, env=env, may_fail=True)
-    parts: Mapping[str, Sequence[str]] = {"unit": ()} if name == "unit" else STACK_TESTS
+    status = environment.run(f"tests: {', '.join(parts)}", argv, env=env, may_fail=True)
     counts = read_counts(result, parts) if result.is_file() else {part: Counts() for part in parts}
     if status not in (0, 1):  # pytest could not even start, or ended early
         return {part: Counts(c.passed, c.failed + 1, c.skipped) for part, c in counts.items()}

@@ -47,7 +47,7 @@ def compare_versions(
     """
     if python < (3, 10):
         text = f"Python {'.'.join(map(str, python))}"
-        return error("versions", text, "Use Python 3.10 to 3.12.")
+        return error("versions", text, "Use Python 3.10 or newer; 3.10 to 3.12 are tried.")
     wrong, missing = [], []
     for requirement in map(Requirement, required):
         version = installed.get(canonicalize_name(requirement.name))

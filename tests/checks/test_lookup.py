@@ -191,7 +191,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "error: CUDA_VISIBLE_DEVICES: GPUs 3 are to be used, and this machine has 3" in text
     [text] = gpus(run, 0)
     assert "GPUs 2, 3, 0, 1 are to be used, and torch sees none" in text
-    assert "scripts/launch.sh --cpu" in text
+    assert "swift-grpo-ext init cpu-run --preset cpu_2x6" in text
     assert gpus(run, 3, ["0", "2"]) == []
     assert "GPUs 5 are" in gpus(run, 3, ["0", "5"])[0]
     assert gpus(run, 0, []) == []  # for CPU
