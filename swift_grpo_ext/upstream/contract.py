@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from packaging.utils import canonicalize_name
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 TRIED = {
     "ms-swift": ("4.4.2", "4.5.3", "4.6.0"),
@@ -111,7 +111,7 @@ def untried(installed: Mapping[str, str]) -> list[str]:
     return [
         f"{name} {version} (nearest: {' and '.join(nearest)})"
         for name, version in releases(installed).items()
-        if (nearest := _nearest(Version(version), TRIED[name]))
+        if (nearest := _nearest(version, TRIED[name]))
     ]
 
 
@@ -122,8 +122,12 @@ def releases(installed: Mapping[str, str]) -> dict[str, str]:
     return {name: versions[0] for name, versions in found.items() if versions}
 
 
-def _nearest(version: Version, known: Iterable[str]) -> list[str]:
+def _nearest(installed: str, known: Sequence[str]) -> list[str]:
     """The releases before and after a version; none where it is one of them."""
+    try:
+        version = Version(installed)
+    except InvalidVersion:  # of a build of the user's own
+        return [known[-1]]
     release = Version(version.base_version)
     before = [v for v in known if Version(v) <= release]
     after = [v for v in known if Version(v) > release]

@@ -111,6 +111,7 @@ def test_a_name_is_looked_at_from_its_first_release_on(since: str, is_looked_at:
         ({"vllm": "0.33.0"}, ["vllm 0.33.0 (nearest: 0.32.0)"]),
         ({"vllm": "0.10.2"}, ["vllm 0.10.2 (nearest: 0.11.0)"]),
         ({"ms-swift": "4.6.0.dev0"}, ["ms-swift 4.6.0.dev0 (nearest: 4.6.0)"]),
+        ({"vllm": "mine"}, ["vllm mine (nearest: 0.32.0)"]),
         ({"numpy": "1.0"}, []),
     ],
 )
