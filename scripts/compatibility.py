@@ -7,7 +7,8 @@ A cell is an environment of its own under --environments: what ms-swift's releas
 vLLM's CPU build, made by uv in a minute (6 GB, most of it shared with the others), tested for a
 quarter of an hour, and removed. In it: what an installation of the plugin would change; the pins of
 upstream names, one by one; the unit tests; real trainings and servers (`compat/trial.py`).
-What was found is kept in --environments, so that a run that was ended goes on.
+What was found is kept in --environments, so that a run that was ended goes on. WORKERS is as for
+`scripts/test.sh`, 2 by default; vLLM 0.11 wants 1 on 24 GB of memory.
 
 Exit status 1: a cell that was tried does not work.
 """

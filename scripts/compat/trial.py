@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,8 @@ def _test(
     result = environment.folder / "tests.xml"
     result.unlink(missing_ok=True)
     argv = [
-        *(environment.python, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2"),
+        *(environment.python, "-m", "pytest", "-p", "no:cacheprovider"),
+        *("-n", os.environ.get("WORKERS", "2")),
         *("--dist", "loadfile", "--no-loadscope-reorder", "--hypothesis-seed=0"),
         *(f"--junitxml={result}", *arguments),
     ]
