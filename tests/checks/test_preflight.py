@@ -49,8 +49,9 @@ def arguments(**changes: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def newest_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same findings beside each vLLM."""
+def newest_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same findings beside each release."""
+    monkeypatch.setattr(preflight, "swift_version", lambda: TRIED["ms-swift"][-1])
     monkeypatch.setattr(preflight, "_vllm_version", lambda: Version(TRIED["vllm"][-1]))
 
 

@@ -385,7 +385,7 @@ def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
     engine = make(vllm)
     looked_at: list[str] = []
 
-    def tool_call(response: str, template_inputs: Any) -> None:
+    def tool_call(response: str, template_inputs: Any = None) -> None:  # ms-swift 4.4: without
         looked_at.append(response)
 
     engine._get_toolcall = tool_call

@@ -233,10 +233,11 @@ def _spawn_by_forking() -> None:
 
 def _as_if_new() -> None:
     """What imports read of the environment, and what is not the same in two processes."""
-    from swift.utils.logger import _get_log_level, _is_local_master
+    from swift.utils.logger import _is_local_master
 
+    level = (os.environ.get("LOG_LEVEL") or "INFO").upper()
     for name in ("swift", "modelscope"):
-        logging.getLogger(name).setLevel(_get_log_level() if _is_local_master() else logging.ERROR)
+        logging.getLogger(name).setLevel(level if _is_local_master() else logging.ERROR)
     np.random.seed()
 
 
