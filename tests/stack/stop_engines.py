@@ -99,13 +99,13 @@ class Goes(MultiTurnScheduler):
         if not self.in_same_message:
             infer_request.messages.append({"role": "user", "content": "And?"})
             return {"infer_request": infer_request}
-        token_ids, mask = self.get_response_token_data(infer_request, response_choice)
+        token_ids = response_choice.token_ids  # all of the turn: the template has no prefix
         added = self.tokenizer.encode(CONVERSATION.added, add_special_tokens=False)
         infer_request.messages[-1]["content"] += CONVERSATION.added
         return {
             "infer_request": infer_request,
             "response_token_ids": [*token_ids, *added],
-            "response_loss_mask": [*mask, *[0] * len(added)],
+            "response_loss_mask": [*[1] * len(token_ids), *[0] * len(added)],
         }
 
 
