@@ -90,6 +90,10 @@ def record_of_choice(choice: Any, infos: dict[str, Any] | None = None) -> dict[s
     }
 
 
+KNOWS_PREFIXES = hasattr(MultiTurnScheduler, "get_response_token_data")
+"""Not ms-swift 4.4: it gives a turn that a template begins without its beginning."""
+
+
 class Goes(MultiTurnScheduler):
     """Writes a token behind the first turn, in the same message or in one of a user."""
 
@@ -99,13 +103,16 @@ class Goes(MultiTurnScheduler):
         if not self.in_same_message:
             infer_request.messages.append({"role": "user", "content": "And?"})
             return {"infer_request": infer_request}
-        token_ids = response_choice.token_ids  # all of the turn: the template has no prefix
+        if KNOWS_PREFIXES:
+            token_ids, mask = self.get_response_token_data(infer_request, response_choice)
+        else:
+            token_ids, mask = response_choice.token_ids, [1] * len(response_choice.token_ids)
         added = self.tokenizer.encode(CONVERSATION.added, add_special_tokens=False)
         infer_request.messages[-1]["content"] += CONVERSATION.added
         return {
             "infer_request": infer_request,
             "response_token_ids": [*token_ids, *added],
-            "response_loss_mask": [*[1] * len(token_ids), *[0] * len(added)],
+            "response_loss_mask": [*mask, *[0] * len(added)],
         }
 
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from tests.stack.processes import started
 from tests.stack.spelled import END, expected_logprobs, write_speller
 from tests.stack.stop_cases import CASES, CONVERSATION, NEW_TOKEN, Case, one_token, sequences
-from tests.stack.stop_engines import COUNT
+from tests.stack.stop_engines import COUNT, KNOWS_PREFIXES
 
 pytestmark = pytest.mark.stack
 
@@ -95,6 +95,7 @@ def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
             assert results[f"{case.name}/{include}"]["detokenized"] == [needs_text]
 
 
+@pytest.mark.skipif(not KNOWS_PREFIXES, reason="ms-swift 4.4 drops the beginning of a turn")
 @in_vllm
 def test_a_turn_goes_on_from_exactly_the_tokens_of_the_one_before(
     drawn: tuple[str, dict[str, Any]], tokenizer: Any
