@@ -132,6 +132,7 @@ GOOD = Trial(
         ({"tests": {}}, False, "names only: 3.12"),
         ({"tests": {}, "pins_wrong": ["a.b is missing"]}, False, "not: 3.12"),
         ({"would_install": ["torch-2.14.0"]}, False, "not: 3.12"),
+        ({"would_install": ["ms_swift-4.7.0"]}, False, "not: 3.12"),
         ({"excluded": "a needs b", "tests": {}}, False, "excluded by their own requirements"),
     ],
 )

