@@ -19,7 +19,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
 from swift_grpo_ext.logits.head import (
@@ -238,6 +240,9 @@ class LogitsShim:
         true logits, [1, 1, V], of the last position, which show what it does to them.
         """
         head, transform = self._head, self._transform or unchanged
+        if isinstance(head, FSDPModule) and Version(torch.__version__) < Version("2.11"):
+            # Seen with 2.8, 2.9 and 2.10: the second chunk's backward meets a sharded weight.
+            return "FSDP2 shards its output embedding alone, which works from torch 2.11 on"
         logps = None
 
         def compute(hidden_BTH: Tensor) -> Tensor:
