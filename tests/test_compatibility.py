@@ -21,7 +21,10 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED_CELLS = ("4.6.0-0.23.0", "4.6.0-0.32.0")
+NEEDED_CELLS = (
+    *("4.6.0-0.11.0", "4.6.0-0.23.0", "4.6.0-0.25.1", "4.6.0-0.32.0"),
+    *("4.4.2-0.23.0", "4.4.2-0.25.1"),
+)
 """Those that ms-swift recommends, those of its images, and the pinned set."""
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 TRIED = {
-    "ms-swift": ("4.4.2", "4.6.0"),
+    "ms-swift": ("4.4.2", "4.5.3", "4.6.0"),
     "vllm": ("0.11.0", "0.23.0", "0.25.1", "0.32.0"),
-    "transformers": ("4.57.6", "5.12.1", "5.19.0"),
+    "transformers": ("4.57.6", "5.12.1", "5.16.1", "5.19.0"),
 }
 """Releases that training was seen to work with: docs/compatibility.md, made by
 `scripts/compatibility.py`."""

