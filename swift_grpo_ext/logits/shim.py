@@ -240,8 +240,7 @@ class LogitsShim:
         true logits, [1, 1, V], of the last position, which show what it does to them.
         """
         head, transform = self._head, self._transform or unchanged
-        if isinstance(head, FSDPModule) and Version(torch.__version__) < Version("2.11"):
-            # Seen with 2.8, 2.9 and 2.10: the second chunk's backward meets a sharded weight.
+        if _is_a_unit(head) and Version(torch.__version__) < Version("2.11"):
             return "FSDP2 shards its output embedding alone, which works from torch 2.11 on"
         logps = None
 
@@ -310,6 +309,12 @@ def base_model(model: Any) -> nn.Module:
             model = model.get_base_model()
         else:
             return cast(nn.Module, model)
+
+
+def _is_a_unit(head: nn.Module | None) -> bool:
+    """Whether FSDP2 shards a head by itself. The first chunk's backward then shards it again, and
+    the second one's fails with torch 2.8 to 2.10. accelerate 1.15 joins it with the last norm."""
+    return isinstance(head, FSDPModule) and len(head._get_fsdp_state()._modules) == 1
 
 
 def keyword_of(model: nn.Module) -> str | None:
