@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from compat.environment import STACKS, SWIFT, Cell, Environment, _reason
-from compat.table import BEGIN, END, PAGES, READMES, overview, put_into, table
+from compat.table import BEGIN, END, PAGES, READMES, overview, put_into, summary, table
 from compat.trial import STACK_TESTS, Counts, Trial, read_counts
 from packaging.requirements import Requirement
 
@@ -147,6 +147,19 @@ def test_it_works_where_nothing_speaks_against_it(
     assert verdict in overview([trial])
     trial.save(tmp_path / "cell.json")
     assert Trial.load(tmp_path / "cell.json") == trial
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "works: unit 2 passed, seeds 2 passed"),
+        ({"tests": {}}, "153 names hold; nothing was run"),
+        ({"excluded": "a needs b", "tests": {}}, "no such environment: a needs b"),
+        ({"tests": {"unit": Counts(3, 1)}}, "not all seen to work: unit 3 passed, 1 failed, seeds"),
+    ],
+)
+def test_a_cell_in_a_line(changes: dict[str, object], words: str) -> None:
+    assert summary(replace(GOOD, **changes)).startswith(words)  # type: ignore[arg-type]
 
 
 def test_what_has_not_passed_is_left_to_do() -> None:

@@ -49,6 +49,8 @@ def summary(trial: Trial) -> str:
     """One line for the terminal."""
     if trial.excluded:
         return f"no such environment: {trial.excluded}"
+    if _names_hold(trial):
+        return f"{trial.pins_held} names hold; nothing was run"
     counts = ", ".join(f"{name} {_counts(trial.tests.get(name))}" for name in PARTS)
     wrong = f"; {'; '.join(trial.pins_wrong)}" if trial.pins_wrong else ""
     return f"{'works' if trial.works else 'not all seen to work'}: {counts}{wrong}"
