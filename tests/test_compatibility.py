@@ -175,7 +175,9 @@ def test_the_table_says_why_not() -> None:
     older = replace(
         GOOD, cell="4.6.0-0.11.0-3.10", missing=["a saving"], pins_wrong=["a.b is missing"]
     )
-    lines = table([refused, older, GOOD]).splitlines()
+    looked_at = replace(GOOD, cell="4.5.3-0.25.1-3.11", tests={})
+    refused_too = replace(refused, cell="4.4.2-0.32.0-3.11")
+    lines = table([refused, refused_too, older, looked_at, GOOD]).splitlines()
     assert lines[2].startswith(
         "| 4.6.0 | 0.11.0 | 3.10 | 5.19.0 | 2.13.0 | no | 1, none of the stack |"
     )
@@ -184,9 +186,11 @@ def test_the_table_says_why_not() -> None:
     )
     assert lines[3].endswith("| 2 passed | 2026-11-23, abc |")
     assert lines[5:] == [
+        "- Names hold, an installation changes none of the stack, nothing was run: "
+        "4.5.3-0.25.1-3.11.",
         "- vLLM 0.11.0 goes without: a saving.",
         "- 4.6.0-0.11.0-3.10: `a.b is missing`.",
-        "- 4.4.2-0.32.0 cannot be installed: ms-swift needs transformers<5.13",
+        "- 4.4.2-0.32.0, 4.4.2-0.32.0-3.11 cannot be installed: ms-swift needs transformers<5.13",
     ]
 
 

@@ -25,9 +25,10 @@ def write_tables(trials: Sequence[Trial]) -> None:
 
 
 def table(trials: Iterable[Trial]) -> str:
-    """Markdown: a row for each cell; below it what excludes what, and what releases go without."""
+    """Markdown: a row for each cell that was tested; below it those of which only names were looked
+    at, what excludes what, and what releases go without."""
     ordered = sorted(trials, key=lambda trial: _order(Cell.of(trial.cell)))
-    rows = [_row(trial) for trial in ordered if not trial.excluded]
+    rows = [_row(trial) for trial in ordered if not (trial.excluded or _names_hold(trial))]
     return "\n".join([*_rows(HEAD, rows), "", *_notes(ordered)])
 
 
@@ -94,7 +95,7 @@ def _row(trial: Trial) -> list[str]:
     return [
         *(cell.swift, cell.vllm, cell.python),
         *(trial.versions.get(name, "") for name in SHOWN),
-        "yes" if trial.works else "names" if _names_hold(trial) else "no",
+        "yes" if trial.works else "no",
         ", ".join(trial.changes) or f"{len(trial.would_install or [])}, none of the stack",
         *(_counts(trial.tests.get(part)) for part in PARTS),
         f"{trial.date}, {trial.commit}",
@@ -103,7 +104,7 @@ def _row(trial: Trial) -> list[str]:
 
 def _names_hold(trial: Trial) -> bool:
     """Only names were looked at, and nothing speaks against it."""
-    return not (trial.tests or trial.pins_wrong or trial.changes)
+    return not (trial.tests or trial.pins_wrong or trial.changes or trial.excluded)
 
 
 def _verdict(trials: Sequence[Trial]) -> str:
@@ -132,7 +133,14 @@ def _counts(counts: Counts | None) -> str:
 
 
 def _notes(trials: Sequence[Trial]) -> list[str]:
-    excluded = [f"- {t.cell} cannot be installed: {t.excluded}" for t in trials if t.excluded]
+    said = "Names hold, an installation changes none of the stack, nothing was run"
+    cells = ", ".join(trial.cell for trial in trials if _names_hold(trial))
+    only_names = [f"- {said}: {cells}."] if cells else []
+    reasons: dict[str, list[str]] = {}
+    for trial in trials:
+        if trial.excluded:
+            reasons.setdefault(trial.excluded, []).append(trial.cell)
+    excluded = [f"- {', '.join(c)} cannot be installed: {why}" for why, c in reasons.items()]
     missing: dict[str, set[str]] = {}
     for trial in trials:
         if trial.missing:
@@ -143,4 +151,4 @@ def _notes(trials: Sequence[Trial]) -> list[str]:
         for release in sorted(missing)
     ]
     wrong = [f"- {t.cell}: `{text}`." for t in trials for text in t.pins_wrong]
-    return [*without, *wrong, *excluded]
+    return [*only_names, *without, *wrong, *excluded]
