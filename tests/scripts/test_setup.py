@@ -44,6 +44,11 @@ def test_threads_of_scripts_sleep_while_they_wait() -> None:
     assert policy(OMP_WAIT_POLICY="ACTIVE") == "ACTIVE\n"
 
 
+def free(gib: int) -> str:
+    """A stand-in for `df -Pk`."""
+    return f"#!/bin/bash\nprintf 'Filesystem\\n/dev/x 1 1 {gib << 20} 1%% /\\n'\n"
+
+
 class Clone:
     """A folder with the script and all that it reads."""
 
@@ -60,6 +65,7 @@ class Clone:
         for name in ("python3.12", "python3.10", "python3"):
             self.put(name, "#!/bin/bash\necho 'command not found' >&2; exit 127\n")
         self.put("python3.11", INTERPRETER.replace("VERSION", "3.11"))
+        self.put("df", free(gib=100))  # the machine's own disk may be nearly full
         self.calls = folder / "calls"
 
     def put(self, name: str, text: str) -> Path:
@@ -287,7 +293,7 @@ def test_ctrl_c_and_again(clone: Clone, seconds: float) -> None:
 
 
 def test_a_full_disk_is_seen_before_anything_is_made(clone: Clone) -> None:
-    clone.put("df", "#!/bin/bash\nprintf 'Filesystem\\n/dev/x 1 1 2097152 1%% /\\n'\n")
+    clone.put("df", free(gib=2))
     status, output = clone.run()
     assert status == 1
     assert "has 2 GiB free, and the environment takes 5" in output
