@@ -113,7 +113,7 @@ def _verdict(trials: Sequence[Trial]) -> str:
         return "excluded by their own requirements" if trials else "not tried"
     words = {
         "Python {}": [t for t in makeable if t.works],
-        "names only: {}": [t for t in makeable if not t.works and _names_hold(t)],
+        "names only: {}": [t for t in makeable if _names_hold(t)],
         "not: {}": [t for t in makeable if not t.works and not _names_hold(t)],
     }
     return "; ".join(

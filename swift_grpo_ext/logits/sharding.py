@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
 
@@ -63,3 +64,15 @@ def shard_ranks(model: nn.Module) -> ShardRanks:
             mesh = parameter.device_mesh
             return ShardRanks(tuple(mesh.get_all_groups()), mesh.device_type)
     return ShardRanks()
+
+
+def backward_takes_chunks(head: nn.Module | None) -> bool:
+    """It does, but in FSDP2 before torch 2.11 where the head is a unit of its own.
+
+    The first chunk's backward shards it again there, and the second one's fails (2.8 to 2.10).
+    accelerate 1.15 makes one unit of head and last norm, which works.
+    """
+    # The version comes first: the private names are those of releases that change no more.
+    if Version(torch.__version__) >= Version("2.11") or not isinstance(head, FSDPModule):
+        return True
+    return len(head._get_fsdp_state()._modules) > 1

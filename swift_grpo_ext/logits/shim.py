@@ -19,9 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
 from swift_grpo_ext.logits.head import (
@@ -35,7 +33,7 @@ from swift_grpo_ext.logits.head import (
     summed_in_float32,
     unchanged,
 )
-from swift_grpo_ext.logits.sharding import ShardRanks, shard_ranks
+from swift_grpo_ext.logits.sharding import ShardRanks, backward_takes_chunks, shard_ranks
 
 KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
 """Spellings, newest first."""
@@ -240,7 +238,7 @@ class LogitsShim:
         true logits, [1, 1, V], of the last position, which show what it does to them.
         """
         head, transform = self._head, self._transform or unchanged
-        if _is_a_unit(head) and Version(torch.__version__) < Version("2.11"):
+        if not backward_takes_chunks(head):
             return "FSDP2 shards its output embedding alone, which works from torch 2.11 on"
         logps = None
 
@@ -309,12 +307,6 @@ def base_model(model: Any) -> nn.Module:
             model = model.get_base_model()
         else:
             return cast(nn.Module, model)
-
-
-def _is_a_unit(head: nn.Module | None) -> bool:
-    """Whether FSDP2 shards a head by itself. The first chunk's backward then shards it again, and
-    the second one's fails with torch 2.8 to 2.10. accelerate 1.15 joins it with the last norm."""
-    return isinstance(head, FSDPModule) and len(head._get_fsdp_state()._modules) == 1
 
 
 def keyword_of(model: nn.Module) -> str | None:

@@ -99,10 +99,8 @@ def execute(installed: Path, cwd: Path, entry: str, *argv: str) -> str:
 def script(entry: str) -> list[str]:
     module, _, function = entry.partition(":")
     as_script = "import sys; sys.path.remove('')"  # the folder that it stands in (3.11: -P)
-    return [
-        *(sys.executable, "-c"),
-        f"{as_script}; from {module} import {function} as main; sys.exit(main())",
-    ]
+    code = f"{as_script}; from {module} import {function} as main; sys.exit(main())"
+    return [sys.executable, "-c", code]
 
 
 def environment(installed: Path) -> dict[str, str]:
