@@ -24,4 +24,4 @@ case "${1:-}" in
   "") set -- -m "not extra" ;;
   --all) shift ;;
 esac
-exec python -m pytest -n "${WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest -n "${WORKERS:-3}" --max-worker-restart 0 --dist loadfile --no-loadscope-reorder "$@"

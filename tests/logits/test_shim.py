@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from swift_grpo_ext.logits import LogitsShim, UnsupportedModelError, base_model, chunked_logps
 from swift_grpo_ext.logits.head import summed_in_float32
@@ -210,39 +208,6 @@ def test_without_chunks_all_at_once(name: str) -> None:
         assert_close(found, expected)
     assert len(texts) == 2
     assert sum("--logps_chunk_size has no effect" in text for text in texts) == 1
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("release", ["2.8.0+cu128", "2.10.0", "2.11.0+cpu"])
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_a_head_that_fsdp2_shards_alone(
-    is_alone: bool,
-    release: str,
-    world_of_one: None,
-    monkeypatch: pytest.MonkeyPatch,
-    warned: list[str],
-) -> None:
-    """Before 2.11 the backward of its second chunk ended the training (`mixed torch.Tensor and
-    DTensor`)."""
-    monkeypatch.setattr(torch, "__version__", release)
-    model, inputs = build("Qwen2"), inputs_of("Qwen2")
-    mask = chosen_mask(inputs)
-    targets = inputs["input_ids"][mask]
-    expected = shim_of(model, warned).logps(model, inputs, mask, targets).logps_N
-    fully_shard([model.lm_head] if is_alone else [model.model.norm, model.lm_head])
-    fully_shard(model)
-    shim = shim_of(model, warned)
-    for _ in range(2):
-        found = shim.logps(model, inputs, mask, targets, chunk_size=4).logps_N
-        torch.testing.assert_close(found, expected)
-    said = ["works from torch 2.11 on. --logps_chunk_size has no effect" in w for w in warned]
-    assert said == [True] * (is_alone and not release.startswith("2.11"))
 
 
 def test_unequal_prompts_cost_their_completions_only(warned: list[str]) -> None:

@@ -63,6 +63,24 @@ def test_sharded(results: list[dict[Any, Any]], case: Case) -> None:
     assert_as_unsharded(results, case)
 
 
+@pytest.mark.parametrize("head", two_ranks.HEADS, ids=str)
+def test_a_head_that_fsdp2_shards_alone(
+    results: list[dict[Any, Any]], head: tuple[str, bool]
+) -> None:
+    """Before 2.11 the backward of its second chunk ended the training (`mixed torch.Tensor and
+    DTensor`)."""
+    release, is_alone = head
+    is_refused = is_alone and not release.startswith("2.11")
+    for result in (of_rank[head] for of_rank in results):
+        for found in result["found"]:
+            torch.testing.assert_close(found, result["expected"])
+        said = [
+            "works from torch 2.11 on. --logps_chunk_size has no effect" in w
+            for w in result["warned"]
+        ]
+        assert said == [True] * is_refused
+
+
 @pytest.mark.parametrize("case", zero3.CASES, ids=str)
 def test_zero3(results_of_zero3: list[dict[Any, Any]], case: Case) -> None:
     assert_as_unsharded(results_of_zero3, case)

@@ -4,7 +4,7 @@ comes to, under DDP and with sharded weights.
     python -m tests.logits.two_ranks FOLDER
 
 Writes `FOLDER/rankR.pt`: for each case of DDP, the two gradients after their reduction; for each
-case of `sharded.py`, what its `compare` returns, or the error.
+case of `sharded.py`, what its `compare` returns, or the error; for each of `HEADS`, its `logps`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.logits import LogitsShim
@@ -28,6 +29,13 @@ CASES = [
     for lora in (False, True)
     for find_unused in (False, True)
 ]
+HEADS = [
+    (release, is_alone)
+    for release in ("2.8.0+cu128", "2.10.0", "2.11.0+cpu")
+    for is_alone in (True, False)
+]
+"""A release that torch is taken for, and whether the head is a unit of its own in FSDP2."""
+
 STEPS = 2
 WAIT = timedelta(seconds=120)
 """A collective that only one rank takes part in fails after it; a busy machine may hold one up."""
@@ -38,6 +46,7 @@ def run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=WAIT)
     torch.set_num_threads(1)
     results: dict[Any, Any] = {case: compare(rank, *case) for case in CASES}
+    results |= {head: logps(*head) for head in HEADS}
     for case in sharded.CASES:
         try:
             results[tuple(case)] = sharded.compare(rank, case, sharded.gathered_or_fsdp2)
@@ -65,6 +74,26 @@ def compare(rank: int, chunk_size: int, lora: bool, find_unused: bool) -> list[A
         return log_p.gather(-1, targets[:, None])[:, 0]
 
     return [gradients(model, values_of) for values_of in (ours, plain)]
+
+
+def logps(release: str, is_alone: bool) -> dict[str, Any]:
+    """Log-probabilities in chunks, twice, beside those of the whole model."""
+    model, inputs = models.build("Qwen2"), models.inputs_of("Qwen2")
+    mask = inputs["attention_mask"].bool()
+    targets = inputs["input_ids"][mask]
+    warned: list[str] = []
+    expected = LogitsShim(model).logps(model, inputs, mask, targets).logps_N.detach()
+    fully_shard([model.lm_head] if is_alone else [model.model.norm, model.lm_head])
+    fully_shard(model)
+    torch.__version__, own = release, torch.__version__
+    try:
+        shim = LogitsShim(model, warn=warned.append)
+        found = [
+            shim.logps(model, inputs, mask, targets, chunk_size=4).logps_N.detach() for _ in "12"
+        ]
+    finally:
+        torch.__version__ = own
+    return {"found": found, "expected": expected, "warned": warned}
 
 
 def gradients(model: Any, values_of: Callable[[], Tensor]) -> dict[str, Tensor]:
