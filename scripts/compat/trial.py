@@ -148,7 +148,7 @@ def _test(
     result.unlink(missing_ok=True)
     argv = [
         *(environment.python, "-m", "pytest", "-p", "no:cacheprovider"),
-        *("-n", os.environ.get("WORKERS", "2")),
+        *("-n", os.environ.get("WORKERS", "2"), "--max-worker-restart", "0"),
         *("--dist", "loadfile", "--no-loadscope-reorder", "--hypothesis-seed=0"),
         *(f"--junitxml={result}", *arguments),
     ]

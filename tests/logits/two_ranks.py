@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -77,22 +78,22 @@ def compare(rank: int, chunk_size: int, lora: bool, find_unused: bool) -> list[A
 
 
 def logps(release: str, is_alone: bool) -> dict[str, Any]:
-    """Log-probabilities in chunks, twice, beside those of the whole model."""
+    """Log-probabilities of a sharded model in chunks, twice, beside those of the whole one."""
     model, inputs = models.build("Qwen2"), models.inputs_of("Qwen2")
-    mask = inputs["attention_mask"].bool()
-    targets = inputs["input_ids"][mask]
+    mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+    mask[:, 4:10] = True
     warned: list[str] = []
-    expected = LogitsShim(model).logps(model, inputs, mask, targets).logps_N.detach()
-    fully_shard([model.lm_head] if is_alone else [model.model.norm, model.lm_head])
-    fully_shard(model)
-    torch.__version__, own = release, torch.__version__
-    try:
+
+    def of_pass(shim: LogitsShim, chunk_size: int = 0) -> Tensor:
+        targets = inputs["input_ids"][mask]
+        return shim.logps(model, inputs, mask, targets, chunk_size=chunk_size).logps_N.detach()
+
+    with patch.object(torch, "__version__", release):
+        expected = of_pass(LogitsShim(model, warn=warned.append))
+        fully_shard([model.lm_head] if is_alone else [model.model.norm, model.lm_head])
+        fully_shard(model)
         shim = LogitsShim(model, warn=warned.append)
-        found = [
-            shim.logps(model, inputs, mask, targets, chunk_size=4).logps_N.detach() for _ in "12"
-        ]
-    finally:
-        torch.__version__ = own
+        found = [of_pass(shim, chunk_size=4) for _ in range(2)]
     return {"found": found, "expected": expected, "warned": warned}
 
 
