@@ -22,21 +22,20 @@ def register() -> None:
     from swift.callbacks import callbacks_map
     from swift.trainers import TrainerFactory
 
+    from swift_grpo_ext import command_line
     from swift_grpo_ext.diversity.monitor import DiversityMonitor
-    from swift_grpo_ext.upstream import flags
 
     if news := untried(tried_packages()):
         swift.utils.get_logger().warning(
             f"swift-grpo-ext was not tried with {', '.join(news)}. All names that it builds on are "
             "there; `swift-grpo-ext selftest` checks its promises on this machine."
         )
-    flags.install()
+    command_line.install()
     TrainerFactory.TRAINER_MAPPING["grpo"] = TRAINER
     TrainerFactory.TRAINING_ARGS_MAPPING["grpo"] = TRAINING_ARGUMENTS
     callbacks_map["diversity"] = DiversityMonitor
-    # `swift rollout` names its engine when its module loads, which is before plugins are imported.
-    # The trainer puts ours in place itself, when it makes its engine.
+    # The trainer puts the engine in place itself, when it makes one.
     if "swift.pipelines.infer.rollout" in sys.modules:
-        from swift_grpo_ext.rollout import engine
+        from swift_grpo_ext.server import routes
 
-        engine.install()
+        routes.install_where_served()

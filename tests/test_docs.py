@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext import cli
-from swift_grpo_ext.arguments import flag_names
+from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.tools import cli
 from tests.documents import Page, is_relative, originals
 from tests.newest import is_newest
 from tests.record.rows import ROW, sample_id, write_session

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.arguments import flag_infos, flag_names, show
+from swift_grpo_ext.flags import flag_infos, flag_names, show
 from tests.documents import Page, counterpart, drift, originals, slug
 
 ROOT = Path(__file__).resolve().parents[1]

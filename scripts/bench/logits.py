@@ -6,7 +6,7 @@ Writes the JSON and, beside it, the tables as Markdown. A Qwen2 with random weig
 vocabulary and next to nothing else, so that logits are what is measured: forward and backward of
 the sum of all log-probabilities, in float32 on CPU (`--dtype`, `--device cuda`). Each measurement
 has a process of its own; ways take turns within a repetition. Peaks are of torch's allocator,
-beyond the model (`selftest/peak.py`).
+beyond the model (`tools/selftest/peak.py`).
 
     python scripts/bench/logits.py --kernels --device cuda --dtype bfloat16 --head-width 3584
 
@@ -39,7 +39,7 @@ from common import command, environment
 from torch import Tensor
 from tqdm import tqdm
 
-from swift_grpo_ext.selftest.peak import peak_bytes
+from swift_grpo_ext.tools.selftest.peak import peak_bytes
 
 QWEN_VOCABULARY = 151_936
 HIDDEN = 64

@@ -44,9 +44,9 @@ from swift.rlhf_trainers.utils import encode_sample
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
-from swift_grpo_ext.arguments import ExtFlags
+from swift_grpo_ext.flags import ExtFlags
+from swift_grpo_ext.media.shared import RoundMedia
 from swift_grpo_ext.rollout.draw import to_rollout_outputs
-from swift_grpo_ext.training.shared_media import RoundMedia
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
 MARGIN = 0.05

@@ -34,12 +34,12 @@ from step_clock import PhaseClock
 from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
-from swift_grpo_ext.rollout import draw, servers, wire
+from swift_grpo_ext.rollout import draw, wire
 from swift_grpo_ext.rollout.rank_group import training_ranks
-from swift_grpo_ext.rollout.servers import RolloutServers
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.groups import fingerprints, sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round
+from swift_grpo_ext.server.client import RolloutServers
 from swift_grpo_ext.training.rollouts import (
     DuplicateCheck,
     RolloutSettings,
@@ -141,7 +141,7 @@ def run_rank(
         clock.wrap(ranks, {"all_gather": "plan", "gather": "rows", "scatter": "scatter"})
         clock.wrap(draw, {"make_slices": "plan", "plan_requests": "plan", "_rows": "own"})
         clock.wrap(draw, {"split_by_rank": "read"})
-        clock.wrap(servers.wire, {"unpack_answer": "read"})
+        clock.wrap(client.wire, {"unpack_answer": "read"})
 
     def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
         with clock.phase("send"):

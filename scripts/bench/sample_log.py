@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from swift_grpo_ext.record.export import summary
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.tools.export import summary
 
 VOCABULARY = 151_936
 GROUP_SIZE = 8

@@ -31,7 +31,7 @@ from swift.rlhf_trainers.utils import encode_sample
 from swift.template import get_template
 from tqdm import tqdm
 
-from swift_grpo_ext.training.shared_media import shared_media
+from swift_grpo_ext.media.shared import shared_media
 
 Context = Callable[[], AbstractContextManager[Any]]
 PACKAGES = ("ms-swift", "transformers", "torch", "torchvision", "qwen-vl-utils", "pillow")

@@ -115,7 +115,7 @@ def make_score(rng: np.random.Generator, sample_id: SampleId) -> RewardRow:
 
 def measure(run_dir: Path) -> None:
     start = time.perf_counter()
-    code = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
+    code = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "view", str(run_dir), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:

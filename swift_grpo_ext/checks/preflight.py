@@ -23,16 +23,10 @@ from packaging.version import Version
 from swift.utils import get_logger
 from torch import distributed
 
-from swift_grpo_ext.arguments import (
-    DiversityFlags,
-    RecordFlags,
-    RolloutFlags,
-    StopFlags,
-    check_flags,
-)
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_duplicates, check_rows
+from swift_grpo_ext.flags import DiversityFlags, RecordFlags, RolloutFlags, StopFlags, check_flags
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import swift_version

@@ -7,6 +7,7 @@ Only headers are read, so that tens of thousands of images take seconds.
 from __future__ import annotations
 
 import base64
+import inspect
 import io
 import os
 import random
@@ -221,3 +222,29 @@ def _drawn(length: int, most: int) -> Sequence[int]:
     if length <= most:
         return range(length)
     return sorted(random.Random(0).sample(range(length), most))
+
+
+def encoding_error(template: Any, row: Mapping[str, Any]) -> str | None:
+    """Why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it."""
+    if not row.get("messages"):
+        return "it has no messages"
+    if bad := bad_media(row):
+        return bad
+    try:
+        encode_prompt(template, row)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+def encode_prompt(template: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Encode a row's prompt, once: `template.encode` would try three times, and what loads a URL
+    has retries of its own."""
+    import torch
+    from swift.utils import remove_response
+
+    prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
+    remove_response(prompt["messages"])
+    with torch.inference_mode():
+        encoded: dict[str, Any] = inspect.unwrap(type(template).encode)(template, prompt)
+    return encoded

@@ -1,6 +1,6 @@
 """The words of alarms, in English and Chinese, for the log and the report. Pure.
 
-`templates/words.json` holds all words as [English, Chinese].
+`words.json` holds all words as [English, Chinese].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_NAMED_ORIGINS = 4
 @cache
 def read_words() -> dict[str, list[str]]:
     """All words by key: English, Chinese."""
-    path = Path(__file__).with_name("templates") / "words.json"
+    path = Path(__file__).with_name("words.json")
     words: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     return words
 

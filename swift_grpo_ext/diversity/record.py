@@ -52,7 +52,7 @@ class RoundRecord:
     """Numbers of groups: first those with collisions, then those with most copies."""
 
     remedy: str = ""
-    """Key of the remedy in `templates/words.json`; empty without alarm."""
+    """Key of the remedy in `words.json`; empty without alarm."""
 
     alarm: str | None = None
     """The alarm's text; None for none."""

@@ -24,7 +24,7 @@ from swift.utils import get_logger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_grpo_ext.arguments import chunk_size
+from swift_grpo_ext.flags import chunk_size
 from swift_grpo_ext.logits import KEYWORDS, LogitsShim, base_model, token_logps
 from swift_grpo_ext.logits.chunked import Logps
 from swift_grpo_ext.logits.shared_prompt import SharedPrompt

@@ -47,6 +47,23 @@ class RequestError(ValueError):
     """A request is at fault itself: no other worker gets it."""
 
 
+FAILURE = "swift_grpo_ext.failure"
+"""Key under which a replica answers why it failed, where ms-swift's loop answers None."""
+
+REQUEST_FAULT = "swift_grpo_ext.request_fault"
+"""Beside it where the request itself is at fault."""
+
+noted_failure: dict[str, Any] = {}
+"""What this process, a replica, answers in place of None to the command that it is at."""
+
+
+def note_failure(error: Exception) -> None:
+    """Have this replica's answer say why it failed."""
+    is_fault = isinstance(error, RequestError)
+    cause = error.__cause__ if is_fault else error
+    noted_failure.update({FAILURE: f"{type(cause).__name__}: {cause}", REQUEST_FAULT: is_fault})
+
+
 def dispatch(
     costs: Sequence[float],
     workers: Callable[[], Mapping[Worker, float]],

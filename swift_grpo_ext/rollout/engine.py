@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,13 +29,14 @@ from swift.utils import get_logger
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from swift_grpo_ext.media import paths
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.dispatch import RequestError
+from swift_grpo_ext.rollout.dispatch import RequestError, note_failure
 from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, with_stop_reason
-from swift_grpo_ext.upstream import data_parallel, media_paths, pins, server, startup, vllm_repairs
+from swift_grpo_ext.upstream import data_parallel, pins, startup, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import (
@@ -45,7 +45,6 @@ from swift_grpo_ext.upstream.encoding import (
     supply_video_loader,
     tool_calls,
 )
-from swift_grpo_ext.upstream.replicas import note_failure
 
 logger = get_logger()
 
@@ -87,7 +86,7 @@ class RolloutEngine(GRPOVllmEngine):
             startup.freeze_heap()
         supply_video_loader()
         if self._serves:
-            media_paths.check_redirects()
+            paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         self._placeholder_bias = logit_bias(placeholder_ids(self.template))
         size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
@@ -212,7 +211,11 @@ class RolloutEngine(GRPOVllmEngine):
         ms-swift has set the user's stop words and the template's; it gives one-token words as ids
         too.
         """
-        stops = self._template_stops.stops(generation_config.stop or (), metadata)
+        stops = self._template_stops.stops(
+            generation_config.stop or (),
+            metadata.stop_token_ids,
+            include=metadata.include_stop_str_in_output,
+        )
         ids = [*(generation_config.stop_token_ids or ()), *stops.tokens]
         generation_config.stop_token_ids = list(dict.fromkeys(ids))
         generation_config.stop = list(stops.strings)
@@ -408,15 +411,10 @@ _verify_once = cache(verify)  # of a second training in one process, the hooks a
 
 
 def install() -> None:
-    """Put `RolloutEngine` where the trainer and `swift rollout` look for their engine.
+    """Put `RolloutEngine` where the trainer looks for its engine.
 
     Raises:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
     _verify_once((*pins.ENGINE, *(() if has_accelerator() else pins.CPU)))
     swift.infer_engine.GRPOVllmEngine = RolloutEngine
-    served: Any = sys.modules.get(ROLLOUT_MODULE)
-    if served is not None and served.GRPOVllmEngine is not RolloutEngine:
-        _verify_once(pins.SERVER)
-        served.GRPOVllmEngine = RolloutEngine
-        server.install()

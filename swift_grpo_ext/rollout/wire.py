@@ -31,6 +31,9 @@ TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 """Names a request; its answer has the same name (SPEC F1)."""
 
+ADAPTER_FAULT = "swift_grpo_ext.adapter_fault"
+"""Key beside a worker's checksums: why its engine does not draw with the trainer's adapter."""
+
 GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
 TRAINER_TIMEOUTS = 3.0

@@ -8,7 +8,6 @@ from typing import Any
 
 from swift.infer_engine.protocol import ChatCompletionResponseChoice
 
-from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.stops.rule import (
     Ending,
     StopReason,
@@ -42,18 +41,22 @@ class TemplateStops:
         self.special_ids = special_ids(self._tokenizer)
         self.end_ids = end_ids(template)
 
-    def stops(self, words: Sequence[str], metadata: RequestMetadata) -> Stops:
+    def stops(
+        self, words: Sequence[str], token_ids: Sequence[int] = (), *, include: bool = True
+    ) -> Stops:
         """The settings of one request.
 
         Args:
             words: stop strings, those of the template and the engine behind the user's.
+            token_ids: `--stop_token_ids`.
+            include: `--include_stop_str_in_output`.
         """
         return make_stops(
             words,
-            metadata.stop_token_ids,
+            token_ids,
             special_ids=self.special_ids,
             end_ids=self.end_ids,
-            include=metadata.include_stop_str_in_output,
+            include=include,
         )
 
     def find_ending(self, token_ids: Sequence[int], stops: Stops) -> Ending:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.arguments import chunk_size, show
+from swift_grpo_ext.flags import chunk_size, show
 from swift_grpo_ext.version import __version__
 
 

@@ -12,6 +12,7 @@ import torch
 from swift.infer_engine.protocol import RequestConfig
 from swift.utils import get_logger
 
+from swift_grpo_ext.media.lazy_concat import before_collating
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.groups import parse_request_id
@@ -21,7 +22,6 @@ from swift_grpo_ext.training.agreement import (
     check_counts,
     gap_limit,
 )
-from swift_grpo_ext.training.lazy_concat import before_collating
 from swift_grpo_ext.training.prompt_match import check_prompt, with_cut_prompt, with_text_of
 
 logger = get_logger()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
-from swift.utils import get_logger, remove_response
+from swift.utils import get_logger
 
-from swift_grpo_ext.checks.rows import bad_media, question_of
+from swift_grpo_ext.checks.rows import encode_prompt, encoding_error, question_of
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.replacement import Row, candidate_order, replace_groups
 from swift_grpo_ext.sampling.rounds import Round, RoundClock
@@ -115,7 +113,7 @@ def tell_long_prompts(template: Any, rows: Sequence[Row], *, use_vllm: bool) -> 
     try:
         for number in range(num_looked_at):
             with suppress(Exception):  # `check_rows` and the round tell of rows that are broken
-                lengths.append(len(_encode(template, rows[number])["input_ids"]))
+                lengths.append(len(encode_prompt(template, rows[number])["input_ids"]))
     finally:
         template.max_length = max_length
         template.set_mode(mode)
@@ -131,26 +129,3 @@ def tell_long_prompts(template: Any, rows: Sequence[Row], *, use_vllm: bool) -> 
         f"longer prompts (the longest: {max(lengths, default=0)} tokens); {fate} "
         f"(--truncation_strategy {'left' if is_cut else 'delete'})."
     )
-
-
-def encoding_error(template: Any, row: Row) -> str | None:
-    """Why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it."""
-    if not row.get("messages"):
-        return "it has no messages"
-    if bad := bad_media(row):
-        return bad
-    try:
-        _encode(template, row)
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
-    return None
-
-
-def _encode(template: Any, row: Row) -> dict[str, Any]:
-    """Encode a row's prompt, once: `template.encode` would try three times, and what loads a URL
-    has retries of its own."""
-    prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
-    remove_response(prompt["messages"])
-    with torch.inference_mode():
-        encoded: dict[str, Any] = inspect.unwrap(type(template).encode)(template, prompt)
-    return encoded

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.arguments import BYTES_PER_GB
+from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.record.log import SampleLog, next_session
 from swift_grpo_ext.record.row import SampleRow, sample_row
 from swift_grpo_ext.rollout import wire

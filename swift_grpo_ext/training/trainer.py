@@ -18,8 +18,11 @@ from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
 from torch import nn
 
-from swift_grpo_ext.arguments import ExtFlags
+from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
+from swift_grpo_ext.media.encoder_cache import EncoderCache
+from swift_grpo_ext.media.lazy_concat import media_joined_late
+from swift_grpo_ext.media.shared import RoundMedia
 from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout.placeholders import mask_models
@@ -48,15 +51,12 @@ from swift_grpo_ext.training.batch import (
 )
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
-from swift_grpo_ext.training.encoder_cache import EncoderCache
-from swift_grpo_ext.training.lazy_concat import media_joined_late
 from swift_grpo_ext.training.prompts import (
     rank_rows,
     replace_failing_prompts,
     round_clock,
     tell_long_prompts,
 )
-from swift_grpo_ext.training.shared_media import RoundMedia
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
@@ -141,7 +141,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         super()._prepare_vllm()
         servers = None
         if not self.args.use_vllm:
-            from swift_grpo_ext.stops.transformers_engine import RolloutTransformersEngine
+            from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
 
             upstream: Any = vars(self)["engine"]
             self.engine = RolloutTransformersEngine(

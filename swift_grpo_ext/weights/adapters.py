@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.weights.checksums import (
-    ADAPTER_FAULT,
     MOST_NAMED,
     WeightChecksums,
     WeightUpdateError,

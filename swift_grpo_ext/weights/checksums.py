@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+
 WeightChecksums = dict[str, str]
 """For each tensor's name its type, shape and checksum, as text."""
 
@@ -25,9 +27,6 @@ ORDERED_BLOCKS = 64
 MOST_NAMED = 5
 UNFILLED = "swift_grpo_ext.unfilled"
 """Key beside a worker's checksums: parameters that the update has left as they were, in words."""
-
-ADAPTER_FAULT = "swift_grpo_ext.adapter_fault"
-"""Beside them where the engine does not draw with the adapter (`adapters.py`): why, in words."""
 
 
 class WeightUpdateError(RuntimeError):

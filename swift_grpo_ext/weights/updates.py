@@ -17,9 +17,9 @@ from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.utils import get_current_device, get_logger
 
 from swift_grpo_ext.rollout.rank_group import RankGroup
-from swift_grpo_ext.rollout.servers import RolloutServers
+from swift_grpo_ext.server.claims import Claim
+from swift_grpo_ext.server.client import RolloutServers
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.claims import Claim
 from swift_grpo_ext.weights.adapters import recorded_adapter
 from swift_grpo_ext.weights.checksums import (
     UNFILLED,

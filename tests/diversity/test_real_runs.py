@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.diversity.record import RoundRecord, read_records
-from swift_grpo_ext.diversity.report import write_report
 from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.tools.view.report import write_report
 from tests.stack.processes import PLUGIN, Finished, swift
 from tests.stack.rounds import HOT, write_rows
 

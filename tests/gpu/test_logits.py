@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from swift_grpo_ext.logits import LogitsShim, chunked_logps, token_logps
 from swift_grpo_ext.logits.shared_prompt import fold
-from swift_grpo_ext.selftest.peak import peak_bytes
+from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from tests.logits.models import build, inputs_of
 
 CUDA = pytest.param(

@@ -519,7 +519,7 @@ def test_a_killed_writer_loses_nothing_that_was_appended(tmp_path: Path) -> None
 
 def test_imports_neither_torch_nor_vllm_nor_swift() -> None:
     program = (
-        "import sys, swift_grpo_ext.record.reader, swift_grpo_ext.record.export\n"
+        "import sys, swift_grpo_ext.record.reader, swift_grpo_ext.tools.export\n"
         "assert not {'torch', 'vllm', 'swift', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from swift_grpo_ext.cli import main
 from swift_grpo_ext.record import rewards
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_rewards
@@ -22,6 +21,7 @@ from swift_grpo_ext.record.rewards import REWARDS, RewardRecorder, RewardRow, tr
 from swift_grpo_ext.sampling.groups import request_id
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.tools.cli import main
 from tests.ranks import Gather, run_ranks
 from tests.record.rows import ROW, sample_id, write_session
 

@@ -32,16 +32,12 @@ from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, note_failure
 from swift_grpo_ext.rollout.engine import PackedResponse, RolloutEngine, advance_turn
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.server.replicas import WorkerConnection
 from swift_grpo_ext.upstream import vllm_repairs
-from swift_grpo_ext.upstream.replicas import (
-    FAILURE,
-    REQUEST_FAULT,
-    WorkerConnection,
-    note_failure,
-)
 from tests.turned import TURNS, as_vllm_sees
 
 RUN_SEED, EOS, IMAGE = 42, 1, 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
-from swift_grpo_ext.rollout.servers import RolloutServers
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.server.client import RolloutServers
 
 
 def connect(*ports: int) -> RolloutServers:

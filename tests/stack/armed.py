@@ -25,7 +25,7 @@ from swift.rewards import ORM, orms
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.sampling.groups import parse_request_id
-from swift_grpo_ext.upstream.replicas import WorkerConnection
+from swift_grpo_ext.server.replicas import WorkerConnection
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 CONNECTION = "http"

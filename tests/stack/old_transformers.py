@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from swift_grpo_ext.logits import LogitsShim
-from swift_grpo_ext.selftest.peak import peak_bytes
+from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 
 VOCABULARY, LENGTH, KEPT = 32_768, 1024, 65

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.selftest.worker import ALL, attempt, checks, run_with_trainer
+from swift_grpo_ext.tools.selftest.worker import ALL, attempt, checks, run_with_trainer
 
 SAMPLES = 64
 """For the collision test; a user gets more."""
@@ -83,7 +83,7 @@ def other_prompt(rig: Any) -> Iterator[None]:
 @contextmanager
 def mixed_up_images(_: Any) -> Iterator[None]:
     """What a tower says of images that are encoded once comes back in another order."""
-    from swift_grpo_ext.training import encoder_cache
+    from swift_grpo_ext.media import encoder_cache
 
     join = encoder_cache._join
 
@@ -132,8 +132,8 @@ FAULTS = {
 
 def main(output: Path, argv: list[str]) -> None:
     def use(trainer: Any) -> None:
-        from swift_grpo_ext.selftest import seeds
-        from swift_grpo_ext.selftest.rig import Rig
+        from swift_grpo_ext.tools.selftest import seeds
+        from swift_grpo_ext.tools.selftest.rig import Rig
 
         seeds.NUM_COLLISION_SAMPLES = SAMPLES
         known = checks(output.with_suffix(".round"))

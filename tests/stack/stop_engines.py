@@ -214,7 +214,7 @@ class Drawing:
 
 def draw_with_transformers(model_dir: str) -> dict[str, Any]:
     """All cases that share their settings go through in one batch, which pads them."""
-    from swift_grpo_ext.stops.transformers_engine import RolloutTransformersEngine
+    from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
 
     model, processor = get_model_processor(model_dir, new_special_tokens=[NEW_TOKEN], **SETTINGS)
     template = get_template(processor, template_type="qwen2_5_vl")

@@ -84,7 +84,7 @@ def installed(wheel: Path) -> Path:
 
 def run(installed: Path, cwd: Path, *argv: str) -> str:
     """`swift-grpo-ext ARGV` of the installation."""
-    return execute(installed, cwd, "swift_grpo_ext.cli:main", *argv)
+    return execute(installed, cwd, "swift_grpo_ext.tools.cli:main", *argv)
 
 
 def execute(installed: Path, cwd: Path, entry: str, *argv: str) -> str:
@@ -169,7 +169,7 @@ def test_a_preset_is_launched_where_it_was_copied(installed: Path, tmp_path: Pat
     )
     bin_ = tmp_path / "bin"
     bin_.mkdir()
-    *argv, code = script("swift_grpo_ext.cli:main")
+    *argv, code = script("swift_grpo_ext.tools.cli:main")
     program = bin_ / "swift-grpo-ext"
     program.write_text(f'#!/bin/sh\nexec {shlex.join([*argv, code])} "$@"\n')
     program.chmod(0o755)

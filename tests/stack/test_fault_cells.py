@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import requests
 
+from tests.server.fault_table import ON_REAL_STACK, RealFault
 from tests.stack import armed
 from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
@@ -34,7 +35,6 @@ from tests.stack.rounds import (
     server_argv,
     token_ids,
 )
-from tests.upstream.fault_table import ON_REAL_STACK, RealFault
 
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 

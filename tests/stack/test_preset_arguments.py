@@ -11,7 +11,7 @@ import pytest
 import swift
 import yaml
 
-from swift_grpo_ext.checks import read_run
+from swift_grpo_ext.tools.check.settings import read_run
 from tests.stack.processes import ROOT, started
 
 pytestmark = pytest.mark.stack

@@ -38,7 +38,7 @@ def run(learned_full: Path) -> Path:
 def replay(run: Path, log: Path, *argv: str) -> tuple[Finished, str]:
     """The command's end, and what it wrote to standard output."""
     out = log.with_suffix(".out")
-    main = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
+    main = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "replay", str(run), *argv]
     with started(command, log, out=out) as running:
         finished = running.wait(900)

@@ -18,7 +18,7 @@ from tests.stack.selftest_faults import FAULTS
 pytestmark = pytest.mark.stack
 
 STOP = "</digit>"
-MAIN = "import sys; from swift_grpo_ext.cli import main; sys.exit(main())"
+MAIN = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main())"
 COMMAND = [sys.executable, "-c", MAIN, "selftest"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,7 +151,7 @@ def labels_of(encoded: dict[str, Any]) -> list[int]:
 def text_of(template: Any, token_ids: list[int], words: list[str], **fields: Any) -> tuple:
     stops = TemplateStops(template)
     inputs = fields.pop("inputs", None)
-    settings = stops.stops(words, replace(METADATA, **fields))
+    settings = stops.stops(words, fields.pop("stop_token_ids", ()), **fields)
     ending = stops.find_ending(token_ids, settings)
     return stops.text(token_ids, ending, inputs), ending.reason
 
@@ -161,7 +160,7 @@ def text_of(template: Any, token_ids: list[int], words: list[str], **fields: Any
 def test_the_end_of_the_turn_never_shows(template: Any, include: bool) -> None:
     words = [*template.template_meta.stop_words]
     ended = [*SEARCH, END_OF_TURN]
-    text, reason = text_of(template, ended, words, include_stop_str_in_output=include)
+    text, reason = text_of(template, ended, words, include=include)
     assert (text, reason) == (f"{SEARCH_TEXT}\n\n", "<|im_end|>")
 
 
@@ -184,7 +183,7 @@ def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
     assert (ids["<|im_end|>"], ids["<|box_start|>"], ids[NEW_TOKEN]) == (151645, 151648, 151665)
     assert "</tool_call>" not in ids  # added, yet text
     assert stops.end_ids == {END_OF_TURN}
-    settings = stops.stops([NEW_TOKEN, "</tool_call>"], METADATA)
+    settings = stops.stops([NEW_TOKEN, "</tool_call>"])
     assert settings.strings == ("</tool_call>",)
     assert settings.tokens == {151665: NEW_TOKEN, END_OF_TURN: END_OF_TURN}
 

@@ -361,7 +361,8 @@ def test_without_vllm_weights_are_those_of_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "swift_grpo_ext.stops.transformers_engine.RolloutTransformersEngine", lambda *_, **__: None
+        "swift_grpo_ext.rollout.transformers_engine.RolloutTransformersEngine",
+        lambda *_, **__: None,
     )
     trainer = trainer_of(tmp_path, use_vllm=False)
     trainer.state.global_step, trainer._last_loaded_step = 3, -1

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.sampling.replacement import NoReplacementError, candidate_order
 from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames
 from swift_grpo_ext.training import RolloutGRPOConfig
 from swift_grpo_ext.training.prompts import (
-    encoding_error,
     rank_rows,
     replace_failing_prompts,
     round_clock,

@@ -8,13 +8,13 @@ import pytest
 import vllm
 from compat.pins import look
 
+from swift_grpo_ext.command_line import RLHFExtArguments, RolloutExtArguments
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.rollout.engine import RolloutEngine
-from swift_grpo_ext.stops.transformers_engine import RolloutTransformersEngine
+from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from swift_grpo_ext.upstream import contract, pins
 from swift_grpo_ext.upstream.contract import Pin, UnsupportedUpstreamError
-from swift_grpo_ext.upstream.flags import RLHFExtArguments, RolloutExtArguments
 from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
 
 EXTENDED = (

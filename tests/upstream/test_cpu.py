@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-from swift_grpo_ext.arguments import ExtFlags
+from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.upstream import cpu, pins, vllm_repairs
 from swift_grpo_ext.upstream.contract import mismatch
 

@@ -26,8 +26,9 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.models.interfaces import SupportsLoRA
 
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.weights.adapters import recorded_adapter
-from swift_grpo_ext.weights.checksums import ADAPTER_FAULT, WeightUpdateError
+from swift_grpo_ext.weights.checksums import WeightUpdateError
 from tests.stack.processes import free_port
 
 WIDTH = 16

@@ -20,8 +20,8 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import FlattenedTensorBucket
 
 from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.weights.checksums import (
-    ADAPTER_FAULT,
     WeightChecksums,
     WeightUpdateError,
     compare,

@@ -18,7 +18,7 @@ from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 from torch import nn
 
 from swift_grpo_ext.rollout.rank_group import SingleRank
-from swift_grpo_ext.selftest.peak import peak_bytes
+from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
 from swift_grpo_ext.weights.updates import WeightUpdates
 

@@ -1,0 +1,247 @@
+"""Stops for `--use_vllm false`: ms-swift's transformers engine with the rule of `stops`.
+
+Symptom: a stop string longer than 20 tokens is not found; a completion that a stop ends with its
+last possible token is reported as `length`, and so as truncated; a sampled padding token vanishes
+from token ids; the text runs past the stop string; what matched is not said.
+Upstream: ms-swift 4.6, template/utils.py (`StopWordsCriteria`), infer_engine/transformers_engine.py
+(`_infer_full`).
+Adaptation: a subclass of the engine, with a criterion and answers of its own for requests that have
+metadata, and ms-swift's for others.
+Can go when ms-swift's engine finds stops of any length and answers with what matched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from swift.infer_engine import TransformersEngine
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RequestConfig,
+    RolloutOutput,
+)
+from swift.template.utils import StopWordsCriteria
+from torch.distributed.fsdp import FSDPModule
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import RequestMetadata
+from swift_grpo_ext.stops.rule import Stops, find
+from swift_grpo_ext.stops.templates import (
+    StoppedChoice,
+    TemplateStops,
+    record_stop_reason,
+    with_stop_reason,
+)
+from swift_grpo_ext.upstream.encoding import tool_calls
+
+WINDOW_MARGIN = 8
+"""Tokens of the window beyond those that can hold a stop string, each at least one byte: decoders
+treat the first of a text differently (a character cut in two, a space left out)."""
+
+
+class StopsCriterion(StoppingCriteria):
+    """Ends each row with the token that completes a stop string, or with a stop token."""
+
+    def __init__(self, template_stops: TemplateStops, stops: Stops) -> None:
+        self._template_stops = template_stops
+        self._stops = stops
+        longest = max((len(string.encode()) for string in stops.strings), default=0)
+        self._window = longest + WINDOW_MARGIN
+        self._start: int | None = None
+        self._is_done: list[bool] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self._start is None:
+            self._start = input_ids.shape[1] - 1  # the first call follows the first sampled token
+            self._is_done = [False] * len(input_ids)
+        rows = input_ids[:, max(self._start, input_ids.shape[1] - self._window) :].tolist()
+        self._is_done = [
+            done or self._ends(row) for done, row in zip(self._is_done, rows, strict=True)
+        ]
+        return torch.tensor(self._is_done, device=input_ids.device)
+
+    def _ends(self, token_ids: Sequence[int]) -> bool:
+        if token_ids[-1] in self._stops.tokens:
+            return True
+        strings = self._stops.strings
+        return bool(strings and find(self._template_stops.decode(token_ids), strings))
+
+
+class RolloutTransformersEngine(TransformersEngine):
+    """ms-swift's engine for `--use_vllm false`, with stops that hold."""
+
+    @cached_property
+    def _template_stops(self) -> TemplateStops:
+        return TemplateStops(self.template)
+
+    def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        responses = super().infer(infer_requests, *args, **kwargs)
+        choices = [getattr(response, "choices", None) or [None] for response in responses]
+        if not all(isinstance(of_response[0], StoppedChoice) for of_response in choices):
+            return list(responses)
+        return [record_stop_reason(RolloutOutput(response=response)) for response in responses]
+
+    def _infer(
+        self,
+        infer_requests: Any,
+        request_config: RequestConfig,
+        *,
+        pre_infer_hook: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        metadata = None if request_config.stream else _common_metadata(infer_requests)
+        if metadata is not None:
+            pre_infer_hook = self._with_stops(metadata, pre_infer_hook)
+        upstream = TransformersEngine._infer
+        if isinstance(self.model, FSDPModule):
+            # FSDP2 keeps the tensors that it gathers weights into: made in inference mode, they
+            # could not be written to by the training passes.
+            upstream = torch.no_grad()(inspect.unwrap(upstream))
+        return upstream(
+            self, infer_requests, request_config, pre_infer_hook=pre_infer_hook, **kwargs
+        )
+
+    def _with_stops(self, metadata: RequestMetadata, pre_infer_hook: Any) -> Any:
+        """The hook, which is called before `_infer_full` with its arguments, adding `stops`."""
+
+        def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
+            kwargs = pre_infer_hook(kwargs) if pre_infer_hook else kwargs
+            config = kwargs["generation_config"]
+            stops = self._template_stops.stops(
+                config.stop_words,
+                metadata.stop_token_ids,
+                include=metadata.include_stop_str_in_output,
+            )
+            ends = config.eos_token_id
+            ends = ends if isinstance(ends, list) else [ends]
+            tokens = {**{i: i for i in ends if i is not None}, **stops.tokens}
+            return {**kwargs, "stops": replace(stops, tokens=tokens)}
+
+        return attach
+
+    def _infer_full(
+        self, inputs: dict[str, Any], *, stops: Stops | None = None, **kwargs: Any
+    ) -> list[ChatCompletionResponse]:
+        if stops is None:
+            return super()._infer_full(inputs, **kwargs)
+        request_config = kwargs["request_config"]
+        ids_BT, logprobs = self._generate(
+            inputs, kwargs["generation_config"], kwargs["adapter_request"], request_config, stops
+        )
+        count = kwargs["generation_config"].num_return_sequences
+        prompt_ids = _prompt_ids(inputs)
+        num_prompt_tokens = inputs["attention_mask"].sum(-1).tolist()  # without padding
+        responses = []
+        for i, row_inputs in enumerate(kwargs["template_inputs"]):
+            choices = [
+                self._choice(
+                    j,
+                    ids_BT[i * count + j].tolist(),
+                    None if logprobs is None else logprobs[i * count + j],
+                    stops,
+                    row_inputs,
+                    request_config,
+                )
+                for j in range(count)
+            ]
+            num_tokens = sum(num for _, num in choices)
+            responses.append(
+                ChatCompletionResponse(
+                    model=self.model_name,
+                    choices=[choice for choice, _ in choices],
+                    usage=self._get_usage_info(num_prompt_tokens[i], num_tokens),
+                    prompt_token_ids=prompt_ids[i] if request_config.return_details else None,
+                )
+            )
+        return responses
+
+    def _generate(
+        self,
+        inputs: dict[str, Any],
+        generation_config: Any,
+        adapter_request: Any,
+        request_config: RequestConfig,
+        stops: Stops,
+    ) -> tuple[torch.Tensor, list[Any] | None]:
+        """Sampled ids [rows, tokens], padded behind their ends, and log-probabilities by token."""
+        kwargs = {"generation_config": generation_config, **inputs}
+        adapter_names = self._get_adapter_names(adapter_request)
+        if adapter_names is not None:
+            kwargs["adapter_names"] = adapter_names
+        kwargs = self.template.prepare_generate_kwargs(kwargs, model=self.model)
+        if Version(transformers.__version__) < Version("5"):
+            # Qwen-VL's `generate` does not go on from given positions, and makes the same itself.
+            kwargs.pop("position_ids", None)
+        criteria = kwargs.get("stopping_criteria") or ()
+        others = [one for one in criteria if not isinstance(one, StopWordsCriteria)]
+        criterion = StopsCriterion(self._template_stops, stops)
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*others, criterion])
+        if isinstance(self.model, FSDPModule):
+            # transformers 5.19 does not know models that accelerate has sharded with FSDP2: a rank
+            # whose rows end early would leave the others waiting for its part of the weights.
+            kwargs["synced_gpus"] = dist.get_world_size() > 1
+        output = self.template.generate(self.model, **kwargs)
+        num_prompt = self._get_num_tokens(inputs)
+        ids_BT = self.template.get_generate_ids(output["sequences"], num_prompt)
+        logits = output.get("logits")
+        return ids_BT, self.preprocess_logits(logits, ids_BT, request_config.top_logprobs)
+
+    def _choice(
+        self,
+        index: int,
+        token_ids: list[int],
+        logprobs: Any,
+        stops: Stops,
+        template_inputs: Any,
+        request_config: RequestConfig,
+    ) -> tuple[StoppedChoice, int]:
+        """A completion as ms-swift's trainer reads it, and its number of tokens."""
+        ending = self._template_stops.find_ending(token_ids, stops)
+        text = self._template_stops.text(token_ids, ending, template_inputs)
+        token_ids = token_ids[: ending.num_tokens]
+        choice = ChatCompletionResponseChoice(
+            index=index,
+            message=ChatMessage(
+                role="assistant",
+                content=text,
+                tool_calls=tool_calls(self, text, template_inputs),
+            ),
+            finish_reason=None,
+            logprobs=self._get_logprobs(
+                None if logprobs is None else logprobs[: ending.num_tokens],
+                token_ids,
+                request_config.top_logprobs,
+            ),
+            token_ids=token_ids if request_config.return_details else None,
+        )
+        # Nothing but a stop ends a row before all of them, and then it is known.
+        finish_reason = "length" if ending.reason is None else "stop"
+        return with_stop_reason(choice, text, finish_reason, ending.reason), ending.num_tokens
+
+
+def _common_metadata(infer_requests: Sequence[Any]) -> RequestMetadata | None:
+    """The metadata whose stop settings all requests of a batch share; None where they have none."""
+    metadatas = [wire.read_metadata(wire.data_dict_of(request)) for request in infer_requests]
+    settings = {e and (e.stop_token_ids, e.include_stop_str_in_output) for e in metadatas}
+    if len(settings) > 1:
+        raise ValueError(f"Requests of one batch have different stop settings: {settings}.")
+    return metadatas[0] if metadatas else None
+
+
+def _prompt_ids(inputs: dict[str, Any]) -> list[list[int] | None]:
+    """The ids of each row's prompt, without padding; None where it was given as embeddings."""
+    if "input_ids" not in inputs:
+        return [None] * len(inputs["attention_mask"])
+    pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [ids[mask.bool()].tolist() for ids, mask in pairs]

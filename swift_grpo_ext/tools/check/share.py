@@ -1,0 +1,87 @@
+"""What the installed package brings along: the plugin file, the presets, the launch script.
+
+`swift_grpo_ext/share` has the layout of a clone: there, its entries are links to `plugins/`,
+`examples/` and `scripts/`; in a wheel, they are the files.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from swift_grpo_ext.tools.check.settings import (
+    devices_of,
+    environment,
+    files_of,
+    read_run,
+    read_settings,
+)
+
+SHARE = Path(__file__).resolve().parents[2] / "share"
+PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
+PRESETS = SHARE / "examples" / "presets"
+LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"
+
+
+def preset_names() -> list[str]:
+    """The presets by name; one with servers has two files."""
+    return sorted({file.name.partition(".")[0] for file in PRESETS.glob("*.yaml")})
+
+
+def title(name: str) -> str:
+    """What a preset is for: the first line of its file."""
+    return _main_file(name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
+def command(name: str) -> str:
+    """How a preset is run from the folder that it was copied to."""
+    if not _is_pair(name):
+        return f"swift rlhf {name}.yaml --dataset train.jsonl"
+    run = read_run(PRESETS / name)
+    env = environment(run.training)
+    first = 0 if env.get("NNODES") else run.num_rollout_gpus  # else nodes of their own
+    last = first + int(env.get("NPROC_PER_NODE", 1)) - 1
+    if not devices_of(run.training):  # made for CPU
+        return f"bash launch.sh --cpu --model MODEL --dataset train.jsonl {name}"
+    gpus = f"--rollout-gpus 0-{run.num_rollout_gpus - 1} --train-gpus {first}-{last}"
+    nodes = "" if first else "--rollout-nodes 2 "
+    return f"bash launch.sh {nodes}{gpus} --dataset train.jsonl {name}"
+
+
+def copy_preset(name: str, directory: Path) -> list[Path]:
+    """Copy a preset to start from, with the plugins that it names, and the script that launches it.
+
+    Args:
+        name: of the preset.
+        directory: where to; made where it is missing. Run the preset from there.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ValueError: there is no such preset, or a file of that name is there already.
+    """
+    if name not in preset_names():
+        raise ValueError(f"there is no preset {name}; choose from {', '.join(preset_names())}.")
+    training, rollout = files_of(PRESETS / name if _is_pair(name) else _main_file(name))
+    files = {file.name: file for file in (training, rollout) if file}
+    if rollout:
+        files["launch.sh"] = LAUNCH_SCRIPT
+    for file in (training, rollout):
+        for plugin in read_settings(file).get("external_plugins", ()) if file else ():
+            files[plugin] = SHARE / plugin
+    taken = [target for target in files if (directory / target).exists()]
+    if taken:
+        raise ValueError(f"{directory / taken[0]} is there already: nothing was copied.")
+    for target, source in files.items():
+        (directory / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, directory / target)
+    return [directory / target for target in files]
+
+
+def _main_file(name: str) -> Path:
+    return PRESETS / (f"{name}.train.yaml" if _is_pair(name) else f"{name}.yaml")
+
+
+def _is_pair(name: str) -> bool:
+    return (PRESETS / f"{name}.train.yaml").is_file()

@@ -1,0 +1,519 @@
+"""A frozen vision tower sees each image once; real towers with random weights say what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import SiglipVisionConfig, SiglipVisionModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from swift_grpo_ext.flags import BYTES_PER_GB
+from swift_grpo_ext.media import encoder_cache
+from swift_grpo_ext.media.encoder_cache import EncoderCache
+from swift_grpo_ext.media.lazy_concat import LazyConcat
+from tests.ranks import run_ranks
+
+SMALL = {"hidden_size": 16, "num_heads": 2, "depth": 2, "patch_size": 2, "temporal_patch_size": 1}
+
+
+class Counted(nn.Module):
+    """A model of ms-swift's with a vision tower, whose calls are counted in images."""
+
+    def __init__(self, tower: Any, *, frozen: bool = True) -> None:
+        super().__init__()
+        self.visual = tower.requires_grad_(not frozen)
+        architecture = SimpleNamespace(vision_tower=["visual", "audio"])
+        self.model_meta = SimpleNamespace(model_arch=architecture)
+        self.seen: list[int] = []
+        own = tower.forward
+
+        def forward(hidden_states: Tensor, **kwargs: Any) -> Any:
+            grid = kwargs.get("grid_thw")
+            self.seen.append(len(hidden_states if grid is None else grid))
+            return own(hidden_states, **kwargs)
+
+        tower.forward = forward
+
+    def calls(self) -> list[int]:
+        taken, self.seen[:] = self.seen[:], []
+        return taken
+
+
+def alone(share: Any) -> list[Any]:
+    """The gathering of a single rank."""
+    return [share]
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(encoder_cache.logger, "warning", told.append)
+    return told
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def qwen(**kwargs: Any) -> Counted:
+    config = Qwen2_5_VLVisionConfig(
+        **SMALL, intermediate_size=32, out_hidden_size=8, window_size=8, fullatt_block_indexes=[1]
+    )
+    return Counted(Qwen2_5_VisionTransformerPretrainedModel(config), **kwargs)
+
+
+def images(*grids: tuple[int, int, int]) -> list[Tensor]:
+    return [torch.randn(t * h * w, 12) for t, h, w in grids]
+
+
+def see(model: Counted, shown: list[Tensor], grids: list[Any]) -> Any:
+    return model.visual(torch.cat(shown), grid_thw=torch.tensor(grids))
+
+
+def rows_of(output: Any) -> Tensor:
+    """What the decoder is given in the place of the images, [rows, width].
+
+    Towers of transformers 5 return it within an output, those of 4 by itself or first in a tuple.
+    """
+    rows = output[0] if isinstance(output, tuple) else getattr(output, "pooler_output", output)
+    assert isinstance(rows, Tensor)
+    return rows
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    leaves, structure = pytree.tree_flatten(ours)
+    expected, other = pytree.tree_flatten(theirs)
+    assert structure == other
+    torch.testing.assert_close(leaves, expected, rtol=1e-5, atol=1e-6)
+
+
+WIDE, TALL, VIDEO = (1, 4, 8), (1, 8, 4), (3, 4, 4)
+
+
+def test_a_group_and_its_later_passes_encode_each_image_once() -> None:
+    model = qwen()
+    a, b, c = images(WIDE, TALL, VIDEO)
+    shown, grids = [a, a, b, c, a], [WIDE, WIDE, TALL, VIDEO, WIDE]
+    expected, other = see(model, shown, grids), see(model, [c, b], [VIDEO, TALL])
+    cache = EncoderCache(1.0, model)
+    cache.forget()
+    model.calls()
+    assert_equal(see(model, shown, grids), expected)
+    assert model.calls() == [2, 1, 3]  # whether images are apart is asked first
+    assert_equal(see(model, [c, b], [VIDEO, TALL]), other)
+    assert model.calls() == []
+    assert cache.agree(alone) == 3
+    assert cache.agree(alone) == 0
+    cache.forget()
+    assert_equal(see(model, shown, grids), expected)
+    assert model.calls() == [3]
+
+
+def test_layers_between_are_told_apart_too() -> None:
+    config = Qwen3VLVisionConfig(
+        **SMALL,
+        intermediate_size=32,
+        out_hidden_size=8,
+        deepstack_visual_indexes=[0],
+        num_position_embeddings=16,
+    )
+    model = Counted(Qwen3VLVisionModel(config))
+    a, b = images(WIDE, TALL)
+    expected = see(model, [a, b, b], [WIDE, TALL, TALL])
+    EncoderCache(1.0, model)
+    for _ in range(2):
+        output = see(model, [a, b, b], [WIDE, TALL, TALL])
+        assert_equal(output, expected)
+        assert len(pytree.tree_leaves(output)) > 1
+    assert model.calls() == [3, 2, 1, 2]
+
+
+@pytest.mark.parametrize("asked", [{}, {"output_hidden_states": True}])
+def test_a_tower_of_whole_images(asked: dict[str, Any]) -> None:
+    config = SiglipVisionConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    model = Counted(SiglipVisionModel(config))
+    a, b = torch.randn(2, 1, 3, 8, 8)
+    shown = torch.cat([a, b, a, a])
+    expected = model.visual(shown, **asked)
+    EncoderCache(1.0, model)
+    ours = model.visual(shown, **asked)
+    torch.testing.assert_close(ours.last_hidden_state, expected.last_hidden_state)
+    torch.testing.assert_close(ours.hidden_states, expected.hidden_states)
+    assert model.calls() == [4, 2, 1, 2]
+
+
+def test_a_value_or_a_shape_makes_another_image() -> None:
+    model = qwen()
+    [a] = images(WIDE)
+    b = a.clone()
+    b[3, 5] += 1e-3
+    EncoderCache(1.0, model)
+    ours = see(model, [a, b, a], [WIDE, WIDE, TALL])
+    assert model.calls() == [2, 1, 3]
+    parts = rows_of(ours).split(8)
+    assert not torch.equal(parts[0], parts[1])
+    assert not torch.equal(parts[0], parts[2])
+
+
+def test_what_a_pass_is_given_is_its_own() -> None:
+    model = qwen()
+    [a] = images(WIDE)
+    EncoderCache(1.0, model)
+    first = rows_of(see(model, [a], [WIDE]))
+    kept = first.clone()
+    first.zero_()
+    assert torch.equal(rows_of(see(model, [a], [WIDE])), kept)
+
+
+def test_precision_is_part_of_how_an_image_is_seen() -> None:
+    model = qwen()
+    [a] = images(WIDE)
+    EncoderCache(1.0, model)
+    full = rows_of(see(model, [a], [WIDE]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rows_of(see(model, [a], [WIDE])).dtype == torch.bfloat16
+    assert torch.equal(rows_of(see(model, [a], [WIDE])), full)
+
+
+def test_no_graph_runs_through_a_frozen_tower() -> None:
+    """With `vit_gradient_checkpointing`, ms-swift lets gradients flow to patches for nothing."""
+    model = qwen()
+    model.visual.patch_embed.register_forward_hook(lambda *given: given[2].requires_grad_(True))
+    [a] = images(WIDE)
+    assert rows_of(see(model, [a], [WIDE])).requires_grad
+    EncoderCache(1.0, model)
+    assert not rows_of(see(model, [a], [WIDE])).requires_grad
+
+
+def test_what_is_trained_is_left_alone() -> None:
+    model = qwen(frozen=False)
+    cache = EncoderCache(1.0, model)
+    assert cache.towers == []
+    [a] = images(WIDE)
+    rows_of(see(model, [a, a], [WIDE, WIDE])).sum().backward()
+    assert model.calls() == [2]
+    assert model.visual.patch_embed.proj.weight.grad is not None
+
+
+def test_what_a_callback_unfreezes_is_trained() -> None:
+    model = qwen()
+    cache = EncoderCache(1.0, model)
+    assert [tower.name for tower in cache.towers] == ["visual"]
+    model.visual.requires_grad_(True)
+    [a] = images(WIDE)
+    assert rows_of(see(model, [a, a], [WIDE, WIDE])).requires_grad
+    assert model.calls() == [2]
+
+
+def test_adapters_change_what_a_frozen_tower_says() -> None:
+    """The reference pass switches them off."""
+    model = qwen()
+    inject_adapter_in_model(LoraConfig(target_modules=["proj"]), model.visual)
+    model.visual.requires_grad_(False)
+    assert EncoderCache(1.0, model).towers == []
+
+
+def room_for(num_images: float) -> float:
+    """Gigabytes of what the tower says of so many images."""
+    output = see(qwen(), images(WIDE), [WIDE])
+    return num_images * sum(leaf.nbytes for leaf in pytree.tree_leaves(output)) / BYTES_PER_GB
+
+
+@pytest.mark.parametrize(("num_images", "calls"), [(0, [4]), (0.01, [2, 1, 2]), (0.9, [2, 1, 2])])
+def test_the_bound(num_images: float, calls: list[int]) -> None:
+    """What does not fit is made once a call."""
+    model = qwen()
+    a, b = images(WIDE, WIDE)
+    EncoderCache(room_for(num_images), model)
+    see(model, [a, a, b, b], [WIDE] * 4)
+    assert model.calls() == calls
+    see(model, [a, a, b, b], [WIDE] * 4)
+    assert model.calls() == [4 if num_images == 0 else 2]
+
+
+def test_a_bound_that_takes_one_image() -> None:
+    model = qwen()
+    a, b = images(WIDE, WIDE)
+    EncoderCache(room_for(1.1), model)
+    for _ in range(2):
+        see(model, [a, b], [WIDE] * 2)
+    assert model.calls() == [2, 1, 2, 1]
+
+
+def test_sharded_weights_are_gathered_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So each rank runs the tower in each call, if only on the images that it sees there."""
+    model = qwen()
+    cache = EncoderCache(1.0, model)
+    monkeypatch.setattr(encoder_cache, "shard_ranks", lambda _: SimpleNamespace(groups=("all",)))
+    cache.forget()
+    a, b = images(WIDE, WIDE)
+    for _ in range(2):
+        see(model, [a, a, b], [WIDE] * 3)
+    assert model.calls() == [2, 1, 2, 2]
+    assert cache.agree(alone) == 4
+
+
+def fail(*_: Any) -> Any:
+    raise ValueError("no content that can be named")
+
+
+@pytest.mark.parametrize("name", ["image_keys", "_are_close", "_split"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_what_fails_leaves_calls_as_they_are(
+    name: str, is_sharded: bool, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that only saves time ends a run; and where the weights are sharded, a rank on which
+    it fails runs the tower as often as others do."""
+    groups = ("all",) * is_sharded
+    monkeypatch.setattr(encoder_cache, "shard_ranks", lambda _: SimpleNamespace(groups=groups))
+    model = qwen()
+    a, b = images(WIDE, WIDE)
+    shown, grids = [a, a, b], [WIDE] * 3
+    expected = see(model, shown, grids)
+    cache = EncoderCache(1.0, model)
+    cache.forget()
+    model.calls()
+    monkeypatch.setattr(encoder_cache, name, fail)
+    assert_equal(see(model, shown, grids), expected)
+    assert model.calls() == [2, 1, 3]
+    assert not cache.is_on
+    assert cache.agree(alone) == 0
+    assert_equal(see(model, shown, grids), expected)
+    assert model.calls() == [3]
+    cache.agree(alone)
+    [told] = warnings
+    assert told == (
+        "--encoder_cache_gb has no effect on visual: ValueError: no content that can be named"
+    )
+
+
+def test_what_fails_on_one_rank_is_off_on_all(
+    warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(rank: int, gather: Any) -> bool:
+        cache = caches[rank]
+        assert cache.is_on == (rank == 0)
+        cache.agree(gather)
+        return cache.is_on
+
+    caches = [EncoderCache(1.0, qwen()) for _ in range(2)]
+    caches[1].towers[0]._switch_off("it is another one")
+    assert run_ranks(2, work) == [False, False]
+    assert set(warnings) == {"--encoder_cache_gb has no effect on visual: it is another one"}
+
+
+def test_a_late_failure_joins_what_was_to_be_joined_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = qwen()
+    [a] = images(WIDE)
+    grids = [WIDE, WIDE]
+    expected = see(model, [a, a], grids)
+    EncoderCache(1.0, model)
+    monkeypatch.setattr(encoder_cache, "image_keys", fail)
+    own, seen = model.visual.patch_embed.forward, list[type]()
+
+    def forward(values: Tensor) -> Tensor:
+        seen.append(type(values))
+        return own(values)
+
+    monkeypatch.setattr(model.visual.patch_embed, "forward", forward)
+    late = torch.cat([LazyConcat([part]) for part in (a, a)])
+    assert_equal(model.visual(late, grid_thw=torch.tensor(grids)), expected)
+    assert set(seen) == {Tensor}
+
+
+class Mixing(nn.Module):
+    """Sees all images of a call at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return pixel_values.flatten(1) - pixel_values.mean() * self.scale
+
+
+class Pooling(Mixing):
+    """Says one thing of all images."""
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return pixel_values.mean() * self.scale
+
+
+@pytest.mark.parametrize("tower", [Mixing, Pooling])
+def test_a_tower_that_mixes_images_is_left_alone(tower: Any, warnings: list[str]) -> None:
+    model = nn.Module()
+    model.visual = tower()
+    model.model_meta = Counted(Mixing()).model_meta
+    shown = torch.randn(4, 3, 8, 8)
+    expected = model.visual(shown)
+    cache = EncoderCache(1.0, model)
+    for _ in range(2):
+        assert torch.equal(model.visual(pixel_values=shown), expected)
+        cache.agree(alone)
+    [told] = warnings
+    assert f"--encoder_cache_gb has no effect on visual: what {tower.__name__} says" in told
+
+
+def test_calls_of_another_kind_pass(warnings: list[str]) -> None:
+    """Audio towers take lengths beside their values."""
+    model = qwen()
+    EncoderCache(1.0, model)
+    [a] = images(WIDE)
+    lengths = torch.tensor([32, 32])
+    model.visual(torch.cat([a, a]), grid_thw=torch.tensor([WIDE, WIDE]), lengths=lengths)
+    assert model.calls() == [2]
+    assert warnings == []
+
+
+class Stated(nn.Module):
+    """A tower that says what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.num_calls = 0
+
+    def saying(self, values: Tensor, *others: Any) -> Tensor:
+        self.num_calls += 1
+        return values.flatten(1) * self.scale
+
+
+class Dasheng(Stated):
+    """MiDashengLM's: `audio_encoder(input_values, audio_length)`."""
+
+    def forward(self, x: Tensor, x_length: Tensor | None = None) -> Tensor:
+        return self.saying(x, x_length)
+
+
+class MoonVit(Stated):
+    """Kimi-VL's: `vision_tower(pixel_values, image_grid_hws)`."""
+
+    def forward(self, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
+        return self.saying(pixel_values, grid_hws)
+
+
+class DeepClip(Stated):
+    """DeepSeek-OCR's: `vision_model(patches, local_features_1)`."""
+
+    def forward(self, x: Tensor, patch_embeds: Tensor) -> Tensor:
+        return self.saying(x, patch_embeds)
+
+
+class OfGrids(Stated):
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:
+        return self.saying(hidden_states, grid_thw)
+
+
+@pytest.mark.parametrize(
+    ("tower", "given"),
+    [
+        (Dasheng, (torch.randn(2, 16), torch.tensor([16, 12]))),
+        (Dasheng, (torch.randn(8, 16), torch.tensor([[1, 2, 2], [1, 2, 2]]))),
+        (MoonVit, (torch.randn(8, 3, 2, 2), torch.tensor([[2, 2], [2, 2]]))),
+        (DeepClip, (torch.randn(2, 3, 4, 4), torch.randn(2, 8, 2, 2))),
+        (OfGrids, (torch.randn(8, 16), torch.tensor([[1.0, 2, 2], [1, 2, 2]]))),
+        (OfGrids, (torch.randn(8, 16), torch.tensor([[1, 2, 2], [1, 2, 1]]))),
+        (OfGrids, (torch.randn(8, 16), torch.tensor([[2, 2], [2, 2]]))),
+        (OfGrids, (torch.randn(8, 16), torch.tensor(8))),
+        (OfGrids, (torch.randn(8, 16), [[1, 2, 2], [1, 2, 2]])),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_only_a_grid_of_images_is_one(tower: Any, given: Any, warnings: list[str]) -> None:
+    """By position a second argument is what the tower's own signature calls it."""
+    model = Counted(tower())
+    model.visual.forward = partial(tower.forward, model.visual)
+    expected = model.visual(*given)
+    cache = EncoderCache(1.0, model)
+    assert torch.equal(model.visual(*given), expected)
+    assert model.visual.num_calls == 2
+    cache.agree(alone)
+    assert not warnings
+
+
+def test_a_grid_by_position() -> None:
+    """As transformers calls the tower of Ernie 4.5 VL."""
+    model = Counted(OfGrids())
+    model.visual.forward = partial(OfGrids.forward, model.visual)
+    shown = torch.randn(4, 16).repeat(3, 1)
+    EncoderCache(1.0, model)
+    assert torch.equal(model.visual(shown, torch.tensor([[1, 2, 2]] * 3)), shown)
+    assert model.visual.num_calls == 3
+
+
+def test_positions_of_the_text_pass_by() -> None:
+    """transformers hands a Qwen3-VL's tower whatever the model was given."""
+    model = qwen()
+    EncoderCache(1.0, model)
+    [a] = images(WIDE)
+    grid, text = torch.tensor([WIDE, WIDE]), {"text_position_ids": torch.arange(5)}
+    model.visual(torch.cat([a, a]), grid_thw=grid, return_dict=True, **text)
+    assert model.calls() == [2, 1, 1]
+
+
+def test_the_reference_model_has_outputs_of_its_own() -> None:
+    policy, reference = qwen(), qwen()
+    [a] = images(WIDE)
+    expected = rows_of(see(reference, [a], [WIDE]))
+    cache = EncoderCache(1.0, policy, [reference])
+    assert [tower.name for tower in cache.towers] == ["visual", "visual"]
+    see(policy, [a], [WIDE])
+    torch.testing.assert_close(rows_of(see(reference, [a], [WIDE])), expected)
+    assert cache.agree(alone) == 2
+
+
+@pytest.mark.stack
+def test_two_ranks_that_share_weights(tmp_path: Path) -> None:
+    """Each runs the tower as often as the other: an uneven number would wait for ever."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.media.two_ranks", str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    runs = [{case: result.get("runs", result) for case, result in of.items()} for of in results]
+    assert runs[0] == {
+        "images of its own": [[2, 1, 2], [3], [2]],
+        "another kind of call first": [[2, 1, 2], [3], [2]],
+        "content that cannot be named": [[2, 1, 2], [3], [2]],
+    }
+    assert runs[1] == {
+        "images of its own": [[2, 1, 1], [1], [2]],
+        "another kind of call first": [[1, 1, 1], [4], [3]],
+        "content that cannot be named": [[2, 1, 3], [4], [3]],
+    }
+    for case, is_on in zip(runs[0], (True, True, False), strict=True):
+        for result in (results[0][case], results[1][case]):
+            assert result["apart"] < 1e-5
+            assert result["is_on"] == is_on

@@ -1,0 +1,165 @@
+"""Media that are joined when they are read: values of `torch.cat`, memory of what differs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swift_grpo_ext.media.encoder_cache import Call, image_keys
+from swift_grpo_ext.media.lazy_concat import LazyConcat, before_collating, media_joined_late
+
+IMAGE, OTHER = torch.arange(12.0).reshape(4, 3), torch.arange(6.0).reshape(2, 3) - 7
+JOINED = torch.cat([IMAGE, OTHER, IMAGE])
+
+
+def group() -> Any:
+    """As a collator makes it, of tensors that samples of a group share."""
+    return torch.concat([LazyConcat([part.detach()]) for part in (IMAGE, OTHER, IMAGE)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x,
+        lambda x: x.to("cpu:0"),
+        lambda x: x.type(torch.bfloat16),
+        lambda x: x.to(torch.float64).detach(),
+        lambda x: torch.cat([x, x], dim=0),
+        lambda x: torch.cat([x, torch.ones(1, 3)]),
+        copy.deepcopy,
+    ],
+)
+def test_what_moves_or_extends_it_joins_nothing(change: Any) -> None:
+    changed, expected = change(group()), change(JOINED)
+    assert isinstance(changed, LazyConcat)
+    assert len(changed.distinct) <= 3 < 4 <= len(changed.order) + 1
+    assert (changed.shape, changed.dtype) == (expected.shape, expected.dtype)
+    assert changed.device == expected.device
+    assert torch.equal(changed, expected)
+
+
+def test_a_group_holds_its_image_once_wherever_it_goes() -> None:
+    eight = torch.concat([LazyConcat([IMAGE.detach()]) for _ in range(8)])
+    assert [len(x.distinct) for x in (eight, eight.to("cpu:0"), eight.half())] == [1, 1, 1]
+    assert eight.shape == (32, 3)
+    assert eight.distinct[0].data_ptr() == IMAGE.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x + 1,
+        lambda x: x[3:5],
+        lambda x: x.view(2, -1),
+        lambda x: torch.stack([x, x]),
+        lambda x: torch.cat([x, x], dim=1),
+        lambda x: torch.cat([x, torch.ones(1, 3, dtype=torch.float64)]),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: nn.functional.linear(x, torch.ones(2, 3)),
+    ],
+)
+def test_whatever_reads_it_gets_the_joined_values(read: Any) -> None:
+    ours, theirs = read(group()), read(JOINED)
+    assert type(ours) is type(theirs)
+    assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+
+def test_a_trained_layer_gets_the_gradient_of_the_joined_values() -> None:
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    ours(group()).sum().backward()
+    theirs(JOINED).sum().backward()
+    assert isinstance(ours.weight.grad, Tensor)
+    assert torch.equal(ours.weight.grad, theirs.weight.grad)  # type: ignore[arg-type]
+
+
+def test_what_is_written_to_it_stays_and_reaches_no_part() -> None:
+    lazy, before = group(), IMAGE.clone()
+    assert lazy.mul_(2) is lazy
+    lazy[0].zero_()
+    expected = JOINED * 2
+    expected[0] = 0
+    assert torch.equal(lazy, expected)
+    assert torch.equal(IMAGE, before)
+
+
+def test_pieces_lie_within_parts_and_else_it_is_joined() -> None:
+    whole, halves, across = group(), group(), group()
+    assert [p.data_ptr() for p in whole.split_parts([4, 2, 4])] == [
+        IMAGE.data_ptr(),
+        OTHER.data_ptr(),
+        IMAGE.data_ptr(),
+    ]
+    for lazy, sizes in (
+        (halves, [2, 2, 1, 1, 4]),
+        (group(), [0, 4, 2, 0, 4, 0, 0]),
+        (across, [5, 5]),
+    ):
+        expected = JOINED.split(sizes)
+        assert all(map(torch.equal, lazy.split_parts(sizes), expected))
+    assert (len(halves.distinct), len(across.distinct)) == (2, 1)
+
+
+def test_images_have_the_keys_of_their_joined_patches() -> None:
+    grids = [(1, 2, 2), (1, 1, 2), (1, 2, 2)]
+    lazy, joined = (Call(x, [4, 2, 4], grids, {}) for x in (group(), JOINED))
+    keys = image_keys(lazy)
+    assert keys == image_keys(joined)
+    assert keys[0] == keys[2] != keys[1]
+
+
+class Template:
+    """Collates as ms-swift's templates."""
+
+    def data_collator(self, batch: list[dict[str, Any]]) -> Any:
+        return {key: torch.concat([row[key] for row in batch]) for key in batch[0]}
+
+
+def test_what_a_template_collates_holds_media_late_within_the_block_only() -> None:
+    template, ids = Template(), torch.ones(1, 2)
+    rows = [{"pixel_values": IMAGE, "input_ids": ids} for _ in range(2)]
+    seen: list[int] = []
+    with (
+        media_joined_late(template),
+        before_collating(template, lambda batch: seen.append(len(batch))),
+    ):
+        batch = template.data_collator(rows)
+        again = template.data_collator(rows)
+    assert [type(batch[key]) for key in rows[0]] == [LazyConcat, Tensor]
+    assert torch.equal(again["pixel_values"], torch.cat([IMAGE, IMAGE]))
+    assert seen == [2, 2]
+    assert not vars(template)
+    with media_joined_late(template):
+        with before_collating(template, seen.clear):  # type: ignore[arg-type]
+            pass
+        assert isinstance(
+            template.data_collator([{"pixel_values": IMAGE}])["pixel_values"], LazyConcat
+        )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(1.0),
+        IMAGE.to_sparse(),
+        torch.nested.nested_tensor([IMAGE, OTHER]),
+        IMAGE.clone().requires_grad_(),
+        nn.Parameter(IMAGE),
+        torch.empty(2, 3, device="meta"),
+        [IMAGE],
+        None,
+    ],
+    ids=["0-d", "sparse", "nested", "with a gradient", "parameter", "meta", "list", "none"],
+)
+def test_what_cannot_be_joined_late_stays_as_it_is(value: Any) -> None:
+    template = SimpleNamespace(data_collator=lambda batch: [row["pixel_values"] for row in batch])
+    with media_joined_late(template):
+        [found] = template.data_collator([{"pixel_values": value}])
+    assert found is value

@@ -1,0 +1,259 @@
+"""Which files a request may name, where ms-swift's own rule is set."""
+
+from __future__ import annotations
+
+import base64
+import io
+import ipaddress
+import threading
+import warnings
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import swift.utils
+from fastapi.testclient import TestClient
+from PIL import Image, ImageFile
+from swift.template import vision_utils
+
+from swift_grpo_ext.media.paths import LONGEST_PATH, VARIABLE, check_media, check_redirects
+from swift_grpo_ext.server import replicas
+from tests.server import served
+from tests.server.served import Deployed, Replica
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(swift.utils, "SafeMediaPath"), reason="ms-swift 4.5 has no such rule"
+)
+
+AUDIO = {"load_audio": {"sampling_rate": 16000}}
+REFUSED = f"outside the directories listed in the `{VARIABLE}`"
+
+
+@pytest.fixture(autouse=True)
+def _addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names without a network: `a.b` is public, all others are private."""
+
+    def resolve(host: str) -> list[Any]:
+        return [ipaddress.ip_address("8.8.8.8" if host == "a.b" else "10.0.0.1")]
+
+    monkeypatch.setattr(swift.utils.SafeUrlFetcher, "_resolve", resolve)
+    monkeypatch.delenv("SWIFT_ALLOW_INTERNAL_URL", raising=False)
+
+
+@pytest.fixture
+def allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that may be read, beside a file that may not."""
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    folder = tmp_path / "allowed"
+    folder.mkdir()
+    (folder / "digit.png").write_bytes(b"digit")
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    monkeypatch.setenv(VARIABLE, str(folder))
+    return folder
+
+
+def in_each_place(text: str) -> list[dict[str, Any]]:
+    def said(content: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": content}]}
+
+    return [
+        *({"images": [text]}, {"videos": [text]}, {"audios": text}, {"videos": [[text, text]]}),
+        {"rejected_images": [text]},
+        said([{"type": "text", "text": f"See <img>{text}</img>."}]),
+        said([{"type": "text", "text": f"See <img>{text}"}, {"type": "text", "text": "</img>."}]),
+        {"messages": [{"role": "system", "content": f"<img>{text}</img>"}]},
+        {"messages": [{"role": "tool", "content": {"found": f"<img>{text}</img>"}}]},
+        {"messages": [{"role": "tool_response", "content": [f"<img>{text}</img>"]}]},
+        {"images": [{"bytes": None, "path": text}]},
+        *(said(f"See <img>{text}</img>."), said([{"type": "image", "image": text}])),
+        said([{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": text}}]),
+    ]
+
+
+def test_a_file_elsewhere_is_refused_wherever_it_is_named(allowed: Path) -> None:
+    secret = str(allowed.parent / "secret.png")
+    for request in in_each_place(secret):
+        with pytest.raises(ValueError, match=REFUSED):
+            check_media(request)
+    for request in in_each_place(str(allowed / "digit.png")):
+        check_media(request)
+
+
+def test_a_server_refuses_the_request(allowed: Path) -> None:
+    replica = Replica()
+    asked = [served.request(0) | {"images": [str(allowed.parent / "secret.png")]}]
+    refused = TestClient(Deployed(replica).app).post("/infer/", json={"infer_requests": asked})
+    assert (refused.status_code, replica.groups) == (400, [])
+    assert REFUSED in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("{}/../secret.png", " {}/../secret.png ", "file://{}/../secret.png", "{}/link.png"),
+        *("data:/../../../../../../../..{}/../secret.png", "data:{}/../none.png"),
+        *("HTTP:/../../../../../../../..{}/../secret.png", "httpx/../{}/../none.png"),
+        *("{}/../none.png", "~/none.png", "~nobody0/none.png", "/etc/passwd", "/////etc/hosts"),
+        "/" * 3991 + "etc/hosts",  # a path, and base64 as well
+    ],
+)
+def test_ways_around_are_refused(name: str, allowed: Path) -> None:
+    with pytest.raises(ValueError, match=REFUSED):
+        check_media({"images": [name.format(allowed)]})
+
+
+def test_protocols_that_read_files_are_refused(allowed: Path) -> None:
+    with pytest.raises(ValueError, match=r"Refusing to read 'concat:/etc/passwd': concat:"):
+        check_media({"videos": ["concat:/etc/passwd"]})
+
+
+def test_what_is_no_file_passes(allowed: Path) -> None:
+    pixels = base64.b64encode(bytes(300)).decode()
+    assert len(pixels) < LONGEST_PATH
+    for text in (pixels, pixels * 100, f"data:image/png;base64,{pixels}", "https://a.b/c.png"):
+        for request in in_each_place(text):
+            check_media(request)
+    check_media({"messages": [{"role": "user", "content": [1, 2]}], "images": 7})
+    with pytest.raises(ValueError, match=r"^messages: cannot be read"):
+        check_media({"messages": [None]})
+
+
+def test_relative_paths_hold_from_ms_swifts_folder(
+    allowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOT_IMAGE_DIR", str(allowed))
+    check_media({"images": ["digit.png"]})
+    with pytest.raises(ValueError, match=REFUSED):
+        check_media({"images": ["../secret.png"]})
+
+
+def test_without_the_rule_all_is_read(allowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    for request in in_each_place(str(allowed.parent / "secret.png")):
+        check_media(request)
+
+
+def test_private_addresses_are_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for request in in_each_place("http://inside/c.png")[:6]:
+        with pytest.raises(ValueError, match=r"resolves to 10\.0\.0\.1, which is not a public"):
+            check_media(request)
+    monkeypatch.setenv("SWIFT_ALLOW_INTERNAL_URL", "1")
+    check_media({"images": ["http://inside/c.png"]})
+
+
+class Moved(BaseHTTPRequestHandler):
+    """Sends `/moved` on to the same server under another name."""
+
+    def do_GET(self) -> None:
+        self.send_response(302 if self.path == "/moved" else 200)
+        if self.path == "/moved":
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/secret")  # type: ignore[attr-defined]
+        self.end_headers()
+        if self.path == "/large":
+            self.wfile.write(picture(300, 300))
+        else:
+            self.wfile.write(b"" if self.path == "/moved" else b"content")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("load", ["load_file", "load_image", "load_audio"])
+def test_a_replica_judges_what_it_fetches(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("requests", "_load_audio_librosa"):
+        monkeypatch.setattr(vision_utils, name, getattr(vision_utils, name))
+    monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
+    check_redirects.__wrapped__()
+    server = HTTPServer(("127.0.0.1", 0), Moved)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert vision_utils.load_file(f"{url}/there").read() == b"content"
+        with pytest.raises(ValueError, match="the host 'localhost' is not listed"):
+            getattr(vision_utils, load)(f"{url}/moved", **AUDIO.get(load, {}))
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+        with pytest.raises(ValueError, match=rf"{url}/large: a picture of 300 x 300 pixels"):
+            getattr(vision_utils, load)(f"{url}/large", **AUDIO.get(load, {}))
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def picture(width: int, height: int) -> bytes:
+    """A PNG of one colour: few bytes, whatever its size."""
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [300, 600])  # Pillow warns of the first, and refuses the second
+def test_pictures_of_too_many_pixels_are_refused_by_their_header(
+    side: int, allowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", decode)
+    large, small = picture(side, 300), picture(299, 300)
+    (allowed / "large.png").write_bytes(large)
+    (allowed / "small.png").write_bytes(small)
+    texts = [[base64.b64encode(data).decode() for data in (large, small)]]
+    texts.append([f"data:image/png;base64,{text}" for text in texts[0]])
+    late = io.BytesIO()  # a JPEG whose size stands behind 100 kB of colour profile
+    Image.new("L", (side, 300)).save(late, "JPEG", icc_profile=bytes(100_000))
+    texts.append([base64.b64encode(late.getvalue()).decode(), texts[0][1]])
+    texts.append([str(allowed / "large.png"), f"file://{allowed}/small.png"])
+    limit = "300 x 300 pixels; expected at most 89,700" if side == 300 else "size .180000 pixels"
+    for refused, taken in texts:
+        for request in [*in_each_place(refused), {"images": [{"bytes": refused}]}]:
+            with pytest.raises(ValueError, match=limit):
+                check_media(request)
+        for request in [*in_each_place(taken), {"images": [{"bytes": taken}]}]:
+            check_media(request)
+    with pytest.raises(ValueError, match=r"^images: "):
+        check_media({"images": [texts[0][0]]})
+    monkeypatch.delenv(VARIABLE)  # with it, base64 has to be strict
+    with pytest.raises(ValueError, match=limit):
+        check_media({"images": [f"{texts[0][0][:80]}\n{texts[0][0][80:]}"]})
+    with pytest.raises(ValueError, match=r"^messages: "):
+        check_media(in_each_place(texts[0][0])[-1])
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_server_names_the_request_and_the_field() -> None:
+    replica, text = Replica(), base64.b64encode(picture(300, 300)).decode()
+    asked = [served.request(0), served.request(1) | {"images": [text]}]
+    refused = TestClient(Deployed(replica).app).post("/infer/", json={"infer_requests": asked})
+    assert (refused.status_code, replica.groups) == (400, [])
+    detail = refused.json()["detail"]
+    assert detail.startswith("infer_requests[1].images: a picture of 300 x 300 pixels; expected ")
+
+
+def test_a_limit_may_be_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    check_media({"images": [base64.b64encode(picture(20_000, 20_000)).decode()]})
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_pictures_that_would_take_gigabytes_are_not_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def worker(*_: Any) -> None:
+        Image.open(io.BytesIO(picture(300, 300)))
+
+    monkeypatch.setattr(replicas, "_upstream_worker", lambda name: worker)
+    for run in (replicas.run_worker, replicas.run_async_worker):
+        with (
+            warnings.catch_warnings(),
+            pytest.raises(Image.DecompressionBombWarning, match="90000 pixels"),
+        ):
+            run(None, 0, 0, None)

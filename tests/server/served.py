@@ -1,0 +1,189 @@
+"""Echoing replicas behind the real routes, locks and pipes of `swift rollout`."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from swift.infer_engine.protocol import ChatCompletionResponse, RolloutOutput, UsageInfo
+from swift.pipelines.infer.rollout import SwiftRolloutDeploy
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.server import routes
+from swift_grpo_ext.server.replicas import (
+    ReplicaConnection,
+    Restarts,
+    WorkerConnection,
+)
+
+
+def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
+    sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
+    values: dict[str, Any] = {"count": 4, "run_seed": 42, "packed": True} | fields
+    metadata = RequestMetadata(sample_id=sample_id, **values)
+    message = {"role": "user", "content": "word " * words}
+    return {"messages": [message], "data_dict": {wire.KEY: metadata.to_wire()}}
+
+
+class Replica:
+    """A worker at the end of a pipe, which runs ms-swift's loop in a thread: it answers each
+    request with its group, or meets its fault.
+
+    `faults` names one for each call (by method, or `infer`); the last one stays.
+    """
+
+    def __init__(self, fault: str = "", *, number: int = 7, **faults: str) -> None:
+        parent, child = Pipe()
+        self.connection = ReplicaConnection(parent, self, number)
+        self.name = f"replica {number}"
+        self.faults = {"infer": fault} | faults
+        self.groups: list[int] = []
+        self.addresses: list[int | None] = []
+        self.calls: list[str] = []
+        self.commands: list[tuple[Any, ...]] = []
+        self.checksums = [{"w": "float32 (1,) 00"}]
+        self.exitcode = -9
+        self.goes_on = threading.Event()
+        self._child = child
+        self._alive = True
+        self._ending = threading.Lock()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        connection = WorkerConnection(self._child)
+        with suppress(EOFError, OSError):
+            while self._alive:
+                command = connection.recv()
+                kwargs = command.get("kwargs", {})
+                method = kwargs.get("method", command["method"])
+                self.calls.append(method)
+                self.commands.append(kwargs.get("args", ()))
+                reply = self._reply(method, kwargs)
+                if command["type"] == "call":
+                    self._send(connection, method, reply)
+
+    def _send(self, connection: WorkerConnection, method: str, reply: Any) -> None:
+        fault = self.faults.get(method, "")
+        if fault == "ends":
+            self.kill()
+        elif fault == "hangs":
+            self.goes_on.wait(20)
+        elif fault == "is late":
+            self.goes_on.wait(20)
+            connection.send(reply)
+        elif fault == "answers another":
+            self._child.send((0, reply))
+        elif fault == "answers without a number":
+            self._child.send(reply)
+        else:
+            connection.send(reply)
+
+    def _reply(self, method: str, kwargs: dict[str, Any]) -> Any:
+        fault = self.faults.get(method, "")
+        if method in ("infer", "async_infer"):
+            return self._outputs(kwargs["infer_requests"], fault)
+        if fault == "raises":
+            return None
+        if method == "read_weight_checksums":
+            return self.checksums
+        if method == "get_state_keys":
+            return [["model.w"]]
+        return [None] if method == "process_weights_after_loading" else True
+
+    def _outputs(self, requests: list[dict[str, Any]], fault: str) -> Any:
+        metadatas = [wire.read_metadata(r.get("data_dict")) for r in requests]
+        groups = [-1 if metadata is None else metadata.sample_id.group for metadata in metadatas]
+        self.groups += groups
+        self.addresses += [metadata.replica for metadata in metadatas if metadata]
+        if fault == "raises":
+            return {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False}
+        if fault == "cannot encode":
+            return {FAILURE: "ValueError: no such image", REQUEST_FAULT: True}
+        if fault == "answers nothing":
+            return None
+        answers = [self._output(group, m) for group, m in zip(groups, metadatas, strict=True)]
+        return answers[:-1] if fault == "answers half" else answers
+
+    def _output(self, group: int, metadata: RequestMetadata | None) -> RolloutOutput:
+        infos: dict[str, Any] = {"group": group}
+        if metadata is not None:
+            drawn = [
+                Completion(
+                    text=f"{group}.{k}", token_ids=[group, k], logprobs=None, finish_reason=None
+                )
+                for k in range(metadata.count)
+            ]
+            infos[wire.KEY] = wire.pack_answer(drawn, [1, 2], self.name)
+        response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
+        return RolloutOutput(response=response, rollout_infos=infos)
+
+    # What is asked of its process:
+
+    def is_alive(self) -> bool:
+        return self._alive
+
+    def kill(self) -> None:
+        with self._ending:  # both sides may want it at the same moment
+            self._alive = False
+            self._child.close()
+            self.goes_on.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+
+class Deployed(SwiftRolloutDeploy):
+    """ms-swift's server with its routes, over these replicas."""
+
+    def __init__(
+        self,
+        *replicas: Replica,
+        timeout: float = 60.0,
+        key: str | None = None,
+        use_async: bool = False,
+    ) -> None:
+        routes.install()
+        self.args = SimpleNamespace(
+            api_key=key,
+            rollout_timeout=timeout,
+            rollout_restarts=0,
+            host="127.0.0.1",
+            vllm_tensor_parallel_size=2,
+            vllm_data_parallel_size=3,
+            vllm_enable_lora=False,
+            multi_turn_scheduler=None,
+            new_special_tokens=[],
+        )
+        self.app = FastAPI()
+        self.use_async_engine, self.use_gym_env = use_async, False
+        self.connections = [replica.connection for replica in replicas]
+        self.processes = list(replicas)
+        self.restarts = Restarts(self)
+        self._register_rl_rollout_app()
+
+
+@contextmanager
+def listening(deployed: Deployed) -> Iterator[str]:
+    """The URL of the server, which listens at a port of its own while the context lasts."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(deployed.app, log_level="error", lifespan="off")
+        running = uvicorn.Server(config)
+        thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
+        thread.start()
+        while not running.started:
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        running.should_exit = running.force_exit = True
+        thread.join(10)

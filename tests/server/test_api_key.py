@@ -1,0 +1,191 @@
+"""The API key of `swift rollout`: taken out of what is printed, and asked for by every route."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_grpo_ext.server import api_key, routes
+from swift_grpo_ext.server.api_key import MASK, VARIABLE, is_authorized, key_of, take
+from tests.server.served import Deployed, Replica
+
+KEY = "k:e=y/+~._-1"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_key, "_kept", None)
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def basic(user_and_password: str) -> str:
+    return "Basic " + base64.b64encode(user_and_password.encode()).decode()
+
+
+# --- the header ---
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [f"Bearer {KEY}", f"bearer {KEY}", basic(f"swift:{KEY}"), basic(f":{KEY}")],
+)
+def test_the_key_in_a_header(authorization: str) -> None:
+    assert is_authorized(authorization, KEY)
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        *("", "Bearer", "Bearer ", "Bearer key", KEY, f"Digest {KEY}", f"Bearer {KEY} "),
+        *("Basic", "Basic %%%", "Basic k", "Basic Zm9v", f"Basic {KEY}"),
+        *(basic("swift:"), basic(KEY), basic(f"swift:{KEY[:-1]}"), basic(f"{KEY}:swift")),
+        *("Bearer schlüssel", "Basic schlüssel", "Basic /w=="),
+    ],
+)
+def test_no_key_in_a_header(authorization: str) -> None:
+    assert not is_authorized(authorization, KEY)
+
+
+@given(st.text(), st.sampled_from(["", "Bearer ", "Basic "]))
+def test_whatever_stands_in_a_header_is_no_key(text: str, scheme: str) -> None:
+    assert is_authorized(scheme + text, KEY) == (scheme == "Bearer " and text == KEY)
+    assert is_authorized(basic(f"swift:{text}"), KEY) == (text == KEY)
+
+
+# --- arguments and environment ---
+
+
+def arguments(key: str | None = None) -> Any:
+    return SimpleNamespace(api_key=key, rollout_timeout=60.0, host="127.0.0.1")
+
+
+def test_the_key_leaves_arguments_and_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = arguments(KEY)
+    take(given, on_command_line=False)
+    assert (given.api_key, key_of(given)) == (MASK, KEY)
+    monkeypatch.setenv(VARIABLE, "another")
+    from_environment = arguments()
+    take(from_environment, on_command_line=False)
+    assert (from_environment.api_key, key_of(from_environment)) == (MASK, "another")
+    assert VARIABLE not in api_key.os.environ
+    again = arguments(MASK)
+    take(again, on_command_line=False)
+    assert key_of(again) == "another"
+
+
+def test_no_key() -> None:
+    none = arguments()
+    take(none, on_command_line=False)
+    assert none.api_key is None
+    assert key_of(none) is None
+
+
+def test_what_is_ignored_or_shown_to_others_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(api_key.logger, "warning", said.append)
+    monkeypatch.setenv(VARIABLE, "another")
+    args = arguments(KEY)
+    take(args, on_command_line=True)
+    assert key_of(args) == KEY
+    ignored, shown = said
+    assert f"{VARIABLE} is ignored" in ignored
+    assert "every user of this machine can see" in shown
+    assert KEY not in ignored + shown
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "two\nlines", " spaced "])
+def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"--api_key .{VARIABLE}.*openssl rand") as refused:
+        take(arguments(key), on_command_line=False)
+    assert key not in str(refused.value)
+
+
+def test_a_mask_without_its_key_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"another process has. Set {VARIABLE}"):
+        take(arguments(MASK), on_command_line=False)
+    with pytest.raises(ValueError, match=f"another process has. Set {VARIABLE}"):
+        api_key.require_api_key(SimpleNamespace(args=arguments(MASK)))
+
+
+def test_a_key_in_a_url_is_refused() -> None:
+    api_key.check_urls(SimpleNamespace(vllm_server_base_url=None))
+    api_key.check_urls(SimpleNamespace(vllm_server_base_url=["http://node7:8000"]))
+    urls = SimpleNamespace(vllm_server_base_url=["http://a:1", f"http://swift:{KEY[0]}@node7:8000"])
+    with pytest.raises(ValueError, match=r"holds a password for node7.*~/\.netrc") as refused:
+        api_key.check_urls(urls)
+    assert "@" not in str(refused.value)
+
+
+# --- the routes ---
+
+
+def deployed(key: str | None) -> Deployed:
+    """A server that has taken its key, without workers."""
+    made = Deployed()
+    made.args.api_key = key
+    take(made.args, on_command_line=False)
+    return Deployed(Replica(), key=made.args.api_key)
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    with TestClient(deployed(KEY).app) as client:
+        yield client
+
+
+def test_every_route_but_health_asks_for_the_key(client: TestClient) -> None:
+    routes = [(r.path, method) for r in client.app.routes for method in r.methods]  # type: ignore[attr-defined]
+    assert ("/infer/", "POST") in routes
+    assert (routes.CHECKSUMS_PATH, "GET") in routes
+    for path, method in [*routes, ("/no_such_route", "GET")]:
+        status = client.request(method, path, content=b"no JSON").status_code
+        assert (status == 401) == (path.rstrip("/") != "/health"), path
+    refused = client.post("/infer/")
+    assert "401 Unauthorized: the API key is missing" in refused.json()["detail"]
+    assert "~/.netrc" in refused.json()["detail"]
+    assert refused.headers["WWW-Authenticate"] == "Bearer"
+    wrong = client.post("/infer/", headers={"Authorization": basic("swift:key")})
+    assert "401 Unauthorized: the API key is not this server's" in wrong.json()["detail"]
+
+
+@pytest.mark.parametrize("host", ["a/health?", "a/health", "/health/?x="])
+def test_a_host_that_looks_like_a_path_opens_nothing(client: TestClient, host: str) -> None:
+    """starlette up to 1.0.0 made `request.url` of it."""
+    assert client.post("/infer/", headers={"Host": host}).status_code == 401
+
+
+@pytest.mark.parametrize("authorization", [f"Bearer {KEY}", basic(f"swift:{KEY}")])
+def test_with_the_key_all_is_answered(client: TestClient, authorization: str) -> None:
+    answer = client.post("/infer/", headers={"Authorization": authorization}, content=b"no JSON")
+    assert answer.status_code == 422
+    assert client.get("/openapi.json", headers={"Authorization": authorization}).status_code == 200
+
+
+def test_without_a_key_none_is_asked_for() -> None:
+    with TestClient(deployed(None).app) as client:
+        assert client.post("/infer/", content=b"no JSON").status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("host", "came_in_at", "listens"),
+    [
+        *(("127.0.0.1", "10.0.0.7", "127.0.0.1"), ("node7", "10.0.0.7", "node7")),
+        *(("0.0.0.0", "10.0.0.7", "10.0.0.7"), ("::", "10.0.0.7", "10.0.0.7")),
+        *(("0.0.0.0", "", "0.0.0.0"), ("0.0.0.0", "::1", "0.0.0.0")),
+        *(("0.0.0.0", "testserver", "0.0.0.0"), ("::1", "", "0.0.0.0")),
+    ],
+)
+def test_weights_are_taken_where_the_training_came_in(
+    host: str, came_in_at: str, listens: str
+) -> None:
+    """Not at every address of the machine: the store asks nobody for a key."""
+    assert routes._store_host("0.0.0.0", host, came_in_at) == listens

@@ -1,0 +1,89 @@
+"""A server belongs to one training at a time; a dead one's claim ends by itself (SPEC F6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+from fastapi.testclient import TestClient
+
+from swift_grpo_ext.server import claims
+from swift_grpo_ext.server.claims import OWNER_HEADER, PATH, Claim
+from tests.server.served import Deployed, Replica, listening
+
+GROUP = {"host": "h", "port": 1, "world_size": 2}
+MESSAGE = "this server belongs to another training: runs/a"
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(claims, "SECONDS_OF_CLAIM", 0.5)
+    monkeypatch.setattr(claims, "SECONDS_BETWEEN_BEATS", 0.02)
+    with listening(Deployed(Replica())) as address:
+        yield address
+
+
+def claim_of(url: str, run: str) -> Claim:
+    return Claim(SimpleNamespace(sessions=[requests.Session()], base_urls=[url]), run)
+
+
+def connect(url: str, headers: Any = None) -> requests.Response:
+    return requests.post(f"{url}/init_communicator/", json=GROUP, headers=headers, timeout=20)
+
+
+def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None:
+    """ms-swift's client connects before it has a name."""
+    first = claim_of(url, "runs/a")
+    assert connect(url).status_code == 200
+    first.keep()
+    requests.post(f"{url}{PATH}", headers=first._headers, timeout=20)
+    try:
+        for headers in (None, claim_of(url, "runs/b")._headers):
+            refused = connect(url, headers)
+            assert (refused.status_code, MESSAGE in refused.text) == (409, True)
+        assert "process" in refused.text
+        assert connect(url, first._headers).status_code == 200
+    finally:
+        first.end()
+    assert connect(url).status_code == 200
+
+
+def test_a_dead_trainings_claim_ends_by_itself(url: str) -> None:
+    """One that takes its place waits for that, first of all with the end of the dead one's group:
+    replicas that are still in it would not join another."""
+    requests.post(f"{url}{PATH}", headers=claim_of(url, "runs/a")._headers, timeout=20)
+    assert requests.post(f"{url}/update_named_param/", timeout=20).status_code == 409
+    assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 200
+    assert connect(url).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "refused"),
+    [
+        ("POST", "/update_named_param/", True),
+        ("POST", "/process_weights_after_loading/", True),
+        ("GET", "/get_world_size/", False),
+        ("GET", "/health/", False),
+    ],
+)
+def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
+    """Whoever has no name may ask, and not touch weights; another training may do neither."""
+    client = TestClient(Deployed(Replica()).app)
+    client.post(PATH, headers={OWNER_HEADER: "runs/a"})
+    status = client.request(method, path).status_code
+    assert (status == 409) == refused
+    other = client.request(method, path, headers={OWNER_HEADER: "runs/b"})
+    assert (other.status_code == 409) == (path != "/health/")
+    own = client.request(method, path, headers={OWNER_HEADER: "runs/a"})
+    assert own.status_code != 409
+
+
+def test_names_of_any_alphabet_are_told() -> None:
+    client = TestClient(Deployed(Replica()).app)
+    claim = Claim(SimpleNamespace(sessions=[], base_urls=[]), "训练/a")
+    assert client.post(PATH, headers=claim._headers).json() == {"owner": claim.owner}
+    assert claim.owner.startswith("训练/a (process ")
+    assert client.delete(PATH, headers=claim._headers).json() == {"owner": ""}

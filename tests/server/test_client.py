@@ -1,0 +1,398 @@
+"""The trainer's side of `swift rollout`, against servers that answer over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.rank_group import RolloutError
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.server import client as servers_module
+from swift_grpo_ext.server.client import RolloutServers
+
+TIMEOUT = 60.0  # seconds
+OF_ONE_THAT_HANGS = 20.0
+
+
+def ours_of(replicas: int = 1, instance: str = "first start", starting: int = 0) -> dict[str, Any]:
+    members = [f"{number}.0" for number in range(replicas)]
+    said = {"replicas": replicas, "members": members, "starting": starting}
+    return {"version": wire.VERSION, "instance": instance, **said}
+
+
+@dataclass
+class Server:
+    """What a server says of itself, and what it was asked."""
+
+    ours: Any = field(default_factory=ours_of)
+    status: int = 200
+    fault: str = ""
+    closes: int = 0
+    """Connections of `/infer/` to close before one is answered."""
+
+    message: str | None = None
+    """The name that answers have, in the place of their requests'."""
+
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/get_engine_type/":
+            return {"engine_type": "LLMEngine", **({wire.KEY: self.ours} if self.ours else {})}
+        if path == "/close_communicator/":
+            return {}
+        self.asked += body["infer_requests"]
+        answers = [self._draw(request) for request in body["infer_requests"]]
+        if self.fault == "nonsense":
+            answers[0]["rollout_infos"][wire.KEY]["lengths"] = 7
+        return answers[:-1] if self.fault == "half" else answers
+
+    def _draw(self, request: dict[str, Any]) -> dict[str, Any]:
+        metadata = wire.read_metadata(request["data_dict"])
+        assert metadata is not None
+        group = metadata.sample_id.group
+        drawn = [
+            Completion(text=f"{group}.{k}", token_ids=[group, k], logprobs=None, finish_reason=None)
+            for k in range(metadata.count)
+        ]
+        return {"rollout_infos": {wire.KEY: wire.pack_answer(drawn, [1, 2], "replica 0")}}
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[Any]:
+    """What is read of ms-swift's client, connected to these servers."""
+    hosts = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(server)) for server in servers]
+    for server, host in zip(servers, hosts, strict=True):
+        server.url = f"http://127.0.0.1:{host.server_port}"
+        Thread(target=host.serve_forever, daemon=True).start()
+    yield SimpleNamespace(
+        num_servers=len(servers),
+        sessions=[requests.Session() for _ in servers],
+        base_urls=[server.url for server in servers],
+        hosts=["127.0.0.1"] * len(servers),
+        group_ports=list(range(len(servers))),
+        pynccl_comms=[f"group {i}" for i in range(len(servers))],
+    )
+    for host in hosts:
+        host.shutdown()
+        host.server_close()
+
+
+def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = json.dumps(server.answer(self.path, json.loads(body or "null"))).encode()
+            server.closes -= self.path == "/infer/"
+            if self.path == "/infer/" and (server.fault == "closes" or server.closes >= 0):
+                self.connection.close()
+                return
+            if self.path == "/infer/" and server.fault == "hangs":
+                time.sleep(OF_ONE_THAT_HANGS)
+            if self.path == "/infer/" and server.fault == "no JSON":
+                answer = b"Bad gateway"
+            failed = self.path == "/infer/" and server.status != 200
+            self.send_response(server.status if failed else 200)
+            if server.message is not None:
+                self.send_header(wire.MESSAGE_HEADER, server.message)
+            self.end_headers()
+            self.wfile.write(b'{"detail": "replica 1 gave no answer"}' if failed else answer)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
+
+
+def ask(servers: RolloutServers, num_groups: int, count: int = 4) -> list[Any]:
+    asked, metadatas = [], []
+    for group in range(num_groups):
+        sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
+        metadatas.append(
+            RequestMetadata(sample_id=sample_id, count=count, run_seed=42, packed=True)
+        )
+        asked.append(RolloutInferRequest(messages=[{"role": "user", "content": "?" * group}]))
+        wire.write_metadata(asked[-1].data_dict, metadatas[-1])
+    return servers.infer(asked, metadatas, RequestConfig(max_tokens=8))
+
+
+def test_samples_come_back_to_their_requests() -> None:
+    small, large = Server(), Server(ours=ours_of(2))
+    with running(small, large) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        answers = ask(servers, 9)
+    assert servers.replicas == [1, 2]
+    assert [[c.text for c in cs] for cs, _ in answers] == [
+        [f"{group}.{k}" for k in range(4)] for group in range(9)
+    ]
+    assert all(prompt_ids == [1, 2] for _, prompt_ids in answers)
+    assert (len(small.asked), len(large.asked)) == (3, 6)
+    for completions, _ in answers:
+        seeds = [c.seed for c in completions]
+        assert seeds == list(range(seeds[0], seeds[0] + 4))
+        assert {c.replica for c in completions} <= {
+            f"server 0 ({small.url}) replica 0",
+            f"server 1 ({large.url}) replica 0",
+        }
+
+
+def test_fewer_requests_than_servers() -> None:
+    with running(Server(), Server(), Server()) as client:
+        assert len(ask(RolloutServers(client, TIMEOUT), 1)) == 1
+        assert ask(RolloutServers(client, TIMEOUT), 0) == []
+
+
+def test_a_server_without_the_plugin_is_refused_with_the_remedy() -> None:
+    with (
+        running(Server(), Server(ours=None)) as client,
+        pytest.raises(WireError, match=r"server 1 .*runs without swift-grpo-ext: start it with"),
+    ):
+        RolloutServers(client, TIMEOUT)
+
+
+def test_a_server_of_another_version_is_refused() -> None:
+    with (
+        running(Server(ours={"version": 99, "replicas": 1})) as client,
+        pytest.raises(WireError, match=r"server 0 .*speaks version 99 .*load the same version"),
+    ):
+        RolloutServers(client, TIMEOUT)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers_module, "BACKOFF", (0.01, 0.02, 0.04))
+
+
+FAULTS = {
+    "closes": r"server 0 \(.*\) does not answer \(ConnectionError",
+    "hangs": r"server 0 \(.*\) does not answer \(ReadTimeout",
+    "no JSON": "server 0 .* answered with no JSON",
+    "half": "server 0 .* gave 1 answers to 2 requests",
+    "nonsense": "server 0 .* gave an answer that makes no sense",
+    "500": "server 0 .* answered 500: .*replica 1 gave no answer",
+    "401": r"server 0 .* answered 401: .*machine HOST login swift password KEY.* in ~/\.netrc",
+}
+
+
+def failing_server(fault: Any) -> Server:
+    return Server(status=int(fault)) if fault.isdigit() else Server(fault=fault)
+
+
+def timeout_for(fault: str) -> float:
+    """The other server has three times as long: a busy machine's tenth of a second is not rare."""
+    return 0.6 if fault == "hangs" else TIMEOUT
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_one_server_its_error_names_it_and_the_cause(fault: str) -> None:
+    with running(failing_server(fault)) as client:
+        servers = RolloutServers(client, timeout_for(fault))
+        with pytest.raises(RolloutError, match=FAULTS[fault]):
+            ask(servers, 2)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
+    healthy = Server()
+    with running(failing_server(fault), healthy) as client:
+        servers = RolloutServers(client, timeout_for(fault))
+        answers = ask(servers, 4)
+        assert [[c.text for c in cs] for cs, _ in answers] == [
+            [f"{group}.{k}" for k in range(4)] for group in range(4)
+        ]
+        # Weights, too, go to the other alone from now on; its name stays what it was.
+        is_lost = fault in ("closes", "hangs")
+        assert client.pynccl_comms == ["group 0", "group 1"][is_lost:]
+        assert client.num_servers == len(client.sessions) == 2 - is_lost
+        if is_lost:
+            completions, _ = ask(servers, 1)[0]
+            assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
+
+
+def test_replicas_that_became_fewer_are_connected_anew() -> None:
+    server = Server(ours=ours_of(2))
+    with running(Server(), server) as client:
+        connected: list[Any] = []
+
+        def connect(alone: Any) -> None:
+            connected.append((alone.num_servers, alone.base_urls, alone.hosts, alone.group_ports))
+            alone.pynccl_comms = ["a new group"]
+
+        servers = RolloutServers(client, TIMEOUT, connect)
+        servers.reconnect()
+        assert connected == []
+        server.ours = ours_of(1)
+        servers.reconnect()
+        assert connected == [(1, [server.url], ["127.0.0.1"], [1])]
+        assert client.pynccl_comms == ["group 0", "a new group"]
+        assert client.num_servers == 2
+        server.ours = ours_of(0)
+        servers.reconnect()
+        assert client.base_urls != [server.url]
+        assert len(client.base_urls) == 1
+
+
+def test_a_server_that_was_started_anew_is_connected_anew() -> None:
+    server = Server()
+    with running(server) as client:
+        connected: list[Any] = []
+
+        def connect(alone: Any) -> None:
+            connected.append(alone.base_urls)
+            alone.pynccl_comms = ["a new group"]
+
+        servers = RolloutServers(client, TIMEOUT, connect)
+        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "first start"
+        server.ours = ours_of(instance="second start")
+        servers.reconnect()
+        assert connected == [[server.url]]
+        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second start"
+        servers.reconnect()
+        assert len(connected) == 1
+
+
+def test_with_no_server_left_weights_go_nowhere() -> None:
+    server = Server()
+    with running(server) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        server.ours = ours_of(0)
+        with pytest.raises(RolloutError, match=r"server 0 .*has no replica left"):
+            servers.reconnect()
+
+
+def test_a_lost_server_0_leaves_server_1_its_own_group_and_name() -> None:
+    """Between rounds: weights, requests and replica counts go on with the other's."""
+    lost, healthy = Server(ours=ours_of(3)), Server(ours=ours_of(2, "second"))
+    with running(lost, healthy) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        lost.ours = ours_of(0)
+        servers.reconnect()
+        assert client.base_urls == [healthy.url]
+        assert client.group_ports == [1]
+        assert client.hosts == ["127.0.0.1"]
+        assert client.pynccl_comms == ["group 1"]
+        assert client.num_servers == 1
+        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second"
+        assert servers.replicas == [2]
+        servers.reconnect()  # nothing has changed: no new group
+        completions, _ = ask(servers, 1)[0]
+        assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
+
+
+def test_a_replica_that_was_lost_counts_no_more() -> None:
+    small, large = Server(), Server(ours=ours_of(3))
+    with running(small, large) as client:
+
+        def connect(alone: Any) -> None:
+            alone.pynccl_comms = ["new"]
+
+        servers = RolloutServers(client, TIMEOUT, connect)
+        large.ours = ours_of(1)
+        servers.reconnect()
+        assert servers.replicas == [1, 1]
+        ask(servers, 8)
+    assert (len(small.asked), len(large.asked)) == (4, 4)
+
+
+def test_a_server_with_other_special_tokens_is_refused() -> None:
+    ours = ours_of() | {"new_special_tokens": ["<b>"]}
+    with (
+        running(Server(), Server(ours=ours)) as client,
+        pytest.raises(ValueError, match=r"server 1 .* --new_special_tokens <b>, this"),
+    ):
+        RolloutServers(client, TIMEOUT, new_special_tokens=())
+    with (
+        running(Server()) as client,
+        pytest.raises(ValueError, match=r"server 0 .* \(none\), this training with <a>"),
+    ):
+        RolloutServers(client, TIMEOUT, new_special_tokens=["<a>"])
+
+
+def test_a_connection_that_is_cut_is_tried_again() -> None:
+    server = Server(closes=3)
+    with running(server) as client:
+        answers = ask(RolloutServers(client, TIMEOUT), 2)
+    assert [cs[3].text for cs, _ in answers] == ["0.3", "1.3"]
+    with running(Server(closes=4)) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        with pytest.raises(RolloutError, match=r"server 0 .* does not answer"):
+            ask(servers, 2)
+
+
+def test_only_what_may_be_repeated_is_tried_again() -> None:
+    cut = requests.ConnectionError("reset")
+    for path, repeats in [
+        ("/infer/", True),
+        ("/reset_mm_cache/", True),
+        ("/get_engine_type/", True),
+        ("/update_flattened_params/", False),
+        ("/init_communicator/", False),
+    ]:
+        request = requests.Request("POST", f"http://a{path}").prepare()
+        assert servers_module._may_repeat(request, cut) == repeats
+        assert servers_module._may_repeat(request, requests.ConnectTimeout())
+
+
+def test_the_callers_fault_is_tried_nowhere_else() -> None:
+    healthy = Server()
+    with running(Server(status=400), healthy) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        with pytest.raises(
+            RolloutError, match=r"server 0 .* refused the request \(400\): .*gave no"
+        ):
+            ask(servers, 1)
+        assert client.num_servers == 2
+    assert healthy.asked == []
+
+
+def test_a_server_without_replicas_is_dropped() -> None:
+    with running(Server(status=503), Server()) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        assert len(ask(servers, 4)) == 4
+        assert client.num_servers == 1
+
+
+def test_an_answer_to_another_request_is_never_data() -> None:
+    server = Server()
+    with running(server, Server()) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        server.message = "another"
+        answers = ask(servers, 4)
+        assert [cs[0].text for cs, _ in answers] == ["0.0", "1.0", "2.0", "3.0"]
+        assert client.num_servers == 1
+
+
+def test_a_row_that_json_cannot_hold_is_named() -> None:
+    with running(Server()) as client:
+        servers = RolloutServers(client, TIMEOUT)
+        sample_id = SampleId(phase="train", step=3, number=0, group=2, index=0)
+        metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=42, packed=True)
+        row = RolloutInferRequest(messages=[], data_dict={"answer": float("nan")})
+        message = r"round 3\.0, group 2, sample 0: the row's `data_dict` cannot be sent .*Mend"
+        with pytest.raises(RolloutError, match=message):
+            servers.infer([row], [metadata], RequestConfig())
+
+
+def test_bounds_grow_outwards() -> None:
+    """SPEC F2: with one flag on both sides the trainer outlasts its server."""
+    assert 1.0 < 2.0 < wire.SERVER_TIMEOUTS < wire.TRAINER_TIMEOUTS
+    with running(Server()) as client:
+        RolloutServers(client, 7.5)
+        [session] = client.sessions
+        assert session.headers[wire.TIMEOUT_HEADER] == "7.5"
+        adapter = session.get_adapter("https://a")
+        assert adapter is not session.get_adapter("http://a")
+        assert adapter._timeout == session.get_adapter("http://a")._timeout == 22.5

@@ -1,0 +1,508 @@
+"""`swift rollout` over its real routes: whole requests, over replicas, in turn, bounded in time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import requests
+from fastapi.testclient import TestClient
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.rlhf_trainers.vllm_client import VLLMInferClient
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+from swift_grpo_ext.server import replicas, routes, turns
+from swift_grpo_ext.server.client import RolloutServers
+from tests.server.served import Deployed, Replica, listening, request
+
+CONFIG = {"max_tokens": 16}
+RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
+
+
+def infer(
+    replicas: list[Replica], asked: list[dict[str, Any]], timeout: float = 60.0, **headers: str
+) -> Any:
+    client = TestClient(Deployed(*replicas, timeout=timeout).app)
+    body = {"infer_requests": asked, "request_config": CONFIG}
+    return client.post("/infer/", json=body, headers=headers)
+
+
+def groups_of(response: Any) -> list[int]:
+    assert response.status_code == 200, response.text
+    return [answer["rollout_infos"]["group"] for answer in response.json()]
+
+
+# --- dispatching ---
+
+
+def test_answers_come_in_the_order_of_requests() -> None:
+    three = [Replica(), Replica(), Replica()]
+    assert groups_of(infer(three, [request(group) for group in range(8)])) == list(range(8))
+    assert sorted(g for replica in three for g in replica.groups) == list(range(8))
+    assert {len(replica.groups) for replica in three} == {2, 3}
+
+
+def test_a_costly_prompt_is_a_replicas_only_one() -> None:
+    two = [Replica(), Replica()]
+    infer(two, [request(0, words=4000), *(request(group) for group in range(1, 6))])
+    assert sorted(len(replica.groups) for replica in two) == [1, 5]
+
+
+def test_a_costly_group_is_a_replicas_only_one() -> None:
+    two = [Replica(), Replica()]
+    infer(two, [request(0, count=64), *(request(group) for group in range(1, 6))])
+    assert sorted(len(replica.groups) for replica in two) == [1, 5]
+
+
+def test_an_idle_replica_gets_no_placeholder() -> None:
+    two = [Replica(), Replica()]
+    infer(two, [request(0)])
+    assert sorted(len(replica.groups) for replica in two) == [0, 1]
+
+
+def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
+    """Schedulers of a server may answer with more outputs than requests."""
+    two = [Replica(), Replica("answers half")]
+    asked = [request(group, packed=False) for group in range(5)]
+    asked[0]["data_dict"] = {}
+    assert groups_of(infer(two, asked)) == [-1, 1, 2, 3]
+    assert [replica.groups for replica in two] == [[-1, 1, 2], [3, 4]]
+    assert groups_of(infer([Replica(), Replica("ends")], asked)) == [-1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("count", "slices"),
+    [(0, [[1, 2, 3]]), (1, [[1, 2, 3]]), (2, [[1, 2], [3]]), (5, [[1], [2], [3]])],
+)
+def test_slices(count: int, slices: list[list[int]]) -> None:
+    assert routes._slices([1, 2, 3], count) == slices
+    assert routes._slices([], count) == []
+
+
+OF_ONE_THAT_HANGS = 1.5
+"""Seconds. The other replica answers in milliseconds, but has to on a busy machine too."""
+
+FAULTS = {
+    "raises": "a replica failed: OSError: the disk is gone",
+    "answers nothing": "a replica gave no answer to 4 requests",
+    "answers half": "a replica gave 3 answers to 4 requests",
+    "ends": "a replica has ended (EOFError)",
+    "hangs": f"a replica has not answered for {OF_ONE_THAT_HANGS} s (--rollout_timeout)",
+    "answers another": "a replica answered message 0, expected 1",
+    "answers without a number": "a replica sent no numbered reply",
+}
+LOST = ("ends", "hangs", "answers another", "answers without a number")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_one_replica_cannot_answer_another_does(fault: str, number: int) -> None:
+    failing, healthy = Replica(fault), Replica()
+    both = [failing, healthy] if number == 0 else [healthy, failing]
+    deployed = Deployed(*both, timeout=OF_ONE_THAT_HANGS if fault == "hangs" else 60.0)
+    client = TestClient(deployed.app)
+    asked = {"infer_requests": [request(group) for group in range(8)]}
+    assert groups_of(client.post("/infer/", json=asked)) == list(range(8))
+    assert sorted(healthy.groups) == list(range(8))
+    is_lost = fault in LOST
+    assert deployed.connections == [healthy.connection] or not is_lost
+    assert failing.is_alive() != is_lost
+    assert client.get("/get_world_size/").json() == {"world_size": 2 if is_lost else 4}
+    ours = client.post("/get_engine_type/").json()[wire.KEY]
+    assert ours["replicas"] == (1 if is_lost else 2)
+    assert groups_of(client.post("/infer/", json=asked)) == list(range(8))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_no_replica_left_the_cause_is_named(fault: str) -> None:
+    timeout = OF_ONE_THAT_HANGS if fault == "hangs" else 60.0
+    failed = infer([Replica(fault)], [request(group) for group in range(4)], timeout)
+    assert FAULTS[fault] in failed.json()["detail"]
+    assert failed.status_code == (503 if fault in LOST else 500)
+    none = infer([], [request(0)])
+    assert (none.status_code, none.json()["detail"]) == (503, "it has no replica left")
+
+
+def test_a_request_is_not_given_to_a_third_replica() -> None:
+    """SPEC F5: it may be what ended the two before."""
+    third = Replica()
+    refused = infer([Replica("ends"), Replica("ends"), third], [request(0)])
+    assert refused.status_code == 400
+    assert "requests 0 of the batch were with 2 workers when these" in refused.json()["detail"]
+    assert third.groups == []
+
+
+def test_a_replica_that_has_ended_is_removed() -> None:
+    ended, healthy = Replica(), Replica()
+    deployed = Deployed(ended, healthy)
+    ended.kill()
+    replicas.prune(deployed)
+    assert deployed.processes == [healthy]
+    assert deployed.connections == [healthy.connection]
+
+
+# --- answers are paired (SPEC F1) ---
+
+
+@pytest.mark.parametrize("method", [*RESETS, "process_weights_after_loading"])
+def test_a_late_reply_is_never_the_answer_to_another_message(method: str) -> None:
+    late, healthy = Replica(**{method: "is late"}), Replica()
+    deployed = Deployed(late, healthy, timeout=OF_ONE_THAT_HANGS)
+    client = TestClient(deployed.app)
+    assert client.post(f"/{method}/").status_code == 200
+    late.goes_on.set()
+    assert deployed.connections == [healthy.connection]
+    assert not late.is_alive()
+    asked = {"infer_requests": [request(group) for group in range(3)]}
+    assert groups_of(client.post("/infer/", json=asked)) == [0, 1, 2]
+
+
+def test_an_answer_has_the_name_of_its_request() -> None:
+    answer = infer([Replica()], [request(0)], **{wire.MESSAGE_HEADER: "abc"})
+    assert answer.headers[wire.MESSAGE_HEADER] == "abc"
+    assert wire.MESSAGE_HEADER not in infer([Replica()], [request(0)]).headers
+
+
+# --- time (SPEC F2) ---
+
+
+def test_the_trainers_bound_counts_where_it_is_shorter() -> None:
+    began = time.monotonic()
+    failed = infer([Replica("hangs")], [request(0)], **{wire.TIMEOUT_HEADER: "0.2"})
+    assert "has not answered for 0.2 s" in failed.json()["detail"]
+    assert time.monotonic() - began < 10
+    for value in ("soon", "0", "-1", "nan"):
+        refused = infer([Replica()], [request(0)], **{wire.TIMEOUT_HEADER: value})
+        assert refused.status_code == 400
+        assert f"{wire.TIMEOUT_HEADER}: '{value}'" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("path", [*(f"/{name}/" for name in RESETS), "/get_engine_type/"])
+def test_every_call_is_bounded(path: str) -> None:
+    method = path.strip("/")
+    stuck = Replica(**{method: "hangs"})
+    if method == "get_engine_type":  # a replica whose loop hangs answers no ping
+        stuck = Replica("hangs")
+        stuck.connection.send({"type": "call", "method": "infer", "kwargs": {"infer_requests": []}})
+    deployed = Deployed(stuck, timeout=0.3)
+    failed = TestClient(deployed.app).post(path)
+    assert failed.status_code == 503
+    assert "has not answered for 0.3 s" in failed.json()["detail"]
+    assert deployed.connections == []
+
+
+def in_thread(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_replica_that_is_back_joins_when_a_connected_training_asks() -> None:
+    """One that connects has been told how many there are; `doctor` asks too."""
+    deployed, late = Deployed(Replica()), Replica()
+    late._child.send((None, {"status": "ready"}))
+    deployed.restarts.starting.append(late.connection)
+    client = TestClient(deployed.app)
+
+    def replicas_told(**headers: str) -> int:
+        answer = client.post("/get_engine_type/", headers=headers)
+        return int(answer.json()[wire.KEY]["replicas"])
+
+    assert replicas_told() == 1
+    assert client.get("/get_world_size/").json() == {"world_size": 2}
+    assert replicas_told(**{wire.INSTANCE_HEADER: routes.INSTANCE}) == 2
+    assert client.get("/health/").json() == {
+        "status": "ok",
+        "replicas": 2,
+        "waiting_for_weights": 0,
+    }
+
+
+@pytest.mark.parametrize("path", ["/infer/", "/reset_prefix_cache/", "/get_engine_type/"])
+def test_health_answers_while_replicas_hang(path: str) -> None:
+    stuck = Replica("hangs", reset_prefix_cache="hangs")
+    with listening(Deployed(stuck, timeout=60.0)) as url:
+        body = {"infer_requests": [request(0)]}
+        in_thread(lambda: requests.post(url + "/infer/", json=body, timeout=20))
+        wait_until(lambda: stuck.groups == [0])
+        in_thread(lambda: requests.post(url + path, json=body, timeout=20))
+        for _ in range(3):
+            assert requests.get(f"{url}/health/", timeout=15).status_code == 200
+        stuck.kill()
+        assert requests.get(f"{url}/health", timeout=15).status_code == 503
+
+
+def test_a_body_that_never_ends_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SECONDS_BETWEEN_PARTS", 1.5)
+    replica = Replica()
+    with listening(Deployed(replica)) as url, socket.socket() as half:
+        half.connect((urlsplit(url).hostname, urlsplit(url).port))
+        half.sendall(b"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        body = {"infer_requests": [request(0)]}
+        assert groups_of(requests.post(f"{url}/infer/", json=body, timeout=10)) == [0]
+        half.settimeout(10)
+        assert half.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_work_whose_client_has_left_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the queue; what a replica has begun ends, and nothing follows it."""
+    callers: list[turns.Caller] = []
+    has_turn: list[bool] = []
+    wait_for_turn = turns.Turns._wait_for_turn
+
+    async def noted(self: turns.Turns, caller: turns.Caller) -> bool:
+        callers.append(caller)
+        has_turn.append(await wait_for_turn(self, caller))
+        return has_turn[-1]
+
+    monkeypatch.setattr(turns.Turns, "_wait_for_turn", noted)
+    slow, other = Replica("is late"), Replica("raises")
+    with listening(Deployed(slow, other)) as url:
+        bodies = [{"infer_requests": [request(group), request(group)]} for group in range(2)]
+        for body, first in zip(bodies, (slow, None), strict=True):
+            data = json.dumps(body).encode()
+            client = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port))
+            head = f"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n"
+            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+            if first is not None:
+                wait_until(lambda: slow.groups == [0] and other.groups == [0])
+            else:
+                wait_until(lambda: len(callers) == 2)
+            client.close()
+        wait_until(lambda: has_turn == [True, False] and callers[0].is_gone.is_set())
+        slow.faults["infer"] = ""
+        slow.goes_on.set()
+        other.faults["infer"] = ""
+        body = {"infer_requests": [request(2), request(3)]}
+        answer = requests.post(f"{url}/infer/", json=body, timeout=10)
+    assert groups_of(answer) == [2, 3]
+    assert sorted(slow.groups + other.groups) == [0, 0, 2, 3]
+
+
+def test_a_server_that_is_busy_says_so() -> None:
+    slow = Replica("is late")
+    with listening(Deployed(slow)) as url:
+        body = {"infer_requests": [request(0)]}
+        first: list[Any] = []
+        thread = in_thread(
+            lambda: first.append(requests.post(f"{url}/infer/", json=body, timeout=20))
+        )
+        wait_until(lambda: slow.groups == [0])
+        headers = {wire.TIMEOUT_HEADER: "0.2"}
+        busy = requests.post(f"{url}/reset_mm_cache/", headers=headers, timeout=20)
+        assert (busy.status_code, busy.headers["Retry-After"]) == (503, "1")
+        assert "busy with another request" in busy.json()["detail"]
+        slow.goes_on.set()
+        thread.join(20)
+        assert groups_of(first[0]) == [0]
+        assert requests.post(f"{url}/reset_mm_cache/", timeout=20).status_code == 200
+
+
+# --- the caller's fault (SPEC F5) ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": None}, "infer_requests[1].messages: null; expected a list of messages"),
+        ({"messages": []}, "infer_requests[1].messages: []; expected at least one message"),
+        ({"messages": ["hi"]}, 'infer_requests[1].messages[0]: "hi"; expected an object'),
+        ({"messages": [{"content": ""}]}, "infer_requests[1].messages[0]"),
+        ({"images": 7}, "infer_requests[1].images: 7; expected a list of media"),
+        ({"videos": {}}, "infer_requests[1].videos: {}; expected a list of media"),
+        ({"audios": True}, "infer_requests[1].audios: true; expected a list of media"),
+        ({"data_dict": []}, "infer_requests[1].data_dict: []; expected an object"),
+        ({"data_dict": {wire.KEY: {"version": 99}}}, "speaks version 99"),
+    ],
+)
+def test_a_bad_request_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
+    replica = Replica()
+    refused = infer([replica], [request(0), request(1) | fields])
+    assert refused.status_code == 400
+    assert message in refused.json()["detail"]
+    assert replica.groups == []
+    assert infer([replica], [request(0) | {"images": None, "videos": "a"}]).status_code == 200
+
+
+def test_what_cannot_be_encoded_is_tried_once() -> None:
+    two = [Replica("cannot encode"), Replica("cannot encode")]
+    refused = infer(two, [request(0)])
+    assert (refused.status_code, refused.json()["detail"]) == (
+        400,
+        "a replica failed: ValueError: no such image",
+    )
+    assert sorted(len(replica.groups) for replica in two) == [0, 1]
+    assert all(replica.is_alive() for replica in two)
+
+
+# --- weights ---
+
+
+def test_a_server_that_was_started_anew_takes_no_work() -> None:
+    """409 until the trainer has given it weights; what needs none is answered."""
+    client = TestClient(Deployed(Replica()).app, headers={wire.INSTANCE_HEADER: "another start"})
+    for path in ("/infer/", "/update_flattened_params/", "/process_weights_after_loading/"):
+        refused = client.post(path, json={})
+        assert refused.status_code == 409, path
+        assert "started anew, and has the base model's weights" in refused.json()["detail"]
+    assert client.post("/reset_prefix_cache/").status_code == 200
+    same = {wire.INSTANCE_HEADER: routes.INSTANCE}
+    assert client.post("/process_weights_after_loading/", headers=same).status_code == 200
+
+
+def test_replicas_join_the_group_under_their_numbers() -> None:
+    two = [Replica(), Replica()]
+    client = TestClient(Deployed(*two, timeout=9.0).app)
+    asked = {"host": "0.0.0.0", "port": 7, "world_size": 5}
+    assert client.post("/init_communicator/", json=asked).status_code == 200
+    wait_until(lambda: all(replica.calls for replica in two))
+    assert [replica.commands for replica in two] == [
+        [("127.0.0.1", 7, 5, 0, 4.5)],
+        [("127.0.0.1", 7, 5, 1, 4.5)],
+    ]
+    one = Replica()
+    engine = TestClient(Deployed(one, use_async=True).app)
+    engine.post("/init_communicator/", json=asked)
+    wait_until(lambda: bool(one.calls))
+    assert one.commands == [("127.0.0.1", 7, 5, None, 30.0)]
+    assert engine.get("/get_world_size/").json() == {"world_size": 6}
+    assert engine.post("/get_engine_type/").json()[wire.KEY]["replicas"] == 3
+    assert groups_of(engine.post("/infer/", json={"infer_requests": [request(0)]})) == [0]
+    assert one.calls[-1] == "async_infer"
+
+
+@pytest.mark.parametrize(
+    ("headers", "host"), [({}, "127.0.0.1"), ({"X-Forwarded-For": "10.0.0.9"}, "0.0.0.0")]
+)
+def test_the_weights_store_opens_where_the_training_came_in(
+    headers: dict[str, str], host: str
+) -> None:
+    """Behind a proxy nobody knows by which address weights will come."""
+    replica = Replica()
+    deployed = Deployed(replica)
+    deployed.args.host = "0.0.0.0"
+    with listening(deployed) as url:
+        asked = {"host": "0.0.0.0", "port": 7, "world_size": 2}
+        requests.post(f"{url}/init_communicator/", json=asked, headers=headers, timeout=20)
+        wait_until(lambda: bool(replica.commands))
+    assert replica.commands == [(host, 7, 2, 0, 30.0)]
+
+
+def test_checksums_are_those_of_each_worker_of_each_replica() -> None:
+    one, two = Replica(), Replica()
+    one.checksums = [{"a": "1"}, {"a": "2"}]
+    two.checksums = [{"a": "3"}]
+    client = TestClient(Deployed(one, two).app)
+    for _ in range(2):  # a trainer may ask twice
+        answer = client.get(routes.CHECKSUMS_PATH)
+        assert answer.json() == [{"a": "1"}, {"a": "2"}, {"a": "3"}]
+    one.faults["read_weight_checksums"] = "raises"
+    assert client.get(routes.CHECKSUMS_PATH).json() == [{}, {"a": "3"}]
+
+
+def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
+    """Until it has taken another: of its two workers one says that it did not."""
+    one, two = Replica(number=1), Replica(number=2)
+    taken = [{"a": "1"}, {"a": "1"}]
+    one.checksums = two.checksums = taken
+    deployed = Deployed(one, two)
+    client = TestClient(deployed.app)
+    for refused, draw in (
+        ({ADAPTER_FAULT: "why"}, {"replica 2"}),
+        ({}, {"replica 1", "replica 2"}),
+    ):
+        one.checksums = [taken[0], taken[1] | refused]
+        replicas.note_weights(deployed)  # its update was answered with 200
+        assert client.get(routes.CHECKSUMS_PATH).json() == [*one.checksums, *taken]
+        before = {replica.name: len(replica.groups) for replica in (one, two)}
+        answer = client.post("/infer/", json={"infer_requests": [request(i) for i in range(4)]})
+        assert groups_of(answer) == [0, 1, 2, 3]
+        drew = {r.name for r in (one, two) if len(r.groups) > before[r.name]}
+        assert drew == draw
+
+
+def test_the_workers_have_the_method_that_is_called_for_checksums() -> None:
+    from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
+
+    replica = Replica()
+    TestClient(Deployed(replica).app).get(routes.CHECKSUMS_PATH)
+    assert callable(getattr(VerifiedWeightSyncWorkerExtension, replica.calls[0]))
+
+
+def test_weights_that_a_replica_could_not_load_are_an_error() -> None:
+    client = TestClient(Deployed(Replica(), Replica(process_weights_after_loading="raises")).app)
+    failed = client.post("/process_weights_after_loading/")
+    assert (failed.status_code, "could not load its weights" in failed.text) == (500, True)
+
+
+def test_parameter_names_are_those_of_a_worker() -> None:
+    client = TestClient(Deployed(Replica(), Replica()).app)
+    assert client.get("/get_model_state_keys/").json() == {"keys": ["model.w"]}
+    silent = Replica(get_state_keys="raises")
+    assert TestClient(Deployed(silent).app).get("/get_model_state_keys/").json() == {"keys": []}
+
+
+@pytest.mark.parametrize("tokens", [[], ["<a>", "<b>"]])
+def test_what_a_server_says_of_itself(tokens: list[str]) -> None:
+    deployed = Deployed(Replica())
+    deployed.args.new_special_tokens = tokens
+    answer = TestClient(deployed.app).post("/get_engine_type/").json()
+    assert answer["engine_type"] == "LLMEngine"
+    assert answer[wire.KEY] == {
+        "version": wire.VERSION,
+        "instance": routes.INSTANCE,
+        "replicas": 1,
+        "new_special_tokens": tokens,
+        "members": ["7.0"],
+        "starting": 0,
+    }
+
+
+# --- each replica of each server ---
+
+
+def test_addressed_requests_reach_each_replica_of_each_server() -> None:
+    """A costly request, and cheap ones that balance would give to those that are done first."""
+    ends = [[Replica(number=number) for number in range(4)] for _ in range(2)]
+    words = [20_000, *range(1, 8)]
+    with listening(Deployed(*ends[0])) as first, listening(Deployed(*ends[1])) as second:
+        servers = RolloutServers(VLLMInferClient(base_urls=[first, second]), timeout=60.0)
+        assert servers.replicas == [4, 4]
+        rows = [request(k, words[k], count=1, replica=k) for k in range(8)]
+        metadatas = [metadata for row in rows if (metadata := wire.read_metadata(row["data_dict"]))]
+        asked = [RolloutInferRequest(**row) for row in rows]
+        answers = servers.infer(asked, metadatas, RequestConfig(max_tokens=8))
+    assert [replica.groups for end in ends for replica in end] == [[k] for k in range(8)]
+    drawn_by = [completion.replica for [completion], _ in answers]
+    assert drawn_by == [
+        f"server {k // 4} ({(first, second)[k // 4]}) replica {k % 4}" for k in range(8)
+    ]
+
+
+def test_what_an_addressed_replica_cannot_answer_another_does_by_its_name() -> None:
+    two = [Replica("ends", number=0), Replica(number=1)]
+    answers = infer(two, [request(0, replica=0), request(1, replica=1)]).json()
+    names = [answer["rollout_infos"][wire.KEY]["replica"] for answer in answers]
+    assert names == ["replica 1", "replica 1"]
+    assert (two[0].groups, two[1].groups) == ([0], [1, 0])
+
+
+def test_an_async_engine_addresses_its_replicas_itself() -> None:
+    one = Replica()
+    body = {"infer_requests": [request(k, replica=k) for k in range(3)], "request_config": CONFIG}
+    answer = TestClient(Deployed(one, use_async=True).app).post("/infer/", json=body)
+    assert groups_of(answer) == one.groups == one.addresses == [0, 1, 2]

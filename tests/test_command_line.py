@@ -1,0 +1,144 @@
+"""Flags mean the same from a command line and from a script, whatever comes first (SPEC R5)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union, get_type_hints
+
+import pytest
+from swift.arguments import BaseArguments, RLHFArguments
+from swift.utils.utils import parse_args
+from transformers import hf_argparser
+
+import swift_grpo_ext
+from swift_grpo_ext import command_line
+
+PLUGIN = Path(__file__).resolve().parents[1] / "plugins/grpo_ext.py"
+KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "register() first"])
+
+
+def parsed(argv: list[str] | None, *, registered: bool) -> dict[str, Any] | str:
+    """What ms-swift makes of a list, or of this process's command line: the values of our flags, or
+    the error; in a child of this process, which stays as it is."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            result: Any = _parsed(argv, registered)
+        except BaseException as e:
+            result = f"{type(e).__name__}: {e}"
+        os.write(write, pickle.dumps(result))
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read, "rb") as f:
+        return pickle.load(f)  # type: ignore[no-any-return]
+
+
+def _parsed(argv: list[str] | None, registered: bool) -> dict[str, Any]:
+    """As far as the checks of settings, which need a model and data."""
+    found: dict[str, Any] = {}
+
+    def stop(args: Any, given: list[str]) -> None:
+        assert args.ignore_args_error  # what ms-swift calls left over is ours
+        found.update({name: getattr(args, name) for name in MEANT}, given=given)
+        raise InterruptedError
+
+    command_line._check = stop
+    if registered:
+        swift_grpo_ext.register()
+    with contextlib.suppress(InterruptedError):
+        parse_args(command_line.RLHFExtArguments if registered else RLHFArguments, argv)
+    return found
+
+
+BASE = ["--rlhf_type", "grpo", "--model", "none", "--external_plugins", str(PLUGIN)]
+OURS = ["--stop_token_ids", "5", "7", "--logits-shim", "strict"]
+MEANT = {"stop_token_ids": [5, 7], "logits_shim": "strict", "rollout_seed_mode": "sample"}
+
+
+@KINDS
+def test_the_list_counts_and_else_the_command_line(
+    registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--stop_token_ids", "9", "--nonsense"])
+    found = parsed([*BASE, *OURS], registered=registered)
+    assert isinstance(found, dict), found
+    given = ["rlhf_type", "model", "external_plugins", "stop_token_ids", "logits_shim"]
+    assert found == {**MEANT, "given": given}
+    monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--stop_token_ids", "9"])
+    found = parsed(None, registered=registered)
+    assert isinstance(found, dict), found
+    assert found["stop_token_ids"] == [9]
+
+
+@KINDS
+def test_a_misspelt_flag_in_a_scripts_list_is_refused(registered: bool) -> None:
+    """The beginning of one of our flags is none: ms-swift takes those of its own."""
+    found = parsed([*BASE, "--rollout_seed", "sample"], registered=registered)
+    assert found == (
+        "ValueError: Unknown argument --rollout_seed (left over: --rollout_seed sample); "
+        "did you mean --rollout_seed_mode?"
+    )
+
+
+@KINDS
+def test_arguments_made_in_python_keep_their_values(
+    registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script's own command line is none of ms-swift's."""
+    swift_grpo_ext.register()
+    monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--logits_shim", "strict"])
+    args: Any = RLHFArguments.__new__(
+        command_line.RLHFExtArguments if registered else RLHFArguments
+    )
+    if registered:
+        args.stop_token_ids = [5]
+    given = command_line._adopt_command_line(args, RLHFArguments)
+    assert given == []
+    assert args.logits_shim == "auto"
+    assert args.stop_token_ids == ([5] if registered else [])
+
+
+def test_json_flags_do_not_depend_on_what_was_imported_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`Union[str, dict]` and `Union[dict, str]` are one to Python's cache: the first that anyone
+    writes decides the order of both, and argparse takes the later of the two for the type."""
+
+    def reordered(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        hints = get_type_hints(*args, **kwargs)
+        either, first = Union[str, dict, None], Union[str, dict, None]  # noqa: UP007
+        return {name: first if hint == either else hint for name, hint in hints.items()}
+
+    monkeypatch.setattr(hf_argparser, "get_type_hints", reordered)
+    parser = command_line.Parser([command_line.RLHFExtArguments], allow_abbrev=False)
+    namespace, leftover = parser.parse_known_args(["--model_kwargs", '{"a": 1}'])
+    assert (namespace.model_kwargs, leftover) == ('{"a": 1}', [])
+
+
+@dataclass
+class MegatronRLHFArguments(BaseArguments):
+    """Stands for ms-swift's, which needs Megatron to be imported: it too begins as these do."""
+
+    rlhf_type: str = "grpo"
+
+
+def test_megatron_is_told_that_nothing_of_ours_acts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ms-swift's Ray pipelines, which parse the same class."""
+    swift_grpo_ext.register()
+    warned: list[str] = []
+    monkeypatch.setattr(command_line.logger, "warning", warned.append)
+    args = MegatronRLHFArguments.__new__(MegatronRLHFArguments)
+    args.model_kwargs = None
+    for rlhf_type in ("dpo", "grpo"):
+        args.rlhf_type = rlhf_type
+        args._init_model_kwargs()
+    [warning] = warned
+    assert warning.startswith("swift-grpo-ext does not act on MegatronRLHFArguments: Megatron GRPO")
+    assert "`swift rlhf --rlhf_type grpo`" in warning

@@ -1,0 +1,307 @@
+"""`swift-grpo-ext audit`: files as TRL, verl, slime and ms-swift write them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from swift_grpo_ext.tools.audit import _log2_matching
+from swift_grpo_ext.tools.cli import main
+from swift_grpo_ext.tools.dumps import read_dump
+
+GROUP_SIZE, NUM_GROUPS, NUM_STEPS, VOCABULARY = 4, 6, 3, 8
+Step = list[list[list[int]]]
+"""[groups][samples][tokens]"""
+
+
+def draw(kind: str, *, num_tokens: int = 12, seed: int = 0) -> list[Step]:
+    """Uniform tokens; every step has the same prompts.
+
+    `shared`: samples 0 and 2 of a group, and 1 and 3, have one noise. `one noise`: all samples of a
+    group. `frozen`: every step has the noise of the first. `collapse`: two answers are left.
+    """
+    rng = np.random.default_rng(seed)
+    steps: list[Step] = []
+    for _ in range(NUM_STEPS):
+        tokens = rng.integers(0, VOCABULARY, (NUM_GROUPS, GROUP_SIZE, num_tokens))
+        if kind == "shared":
+            tokens[:, 2:] = tokens[:, :2]
+        elif kind == "one noise":
+            tokens[:] = tokens[:, :1]
+        elif kind == "collapse":
+            tokens[:] = rng.integers(0, 2, (NUM_GROUPS, GROUP_SIZE, 1))
+        steps.append(steps[0] if kind == "frozen" and steps else tokens.tolist())
+    return steps
+
+
+def rows(steps: list[Step]) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "group": group, "prompt": f"Question {group}?", "tokens": tokens}
+        for step, groups in enumerate(steps)
+        for group, samples in enumerate(groups)
+        for tokens in samples
+    ]
+
+
+def text(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def write_trl(steps: list[Step], folder: Path) -> list[Path]:
+    """`completions/completions_00001.parquet`, one a step; conversations are lists of messages."""
+    paths = []
+    for step in range(len(steps)):
+        table = [
+            {
+                "step": step,
+                "prompt": [{"role": "user", "content": row["prompt"]}],
+                "completion": [{"role": "assistant", "content": text(row["tokens"])}],
+                "reward": 1.0,
+                "advantage": 0.0,
+            }
+            for row in rows(steps)
+            if row["step"] == step
+        ]
+        paths.append(folder / f"completions_{step:05d}.parquet")
+        pq.write_table(pa.Table.from_pylist(table), paths[-1])
+    return paths
+
+
+def write_verl(steps: list[Step], folder: Path) -> list[Path]:
+    """`{step}.jsonl` of `trainer.rollout_data_dir`."""
+    paths = []
+    for step in range(len(steps)):
+        lines = [
+            {"input": row["prompt"], "output": text(row["tokens"]), "score": 0.0, "step": step}
+            for row in rows(steps)
+            if row["step"] == step
+        ]
+        paths.append(write_lines(folder / f"{step}.jsonl", lines))
+    return paths
+
+
+def write_verl_table(steps: list[Step], folder: Path) -> list[Path]:
+    """A validation table: a row a step, three columns a sample."""
+    table = []
+    for step, groups in enumerate(steps):
+        wide: dict[str, Any] = {"step": step}
+        samples = [(g, tokens) for g, group in enumerate(groups) for tokens in group]
+        for i, (group, tokens) in enumerate(samples, start=1):
+            wide |= {f"input_{i}": f"Q{group}", f"output_{i}": text(tokens), f"score_{i}": 0.0}
+        table.append(wide)
+    path = folder / "generations.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+    return [path]
+
+
+def write_slime(steps: list[Step], folder: Path) -> list[Path]:
+    """Its samples as JSON lines: tokens begin with the prompt's, log-probabilities do not."""
+    surprisal = math.log(VOCABULARY)
+    lines = [
+        {
+            "rollout_id": row["step"],
+            "group_index": row["group"],
+            "prompt": row["prompt"],
+            "tokens": [90, 91, 92, *row["tokens"]],
+            "response": text(row["tokens"]),
+            "response_length": len(row["tokens"]),
+            "rollout_log_probs": [-surprisal] * len(row["tokens"]),
+            "reward": 1.0,
+        }
+        for row in rows(steps)
+    ]
+    return [write_lines(folder / "samples.jsonl", lines)]
+
+
+def write_swift(steps: list[Step], folder: Path) -> list[Path]:
+    """`completions.jsonl`: a line a step, with a list for each column."""
+    lines = []
+    for step in range(len(steps)):
+        own = [row for row in rows(steps) if row["step"] == step]
+        lines.append(
+            {
+                "step": [str(step)] * len(own),
+                "prompt": [row["prompt"] for row in own],
+                "completion": [text(row["tokens"]) for row in own],
+                "position": [0.0] * len(own),
+                "advantages": [0.0] * len(own),
+            }
+        )
+    return [write_lines(folder / "completions.jsonl", lines)]
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+WRITERS = {
+    "trl": write_trl,
+    "verl": write_verl,
+    "verl table": write_verl_table,
+    "slime": write_slime,
+    "ms-swift": write_swift,
+}
+
+
+def audited(
+    paths: list[Path], capsys: pytest.CaptureFixture[str], *argv: str
+) -> tuple[int, dict[str, Any]]:
+    status = main(["audit", *map(str, paths), "--json", *argv])
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", ["independent", "shared", "frozen", "collapse"])
+@pytest.mark.parametrize("framework", WRITERS)
+def test_every_format(
+    framework: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write: Callable[[list[Step], Path], list[Path]] = WRITERS[framework]
+    # Two possible answers are no surprise to a policy that has collapsed.
+    status, found = audited(write(draw(kind), tmp_path), capsys)
+    verdict = "shared noise" if kind in ("shared", "frozen") else "healthy"
+    if kind == "collapse":
+        # The log-probabilities of slime's file say that these tokens were improbable.
+        verdict = "shared noise" if framework == "slime" else "collapse"
+    elif kind == "frozen" and framework == "ms-swift":
+        verdict = "healthy"  # its file repeats rows by itself
+    assert found["verdict"] == verdict
+    assert status == (verdict == "shared noise")
+    assert found["num_samples"] == GROUP_SIZE * NUM_GROUPS * NUM_STEPS
+    assert found["num_groups"] == NUM_GROUPS * NUM_STEPS
+    assert found["num_steps"] == NUM_STEPS
+    assert found["num_with_logprobs"] == (found["num_samples"] if framework == "slime" else 0)
+    assert (found["log10_p"] < -6) == (verdict == "shared noise")
+    assert bool(found["evidence"]) == (verdict == "shared noise")
+    assert any("repeats rows" in note for note in found["notes"]) == (framework == "ms-swift")
+
+
+def test_one_noise_for_a_group_shows_in_log_probabilities_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = draw("one noise")
+    _, found = audited(write_slime(steps, tmp_path), capsys)
+    assert found["verdict"] == "shared noise"
+    assert found["evidence"][0].startswith("step 0 (counted from 0): samples 0, 1, 2, 3 of group ")
+    _, found = audited(write_verl(steps, tmp_path), capsys)
+    assert (found["verdict"], found["log10_p"]) == ("collapse", 0.0)
+    assert found["num_groups_with_copies"] == NUM_GROUPS * NUM_STEPS
+    assert "cannot be told from collapse" in found["notes"][0]
+
+
+def test_evidence_names_positions_and_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = audited(write_verl(draw("shared"), tmp_path), capsys)
+    num = NUM_GROUPS * NUM_STEPS
+    assert found["evidence"][0].startswith("samples 0 and 2 of their groups are equal in ")
+    assert f"equal in {num} groups, and {num / 3:.1f} were expected" in found["evidence"][0]
+    _, found = audited(write_verl(draw("frozen"), tmp_path), capsys)
+    repeated = GROUP_SIZE * NUM_GROUPS * (NUM_STEPS - 1)
+    assert found["evidence"] == [
+        f"{repeated} of {repeated} samples are those that their prompt had at the same position "
+        "the time before (frozen noise)"
+    ]
+    _, found = audited(write_slime(draw("frozen"), tmp_path), capsys)
+    assert "as step 0 had them (frozen noise)" in found["evidence"][0]
+
+
+def test_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {
+            "iter": row["step"],
+            "q": row["prompt"],
+            "ids": json.dumps(row["tokens"]),
+            "lp": [[-math.log(VOCABULARY), token, "x"] for token in row["tokens"]],  # SGLang's
+        }
+        for row in rows(draw("one noise"))
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", lines)
+    argv = ["--step", "iter", "--prompt", "q", "--token-ids", "ids", "--logprobs", "lp"]
+    status, found = audited([path], capsys, *argv)
+    assert (status, found["verdict"], found["num_steps"]) == (1, "shared noise", NUM_STEPS)
+    assert found["num_with_logprobs"] == found["num_samples"]
+
+
+@pytest.mark.parametrize(
+    ("content", "argv", "error"),
+    [
+        ('{"prompt": "a"}\n', [], "no column of ['prompt'] holds completions. Name it with --comp"),
+        ('{"output": "a"}\n', [], "no column of ['output'] holds prompts. Name it with --prompt"),
+        ('{"output": "a"}\n', ["--prompt", "q"], "--prompt q: expected one of ['output']"),
+    ],
+)
+def test_columns_that_are_not_there(
+    content: str, argv: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    assert main(["audit", str(path), *argv]) == 1
+    assert error in capsys.readouterr().err
+
+
+def test_another_suffix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(tmp_path / "rows.pt")]) == 1
+    assert "expected a file that ends with .parquet, .csv" in capsys.readouterr().err
+
+
+def test_damaged_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [path] = write_slime(draw("independent"), tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1:1] = [b'{"prompt": \n', b"\xff\xfe\n", b"[1]\n", b"\n"]
+    path.write_bytes(b"".join(lines))
+    status, found = audited([path], capsys)
+    assert (status, found["num_samples"]) == (0, GROUP_SIZE * NUM_GROUPS * NUM_STEPS)
+    assert caplog.messages == [
+        f"{path}: the lines 2, 3, 4 are damaged or incomplete, and are left out."
+    ]
+    broken = tmp_path / "rows.parquet"
+    broken.write_bytes(b"PAR1 and no more")
+    assert main(["audit", str(broken)]) == 1
+    assert f"{broken} cannot be read as Parquet" in capsys.readouterr().err
+
+
+def test_healthy_files_raise_no_alarm(tmp_path: Path) -> None:
+    """P-values below 0.05 are no more frequent than that, with copies in most groups."""
+    from swift_grpo_ext.tools.audit import audit
+
+    log10_ps = []
+    for seed in range(60):
+        [path] = write_slime(draw("independent", num_tokens=1, seed=seed), tmp_path)
+        dump = read_dump([path], {"completion": "response", "logprobs": "reward"})
+        result = audit(dump, alarm_p=0.05)
+        assert result.num_with_logprobs == 0
+        assert result.num_groups_with_copies > 0
+        log10_ps.append(result.log10_p)
+    assert sum(p < math.log10(0.05) for p in log10_ps) <= 3
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [("abcd", "abcd"), ("aabb", "abab"), ("aaab", "aabb"), ("abcd", "abce"), ("aaaa", "aaaa")],
+)
+def test_the_bound_of_matching_positions(then: str, now: str) -> None:
+    """Never below the share of orders with so many equal positions."""
+    first, second = [c.encode() for c in then], [c.encode() for c in now]
+    matches = [sum(a == b for a, b in zip(first, o, strict=True)) for o in permutations(second)]
+    for fixed in sorted(set(matches)):
+        exact = sum(m >= fixed for m in matches) / len(matches)
+        bound = 2 ** _log2_matching(first, second, fixed)
+        assert exact <= bound * (1 + 1e-9)
+    if then == now == "abcd":
+        assert 2 ** _log2_matching(first, second, 4) == pytest.approx(1 / 24)
