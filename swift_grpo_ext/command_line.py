@@ -1,14 +1,11 @@
 """How flags of ours become real flags of `swift rlhf` and `swift rollout`.
 
-Symptom: `--external_plugins` are imported inside `BaseArguments.__post_init__`, after argparse has
-put our flags among the left-over arguments, which `SwiftPipeline._parse_args` then refuses; and
-`TrainerFactory.get_training_args` hands on declared dataclass fields only.
-Upstream: ms-swift 4.6, arguments/base_args/base_args.py, pipelines/base.py.
-Adaptation: `BaseArguments._init_model_kwargs`, the first call after the import, turns the object
-into our subclass of its own class, which declares our flags as fields, with the values of what
-ms-swift is parsing: the command line, or a script's list. Where `register()` is called before that
-(Python scripts), the pipelines' `args_class` is ours already; the same rules hold.
-Can go when ms-swift imports plugins before it parses arguments.
+ms-swift imports `--external_plugins` inside `BaseArguments.__post_init__`, after argparse, and
+hands on declared dataclass fields only. `BaseArguments._init_model_kwargs`, the first call after
+the import, therefore turns the object into our subclass of its own class, which declares our flags
+as fields, with the values of what ms-swift is parsing: the command line, or a script's list. Where
+`register()` is called before that (Python scripts), the pipelines' `args_class` is ours already;
+the same rules hold.
 """
 
 from __future__ import annotations
@@ -36,6 +33,7 @@ from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
+from swift_grpo_ext.upstream.patches import patch
 from swift_grpo_ext.upstream.startup import fold_dumps
 
 logger = get_logger()
@@ -117,14 +115,14 @@ def install() -> None:
             )
         original(self)
 
-    BaseArguments._init_model_kwargs = _init_model_kwargs
+    patch(BaseArguments, _init_model_kwargs=_init_model_kwargs)
     from swift.pipelines.train.rlhf import SwiftRLHF
 
-    SwiftRLHF.args_class = RLHFExtArguments
+    patch(SwiftRLHF, args_class=RLHFExtArguments)
     # The rollout pipeline needs vLLM, and is loaded only where `swift rollout` runs.
     rollout = sys.modules.get("swift.pipelines.infer.rollout")
     if rollout is not None:
-        rollout.SwiftRolloutDeploy.args_class = RolloutExtArguments
+        patch(rollout.SwiftRolloutDeploy, args_class=RolloutExtArguments)
 
 
 def _check(args: Any, given: list[str]) -> None:

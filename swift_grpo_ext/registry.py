@@ -1,4 +1,8 @@
-"""The one list of what we hang into ms-swift, and where."""
+"""How the plugin enters ms-swift: in the places that it has for plugins.
+
+Where ms-swift, vLLM or transformers have none, they are patched: `upstream/patches.py` has the one
+list of these patches, and `upstream/pins.py` that of the names and signatures that we rely on.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ TRAINING_ARGUMENTS = "swift_grpo_ext.training.RolloutGRPOConfig"
 
 @cache
 def register() -> None:
-    """See `swift_grpo_ext.register`."""
+    """Let ms-swift use our flags, trainer, engine, server and callback (see
+    `swift_grpo_ext.register`)."""
     verify(pins.COMMAND_LINE)
 
     # Not before ms-swift is known to fit: these modules build on its classes.

@@ -35,6 +35,8 @@ from PIL import Image
 from swift.template import vision_utils
 from swift.template.template_inputs import StdTemplateInputs
 
+from swift_grpo_ext.upstream.patches import patch
+
 VARIABLE = "SWIFT_MEDIA_ALLOWED_DIRS"
 KINDS = ("images", "videos", "audios")
 LONGEST_PATH = 4096
@@ -123,8 +125,8 @@ def check_redirects() -> None:
         is_url = isinstance(audio, str) and audio.strip().startswith("http")
         return load_audio(vision_utils.load_file(audio) if is_url else audio, *args, **kwargs)
 
-    vision_utils.requests = SimpleNamespace(**{**vars(requests), "Session": CheckedSession})
-    vision_utils._load_audio_librosa = load
+    checked = SimpleNamespace(**{**vars(requests), "Session": CheckedSession})
+    patch(vision_utils, requests=checked, _load_audio_librosa=load)
 
 
 def _media(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

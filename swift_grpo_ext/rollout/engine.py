@@ -36,7 +36,7 @@ from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, with_stop_reason
-from swift_grpo_ext.upstream import data_parallel, pins, startup, vllm_repairs
+from swift_grpo_ext.upstream import data_parallel, pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import (
@@ -45,6 +45,7 @@ from swift_grpo_ext.upstream.encoding import (
     supply_video_loader,
     tool_calls,
 )
+from swift_grpo_ext.upstream.patches import patch
 
 logger = get_logger()
 
@@ -81,9 +82,7 @@ class RolloutEngine(GRPOVllmEngine):
             vllm_repairs.repair_cpu_engine()
         vllm_repairs.leave_out_broken_plugins()
         vllm_repairs.name_media_by_request()
-        vllm_repairs.start_sooner()
-        if not self._serves:
-            startup.freeze_heap()
+        vllm_repairs.load_processors_uncopied()
         supply_video_loader()
         if self._serves:
             paths.check_redirects()
@@ -417,4 +416,4 @@ def install() -> None:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
     _verify_once((*pins.ENGINE, *(() if has_accelerator() else pins.CPU)))
-    swift.infer_engine.GRPOVllmEngine = RolloutEngine
+    patch(swift.infer_engine, GRPOVllmEngine=RolloutEngine)

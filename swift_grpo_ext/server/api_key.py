@@ -24,6 +24,8 @@ from urllib.parse import urlsplit
 from fastapi import HTTPException, Request
 from swift.utils import get_logger
 
+from swift_grpo_ext.upstream.patches import patch
+
 logger = get_logger()
 
 VARIABLE = "VLLM_API_KEY"
@@ -141,4 +143,4 @@ def install() -> None:
     """Let `swift rollout` ask for the key so. Call before a server is made."""
     from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
-    SwiftRolloutDeploy._require_api_key = lambda self: require_api_key(self)
+    patch(SwiftRolloutDeploy, _require_api_key=lambda self: require_api_key(self))

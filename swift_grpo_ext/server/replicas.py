@@ -37,6 +37,7 @@ from swift_grpo_ext.rollout.dispatch import (
     dispatch,
     noted_failure,
 )
+from swift_grpo_ext.upstream.patches import patch
 
 logger = get_logger()
 
@@ -105,7 +106,7 @@ def install() -> None:
 
     for name, ours in (("llm_worker", run_worker), ("llm_worker_entry", run_async_worker)):
         ours.__wrapped__ = _upstream_worker(name)  # type: ignore[attr-defined]
-        setattr(rollout, name, ours)
+        patch(rollout, **{name: ours})
     start = SwiftRolloutDeploy._start_data_parallel_workers
 
     def _start_data_parallel_workers(self: Any) -> None:
@@ -118,7 +119,7 @@ def install() -> None:
         ]
         self.restarts = Restarts(self)
 
-    SwiftRolloutDeploy._start_data_parallel_workers = _start_data_parallel_workers
+    patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
 
 
 # --- the server's end ---

@@ -32,6 +32,7 @@ from swift_grpo_ext.server import api_key, replicas
 from swift_grpo_ext.server.turns import CALLER, Turns
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
+from swift_grpo_ext.upstream.patches import patch
 
 CHECKSUMS_PATH = "/swift_grpo_ext/weight_receipts/"
 
@@ -65,7 +66,7 @@ def install_where_served() -> None:
     engine.install()
     if served.GRPOVllmEngine is not engine.RolloutEngine:
         verify(pins.SERVER)
-        served.GRPOVllmEngine = engine.RolloutEngine
+        patch(served, GRPOVllmEngine=engine.RolloutEngine)
         install()
 
 
@@ -145,7 +146,7 @@ def install() -> None:
         *(infer, get_engine_type, get_world_size, get_model_state_keys, init_communicator),
         *(close_communicator, process_weights_after_loading, *map(_reset, RESETS)),
     ):
-        setattr(SwiftRolloutDeploy, method.__name__, method)
+        patch(SwiftRolloutDeploy, **{method.__name__: method})
 
     def _register_rl_rollout_app(self: Any) -> None:
         register(self)
@@ -163,7 +164,7 @@ def install() -> None:
         check_key = api_key.require_api_key(self)
         self.app.add_middleware(Turns, server=self, check_key=check_key, instance=INSTANCE)
 
-    SwiftRolloutDeploy._register_rl_rollout_app = _register_rl_rollout_app
+    patch(SwiftRolloutDeploy, _register_rl_rollout_app=_register_rl_rollout_app)
 
 
 def _reset(name: str) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ CPU_TRAINING_ARGUMENTS: dict[str, Any] = {
     "encoder_cache_gb": 1.0,  # on GPUs off, until one has been seen to agree
 }
 PRIORITY = 41
-"""Of a kind of place that `torch.load` knows; torch's own have 10 to 30, and no two the same."""
+"""`torch.load` asks the kinds of places that it knows in this order; torch's are 10 to 30."""
 
 KEEP_FREED_MEMORY = {
     # glibc's environment variable: (number of the option in mallopt, value)
@@ -87,7 +87,7 @@ def _load_onto_ranks() -> None:
 
 
 def _located_on_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """What `torch.load` makes of a storage that is meant for `cpu:0`; None for other places."""
+    """Return a storage that is meant for `cpu:0` as it is; None for one meant for other places."""
     return storage if location.startswith("cpu:") else None
 
 

@@ -14,12 +14,6 @@ for Qwen3-VL only (template/templates/qwen.py, `replace_tag`), and the frames pe
 video as a list, where transformers 5.19 takes one number, or reads them from the metadata. Can go
 when ms-swift gives it for each model whose parser asks. Models that need none drop it.
 
-`supply_video_loader`. Symptom: `No module named 'swift.vision_utils'` at the first video, with
-InternVL and others whose template leaves videos to the base class.
-Upstream: ms-swift 4.6 imports it from there (template/base.py, `replace_tag`), and has it in
-template/vision_utils.py, where it reads other frames than training (16 at most, another reader).
-Can go when ms-swift finds its own module, and reads alike.
-
 `tool_calls`. Symptom: `_get_toolcall() got an unexpected keyword argument 'template_inputs'`.
 Upstream: ms-swift, infer_engine/infer_engine.py: 4.6 hands a row's tools on to agent templates that
 ask for their schema, 4.5 has none that do. Can go with ms-swift 4.5.
@@ -48,7 +42,13 @@ from typing import Any
 
 from PIL import Image
 from PIL.ExifTags import Base
+from swift.infer_engine.infer_engine import InferEngine
+from swift.infer_engine.protocol import RolloutInferRequest
+from swift.rl_core.data import OnPolicySample
+from swift.template import Template
 from swift.utils import get_logger
+
+from swift_grpo_ext.upstream.patches import patch
 
 logger = get_logger()
 
@@ -58,9 +58,8 @@ DEFAULT_FPS = 2.0
 
 def drop_orientation(inputs: MutableMapping[str, Any]) -> None:
     """Let vLLM take each image of an encoded request as it is stored."""
-    images = inputs.get("images")
-    if images:
-        inputs["images"] = [_as_stored(image) for image in images]
+    if inputs.get("images"):
+        inputs["images"] = [_as_stored(image) for image in inputs["images"]]
 
 
 def _as_stored(image: Any) -> Any:
@@ -108,15 +107,17 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
 
 
 def supply_video_loader() -> None:
-    """Let ms-swift's base template find what loads videos for vLLM."""
+    """Let ms-swift's base template find what loads videos for vLLM (`patches.PATCHES`)."""
     name = "swift.vision_utils"
     if name not in sys.modules and find_spec(name) is None:
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].load_vllm_video = load_video  # type: ignore[attr-defined]
+        module = ModuleType(name)
+        patch(module, load_vllm_video=load_video)
+        sys.modules[name] = module
 
 
 def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
-    """All frames [frames, height, width, 3] of a video, read as for training, and its metadata.
+    """Return all frames [frames, height, width, 3] of a video, read as for training, and its
+    metadata.
 
     Args:
         path: of a file; a URL is left to ms-swift, which checks it.
@@ -131,15 +132,15 @@ def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
     return frames, asdict(metadata) | {"do_sample_frames": True}
 
 
-def tool_calls(engine: Any, text: str, template_inputs: Any) -> Any:
-    """The tool calls in a completion's text, as ms-swift's `engine` finds them; None for none."""
+def tool_calls(engine: InferEngine, text: str, template_inputs: Any) -> Any:
+    """Return the tool calls in a completion's text as ms-swift's `engine` reads them, or None."""
     takes = inspect.signature(engine._get_toolcall).parameters
     extra = {"template_inputs": template_inputs} if "template_inputs" in takes else {}
     return engine._get_toolcall(text, **extra)
 
 
 @contextmanager
-def only_sampled_tokens(template: Any, samples: Sequence[Any]) -> Iterator[None]:
+def only_sampled_tokens(template: Template, samples: Sequence[OnPolicySample]) -> Iterator[None]:
     """Let `template` encode `samples` with no label but those of their tokens.
 
     Args:
@@ -157,11 +158,13 @@ def only_sampled_tokens(template: Any, samples: Sequence[Any]) -> Iterator[None]
         del template._add_dynamic_eos
 
 
-def answers_for_servers(requests: Sequence[Any]) -> Sequence[Any]:
-    """Requests to a teacher, whose answers in token ids become what its server lets pass.
+def answers_for_servers(
+    requests: Sequence[RolloutInferRequest],
+) -> Sequence[RolloutInferRequest]:
+    """Turn answers that are token ids into what a teacher's server lets pass, in place.
 
     Args:
-        requests: ms-swift's own, changed in place; their messages are theirs alone.
+        requests: ms-swift's own for the teacher; no other object shares their messages.
     """
     for message in (m for request in requests for m in request.messages):
         content = message["content"]

@@ -257,11 +257,7 @@ vllm.transformers_utils.processor
     get_processor: processor_name args revision trust_remote_code processor_cls kwargs
     cached_get_processor
 """)
-TOKENIZER_POOL = _pins("""
-vllm.renderers.hf
-    maybe_make_thread_pool: tokenizer copies
-""")
-"""Without either of them a run starts later, and works."""
+"""Without them a run starts later, and works."""
 
 MEDIA = _pins("""
 vllm.multimodal.processing.context:BaseProcessingInfo
@@ -279,7 +275,6 @@ OPTIONAL = {
     "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
     "weight updates of experts, on CPU": PACKED_EXPERTS,
     "a processor is loaded once": PROCESSOR_COPIES,
-    "a tokenizer is copied when needed": TOKENIZER_POOL,
     "images are prepared once for engine and training": MEDIA,
 }
 """What a release without these names goes without, or need not be repaired for."""

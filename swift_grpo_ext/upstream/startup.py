@@ -1,27 +1,17 @@
-"""What ms-swift dumps at the start of a training goes to a file; collections skip what is imported.
+"""What ms-swift dumps at the start of a training goes to a file.
 
-`fold_dumps`. Symptom: a training prints about 720 lines before its second step, 650 of them four
-dumps: its arguments, the model's configuration, its generation settings and its modules.
+Symptom: a training prints about 720 lines before its second step, 650 of them four dumps: its
+arguments, the model's configuration, its generation settings and its modules.
 Upstream: ms-swift 4.6, pipelines/base.py and pipelines/train/sft.py: `logger.info`.
-Adaptation: a filter of ms-swift's logger appends these to `startup.log`, and leaves a line that
-says so. `LOG_LEVEL=DEBUG` prints them as before.
 Can go when ms-swift writes them to a file.
-
-`freeze_heap`. Symptom: vLLM collects garbage three times while it makes a colocated engine, 0.5 s
-each, among the 800,000 objects that imports have made and nobody drops.
-Upstream: vLLM 0.32, model_executor/model_loader/base_loader.py and utils/gc_utils.py
-(`freeze_gc_heap`), which puts the same objects out of the collector's sight at the end.
-Adaptation: they are put there once before.
-Can go when vLLM freezes before it collects.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 from pathlib import Path
-from typing import Any
 
+from swift.arguments import RLHFArguments
 from swift.utils import get_logger
 
 DUMPS = ("args", "model_info", "model.generation_config", "model")
@@ -29,15 +19,11 @@ FILE = "startup.log"
 
 
 class Fold(logging.Filter):
-    """Puts dumps of a training into its output folder."""
+    """Append a training's dumps to `startup.log` in its output folder, and log a line instead."""
 
-    def __init__(self, args: Any) -> None:
-        """
-        Args:
-            args: of `swift rlhf`; `output_dir` is read when there is something to write.
-        """
+    def __init__(self, args: RLHFArguments) -> None:
         super().__init__()
-        self._args = args
+        self._args = args  # `output_dir` is known when there is something to write
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = str(record.msg)
@@ -56,16 +42,10 @@ class Fold(logging.Filter):
         return True
 
 
-def fold_dumps(args: Any) -> None:
-    """Fold the dumps of this training from now on."""
+def fold_dumps(args: RLHFArguments) -> None:
+    """Fold the dumps of this training from now on; `LOG_LEVEL=DEBUG` prints them as before."""
     logger = get_logger()
     for earlier in [f for f in logger.filters if isinstance(f, Fold)]:  # another run's
         logger.removeFilter(earlier)
     if not logger.isEnabledFor(logging.DEBUG):
         logger.addFilter(Fold(args))
-
-
-def freeze_heap() -> None:
-    """Collect garbage once; later collections do not look at what is left."""
-    gc.collect()
-    gc.freeze()

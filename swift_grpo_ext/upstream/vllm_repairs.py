@@ -1,68 +1,6 @@
-"""Repairs of vLLM, each with what went wrong, where (in 0.32, unless said otherwise), and when it
-can go. A release without the names of a repair is left as it is.
+"""Repairs of vLLM: `patches.PATCHES` says what goes wrong without each, where, and when it can go.
 
-`serve_split_prompts` (CPU). Symptom: `RuntimeError: CPU Generator does not use offset` ends the
-engine as soon as the prompt of a request with a seed does not fit into one step
-(`max_num_batched_tokens`).
-Upstream: `GPUModelRunner._bookkeeping_sync`: a step that computes only a part of a prompt samples a
-token, throws it away, and takes the noise back by moving the generator's offset, which torch's CPU
-generators do not have.
-Here: such a request's generator is put aside for the step; the token that is thrown away is drawn
-with the global generator. Can go when vLLM takes the noise back on CPU too.
-
-`name_shared_memory_by_run` (CPU). Symptom: `create shm in SHMManager failed. errno: 17`, where two
-runs with colocated tensor parallelism start at the same moment.
-Upstream: v1/worker/cpu_worker.py: the name of the ranks' memory is made of what follows the last
-colon of the rendezvous' address. That is a port, but `//` for `env://`, the address of every
-colocated engine.
-Here: the port of the rendezvous becomes part of the name. Can go when vLLM's name differs.
-
-`pack_experts_anew` (CPU). Symptom: after its first weight update a mixture of experts samples from
-other weights than the trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE), and nothing fails.
-Upstream: model_executor/layers/fused_moe/unquantized_fused_moe_method.py, `_setup_kernel`: experts
-are packed for the CPU's kernel when they are loaded first, and never again.
-Here: experts that an update brought are packed too. Can go when vLLM packs them.
-
-`keep_plain_weights` (CPU). Symptom: weights cannot be updated (`'Parameter' object has no attribute
-'weight_loader'`).
-Upstream: vLLM 0.11, model_executor/layers/utils.py, `dispatch_cpu_unquantized_gemm` packs the
-weights of layers and drops the originals; its `reload_weights` reads files only.
-Here: layers keep their weights, and multiply with them. Can go with vLLM 0.11.
-
-`leave_threads_unbound` (CPU). Symptom: `list index out of range` where several ranks have engines
-on a machine with one NUMA node.
-Upstream: vLLM 0.11, v1/worker/cpu_worker.py (`_get_autobind_cpu_ids`).
-Here: threads run on all cores where vLLM would have bound them. Can go with vLLM 0.11.
-
-`name_media_by_request`. Symptom: rollouts of a model whose vision tower is trained see images as
-the tower of an earlier update saw them (0.06 nats a token, the tiny model; found by the canary).
-Upstream: vLLM 0.11 keeps what its tower made of an image for later requests with that image
-(v1/core/encoder_cache_manager.py); ms-swift resets that from vLLM 0.16 on, where it can.
-Here: an image is named by its request instead of its content; a group's samples still share it.
-Can go with vLLM before 0.16.
-
-`leave_out_broken_plugins`. Symptom: no engine starts, with this plugin or without it: `No module
-named 'vllm.model_executor.models.qwen3_5'`.
-Upstream: ms-swift 4.6, model/models/qwen.py (`register_uembed_model`), which vLLM calls in each of
-its processes, imports a model that vLLM 0.11 does not have.
-Here: where vLLM lacks it, `VLLM_PLUGINS` names all other plugins. Can go when ms-swift asks first.
-
-`load_processors_uncopied`. Symptom: an engine starts a second later, and its first request with an
-image waits for 17 s (151,936 tokens of Qwen2.5-VL, one core). vLLM hands its tokenizer to
-`from_pretrained` of the processor, which deep-copies its arguments five times, loads a tokenizer of
-its own, and throws all that away; a copy of vLLM's pool of tokenizers makes three tokenizers.
-Upstream: transformers_utils/processor.py (`get_processor`) and tokenizers/hf.py
-(`maybe_make_thread_pool`); transformers 5.19, processing_utils.py, configuration_utils.py and
-tokenization_utils_base.py.
-Here: while vLLM loads a processor, a deep copy of the tokenizer that it hands over is that
-tokenizer, and so is what the processor loads. All is put back. Can go when vLLM or transformers
-copies and loads no tokenizer there.
-
-`copy_tokenizers_late`. Symptom: an engine starts 1.5 s later: its renderer makes a pool of two deep
-copies of its tokenizer, of which a trainer that sends token ids uses one, for a processor's ids.
-Upstream: renderers/hf.py, `HfRenderer.__init__`.
-Here: the pool starts empty. It makes a copy when one is asked for and none is free, which is what
-vLLM does beyond the first two. Can go when vLLM does so from the start.
+A release without the names of a repair is left as it is.
 """
 
 from __future__ import annotations
@@ -82,10 +20,11 @@ import torch
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import Pin, mismatch
+from swift_grpo_ext.upstream.patches import patch
 
 
 def repair(table: Iterable[Pin]) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """A repair that is made once, and only where vLLM has the names that it is made of."""
+    """Make a repair once, and only where vLLM has the names that it is made of."""
 
     def guard(make: Callable[[], None]) -> Callable[[], None]:
         @cache
@@ -100,7 +39,7 @@ def repair(table: Iterable[Pin]) -> Callable[[Callable[[], None]], Callable[[], 
 
 
 def repair_cpu_engine() -> None:
-    """What engines need without an accelerator. Call before one is made."""
+    """Repair what engines need without an accelerator. Call it before one is made."""
     serve_split_prompts()
     name_shared_memory_by_run()
     pack_experts_anew()
@@ -110,6 +49,8 @@ def repair_cpu_engine() -> None:
 
 @repair(pins.SPLIT_PROMPTS)
 def serve_split_prompts() -> None:
+    """Put a request's generator aside for a step that computes only a part of its prompt; the token
+    that is thrown away is drawn with the global generator."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -132,12 +73,12 @@ def serve_split_prompts() -> None:
             self.input_batch.generators.update(self._put_aside)
             self._put_aside = {}
 
-    CPUModelRunner._sample = _sample
-    CPUModelRunner._bookkeeping_sync = _bookkeeping_sync
+    patch(CPUModelRunner, _sample=_sample, _bookkeeping_sync=_bookkeeping_sync)
 
 
 @repair(pins.SHARED_MEMORY)
 def name_shared_memory_by_run() -> None:
+    """Make the rendezvous' port a part of the name of the ranks' shared memory."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     make_name = _CPUSHMDistributed.make_group_name
@@ -145,11 +86,12 @@ def name_shared_memory_by_run() -> None:
     def make_group_name(communicator: Any) -> str:
         return f"{make_name(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
-    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    patch(_CPUSHMDistributed, make_group_name=staticmethod(make_group_name))
 
 
 @repair(pins.PACKED_EXPERTS)
 def pack_experts_anew() -> None:
+    """Pack the experts that an update has brought, as those that were loaded first."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
 
     setup_kernel = upstream.UnquantizedFusedMoEMethod._setup_kernel
@@ -163,12 +105,12 @@ def pack_experts_anew() -> None:
         elif w13 is not self._packed[0]:  # a reload loads into another, and copies into that one
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    upstream.UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel
+    patch(upstream.UnquantizedFusedMoEMethod, _setup_kernel=_setup_kernel)
 
 
 @cache
 def reloads_from_tensors() -> bool:
-    """Whether this vLLM's `reload_weights` takes tensors (0.11 reads files only)."""
+    """Return whether this vLLM's `reload_weights` takes tensors (0.11 reads files only)."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     return "weights_iterator" in inspect.signature(GPUModelRunner.reload_weights).parameters
@@ -184,6 +126,7 @@ def reload_weights(model_runner: Any, weights: Iterable[tuple[str, torch.Tensor]
 
 @cache
 def keep_plain_weights() -> None:
+    """Let the layers of vLLM 0.11 keep their weights, and multiply with these."""
     from vllm.model_executor.layers import utils as upstream
 
     if reloads_from_tensors():
@@ -195,18 +138,20 @@ def keep_plain_weights() -> None:
     def keep(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = multiply
 
-    upstream.dispatch_cpu_unquantized_gemm = keep
+    patch(upstream, dispatch_cpu_unquantized_gemm=keep)
 
 
 @repair(pins.BOUND_THREADS)
 def leave_threads_unbound() -> None:
+    """Let threads run on all cores, where vLLM 0.11 would bind them."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    CPUWorker._get_autobind_cpu_ids = lambda self, cpu_selector: "all"
+    patch(CPUWorker, _get_autobind_cpu_ids=lambda self, cpu_selector: "all")
 
 
 @repair(pins.NAMED_MEDIA)
 def name_media_by_request() -> None:
+    """Name an image by its request instead of its content; a group's samples still share it."""
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.processor import Processor
 
@@ -222,26 +167,27 @@ def name_media_by_request() -> None:
             prompt = {"multi_modal_uuids": named, **prompt}
         return process(self, request_id, prompt, *args, **kwargs)
 
-    Processor.process_inputs = process_inputs
+    patch(Processor, process_inputs=process_inputs)
 
 
 @cache
 def leave_out_broken_plugins() -> None:
-    """Call before an engine is made, or processes of vLLM's start."""
+    """Let vLLM 0.11 start at all. Call it before an engine is made, or processes of vLLM's start.
+
+    ms-swift 4.6 registers a plugin (model/models/qwen.py, `register_uembed_model`) which vLLM calls
+    in each of its processes, and which imports a model that vLLM 0.11 does not have (`No module
+    named 'vllm.model_executor.models.qwen3_5'`). `VLLM_PLUGINS` then names all others.
+    """
     if find_spec("vllm.model_executor.models.qwen3_5") is None and "VLLM_PLUGINS" not in os.environ:
         groups = [group for group in entry_points().groups if group.startswith("vllm.")]
         names = {e.name for group in groups for e in entry_points(group=group)} - {"swift_uembed"}
         os.environ["VLLM_PLUGINS"] = ",".join(sorted(names))
 
 
-def start_sooner() -> None:
-    """Call before an engine is made. This saves time, and nothing depends on it."""
-    load_processors_uncopied()
-    copy_tokenizers_late()
-
-
 @repair(pins.PROCESSOR_COPIES)
 def load_processors_uncopied() -> None:
+    """While vLLM loads a processor, let a deep copy of the tokenizer that it hands over be that
+    tokenizer, and have the processor take it for its own. Nothing depends on it but time."""
     from transformers import ProcessorMixin
     from vllm.transformers_utils import processor as upstream
 
@@ -262,9 +208,8 @@ def load_processors_uncopied() -> None:
             return tokenizer
         return load_tokenizer(cls, sub_processor_type, *args, **kwargs)
 
-    upstream.get_processor = load
-    upstream.cached_get_processor = lru_cache(load)
-    ProcessorMixin._load_tokenizer_from_pretrained = classmethod(reuse_tokenizer)
+    patch(upstream, get_processor=load, cached_get_processor=lru_cache(load))
+    patch(ProcessorMixin, _load_tokenizer_from_pretrained=classmethod(reuse_tokenizer))
 
 
 @contextmanager
@@ -285,16 +230,3 @@ def _uncopied(tokenizer: Any) -> Iterator[None]:
 
 def _vars(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {})
-
-
-@repair(pins.TOKENIZER_POOL)
-def copy_tokenizers_late() -> None:
-    from vllm.renderers import hf as upstream
-
-    make_pool = upstream.maybe_make_thread_pool
-
-    @wraps(make_pool)
-    def make_empty_pool(tokenizer: Any, copies: int = 0) -> Any:
-        return make_pool(tokenizer, 0)
-
-    upstream.maybe_make_thread_pool = make_empty_pool

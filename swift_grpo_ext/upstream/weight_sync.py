@@ -1,10 +1,5 @@
-"""Weight updates from the trainer to `swift rollout` where there is no accelerator.
-
-Symptom: NCCL cannot load, so the broadcast sends nothing and the server waits for ever.
-Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py.
-Adaptation: tensors travel through gloo, over the rendezvous store that both sides have made
-(`weights/receiver.py` is the other end).
-Can go when ms-swift has a communicator for CPU.
+"""The group that brings weights from a trainer to `swift rollout`: its waits are bounded, and where
+there is no accelerator, tensors travel through gloo (`weights/receiver.py` is the other end).
 """
 
 from __future__ import annotations
@@ -21,29 +16,32 @@ from typing import Any, TypeVar
 
 import torch
 from swift.rlhf_trainers import vllm_client as upstream_client
+from swift.rlhf_trainers.vllm_client import VLLMClient
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from swift_grpo_ext.upstream.patches import patch
 
 BARRIER_SECONDS = 30.0
 """vLLM's own bound of a barrier; a replica that was killed is noticed there."""
 
 DEFAULT_SECONDS = 1800.0
-"""Of a broadcast, where neither side has a bound of its own."""
+"""Bound of a broadcast where neither side has set one."""
 
 MARGIN = 1.1
-"""Of a bound, after which a wait that has it counts as one that does not keep it."""
+"""A wait that has lasted this many times its bound is given up from outside."""
 
 T = TypeVar("T")
 
 
 def within(seconds: float, work: Callable[[], T], rank: int) -> T:
-    """What `work` returns, if it does in time.
+    """Return what `work` returns, if it does so in time.
 
     torch's `TCPStore` gives a wait up only together with its host, rank 0: where that has stopped,
     all others wait without end. Their threads end with the host. The host itself keeps the store's
     own bounds; a thread that it left behind would hold the port that the next group wants.
 
     Raises:
-        TimeoutError: it did not.
+        TimeoutError: `work` took longer.
     """
     if rank == 0:
         return work()
@@ -96,18 +94,21 @@ class GlooCommunicator:
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
-def connect_client(client: Any, timeout: float | None = None) -> None:
+def connect_client(client: VLLMClient, timeout: float | None = None) -> None:
     """Let a connected `VLLMClient` send through gloo; the servers' workers do the same."""
     client.pynccl_comms = [GlooCommunicator(comm.group, timeout) for comm in client.pynccl_comms]
-    upstream_client._broadcast_tensors_for_vllm_weight_sync = _broadcast_tensors
-    # ms-swift before 4.5.3 sends them singly, and waits for a device.
-    upstream_client.broadcast_tensor_for_vllm_weight_sync = _broadcast
-    upstream_client.synchronize = lambda *_: None
+    patch(
+        upstream_client,
+        _broadcast_tensors_for_vllm_weight_sync=_broadcast_tensors,
+        # ms-swift before 4.5.3 sends them singly, and waits for a device.
+        broadcast_tensor_for_vllm_weight_sync=_broadcast,
+        synchronize=lambda *_: None,
+    )
 
 
 @contextmanager
 def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
-    """Bound the wait of ms-swift's `module` for the others of a weight group.
+    """Bound the wait of ms-swift's `module` for the other members of a weight group.
 
     vLLM's `StatelessProcessGroup.create` waits 300 s, and its barrier 30 s; ms-swift gives them no
     other bounds, and with a host that has stopped they keep none.
@@ -115,7 +116,8 @@ def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
     if timeout is None:
         yield
         return
-    upstream, seconds = module.StatelessProcessGroup, max(int(timeout), 1)  # the store takes whole
+    upstream = module.StatelessProcessGroup
+    seconds = max(int(timeout), 1)  # the store takes whole
     barrier_seconds = min(timeout, BARRIER_SECONDS)
 
     class Bounded(upstream):  # type: ignore[misc, valid-type]

@@ -32,6 +32,7 @@ from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 from swift.rlhf_trainers.utils import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.patches import patch
 from swift_grpo_ext.upstream.vllm_repairs import reload_weights, repair_cpu_engine
 from swift_grpo_ext.upstream.weight_sync import (
     GlooCommunicator,
@@ -57,8 +58,11 @@ Named = list[tuple[str, torch.Tensor]]
 if not has_accelerator():
     repair_cpu_engine()
     # For adapters, whose receiving is ms-swift's own.
-    rollout.synchronize = lambda *_: None
-    rollout.broadcast_tensor_for_vllm_weight_sync = GlooCommunicator.broadcast
+    patch(
+        rollout,
+        synchronize=lambda *_: None,
+        broadcast_tensor_for_vllm_weight_sync=GlooCommunicator.broadcast,
+    )
 
 
 class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):

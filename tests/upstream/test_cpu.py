@@ -10,11 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
 from swift_grpo_ext.flags import ExtFlags
-from swift_grpo_ext.upstream import cpu, pins, vllm_repairs
-from swift_grpo_ext.upstream.contract import mismatch
+from swift_grpo_ext.upstream import cpu
 
 
 @pytest.fixture
@@ -56,21 +54,15 @@ def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
         assert saved.tolist() == [0, 1, 2]
 
 
-def test_with_an_accelerator_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also off stays what no GPU has run: images that a frozen tower encodes once."""
     monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     args = arguments()
     cpu.apply_cpu_settings(args, given=[])
     assert vars(args) == vars(arguments())
     assert args.encoder_cache_gb == ExtFlags().encoder_cache_gb == 0
-
-
-@pytest.mark.usefixtures("no_accelerator")
-def test_a_lone_process_gets_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK")
-    args = arguments()
-    cpu.apply_cpu_settings(args, given=[])
-    assert args.ddp_backend is None
+    assert "ACCELERATE_USE_CPU" not in os.environ
 
 
 @pytest.mark.usefixtures("no_accelerator")
@@ -79,10 +71,8 @@ def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments()
     args.bf16, args.ddp_backend = True, "mpi"
     cpu.apply_cpu_settings(args, given=["use_cpu", "encoder_cache_gb"])
-    assert args.bf16 is True
-    assert args.use_cpu is False
-    assert args.encoder_cache_gb == 0
-    assert args.ddp_backend == "mpi"
+    values = (args.bf16, args.use_cpu, args.encoder_cache_gb, args.ddp_backend)
+    assert values == (True, False, 0, "mpi")
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
 
@@ -91,36 +81,16 @@ def test_the_users_own_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     ("engine_kwargs", "gib"),
     [({"kv_cache_memory_bytes": 2**28}, None), ({"seed": 1}, "1"), (None, "1")],
 )
-def test_the_size_of_a_cache_among_the_engines_settings_wins(
-    engine_kwargs: dict[str, int] | None, gib: str | None
+def test_a_lone_process_and_the_size_of_a_cache(
+    engine_kwargs: dict[str, int] | None, gib: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's variable would win over it."""
+    """No backend, and no variable of vLLM's, which would win over the engine's settings."""
+    monkeypatch.delenv("RANK")
     args = arguments()
     args.vllm_engine_kwargs = engine_kwargs
     cpu.apply_cpu_settings(args, given=[])
+    assert args.ddp_backend is None
     assert os.environ.get("VLLM_CPU_KVCACHE_SPACE") == gib
-
-
-def test_nothing_is_set_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    args = arguments()
-    cpu.apply_cpu_settings(args, given=[])
-    assert vars(args) == vars(arguments())
-    assert "ACCELERATE_USE_CPU" not in os.environ
-
-
-@pytest.mark.skipif(any(map(mismatch, pins.SHARED_MEMORY)), reason="vLLM 0.11 names it elsewhere")
-def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_repairs.name_shared_memory_by_run()
-    monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # as vLLM makes it of `env://`
-    ranks = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
-    names = []
-    for port in ("29500", "29501", "29500"):
-        monkeypatch.setenv("MASTER_PORT", port)
-        names.append(_CPUSHMDistributed.make_group_name(ranks))
-    assert names[0] != names[1]
-    assert names[0] == names[2]
 
 
 LONE_RANK = """

@@ -59,12 +59,6 @@ def test_each_image_of_a_row_is_as_it_is_stored(tmp_path: Path) -> None:
     assert inputs["images"][2] is path
 
 
-def test_without_images() -> None:
-    inputs: dict[str, object] = {"images": [], "input_ids": [1]}
-    drop_orientation(inputs)
-    assert inputs == {"images": [], "input_ids": [1]}
-
-
 def test_each_video_gets_the_rate_that_it_was_sampled_at() -> None:
     videos = [np.zeros((4, 3, 8, 8)), np.zeros((6, 3, 8, 8))]
     settings = {"fps": [1.0, 2.0], "do_resize": False}
@@ -86,7 +80,11 @@ def test_what_has_metadata_or_no_video_is_left_alone() -> None:
     add_video_metadata(inputs)
     assert inputs["videos"][0] is known
     assert inputs["mm_processor_kwargs"] == {"fps": 24.0}
-    add_video_metadata({"input_ids": [1]})
+    for without in ({"input_ids": [1]}, {"images": [], "videos": []}):
+        before = dict(without)
+        add_video_metadata(without)
+        drop_orientation(without)
+        assert without == before
 
 
 def test_a_video_of_the_base_template_is_what_training_reads(

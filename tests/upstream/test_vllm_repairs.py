@@ -1,4 +1,4 @@
-"""vLLM copies its tokenizer as late as it can, and loads it once; experts are packed anew."""
+"""Repairs of vLLM: made once, where their names are, and with the effect that they are made for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, ProcessorMixin
@@ -18,86 +19,45 @@ from transformers import AutoTokenizer, ProcessorMixin
 from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.contract import Pin, mismatch
 
-if any(map(mismatch, (*pins.PROCESSOR_COPIES, *pins.TOKENIZER_POOL))):
-    pytest.skip("this vLLM and transformers need no such repair", allow_module_level=True)
-
-from transformers import TokenizersBackend
-from vllm.renderers import hf as renderers_hf
-from vllm.tokenizers.hf import maybe_make_thread_pool
-from vllm.transformers_utils import processor as upstream
-
-
-class CopyingProcessor:
-    """A processor that copies its arguments as transformers does."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        self.copies = copy.deepcopy(kwargs)
-        self.tokenizer = kwargs["tokenizer"]
-        if kwargs.get("fails"):
-            raise TypeError("This processor cannot be made.")
+needs_copies = pytest.mark.skipif(
+    any(map(mismatch, pins.PROCESSOR_COPIES)), reason="these vLLM and transformers copy otherwise"
+)
 
 
 class TwoTokenizers(ProcessorMixin):
-    """A processor that transformers loads."""
+    """A processor that transformers loads, and that copies its arguments as it does."""
 
-    def __init__(self, tokenizer: Any = None, decoder_tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, decoder_tokenizer: Any = None, **other: Any) -> None:
         self.tokenizer, self.decoder_tokenizer = tokenizer, decoder_tokenizer
+        self.copies = copy.deepcopy({"tokenizer": tokenizer, **other})
+        if "fails" in other:
+            raise TypeError("This processor cannot be made.")
+
+    @classmethod
+    def from_pretrained(cls, name: str, **kwargs: Any) -> Any:
+        made = cls._load_tokenizer_from_pretrained("tokenizer", name, **kwargs)
+        second = cls._load_tokenizer_from_pretrained("decoder_tokenizer", name, **kwargs)
+        return cls(made, second, **{k: v for k, v in kwargs.items() if k in ("other", "fails")})
 
 
 @pytest.fixture
-def tokenizer() -> TokenizersBackend:
+def tokenizer() -> Any:
     words = WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?")
-    return TokenizersBackend(tokenizer_object=Tokenizer(words))
+    return transformers.TokenizersBackend(tokenizer_object=Tokenizer(words))
 
 
-def load(tokenizer: Any, folder: Path, **kwargs: Any) -> Any:
-    vllm_repairs.load_processors_uncopied()
-    return upstream.cached_get_processor(
-        str(folder), processor_cls=CopyingProcessor, tokenizer=tokenizer, **kwargs
-    )
-
-
-def test_a_pool_is_not_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
-    pool = maybe_make_thread_pool(tokenizer) or tokenizer  # vLLM 0.23 changes it in place
-    assert load(pool, tmp_path).copies["tokenizer"] is pool
-    assert pool.convert_tokens_to_ids(["two", "one"]) == [1, 0]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_pool_is_copied_afterwards(
-    tokenizer: TokenizersBackend, tmp_path: Path, fails: bool
-) -> None:
-    pool = maybe_make_thread_pool(tokenizer)
-    if pool is None:
-        pytest.skip("vLLM 0.23 changes a tokenizer in place, after which no copy can be made")
-    try:
-        load(pool, tmp_path, fails=fails)
-    except TypeError:
-        assert fails
-    other = copy.deepcopy(pool)
-    assert other is not pool
-    assert other.convert_tokens_to_ids("two") == 1
-
-
-def test_a_bare_tokenizer_is_not_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
-    assert load(tokenizer, tmp_path).copies["tokenizer"] is tokenizer
-    assert copy.deepcopy(tokenizer) is not tokenizer
-
-
-def test_another_tokenizer_is_copied(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
-    other = copy.deepcopy(tokenizer)
-    assert load(tokenizer, tmp_path, other=other).copies["other"] is not other
-
-
-@pytest.mark.parametrize(("handed_over", "num_loads"), [(True, 1), (False, 2)])
-def test_a_processor_loads_no_tokenizer_beside_the_one_it_is_given(
-    tokenizer: TokenizersBackend,
+@needs_copies
+@pytest.mark.parametrize(("is_handed_over", "num_loads"), [(True, 1), (False, 2)])
+def test_a_processor_takes_the_tokenizer_that_vllm_hands_over(
+    tokenizer: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    handed_over: bool,
+    is_handed_over: bool,
     num_loads: int,
 ) -> None:
-    """`decoder_tokenizer`, a second one, is loaded in any case."""
+    """It neither copies it nor loads another in its place; a second tokenizer is its own."""
+    from vllm.transformers_utils import processor as upstream
+
     loads = []
 
     def from_pretrained(name: str, **kwargs: Any) -> Any:
@@ -106,48 +66,44 @@ def test_a_processor_loads_no_tokenizer_beside_the_one_it_is_given(
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
     vllm_repairs.load_processors_uncopied()
-    given = {"tokenizer": tokenizer} if handed_over else {}
-    loaded = upstream.cached_get_processor(str(tmp_path), processor_cls=TwoTokenizers, **given)
+    other = copy.deepcopy(tokenizer)
+    given = {"tokenizer": tokenizer} if is_handed_over else {}
+
+    def load() -> Any:
+        return upstream.cached_get_processor(
+            str(tmp_path), processor_cls=TwoTokenizers, other=other, **given
+        )
+
+    loaded = load()
+    assert load() is loaded
     assert len(loads) == num_loads
-    assert (loaded.tokenizer is tokenizer) == handed_over
+    assert (loaded.tokenizer is tokenizer) == is_handed_over
+    assert (loaded.copies["tokenizer"] is tokenizer) == is_handed_over
     assert loaded.decoder_tokenizer is not tokenizer
+    assert loaded.copies["other"] is not other
 
 
-def test_outside_of_vllm_a_processor_loads_its_tokenizer(
-    tokenizer: TokenizersBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@needs_copies
+@pytest.mark.parametrize("fails", [False, True])
+def test_afterwards_tokenizers_are_copied_and_loaded_as_before(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    vllm_repairs.load_processors_uncopied()
+    from vllm.transformers_utils import processor as upstream
+
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: "loaded")
-    loaded = TwoTokenizers._load_tokenizer_from_pretrained(
-        "tokenizer", tmp_path, tokenizer=tokenizer
-    )
-    assert loaded == "loaded"
-
-
-@pytest.fixture
-def renderers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's renderers, which are as they were afterwards."""
-    monkeypatch.setattr(renderers_hf, "maybe_make_thread_pool", maybe_make_thread_pool)
-    vllm_repairs.copy_tokenizers_late.__wrapped__()
-    return renderers_hf
-
-
-def test_a_pool_makes_its_copies_when_they_are_asked_for(
-    tokenizer: TokenizersBackend, renderers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies = []
-    deepcopy = copy.deepcopy
-    monkeypatch.setattr(copy, "deepcopy", lambda value: copies.append(value) or deepcopy(value))
-    pool = renderers.maybe_make_thread_pool(tokenizer, 2) or tokenizer
-    assert copies == []
-    assert pool.convert_tokens_to_ids("two") == 1
-    assert pool.decode([0]) == "one"  # with the copy that has come back
-    assert len(copies) == 1
-
-
-def test_a_processor_is_loaded_once(tokenizer: TokenizersBackend, tmp_path: Path) -> None:
-    pool = maybe_make_thread_pool(tokenizer) or tokenizer
-    assert load(pool, tmp_path) is load(pool, tmp_path)
+    vllm_repairs.load_processors_uncopied()
+    given = {"fails": True} if fails else {}
+    try:
+        upstream.get_processor(
+            str(tmp_path), processor_cls=TwoTokenizers, tokenizer=tokenizer, **given
+        )
+    except TypeError:
+        assert fails
+    other = copy.deepcopy(tokenizer)
+    assert other is not tokenizer
+    assert other.convert_tokens_to_ids("two") == 1
+    load = TwoTokenizers._load_tokenizer_from_pretrained
+    assert load("tokenizer", tmp_path, tokenizer=tokenizer) == "loaded"
 
 
 @pytest.mark.parametrize("has_model", [False, True])
@@ -169,12 +125,27 @@ def test_a_plugin_that_imports_a_missing_model_is_left_out(
 
 @pytest.mark.parametrize(("name", "times"), [("get_processor", 1), ("no_such_function", 0)])
 def test_a_repair_is_made_once_where_its_names_are(name: str, times: int) -> None:
-    made = []
+    made: list[str] = []
     pin = Pin("vllm.transformers_utils.processor", name)
-    repair = vllm_repairs.repair([pin])(lambda: made.append(pin))
+    repair = vllm_repairs.repair([pin])(lambda: made.append(name))
     repair()
     repair()
     assert len(made) == times
+
+
+@pytest.mark.skipif(any(map(mismatch, pins.SHARED_MEMORY)), reason="vLLM 0.11 names it elsewhere")
+def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    vllm_repairs.name_shared_memory_by_run()
+    monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # as vLLM makes it of `env://`
+    ranks: Any = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
+    names = []
+    for port in ("29500", "29501", "29500"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        names.append(_CPUSHMDistributed.make_group_name(ranks))
+    assert names[0] != names[1]
+    assert names[0] == names[2]
 
 
 @pytest.mark.skipif(any(map(mismatch, pins.PACKED_EXPERTS)), reason="another way to pack them")
