@@ -117,14 +117,6 @@ class DiversityFlags:
     diversity_alarm_p: float = 1e-6
     """p-value of a round below which shared prefixes count as broken randomness."""
 
-    diversity_patience: int = 3
-    """Rounds in a row that must look collapsed before an alarm (0: no such alarm). Broken
-    randomness raises one at once."""
-
-    diversity_correct_reward: float = 1.0
-    """The least reward, over all reward functions, of a sample that counts as correct: for pass@k
-    and the diversity of correct samples."""
-
 
 EXPECTED = {
     "rollout_timeout": "number of seconds above 0",
@@ -133,7 +125,6 @@ EXPECTED = {
     "sample_log_gb": "number of gigabytes, or 0 for no bound",
     "logps_chunk_size": "number of positions, 0 for no chunks, or `auto`",
     "rollout_restarts": "number of restarts, or 0 for none",
-    "diversity_patience": "number of rounds, or 0 for no alarms about collapse",
     "diversity_alarm_p": "probability between 0 and 1, such as 1e-6",
 }
 
@@ -235,7 +226,6 @@ def check_flags(flags: ExtFlags) -> None:
         "sample_log_gb": 0 <= flags.sample_log_gb < float("inf"),
         "logps_chunk_size": re.fullmatch("auto|[0-9]+", str(flags.logps_chunk_size)),
         "rollout_restarts": flags.rollout_restarts >= 0,
-        "diversity_patience": flags.diversity_patience >= 0,
         "diversity_alarm_p": 0 < flags.diversity_alarm_p < 1,
     }
     for name, is_within in within.items():

@@ -27,7 +27,6 @@ def test_names_that_are_promised() -> None:
         "duplicate_prompts",
         "diversity_action",
         "diversity_alarm_p",
-        "diversity_patience",
         "rollout_timeout",
     } <= set(flag_names())
 
@@ -44,7 +43,6 @@ def test_defaults_pass() -> None:
         ("logps_chunk_size", -5, "expected a number of positions"),
         ("diversity_alarm_p", 0.0, "between 0 and 1"),
         ("diversity_alarm_p", 1.0, "between 0 and 1"),
-        ("diversity_patience", -1, "expected a number of rounds"),
         ("rollout_timeout", 0.0, "expected a number of seconds above 0"),
         ("sample_log", "some", "expected one of all, tokens, none"),
         ("media_cache_gb", -0.5, "expected a number of gigabytes, or 0 to keep no media"),
@@ -67,8 +65,6 @@ def test_values_out_of_range_are_refused_by_name(flag: str, value: object, messa
         ("logps_chunk_size", 0),
         ("logps_chunk_size", "1"),
         ("logps_chunk_size", "auto"),
-        ("diversity_patience", 0),
-        ("diversity_patience", 1),
         ("diversity_alarm_p", 5e-324),
         ("diversity_alarm_p", 0.999),
         ("rollout_timeout", 0.001),
@@ -114,12 +110,6 @@ def test_values_at_the_edge_pass(flag: str, value: object) -> None:
             "--logps_chunk_size many: expected a number of positions, 0 for no chunks, or `auto`.",
         ),
         (
-            "diversity_patience",
-            -1,
-            "--diversity_patience -1: expected a number of rounds, or 0 for no alarms about "
-            "collapse.",
-        ),
-        (
             "diversity_alarm_p",
             1.0,
             "--diversity_alarm_p 1.0: expected a probability between 0 and 1, such as 1e-6.",
@@ -163,8 +153,6 @@ def test_what_the_help_says_of_a_flag() -> None:
         "logps_shared_prompt": ("bool", False),
         "diversity_action": ("log | warn | stop", "warn"),
         "diversity_alarm_p": ("float", 1e-6),
-        "diversity_patience": ("int", 3),
-        "diversity_correct_reward": ("float", 1.0),
     }
     assert infos["stop_token_ids"].group == "Where a completion ends."
     assert infos["stop_token_ids"].help.startswith("Token ids that end a completion")

@@ -27,8 +27,7 @@ from simulated import Array, Sampling, entropy_per_token, make_round, probabilit
 from tqdm import tqdm
 
 from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
-from swift_grpo_ext.diversity.metrics import round_metrics
-from swift_grpo_ext.diversity.outcomes import outcome_metrics
+from swift_grpo_ext.diversity.metrics import outcome_metrics, round_metrics
 from swift_grpo_ext.diversity.sample import Sample, group_samples, sample_from_row
 from swift_grpo_ext.record.row import SampleRow
 
@@ -229,7 +228,7 @@ def as_row(sample: Sample) -> SampleRow:
         token_ids=sample.token_ids.tolist(),
         logprobs=sample.logprobs.tolist(),
         text=sample.text,
-        fingerprint=sample.fingerprint,
+        fingerprint=sample.prompt_hash,
         prompt="",
         media=[],
     )
@@ -249,7 +248,7 @@ def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> 
     parts: dict[str, Callable[[], Any]] = {
         "rows to arrays": lambda: group_samples(map(sample_from_row, rows)),
         "metrics": lambda: round_metrics(groups),
-        "correct ones": lambda: outcome_metrics(groups, scores, 1.0),
+        "correct ones": lambda: outcome_metrics(groups, scores),
         "collision test": lambda: collision_test(samples, memory),
         "remembering": lambda: PromptMemory().remember(samples),
     }
@@ -276,7 +275,7 @@ def measure_memory(num_rounds: int) -> dict[str, Any]:
     for step in range(num_rounds):
         samples = random_rows(rng, 256, 512, 8, step)
         memory.remember(
-            [replace(s, fingerprint=f"{step:016x}{s.fingerprint:>016}") for s in samples]
+            [replace(s, prompt_hash=f"{step:016x}{s.prompt_hash:>016}") for s in samples]
         )
         del samples
         most = max(most, memory.num_bytes)

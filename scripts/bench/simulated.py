@@ -106,7 +106,7 @@ def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sampl
                 rank=0,
                 replica="",
             ),
-            fingerprint=f"{group}",
+            prompt_hash=f"{group}",
             token_ids=ids[number],
             logprobs=logprobs[number],
             text="",

@@ -18,9 +18,8 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import groupby
-from typing import Any
 
 from swift_grpo_ext.diversity.alarms import alarm_line, remedy_of
 from swift_grpo_ext.diversity.collision import (
@@ -29,8 +28,7 @@ from swift_grpo_ext.diversity.collision import (
     PromptMemory,
     collision_test,
 )
-from swift_grpo_ext.diversity.metrics import round_metrics
-from swift_grpo_ext.diversity.outcomes import Scores, outcome_metrics
+from swift_grpo_ext.diversity.metrics import Scores, outcome_metrics, round_metrics
 from swift_grpo_ext.diversity.record import RoundRecord
 from swift_grpo_ext.diversity.sample import Group, Sample, group_samples
 
@@ -40,41 +38,40 @@ COMMON_MODE = 0.9
 COPIED = 0.98
 """`copied_ratio` from which on a round looks collapsed in any case."""
 
+PATIENCE = 3
+"""Collapsed rounds in a row that make an alarm. One round of easy prompts can look collapsed, three
+in a row of a shuffled dataset hardly. Broken randomness is an alarm at once: its p-value says
+already how odd one round is."""
+
 MAX_WORST_GROUPS = 4
 MAX_ORIGINS = 8
-"""Kept in the record of one collision."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnalyzerSettings:
-    """The values of the flags."""
-
-    alarm_p: float
-    patience: int
-    """Collapsed rounds in a row that make an alarm; 0: none. Broken randomness is an alarm at once:
-    its p-value says already how odd one round is."""
-
-    is_greedy: bool
-    """Greedy decoding: equal completions are right, and nothing is tested."""
-
-    seed_mode: str
-    correct_reward: float = 1.0
+"""Samples that the record of one collision names."""
 
 
 class RoundAnalyzer:
     """Analyzes rounds in the order of the run."""
 
-    def __init__(self, settings: AnalyzerSettings) -> None:
-        self._settings = settings
+    def __init__(self, *, alarm_p: float, is_greedy: bool, seed_mode: str) -> None:
+        """
+        Args:
+            alarm_p: the probability of calling a round of independent samples broken, at most.
+            is_greedy: tokens are chosen, not sampled: equal completions are right, and nothing is
+                tested.
+            seed_mode: `--rollout_seed_mode`; it decides what an alarm advises.
+        """
+        self._alarm_p = alarm_p
+        self._is_greedy = is_greedy
+        self._seed_mode = seed_mode
         self._memory = PromptMemory()
         self._num_collapsed: dict[str, int] = {}
         """Collapsed rounds in a row, by phase."""
 
     def analyze(self, samples: Sequence[Sample], scores: Scores | None = None) -> list[RoundRecord]:
-        """One record for each round that the samples of all ranks belong to.
+        """Return a record of each round that the samples of all ranks belong to.
 
         Args:
-            scores: rewards of the samples that were scored, for `outcomes`.
+            samples: all samples of the rounds, in any order.
+            scores: rewards of the samples that were scored.
         """
         groups = group_samples(samples)
         by_round = groupby(groups, key=lambda group: group[0].origin.sample_id.round)
@@ -84,30 +81,53 @@ class RoundAnalyzer:
         start = time.perf_counter()
         samples = [sample for group in groups for sample in group]
         test = CollisionTest(num_untested=len(samples))
-        if not self._settings.is_greedy:
+        if not self._is_greedy:
             test = collision_test(samples, self._memory)
             self._memory.remember(samples)
-        metrics = round_metrics(groups)
-        metrics |= outcome_metrics(groups, scores, self._settings.correct_reward)
-        record = make_record(groups, test, metrics, judge(test, metrics, self._settings.alarm_p))
-        before = self._num_collapsed.get(record.phase, 0)
-        collapsed = before + 1 if record.verdict == "collapse" else 0
-        self._num_collapsed[record.phase] = collapsed
-        if record.verdict == "broken" or collapsed >= self._settings.patience > 0:
-            record.remedy = remedy_of(record, self._settings.seed_mode)
-            record.alarm = alarm_line(record, collapsed)
+        metrics = {**round_metrics(groups), **outcome_metrics(groups, scores)}
+        sample_id = samples[0].origin.sample_id
+        record = RoundRecord(
+            phase=sample_id.phase,
+            step=sample_id.step,
+            number=sample_id.number,
+            num_samples=len(samples),
+            num_groups=len(groups),
+            verdict=judge(test, metrics, self._alarm_p),
+            log10_p=test.log2_p * math.log10(2),
+            shared_bits=test.max_bits,
+            num_pairs=test.num_pairs,
+            num_earlier_pairs=test.num_earlier_pairs,
+            num_untested=test.num_untested,
+            metrics=metrics,
+            worst_groups=worst_groups(groups, test.collisions),
+        )
+        for collision in test.collisions:
+            shortened = replace(
+                collision,
+                samples=collision.samples[:MAX_ORIGINS],
+                earlier=collision.earlier[-MAX_ORIGINS:],
+            )
+            # Through JSON, so that a record is what the file gives back (lists, not tuples).
+            values = {**asdict(shortened), "num_samples": len(collision.samples)}
+            record.collisions.append(json.loads(json.dumps(values)))
+
+        num_before = self._num_collapsed.get(record.phase, 0)
+        num_collapsed = num_before + 1 if record.verdict == "collapse" else 0
+        self._num_collapsed[record.phase] = num_collapsed
+        if record.verdict == "broken" or num_collapsed >= PATIENCE:
+            record.remedy = remedy_of(record, self._seed_mode)
+            record.alarm = alarm_line(record, num_collapsed)
         record.seconds = time.perf_counter() - start
-        record.time = time.time()
         return record
 
 
 def judge(test: CollisionTest, metrics: Mapping[str, float], alarm_p: float) -> str:
-    """The verdict on a round.
+    """Return the verdict on a round.
 
     Args:
-        test: of the round; an empty one for greedy decoding.
-        metrics: of the round, `copied_ratio` and `common_mode` among them.
-        alarm_p: the bound on the probability that a round of independent samples is called broken.
+        test: the round's; an empty one for greedy decoding.
+        metrics: the round's, `copied_ratio` and `common_mode` among them.
+        alarm_p: as of `RoundAnalyzer`.
     """
     if test.log2_p < math.log2(alarm_p):
         return "broken"
@@ -117,38 +137,8 @@ def judge(test: CollisionTest, metrics: Mapping[str, float], alarm_p: float) -> 
     return "healthy"
 
 
-def make_record(
-    groups: Sequence[Group], test: CollisionTest, metrics: Mapping[str, float], verdict: str
-) -> RoundRecord:
-    """The record of a round that has samples, without alarm."""
-    sample_id = groups[0][0].origin.sample_id
-    return RoundRecord(
-        phase=sample_id.phase,
-        step=sample_id.step,
-        number=sample_id.number,
-        num_samples=sum(map(len, groups)),
-        num_groups=len(groups),
-        verdict=verdict,
-        log10_p=test.log2_p * math.log10(2),
-        shared_bits=test.max_bits,
-        num_pairs=test.num_pairs,
-        num_earlier_pairs=test.num_earlier_pairs,
-        num_untested=test.num_untested,
-        metrics=dict(metrics),
-        collisions=[_shorten(collision) for collision in test.collisions],
-        worst_groups=_worst_groups(groups, test.collisions),
-    )
-
-
-def _shorten(collision: Collision) -> dict[str, Any]:
-    samples, earlier = collision.samples[:MAX_ORIGINS], collision.earlier[-MAX_ORIGINS:]
-    shortened = replace(collision, samples=samples, earlier=earlier)
-    # Through JSON, so that a record is what the file gives back (lists, not tuples).
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(shortened)))
-    return {**plain, "num_samples": len(collision.samples)}
-
-
-def _worst_groups(groups: Sequence[Group], collisions: Sequence[Collision]) -> list[int]:
+def worst_groups(groups: Sequence[Group], collisions: Sequence[Collision]) -> list[int]:
+    """Return the numbers of the groups with collisions, then of those with most copies."""
     worst = [origin.sample_id.group for c in collisions for origin in c.samples[:2]]
     share_distinct = {
         group[0].origin.sample_id.group: len({s.token_ids.tobytes() for s in group}) / len(group)

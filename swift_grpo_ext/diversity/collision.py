@@ -5,24 +5,21 @@
 the noise of every other sample, of this round and of earlier ones. Nothing is assumed about q.
 
 **The bound.** Compare a sample Y with a given completion y. Let b be the surprisal, -log2 q in
-bits, of their longest common prefix. Then P(b >= c) <= 2^-c. Along y, prefixes become less
-probable, so one shortest prefix of y has q(prefix) <= 2^-c. b >= c only if Y begins with that
-prefix, and this has probability q(prefix). The bound holds
+bits, of their longest common prefix. Then P(b >= c) <= 2^-c: one shortest prefix of y has q(prefix)
+<= 2^-c, and b >= c only if Y begins with it, which has probability q(prefix). The bound holds
 
-- under any temperature, top-k, top-p, min-p, penalty, grammar or mask, since q is what is left
-  after them. A token that a grammar forces has probability 1 and adds 0 bits;
-- for completions of any length: the end-of-sequence token is a token, and a completion that a limit
-  or a stop string cut off only has a shorter prefix;
-- for y from another policy (an earlier round, other weights), since y is given and only Y is drawn
-  anew. The log-probabilities of an earlier round's completions are not needed;
+- under any temperature, top-k, top-p, penalty, grammar or mask, since q is what is left after them:
+  a token that a grammar forces has probability 1 and adds 0 bits;
+- for completions of any length: the end-of-sequence token is a token, and a completion that was cut
+  off only has a shorter prefix;
+- for y from another policy (an earlier round, other weights), since only Y is drawn anew;
 - for k samples and y: independent draws multiply, P <= 2^-(k c). So n samples that all share a
   prefix of b bits have probability <= 2^-((n - 1) b), any of them taken as given. Their number of
   *coincidences* is e = n - 1, or e = n against a completion of an earlier round.
 
 **Many pairs.** A weighted Bonferroni bound over everything that is searched corrects the `log2_p`
 of a round. A round of independent samples so alarms with a probability below the alarm level, *per
-round* (per batch in evaluation). Over R rounds expect at most R times the level: 0.01 false alarms
-in 10,000 rounds at 1e-6. The shares of the level:
+round* (per batch in evaluation): over R rounds expect at most R times the level. The shares of it:
 
 - half: *one improbable set*. All sets of n samples of one prompt, for each n, and all sets of n
   samples with one completion of an earlier round. Sets with e coincidences get the share 1/2 of it
@@ -32,50 +29,43 @@ in 10,000 rounds at 1e-6. The shares of the level:
 - half: *many sets, none improbable alone*, as when a whole round is frozen and each sample has 10
   bits. Take the samples in the order of their ids. Compare each with the D different completions
   of its prompt that came before, remembered ones included: p_i = min(1, D x 2^-b_i) is a p-value
-  whatever came before, by the bound and the union over D. -2 x (sum of ln p_i) is then
-  stochastically below chi-squared with 2 degrees of freedom for each sample (Fisher 1932).
-  Dependence on what came before does no harm, since each p_i is a p-value given it.
+  whatever came before, by the bound and the union over D. So they combine as if independent
+  (Fisher 1932).
 
 **Which log-probabilities.** They must be those of q. ms-swift 4.6 starts vLLM with
-`logprobs_mode="processed_logprobs"`, colocated (rlhf_trainers/rollout_mixin.py) and as a server
-(pipelines/infer/rollout.py). vLLM then takes the log-softmax after temperature, top-k and top-p
-(v1/sample/ops/topk_topp_sampler.py); the logits already contain the grammar's mask and penalties.
-vLLM before 0.10.2 gives raw ones: a token that top-k makes certain would seem to carry bits.
-Samples that share a prefix can disagree about its surprisal (kernels that depend on the batch;
-replicas with other weights). The least surprisal counts.
+`logprobs_mode="processed_logprobs"` (rlhf_trainers/rollout_mixin.py, pipelines/infer/rollout.py):
+vLLM takes the log-softmax after temperature, top-k and top-p (v1/sample/ops/topk_topp_sampler.py),
+of logits that contain the grammar's mask and penalties. Samples that share a prefix can disagree
+about its surprisal (kernels that depend on the batch; replicas with other weights): the least
+surprisal counts.
 
-**What it cannot see.**
-- Greedy decoding: equal completions are then right, and vLLM's log-probabilities are those of
-  temperature 1. The caller says so (`monitor` reads the temperature), and nothing is tested.
-- Completions without log-probabilities (`--use_vllm false`). They are counted, not tested. A token
-  whose log-probability is missing or NaN adds 0 bits.
-- Grammars of engines that mask after the log-probabilities are taken (vLLM 0.32 masks before).
-- Shared noise of completions that are nearly certain: 8 samples of 3 bits look alike anyway. The
-  table of `scripts/bench/results/diversity.md` says how many bits are needed.
-- A prefix that is shared on purpose, by a scheduler that branches one completion into several. The
-  test calls it shared noise, and for the group it is.
-- Noise shared between different prompts, or shared only after the completions have parted.
-- Seeds that differ and give correlated noise, short of equal tokens.
-
-Completions are compared up to `MAX_PREFIX_TOKENS` tokens; longer ones can only hide bits.
+**What it cannot see.** Greedy decoding, where equal completions are right (`monitor` tests nothing
+then). Completions without log-probabilities (`--use_vllm false`): they are counted, not tested.
+Completions that are nearly certain: 8 samples of 3 bits look alike anyway
+(`scripts/bench/results/diversity.md` says how many bits are needed). Noise shared between different
+prompts, or shared only after the completions have parted. And where a scheduler branches one
+completion into several on purpose, the test calls it shared noise, which for the group it is.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import cache
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from scipy.special import chdtrc, gammaln, logsumexp
+from cachetools import LRUCache
+from scipy.special import betaln, logsumexp
+from scipy.stats import poisson
 
 from swift_grpo_ext.diversity.sample import Floats, Ints, Origin, Sample, surprisal_bits
 
 MAX_PREFIX_TOKENS = 4096
+"""Completions are compared up to here; longer ones can only hide bits."""
+
 MAX_COLLISIONS = 16
 """Kept of a round, the most improbable."""
 
@@ -85,6 +75,8 @@ MAX_KEPT_BITS = 96.0
 MAX_KEPT_TOKENS = 1024
 BYTES_BESIDE_TOKENS = 400
 """Of one sample in memory: its objects and names, as `scripts/bench/diversity.py` measures them."""
+
+LN2 = float(np.log(2))
 
 Kind = Literal["shared", "frozen"]
 
@@ -97,10 +89,10 @@ class Collision:
     """`shared`: samples of the round share it; `frozen`: an earlier round had it too."""
 
     samples: tuple[Origin, ...]
-    """Of this round."""
+    """Those of this round."""
 
     earlier: tuple[Origin, ...]
-    """Of earlier rounds; empty unless `frozen`."""
+    """Those of earlier rounds; empty unless `frozen`."""
 
     num_tokens: int
     """Length of the common prefix."""
@@ -114,10 +106,10 @@ class Collision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollisionTest:
-    """What the test found in one round."""
+    """The test's result for one round."""
 
     log2_p: float = 0.0
-    """Of the round: the least of its most improbable collision's and of all together; at most 0."""
+    """The least of its most improbable collision's and of all together; at most 0."""
 
     collisions: list[Collision] = field(default_factory=list)
     """The most improbable first; none lies within another."""
@@ -143,29 +135,31 @@ def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None
     """Compare the samples of one round, of all groups and ranks, with each other and the memory.
 
     Args:
-        samples: of one round. Samples of equal prompts are compared, in one group or in several.
-        memory: of earlier rounds. It does not change.
+        samples: one round's. Samples of equal prompts are compared, in one group or in several.
+        memory: completions of earlier rounds. It does not change.
     """
     by_prompt: dict[str, list[Sample]] = {}
     for sample in sorted(samples, key=lambda s: s.origin.sample_id):
         if sample.logprobs is not None:
-            by_prompt.setdefault(sample.fingerprint, []).append(sample)
+            by_prompt.setdefault(sample.prompt_hash, []).append(sample)
     prompts = [
-        _PromptSamples(of_prompt, memory.earlier(fingerprint) if memory else [])
-        for fingerprint, of_prompt in by_prompt.items()
+        _PromptSamples(of_prompt, memory.earlier(prompt_hash) if memory else [])
+        for prompt_hash, of_prompt in by_prompt.items()
     ]
     correction = _Correction([(len(p.samples), len(p.earlier)) for p in prompts])
-    found = [collision for prompt in prompts for collision in prompt.collisions(correction)]
-    found.sort(key=lambda collision: collision.log2_p)
+    collisions = [collision for prompt in prompts for collision in prompt.collisions(correction)]
+    collisions.sort(key=lambda collision: collision.log2_p)
     fisher_log2_p = log2_fisher([p for prompt in prompts for p in prompt.sample_log2_ps()]) + 1
-    significant = [collision for collision in found if collision.log2_p < 0]
+    named = [collision for collision in collisions if collision.log2_p < 0]
+    if not named and fisher_log2_p < 0:
+        named = collisions  # no one of them is improbable, all together are
     return CollisionTest(
-        log2_p=min([0.0, fisher_log2_p, *(collision.log2_p for collision in found[:1])]),
-        collisions=_without_nested(significant or (found if fisher_log2_p < 0 else [])),
+        log2_p=min([0.0, fisher_log2_p, *(collision.log2_p for collision in collisions[:1])]),
+        collisions=_without_nested(named),
         num_pairs=correction.num_sets(1, "shared"),
         num_earlier_pairs=correction.num_sets(1, "frozen"),
         num_untested=sum(sample.logprobs is None for sample in samples),
-        max_bits=max((c.bits for c in found if len(c.samples) > 1), default=0.0),
+        max_bits=max((c.bits for c in collisions if len(c.samples) > 1), default=0.0),
     )
 
 
@@ -188,44 +182,39 @@ class PromptMemory:
     """Completions of earlier rounds, kept by prompt to detect frozen noise.
 
     It holds at most `max_bytes` over all prompts and `MAX_PER_PROMPT` samples of a prompt. The
-    prompts seen longest ago go first, and the oldest samples of a prompt. A completion is kept up
+    prompts used longest ago go first, and the oldest samples of a prompt. A completion is kept up
     to `MAX_KEPT_BITS` of surprisal and `MAX_KEPT_TOKENS` tokens: truncation can only hide
     coincidences, never create one.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._prompts: OrderedDict[str, list[EarlierSample]] = OrderedDict()
-        self.num_bytes = 0
-        """Estimate of the memory's size."""
+        self._prompts: LRUCache[str, list[EarlierSample]] = LRUCache(
+            max_bytes, getsizeof=lambda kept: sum(sample.num_bytes for sample in kept)
+        )
 
-    def earlier(self, fingerprint: str) -> list[EarlierSample]:
-        """The kept completions of a prompt, oldest first."""
-        return self._prompts.get(fingerprint, [])
+    @property
+    def num_bytes(self) -> int:
+        """Estimate of the memory's size."""
+        return int(self._prompts.currsize)
+
+    def earlier(self, prompt_hash: str) -> list[EarlierSample]:
+        """Return the kept completions of a prompt, oldest first."""
+        return self._prompts.get(prompt_hash, [])
 
     def remember(self, samples: Iterable[Sample]) -> None:
         """Keep the samples of a round that is over."""
+        by_prompt: dict[str, list[EarlierSample]] = {}
         for sample in samples:
-            if len(sample.token_ids):
-                self._keep(sample.fingerprint, _truncate(sample))
-        while self.num_bytes > self._max_bytes:
-            _, dropped = self._prompts.popitem(last=False)
-            self.num_bytes -= sum(kept.num_bytes for kept in dropped)
-
-    def _keep(self, fingerprint: str, kept: EarlierSample) -> None:
-        of_prompt = self._prompts.setdefault(fingerprint, [])
-        self._prompts.move_to_end(fingerprint)
-        of_prompt.append(kept)
-        self.num_bytes += kept.num_bytes
-        if len(of_prompt) > MAX_PER_PROMPT:
-            self.num_bytes -= of_prompt.pop(0).num_bytes
-
-
-def _truncate(sample: Sample) -> EarlierSample:
-    bits = np.cumsum(surprisal_bits(sample)[:MAX_KEPT_TOKENS])
-    end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_KEPT_TOKENS)
-    tokens = sample.token_ids[:end].astype(np.int32)  # a copy: the whole must not stay alive
-    return EarlierSample(origin=sample.origin, token_ids=tokens)
+            if not len(sample.token_ids):
+                continue
+            bits = np.cumsum(surprisal_bits(sample)[:MAX_KEPT_TOKENS])
+            end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_KEPT_TOKENS)
+            # astype copies: the whole completion must not stay alive.
+            beginning = sample.token_ids[:end].astype(np.int32)
+            kept = EarlierSample(origin=sample.origin, token_ids=beginning)
+            by_prompt.setdefault(sample.prompt_hash, []).append(kept)
+        for prompt_hash, new in by_prompt.items():
+            self._prompts[prompt_hash] = [*self.earlier(prompt_hash), *new][-MAX_PER_PROMPT:]
 
 
 # --- the test's parts ---
@@ -238,30 +227,32 @@ class _Correction:
         """Sizes: the number of samples and of remembered samples, for each prompt."""
         self._sizes = Counter(sizes)
         self._num_families = 2 if any(earlier for _, earlier in sizes) else 1
-        self.log2_sets = cache(self._log2_sets)
+        self._log2_num_sets: dict[tuple[int, Kind], float] = {}
 
     def log2_p(self, coincidences: int, bits: float, kind: Kind) -> float:
-        """Corrected p-value of one set; may be above 0."""
+        """Return the corrected p-value of one set; may be above 0."""
         e = coincidences
         log2_share = -2.0 - np.log2(max(e * (e - 1), 1) * self._num_families)
-        return float(self.log2_sets(e, kind) - e * bits - log2_share)
+        return float(self._log2_sets(e, kind) - e * bits - log2_share)
 
     def num_sets(self, coincidences: int, kind: Kind) -> int:
-        return round(2.0 ** self.log2_sets(coincidences, kind))
+        return round(2.0 ** self._log2_sets(coincidences, kind))
 
     def _log2_sets(self, coincidences: int, kind: Kind) -> float:
-        """log2 of the number of sets with so many coincidences, over all prompts."""
-        size = coincidences + 1 if kind == "shared" else coincidences
-        terms = [
-            np.log(num_prompts * (1 if kind == "shared" else earlier)) + _log_binomial(n, size)
-            for (n, earlier), num_prompts in self._sizes.items()
-            if n >= size and (kind == "shared" or earlier)
-        ]
-        return float(logsumexp(terms) / np.log(2)) if terms else -np.inf
-
-
-def _log_binomial(n: int, k: int) -> float:
-    return float(gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1))
+        """Return log2 of the number of sets with so many coincidences, over all prompts."""
+        key = (coincidences, kind)
+        if key not in self._log2_num_sets:
+            size = coincidences + 1 if kind == "shared" else coincidences
+            terms = [
+                # log C(n, size), for each remembered sample if the set needs one
+                np.log(num_prompts * (1 if kind == "shared" else earlier))
+                - np.log(n + 1)
+                - betaln(n - size + 1, size + 1)
+                for (n, earlier), num_prompts in self._sizes.items()
+                if n >= size and (kind == "shared" or earlier)
+            ]
+            self._log2_num_sets[key] = float(logsumexp(terms) / LN2) if terms else -np.inf
+        return self._log2_num_sets[key]
 
 
 class _PromptSamples:
@@ -277,7 +268,7 @@ class _PromptSamples:
         self._bits = np.stack([_cumulative_bits(sample, longest) for sample in samples])
 
     def collisions(self, correction: _Correction) -> Iterator[Collision]:
-        """For each shared prefix, the most improbable claim about it."""
+        """For each shared prefix, yield the most improbable claim about it."""
         for prefix in self._prefixes:
             is_new = prefix.members < len(self.samples)
             new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
@@ -297,7 +288,7 @@ class _PromptSamples:
             )
 
     def sample_log2_ps(self) -> list[float]:
-        """For each sample with predecessors, log2 of its p-value p_i (see the module)."""
+        """For each sample with predecessors, return log2 of its p-value p_i (see the module)."""
         shared = np.zeros(len(self.samples), np.int64)
         for prefix in self._prefixes:  # longer ones, which are inner, come first
             new = np.sort(prefix.members[prefix.members < len(self.samples)])
@@ -305,43 +296,42 @@ class _PromptSamples:
                 new = new[1:]  # the first of them has no predecessor
             shared[new] = np.maximum(shared[new], prefix.length)
         before = {ids.tobytes() for ids in self._tokens[len(self.samples) :]}
-        found = []
+        log2_ps = []
         for number in range(len(self.samples)):
             if before:
                 bits = float(self._bits[number, shared[number]])
-                found.append(min(0.0, float(np.log2(len(before))) - bits))
+                log2_ps.append(min(0.0, float(np.log2(len(before))) - bits))
             before.add(self._tokens[number].tobytes())
-        return found
+        return log2_ps
 
 
 def _cumulative_bits(sample: Sample, longest: int) -> Floats:
-    """Surprisal of each prefix, [longest + 1]; beyond the end, that of the whole."""
+    """Return the surprisal of each prefix, [longest + 1]; beyond the end, that of the whole."""
     bits = np.cumsum(surprisal_bits(sample)[:longest])
     return np.concatenate([[0.0], bits, np.full(longest - len(bits), bits[-1] if len(bits) else 0)])
 
 
-def _without_nested(found: Sequence[Collision]) -> list[Collision]:
-    """The first `MAX_COLLISIONS` whose samples do not all belong to a collision before."""
+def _without_nested(collisions: Sequence[Collision]) -> list[Collision]:
+    """Keep the first `MAX_COLLISIONS` whose samples do not all belong to a collision before."""
     kept: list[Collision] = []
-    for collision in found[: 8 * MAX_COLLISIONS]:
+    for collision in collisions[: 8 * MAX_COLLISIONS]:
         members = {*collision.samples, *collision.earlier}
-        if len(kept) == MAX_COLLISIONS:
-            break
         if not any(members <= {*other.samples, *other.earlier} for other in kept):
             kept.append(collision)
-    return kept
+    return kept[:MAX_COLLISIONS]
 
 
 def log2_fisher(log2_ps: Sequence[float]) -> float:
-    """Combine p-values, each valid whatever those before it are (Fisher 1932)."""
-    freedom = 2.0 * len(log2_ps)
-    statistic = -2.0 * float(np.log(2)) * sum(log2_ps)
-    if statistic <= freedom:
+    """Combine p-values, each valid whatever those before it are (Fisher 1932).
+
+    Returns log2 of P(chi-squared with 2 n degrees of freedom >= -2 x sum of ln p), which is the
+    probability that a Poisson variable of mean -(sum of ln p) is below n: a sum of logarithms that
+    holds where no float holds the tail itself. 0 where the sum is no larger than it should be.
+    """
+    mean = -LN2 * sum(log2_ps)
+    if mean <= len(log2_ps):
         return 0.0
-    exact = float(chdtrc(freedom, statistic))
-    # Far out, Chernoff's bound: no float holds the tail itself.
-    chernoff = freedom / 2 * np.log(statistic / freedom) + (freedom - statistic) / 2
-    return float(np.log2(exact) if exact > 1e-250 else chernoff / np.log(2))
+    return float(logsumexp(poisson.logpmf(np.arange(len(log2_ps)), mean)) / LN2)
 
 
 def format_p(log10_p: float) -> str:
@@ -360,11 +350,11 @@ class SharedPrefix:
     """Indices of the sequences."""
 
     length: int
-    """Of the prefix, in tokens, 1 or more."""
+    """Number of the prefix's tokens, 1 or more."""
 
 
 def shared_prefixes(sequences: Sequence[Ints]) -> Iterator[SharedPrefix]:
-    """Each longest prefix that two or more sequences share, inner (longer) ones first.
+    """Yield each longest prefix that two or more sequences share, inner (longer) ones first.
 
     There are fewer of them than sequences. Sorting brings sequences that share a prefix next to
     each other, so that only neighbours are compared.
@@ -383,7 +373,7 @@ def shared_prefixes(sequences: Sequence[Ints]) -> Iterator[SharedPrefix]:
 
 
 def common_length(a: Ints, b: Ints) -> int:
-    """Tokens of the longest common prefix."""
+    """Return the number of tokens of the longest common prefix."""
     end = min(len(a), len(b))
     differs = a[:end] != b[:end]
     first = int(differs.argmax()) if end else 0

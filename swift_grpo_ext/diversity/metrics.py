@@ -1,7 +1,11 @@
-"""How much the samples of a group differ: the metrics of a round. Pure.
+"""How much the samples of a group differ, and how much the correct ones do. Pure.
 
 A metric of a round is the mean over its groups, unless its docstring says otherwise. Metrics that
 compare samples leave out groups of one sample, and are missing where no other group is left.
+
+`round_metrics` needs completions alone. `outcome_metrics` needs their rewards: a sample is
+*correct* if its reward is `CORRECT_REWARD` or more. There all turns of a conversation are one
+sample, for which the last turn's text and tokens stand, and samples without a score are left out.
 
 **Bounded cost.** Distinct-n, edit similarity, Self-BLEU and Vendi compare completions token by
 token. They read whole groups, evenly spaced over the round, of about `MAX_COMPARED_SAMPLES` samples
@@ -19,7 +23,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import TypeVar
 
@@ -29,7 +34,12 @@ from rapidfuzz.process import cpdist
 from sacrebleu.metrics.bleu import BLEU
 from scipy import sparse
 
-from swift_grpo_ext.diversity.sample import Floats, Group, Ints
+from swift_grpo_ext.diversity.sample import Floats, Group, Ints, Sample
+from swift_grpo_ext.sampling.seeding import SampleId
+
+CORRECT_REWARD = 1.0
+"""ms-swift's accuracy rewards (`rewards/orm.py`) give 1.0 for a right answer and 0.0 for a wrong
+one; with format rewards beside them, a right answer's sum is at least as high."""
 
 MAX_COMPARED_SAMPLES = 1024
 MAX_GROUP_SAMPLES = 128
@@ -40,19 +50,22 @@ DISTINCT_ORDERS = (1, 2, 3)
 BLEU_ORDER = 4
 VENDI_ORDERS = (1, 2)
 
+Scores = Mapping[SampleId, float]
+"""Rewards by sample, of turn 0."""
+
 T = TypeVar("T")
 
 
 def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """All metrics of a round, by name; undefined ones are left out.
+    """Return all metrics of a round by name; undefined ones are left out.
 
     Args:
-        groups: of one round, over all ranks; none is empty.
+        groups: the groups of one round over all ranks; none is empty.
     """
     if not groups:
         return {}
     completions = [Counter(sample.token_ids.tobytes() for sample in group) for group in groups]
-    found: dict[str, float | None] = {
+    metrics: dict[str, float | None] = {
         "unique_ratio": unique_ratio(completions),
         "groups_with_duplicates": groups_with_duplicates(completions),
         "copied_ratio": copied_ratio(completions),
@@ -65,24 +78,67 @@ def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
     several = [tokens for tokens in compared if len(tokens) > 1]
     counts = [list(ngram_counts(tokens)) for tokens in compared]
     for order in DISTINCT_ORDERS:
-        found[f"distinct_{order}"] = mean(
+        metrics[f"distinct_{order}"] = mean(
             distinct_ngrams(of_group[order - 1]) for of_group in counts if of_group[order - 1].nnz
         )
     counts = [of_group for of_group in counts if of_group[0].shape[0] > 1]
     limit = MAX_PAIRS // max(len(several), 1)
-    found["edit_similarity"] = mean(edit_similarity(tokens, limit) for tokens in several)
-    found["self_bleu"] = mean(score for of_group in counts for score in self_bleu(of_group))
-    found["vendi"] = mean(vendi_score(of_group) for of_group in counts)
-    return {name: value for name, value in found.items() if value is not None}
+    metrics["edit_similarity"] = mean(edit_similarity(tokens, limit) for tokens in several)
+    metrics["self_bleu"] = mean(score for of_group in counts for score in self_bleu(of_group))
+    metrics["vendi"] = mean(vendi_score(of_group) for of_group in counts)
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]:
+    """Return the metrics that need rewards, by name; undefined ones are left out.
+
+    - `pass_at_1`, `pass_at_2`, `pass_at_4` ...: the chance that one of k samples is correct.
+    - `equal_rewards`: the share of groups whose samples all have one reward, from which GRPO
+      learns nothing. Groups of one sample do not count.
+    - `correct_answers`, `correct_vendi`: `distinct_answers` and `vendi_score` of the correct
+      samples of a group. Groups without a correct sample do not count; one correct sample counts 1.
+    """
+    # Each scored sample's last turn, by the sample's name.
+    last_turns: dict[SampleId, Sample] = {}
+    for sample in sorted((s for g in groups for s in g), key=lambda s: s.origin.sample_id.turn):
+        name = replace(sample.origin.sample_id, turn=0)
+        if name in scores:
+            last_turns[name] = sample
+    by_group: dict[int, list[tuple[Sample, float]]] = {}
+    for name in sorted(last_turns):
+        by_group.setdefault(name.group, []).append((last_turns[name], scores[name]))
+    rewards = [[reward for _, reward in group] for group in by_group.values()]
+    correct = [
+        [sample for sample, reward in group if reward >= CORRECT_REWARD]
+        for group in by_group.values()
+    ]
+    some_correct = [group for group in correct if group]
+    metrics = {
+        "equal_rewards": mean(float(min(r) == max(r)) for r in rewards if len(r) > 1),
+        "correct_answers": mean(map(distinct_answers, some_correct)),
+        "correct_vendi": mean(
+            vendi_score(list(ngram_counts(tokens))) if len(tokens) > 1 else 1.0
+            for tokens in compared_tokens(some_correct)
+        ),
+    }
+    k = 1
+    while any(len(r) >= k for r in rewards):
+        metrics[f"pass_at_{k}"] = mean(
+            pass_at_k(len(r), len(c), k)
+            for r, c in zip(rewards, correct, strict=True)
+            if len(r) >= k
+        )
+        k *= 2
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """None of nothing."""
+    """Return the mean, or None where there are no values."""
     values = list(values)
     return float(np.mean(values)) if values else None
 
 
-# --- whole completions; a group's completions are its different ones, as bytes, with their counts
+# --- whole completions: of each group, its different ones as bytes, with their counts
 
 
 def unique_ratio(completions: Sequence[Counter[bytes]]) -> float:
@@ -122,7 +178,7 @@ def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) 
     """
     by_prompt: dict[str, Counter[bytes]] = {}
     for group, counter in zip(groups, completions, strict=True):
-        by_prompt.setdefault(group[0].fingerprint, counter)
+        by_prompt.setdefault(group[0].prompt_hash, counter)
     if len(by_prompt) < MIN_PROMPTS:
         return 0.0
     modes = [counter.most_common(1)[0] for counter in by_prompt.values()]
@@ -140,8 +196,8 @@ def distinct_answers(group: Group) -> float:
 
 
 def extract_answer(text: str) -> str:
-    """The content of the last `<answer>..</answer>`, else of the last `\\boxed{..}`, else all of
-    the text; stripped."""
+    """Return the content of the last `<answer>..</answer>`, else of the last `\\boxed{..}`, else
+    the whole text; stripped."""
     tagged = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     if tagged:
         return str(tagged[-1]).strip()
@@ -155,6 +211,15 @@ def extract_answer(text: str) -> str:
         if depth == 0:
             return text[start:end].strip()
     return text[start:].strip()  # cut off
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k), if c of n are.
+
+    Unbiased for n independent samples, n >= k. Source: Chen et al. 2021 (Evaluating Large Language
+    Models Trained on Code), equation 1, as the product that they compute.
+    """
+    return float(1 - np.prod(1 - k / np.arange(n - c + 1, n + 1))) if n - c >= k else 1.0
 
 
 def length_spread(group: Group) -> float:
@@ -182,7 +247,9 @@ def surprisal(groups: Sequence[Group]) -> float | None:
 
 
 def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
-    """The token ids that are compared, by group and sample: see the module."""
+    """Choose the token ids that are compared, by group and sample (see the module)."""
+    if not groups:
+        return []
     sizes = [min(len(group), MAX_GROUP_SAMPLES) for group in groups]
     limit = MAX_COMPARED_SAMPLES * len(groups) // sum(sizes)
     return [
@@ -192,7 +259,7 @@ def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
 
 
 def evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
-    """At most `limit` items, evenly spaced, in their order."""
+    """Return at most `limit` items, evenly spaced, in their order."""
     count = min(limit, len(items))
     return [items[number * len(items) // count] for number in range(count)]
 
@@ -203,21 +270,18 @@ def edit_similarity(tokens: Sequence[Ints], max_pairs: int) -> float:
     0 (nothing in common) to 1 (all equal): lower is more diverse; two empty completions are equal.
     Source: Levenshtein 1966, normalized as in rapidfuzz.
     """
-    pairs = evenly_spaced(list(combinations(map(as_string, tokens), 2)), max_pairs)
-    left, right = zip(*pairs, strict=True)
-    scores = cpdist(left, right, scorer=Levenshtein.normalized_similarity, workers=1)
-    return float(np.mean(scores))
-
-
-def as_string(token_ids: Ints) -> str:
-    """Token ids as a string of as many characters, which rapidfuzz compares fastest."""
-    ids = np.asarray(token_ids, np.uint32)
-    # Above Unicode's end, which no vocabulary reaches, ids fold; surrogates are characters here.
-    return (ids % 0x110000).astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+    # rapidfuzz compares strings fastest: a character for each token id. No vocabulary reaches
+    # Unicode's end, 0x110000; surrogates are characters like others here.
+    texts = []
+    for ids in tokens:
+        characters = (ids.astype(np.uint32) % 0x110000).astype("<u4").tobytes()
+        texts.append(characters.decode("utf-32-le", "surrogatepass"))
+    left, right = zip(*evenly_spaced(list(combinations(texts, 2)), max_pairs), strict=True)
+    return float(np.mean(cpdist(left, right, scorer=Levenshtein.normalized_similarity, workers=1)))
 
 
 def ngram_counts(tokens: Sequence[Ints]) -> Iterator[sparse.csc_array]:
-    """Counts of token ids' n-grams, which need no tokenizer for each language."""
+    """Count the n-grams of token ids, which need no tokenizer for each language."""
     owner = np.repeat(np.arange(len(tokens)), [len(ids) for ids in tokens])
     vocabulary, digits = np.unique(np.concatenate(tokens), return_inverse=True)
     # An n-gram is a number of n digits; 64 bits hold 4, since a group has 2^16 tokens at most.

@@ -1,7 +1,7 @@
-"""`RUN_DIR/diversity.jsonl`: what the monitor found in each round. Pure.
+"""`RUN_DIR/diversity.jsonl`: what the monitor measured in each round. Pure.
 
 One JSON object a line: `{"start_step": s}` where a session begins (a start of the trainer, resumed
-from the checkpoint of step s), and the findings of a round. An evaluation writes one line a batch.
+from the checkpoint of step s), and a round's record. An evaluation writes one line a batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 FILE_NAME = "diversity.jsonl"
 MAX_NAMED_LINES = 5
-"""Damaged ones, in a warning."""
+VERDICTS = ("broken", "collapse", "unknown", "healthy")
 
 
 @dataclass(kw_only=True)
 class RoundRecord:
-    """What was found in one round, as plain values."""
+    """The monitor's results for one round, as plain values."""
 
     phase: str
     step: int
@@ -38,7 +38,7 @@ class RoundRecord:
     """`healthy`, `collapse`, `broken` or `unknown` (see `analyzer`)."""
 
     log10_p: float
-    """Of the collision test, corrected; 0 where nothing was tested."""
+    """p-value of the collision test, corrected; 0 where nothing was tested."""
 
     shared_bits: float
     num_pairs: int
@@ -52,16 +52,13 @@ class RoundRecord:
     """Numbers of groups: first those with collisions, then those with most copies."""
 
     remedy: str = ""
-    """Key of the remedy in `words.json`; empty without alarm."""
+    """Key of the remedy in `alarms`; empty without alarm."""
 
     alarm: str | None = None
     """The alarm's text; None for none."""
 
     seconds: float = 0.0
-    """Cost of the analysis."""
-
-    time: float = 0.0
-    """Unix time."""
+    """Time that the analysis took."""
 
     @property
     def round_name(self) -> str:
@@ -74,7 +71,7 @@ class RoundRecord:
         return self.step + (self.phase == "train")
 
     def scalars(self) -> dict[str, float]:
-        """Values for `logging.jsonl` and the reporters, by name."""
+        """Return the values for `logging.jsonl` and the reporters, by name."""
         return {
             **{f"diversity/{name}": value for name, value in self.metrics.items()},
             "diversity/log10_p": self.log10_p,
@@ -85,7 +82,7 @@ class RoundRecord:
 
 
 def round_name(sample_id: Mapping[str, Any]) -> str:
-    """`train round 3.0`: the phase, the step, and the number of the round within it."""
+    """Write `train round 3.0`: the phase, the step, and the number of the round within it."""
     return f"{sample_id['phase']} round {sample_id['step']}.{sample_id['number']}"
 
 
@@ -111,50 +108,50 @@ class RecordFile:
 
 
 def read_json_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """What `parse` makes of each object in a file; [] where there is no file.
+    """Parse each object of a file; [] where there is no file.
 
-    Lines that a crash or damage has spoilt are left out; a warning names them. They are no JSON
+    Lines that a crash or damage has spoilt are left out, and a warning names them: they are no JSON
     objects, or `parse` raises KeyError, TypeError or ValueError.
     """
     parsed: list[T] = []
-    spoilt: list[str] = []
+    spoilt: list[int] = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
+        if not line.strip():
+            continue
         try:
             values = json.loads(line)
             if not isinstance(values, dict):
                 raise ValueError("no object")
             parsed.append(parse(values))
         except (KeyError, TypeError, ValueError):
-            spoilt += [str(number)] if line.strip() else []
+            spoilt.append(number)
     if spoilt:
-        more = f" and {len(spoilt) - MAX_NAMED_LINES} more" * (len(spoilt) > MAX_NAMED_LINES)
+        first = ", ".join(map(str, spoilt[:MAX_NAMED_LINES]))
+        num_more = len(spoilt) - MAX_NAMED_LINES
+        more = f" and {num_more} more" if num_more > 0 else ""
         logger.warning(
-            "%s: the lines %s%s are damaged or incomplete, and are left out.",
-            path,
-            ", ".join(spoilt[:MAX_NAMED_LINES]),
-            more,
+            f"{path}: the lines {first}{more} are damaged or incomplete, and are left out."
         )
     return parsed
 
 
 def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:
-    """The rounds of a run in their order, each once. The rounds of a resumed session replace those
-    that the session before drew from there on. [] where there is no file."""
+    """Read the rounds of a run in their order, each once. The rounds of a resumed session replace
+    those that the session before generated from there on. [] where there is no file."""
+
+    def parse(values: dict[str, Any]) -> int | RoundRecord:
+        if "start_step" in values:
+            return int(values["start_step"])
+        record = RoundRecord(**values)
+        is_named = isinstance(record.step, int) and isinstance(record.number, int)
+        if not is_named or record.verdict not in VERDICTS:
+            raise ValueError("no round")
+        return record
+
     records: list[RoundRecord] = []
-    for line in read_json_lines(Path(run_dir) / FILE_NAME, _parse_line):
+    for line in read_json_lines(Path(run_dir) / FILE_NAME, parse):
         if isinstance(line, int):
             records = [r for r in records if not is_superseded(r.phase, r.step, line)]
         else:
             records.append(line)
     return sorted(records, key=lambda r: (r.steps_done, r.phase == "eval", r.number))
-
-
-def _parse_line(values: dict[str, Any]) -> int | RoundRecord:
-    """The step at which a session began, or a round."""
-    if "start_step" in values:
-        return int(values["start_step"])
-    record = RoundRecord(**values)
-    is_named = all(isinstance(value, int) for value in (record.step, record.number))
-    if not is_named or record.verdict not in ("broken", "collapse", "unknown", "healthy"):
-        raise ValueError("no round")
-    return record

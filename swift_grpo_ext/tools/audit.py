@@ -167,14 +167,14 @@ def _frozen_positions(steps: Sequence[Sequence[Sequence[Sample]]]) -> tuple[floa
     num_repeated = num_compared = 0
     for groups in steps:
         for group in groups:
-            before = last.get(group[0].fingerprint)
+            before = last.get(group[0].prompt_hash)
             if before is not None and len(before) == len(group):
                 now, then = [[_content(s) for s in g] for g in (group, before)]
                 fixed = sum(a == b for a, b in zip(now, then, strict=True))
                 log2_ps.append(_log2_matching(then, now, fixed))
                 num_repeated += fixed
                 num_compared += len(group)
-            last[group[0].fingerprint] = group
+            last[group[0].prompt_hash] = group
     return log2_fisher(log2_ps), (
         f"{num_repeated} of {num_compared} samples are those that their prompt had at the same "
         "position the time before (frozen noise)"

@@ -49,7 +49,7 @@ class Dump:
     """What the files hold."""
 
     steps: list[list[Sample]]
-    """Samples by step, in the order of the files. Samples of one prompt have one fingerprint; a
+    """Samples by step, in the order of the files. Samples of one prompt have one hash; a
     sample's group and index count in its step, in order."""
 
     columns: dict[str, str]
@@ -170,7 +170,7 @@ def _samples(
         samples.append(
             Sample(
                 origin=Origin(sample_id=sample_id, seed=None, rank=0, replica=""),
-                fingerprint=prompt,
+                prompt_hash=prompt,
                 token_ids=np.asarray(ids, np.int64).astype(np.int32),
                 logprobs=None if logprobs is None else np.asarray(logprobs, np.float64),
                 text=text,

@@ -77,6 +77,5 @@ def _logits(args: Any) -> str:
 def _monitor(args: Any) -> str:
     if "diversity" not in args.callbacks:
         return "off (--callbacks diversity switches it on)"
-    patience = f"{args.diversity_patience} collapsed rounds" if args.diversity_patience else ""
-    alarms = " or ".join(filter(None, [f"p < {show(args.diversity_alarm_p)}", patience]))
+    alarms = f"p < {show(args.diversity_alarm_p)} or collapsed rounds in a row"
     return f"on; an alarm at {alarms} (--diversity_action {args.diversity_action})"

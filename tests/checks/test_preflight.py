@@ -105,7 +105,7 @@ def test_good_arguments_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**LORA, "use_dora": True}, [], "error: --use_dora true: does not go with --vllm_en"),
         ({"resume_from_checkpoint": "/none"}, [], "error: --resume_from_checkpoint /none: is no"),
         ({"seed": -1}, [], "error: --seed -1: expected 0 or more"),
-        ({}, ["diversity_patience"], "warning: --diversity_patience: is read by nothing"),
+        ({}, ["diversity_action"], "warning: --diversity_action: is read by nothing"),
         ({"port": 1}, ["logits_shim", "stop_token_ids"], "warning: --stop_token_ids: is ignored"),
     ],
 )
@@ -275,7 +275,7 @@ def test_engine_settings_that_trainings_do_not_read() -> None:
 
 
 def test_flags_of_a_monitor_that_is_not_there() -> None:
-    given = ["diversity_action", "diversity_alarm_p", "diversity_patience", "seed"]
+    given = ["diversity_action", "diversity_alarm_p", "seed"]
     watched = arguments(callbacks=["early_stop", "diversity"])
     assert said(preflight.check_ignored_flags(watched, given)) == []
     assert said(preflight.check_ignored_flags(arguments(), ["seed"])) == []
@@ -283,7 +283,7 @@ def test_flags_of_a_monitor_that_is_not_there() -> None:
         found = said(preflight.check_ignored_flags(arguments(callbacks=callbacks), given))
         assert found == [
             f"warning: --{name}: is read by nothing without --callbacks diversity."
-            for name in given[:3]
+            for name in given[:2]
         ]
 
 

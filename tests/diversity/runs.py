@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_grpo_ext.diversity.analyzer import AnalyzerSettings, RoundAnalyzer
+from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.diversity.record import RecordFile, RoundRecord, read_records
 from swift_grpo_ext.diversity.sample import Sample
 from tests.diversity.samples import group_of, row_of
 from tests.record.rows import write_session
 
-SETTINGS = AnalyzerSettings(alarm_p=1e-6, patience=2, is_greedy=False, seed_mode="engine")
 HOSTILE = "<script>alert('数字')</script>"
 
 
@@ -20,7 +19,8 @@ def make_run(
     folder: Path, rounds: Sequence[list[Sample]], media: Sequence[str] = ()
 ) -> list[RoundRecord]:
     """Records, a sample log, ms-swift's log."""
-    analyzer, file = RoundAnalyzer(SETTINGS), RecordFile(folder, start_step=0)
+    analyzer = RoundAnalyzer(alarm_p=1e-6, is_greedy=False, seed_mode="engine")
+    file = RecordFile(folder, start_step=0)
     lines, rows = [], []
     for samples in rounds:
         for record in analyzer.analyze(samples):
@@ -38,10 +38,10 @@ def make_run(
 
 
 def frozen_rounds() -> list[list[Sample]]:
-    """Round 2 draws what round 0 drew."""
+    """Round 2 generates what round 0 generated."""
     ids = [[i * 100 + k for k in range(40)] for i in range(4)]
-    own = [[5000 + i * 100 + k for k in range(40)] for i in range(4)]
+    others = [[5000 + i * 100 + k for k in range(40)] for i in range(4)]
     return [
         group_of(*completions, step=step, text=HOSTILE + "x" * 3000)
-        for step, completions in enumerate([ids, own, ids])
+        for step, completions in enumerate([ids, others, ids])
     ]

@@ -78,11 +78,8 @@ def test_a_run_with_defaults() -> None:
         ),
         (
             {"callbacks": ["diversity"]},
-            "monitor     on; an alarm at p < 1e-06 or 3 collapsed rounds (--diversity_action warn)",
-        ),
-        (
-            {"callbacks": ["diversity"], "diversity_patience": 0},
-            "monitor     on; an alarm at p < 1e-06 (--diversity_action warn)",
+            "monitor     on; an alarm at p < 1e-06 or collapsed rounds in a row ("
+            "--diversity_action warn)",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def _sample(drawn: Drawn) -> Sample:
     logprobs = np.asarray(drawn.logprobs, np.float32) if drawn.logprobs else None
     return Sample(
         origin=Origin(sample_id=drawn.sample_id, seed=None, rank=0, replica=""),
-        fingerprint=str(drawn.prompt_ids),
+        prompt_hash=str(drawn.prompt_ids),
         token_ids=np.asarray(drawn.token_ids, np.int32),
         logprobs=logprobs if len(drawn.logprobs) == len(drawn.token_ids) else None,
         text=drawn.text,

@@ -240,8 +240,8 @@ def test_check_refuses_what_a_new_user_mistypes(
     assert check(*own) == []
     [text] = check(*own, "num_generation: 8")
     assert "did you mean num_generations?" in text
-    [text] = check(*own, "diversity_patiance: 4")
-    assert "did you mean diversity_patience?" in text
+    [text] = check(*own, "diversity_acton: warn")
+    assert "did you mean diversity_action?" in text
     assert "Did you mean accuracy?" in check("reward_funcs: acuracy", *own[1:])[0]
     assert "model ./none: there is no such" in check(own[0], "model: ./none", own[2])[0]
     assert "dataset rows.jsonl: there is no" in check(*own[:2], "dataset: rows.jsonl")[0]

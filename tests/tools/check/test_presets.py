@@ -324,7 +324,7 @@ def test_arguments_win_over_a_file() -> None:
     ("settings", "expected"),
     [
         ({"num_generation": 8}, "error: num_generation: is no .*did you mean num_generations?"),
-        ({"diversity_patiance": 4}, "error: .* no setting of swift rlhf: .*diversity_patience?"),
+        ({"diversity_acton": 4}, "error: .* no setting of swift rlhf: .*diversity_action?"),
         ({"zzz_zzz": 4}, "error: zzz_zzz: is no setting of swift rlhf: leave it out"),
         ({"rollout_seed": "engine"}, "error: rollout_seed: is no .* mean rollout_seed_mode?"),
         ({"num_generations_e": 4}, "warning: num_generations_e: is read as num_generations_eval"),
