@@ -151,7 +151,8 @@ PAIR = [[(0, 0), (0, 1)]]
                 *group_of([*LONG, 1, 2], [*LONG, 1, 2], LONG),
                 *group_of(LONG, LONG, group=1, prompt="other"),
             ],
-            *(log2_fisher([-62, -60, -60]) + 1, 4, 62, [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1)]]),
+            *(log2_fisher([-62, -60, -60]) + 1, 4, 62),
+            [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1)]],
         ),
         # Beside an improbable pair, a pair of 1 bit is no collision to be named.
         (
