@@ -9,13 +9,13 @@ source "$(dirname "$0")/common.sh"
 
 run=output/diversity-${1:?collapse or frozen}
 common=(rlhf examples/digits/grpo.yaml --model "$ASSETS/tiny_vlm" --output_dir "$run"
-  --add_version false --save_strategy no --duplicate_prompts allow
+  --add_version false --save_strategy no
   --callbacks diversity --external_plugins plugins/grpo_ext.py examples/digits/rewards.py)
 case $1 in
   collapse) own=(examples/diversity/favour.py --dataset "$ASSETS/digits/train.jsonl" --seed 1
     --reward_funcs favour --reward_weights 1 --max_steps 16) ;;
   frozen) own=(--dataset "$ASSETS/digits/train.jsonl#1" --max_steps 6 --temperature 2
-    --rollout_seed_mode engine --rollout_group_requests false --vllm_tensor_parallel_size 2
+    --rollout_seed_mode engine --vllm_tensor_parallel_size 2
     --per_device_train_batch_size 4 --num_generations 8 --learning_rate 1e-5 --warmup_steps 0)
     export NPROC_PER_NODE=2 ;;
   *) fail "collapse or frozen, not $1" ;;

@@ -165,7 +165,7 @@ def _adopt_command_line(args: Any, upstream: type) -> list[str]:
         for name in flag_names():
             setattr(args, name, getattr(namespace, name))
     _checked.add(id(args))
-    _tell_truth_about_leftovers(in_banner=extended is RLHFExtArguments)
+    logger.addFilter(_reword_leftovers)
     return _given(argv, parser)
 
 
@@ -225,19 +225,10 @@ def _refuse(leftover: list[str], parser: HfArgumentParser) -> NoReturn:
     raise ValueError(f"Unknown argument {unknown} (left over: {' '.join(leftover)}); {hint}")
 
 
-def _tell_truth_about_leftovers(*, in_banner: bool) -> None:
-    """ms-swift warns `remaining_argv: [...]`, as if our flags had been ignored.
-
-    Args:
-        in_banner: the training's banner says what holds: the line goes.
-    """
-
-    def reword(record: logging.LogRecord) -> bool:
-        what, _, argv = str(record.msg).partition(": ")
-        if what != "remaining_argv":
-            return True
+def _reword_leftovers(record: logging.LogRecord) -> bool:
+    """Say that our flags are flags: ms-swift warns of `remaining_argv`, as if it ignored them."""
+    what, _, argv = str(record.msg).partition(": ")
+    if what == "remaining_argv":
         record.msg = f"Flags of swift-grpo-ext: {shlex.join(ast.literal_eval(argv))}"
         record.levelno, record.levelname = logging.INFO, "INFO"
-        return not in_banner
-
-    logger.addFilter(reword)
+    return True

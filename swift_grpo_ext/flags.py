@@ -21,30 +21,18 @@ class RolloutFlags:
     """How completions are drawn."""
 
     rollout_seed_mode: Literal["sample", "engine"] = "sample"
-    """`sample`: every sample draws with a seed of its own, made from `--seed` and its place in the
-    run. `engine`: ms-swift's own seeds."""
+    """`sample`: every sample has a seed of its own, made from `--seed` and its place in the run,
+    and a group is one request. `engine`: ms-swift's own seeds and requests."""
 
-    rollout_group_requests: bool = True
-    """Ask for a group's completions in one request, so that its images are sent, decoded and
-    encoded once."""
-
-    duplicate_prompts: Literal["allow", "warn", "error"] = "warn"
-    """What to do about prompts that stand twice in the data set or in a generation batch, images
-    included."""
-
-    prompt_mismatch: Literal["error", "warn"] = "error"
-    """What to do where training sees another prompt than the rollout saw. `warn` trains on its own
-    prompt, for templates of ms-swift that write another one for vLLM."""
+    rollout_mismatch: Literal["stop", "warn"] = "stop"
+    """What to do where rollout and training disagree: training sees another prompt than the rollout
+    saw, or an engine does not sample with the trainer's weights. `warn` goes on, for templates that
+    ms-swift writes otherwise for vLLM, and for engines of other precision."""
 
     rollout_timeout: float = 1800.0
     """Seconds that a replica has for an answer before it counts as lost: a round's completions, a
     weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads
     it too. The lesser value of both sides counts."""
-
-    rollout_canary: Literal["stop", "warn", "off"] = "stop"
-    """What to do where an engine does not sample with the trainer's weights. After each weight
-    update every engine draws 8 tokens, twice, for the run's first prompt with media, and their
-    log-probabilities are held against the trainer's."""
 
     rollout_restarts: int = 3
     """How often `swift rollout` starts a replica anew after it has lost one, in all. It draws again
@@ -59,10 +47,6 @@ class RolloutFlags:
     """Gigabytes of accelerator memory, in each training process, for what a frozen vision tower
     makes of a round's images: each is encoded once, not G times in each pass. 0 encodes as ms-swift
     does. Without an accelerator the default is 1. `swift-grpo-ext selftest` says what it gains."""
-
-    require_images: bool = True
-    """Refuse a data set in which no row holds an image, a video or an audio, where the model takes
-    them. `false` trains such a model on text alone."""
 
 
 @dataclass(kw_only=True)

@@ -19,12 +19,10 @@ def test_every_flag_has_help_and_a_type_in_words() -> None:
 def test_names_that_are_promised() -> None:
     assert {
         "rollout_seed_mode",
-        "rollout_group_requests",
         "include_stop_str_in_output",
         "stop_token_ids",
         "logits_shim",
         "logps_chunk_size",
-        "duplicate_prompts",
         "diversity_action",
         "diversity_alarm_p",
         "rollout_timeout",
@@ -73,7 +71,6 @@ def test_values_out_of_range_are_refused_by_name(flag: str, value: object, messa
         ("encoder_cache_gb", 0.0),
         ("rollout_restarts", 0),
         ("rollout_seed_mode", "engine"),
-        ("duplicate_prompts", "allow"),
     ],
 )
 def test_values_at_the_edge_pass(flag: str, value: object) -> None:
@@ -135,13 +132,9 @@ def test_what_the_help_says_of_a_flag() -> None:
     assert list(infos) == flag_names()
     assert {name: (info.type, info.default) for name, info in infos.items()} == {
         "rollout_seed_mode": ("sample | engine", "sample"),
-        "rollout_group_requests": ("bool", True),
-        "duplicate_prompts": ("allow | warn | error", "warn"),
-        "prompt_mismatch": ("error | warn", "error"),
+        "rollout_mismatch": ("stop | warn", "stop"),
         "rollout_timeout": ("float", 1800.0),
-        "rollout_canary": ("stop | warn | off", "stop"),
         "rollout_restarts": ("int", 3),
-        "require_images": ("bool", True),
         "sample_log": ("all | tokens | none", "all"),
         "media_cache_gb": ("float", 4.0),
         "encoder_cache_gb": ("float", 0.0),

@@ -30,12 +30,12 @@ def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) 
 
 def test_values_reach_the_arguments(parser: HfArgumentParser) -> None:
     argv = ["--stop_token_ids", "1", "2", "--logits-shim", "strict", "--diversity_alarm_p=1e-3"]
-    namespace, leftover = parser.parse_known_args([*argv, "--rollout_group_requests", "true"])
+    namespace, leftover = parser.parse_known_args([*argv, "--logps_shared_prompt", "true"])
     assert leftover == []
     assert namespace.stop_token_ids == [1, 2]
     assert namespace.logits_shim == "strict"
     assert namespace.diversity_alarm_p == 1e-3
-    assert namespace.rollout_group_requests is True
+    assert namespace.logps_shared_prompt is True
     assert namespace.rollout_seed_mode == "sample"
 
 
@@ -44,7 +44,7 @@ def test_values_reach_the_arguments(parser: HfArgumentParser) -> None:
     [
         (["--logits_shim", "False"], ["--logits_shim", "off"]),
         (["--logits-shim", "False", "--seed", "1"], ["--logits-shim", "off", "--seed", "1"]),
-        (["--rollout_group_requests", "False"], None),
+        (["--logps_shared_prompt", "False"], None),
         (["--logits_shim", "auto", "False"], None),
         (["False"], None),
         ([], None),
@@ -88,21 +88,16 @@ def test_registering_twice_is_harmless() -> None:
     assert TrainerFactory.TRAINER_MAPPING["grpo"] == "swift_grpo_ext.training.RolloutGRPOTrainer"
 
 
-@pytest.mark.parametrize("in_banner", [True, False])
-def test_flags_that_ms_swift_calls_left_over(
-    in_banner: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are not ignored: the training's banner says them, a server says them in words."""
-    monkeypatch.setattr(command_line, "logger", logging.Logger("swift"))
-    command_line._tell_truth_about_leftovers(in_banner=in_banner)
+def test_flags_that_ms_swift_calls_left_over() -> None:
+    """They are not ignored."""
     said = "remaining_argv: ['--rollout_seed_mode', 'sample', '--stop_token_ids', '7']"
     record = logging.LogRecord("swift", logging.WARNING, "", 0, said, None, None)
-    assert bool(command_line.logger.filter(record)) is not in_banner
+    assert command_line._reword_leftovers(record)
     assert record.levelname == "INFO"
     assert record.getMessage() == (
         "Flags of swift-grpo-ext: --rollout_seed_mode sample --stop_token_ids 7"
     )
     other = logging.LogRecord("swift", logging.WARNING, "", 0, "other: [1]", None, None)
-    assert command_line.logger.filter(other)
+    assert command_line._reword_leftovers(other)
     assert other.getMessage() == "other: [1]"
     assert other.levelname == "WARNING"

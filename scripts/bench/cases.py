@@ -13,10 +13,11 @@ from PIL import Image
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 
-from swift_grpo_ext.rollout.draw import Generate, RankBatch, draw
+from swift_grpo_ext.rollout.generate import CallEngine, generate
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.groups import fingerprints, parse_request_id, request_id, sample_ids_at
+from swift_grpo_ext.sampling.groups import sample_ids_at
+from swift_grpo_ext.sampling.prompt_hash import prompt_hashes
 from swift_grpo_ext.sampling.rounds import Round
 
 RUN_SEED = 42
@@ -62,7 +63,7 @@ def make_samples(case: Case, round_number: int) -> list[OnPolicySample]:
     samples = []
     for sample_id in sample_ids:
         sample = OnPolicySample.from_row(make_row(case.image_side, sample_id.group))
-        sample.request_id = request_id(sample_id)
+        sample.sample_id = sample_id
         samples.append(sample)
     return samples
 
@@ -111,18 +112,18 @@ def make_config(max_tokens: int) -> RequestConfig:
     )
 
 
-def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: Generate) -> list[RolloutOutput]:
-    """What our trainer's `_rollout` does, in a training of one process."""
-    rank_batch = RankBatch(
-        sample_ids=[parse_request_id(sample.request_id) for sample in samples],
-        fingerprints=fingerprints(samples),
-        request=lambda number: samples[number].to_infer_request(),
-        metadata=lambda sample_id, count: RequestMetadata(
+def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: CallEngine) -> list[RolloutOutput]:
+    """Generate as our trainer's `_rollout` does, in a training of one process."""
+    return generate(
+        [sample.sample_id for sample in samples],
+        prompt_hashes(samples),
+        make_request=lambda position: samples[position].to_infer_request(),
+        make_metadata=lambda sample_id, count: RequestMetadata(
             sample_id=sample_id, count=count, run_seed=run_seed, packed=True
         ),
-        grouped=True,
-    )
-    return draw(rank_batch, SingleRank(), ask)[0]
+        sharing=SingleRank(),
+        call_engine=ask,
+    )[0]
 
 
 def draw_theirs(samples: Sequence[Any], ask: Callable[[list[Any]], Any]) -> list[RolloutOutput]:

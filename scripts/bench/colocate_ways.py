@@ -25,8 +25,8 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from swift_grpo_ext.rollout.draw import to_rollout_outputs
 from swift_grpo_ext.rollout.engine import RolloutEngine
+from swift_grpo_ext.rollout.generate import to_rollout_outputs
 
 Prompt = tuple[list[int], bytes | None]
 """Token ids, with one placeholder for an image, and the image's file."""

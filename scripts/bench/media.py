@@ -46,7 +46,7 @@ from transformers import AutoModelForImageTextToText
 
 from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.media.shared import RoundMedia
-from swift_grpo_ext.rollout.draw import to_rollout_outputs
+from swift_grpo_ext.rollout.generate import to_rollout_outputs
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
 MARGIN = 0.05

@@ -28,7 +28,7 @@ from server_process import ServerProcess, rollout_server
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 from tables import as_markdown
 
-from swift_grpo_ext.rollout.draw import ServedSample
+from swift_grpo_ext.rollout.generate import ServedSample
 from swift_grpo_ext.server.client import RolloutServers
 
 CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")

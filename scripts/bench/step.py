@@ -146,7 +146,7 @@ def swift_argv(
     way: str, options: argparse.Namespace, rows: Path, output: str, on_cpu: bool
 ) -> list[str]:
     ours = ["plugins/grpo_ext.py"] if way in OURS else []
-    text = ["--require_images", "false", *OURS[way]] if way in OURS else []
+    text = [*OURS[way]] if way in OURS else []
     cpu = ["--use_cpu", "true", "--fp16", "false", "--bf16", "false"] if on_cpu else []
     return [
         *(str(SWIFT), "rlhf", "--rlhf_type", "grpo", "--model", str(options.model.resolve())),

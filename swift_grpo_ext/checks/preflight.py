@@ -388,11 +388,11 @@ def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> Findings
             yield from check_rows(
                 dataset,
                 setting=setting,
-                needs_media=args.require_images and args.model_meta.is_multimodal,
+                expects_media=args.model_meta.is_multimodal,
                 deletes_bad_rows=args.truncation_strategy in ("delete", "raise"),
             )
     if num_rows is not None:
-        yield from check_duplicates(train_dataset, setting="dataset", action=args.duplicate_prompts)
+        yield from check_duplicates(train_dataset, setting="dataset")
 
 
 def _length(dataset: Any) -> int | None:

@@ -19,7 +19,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
-from swift_grpo_ext.sampling.groups import count_duplicates, fingerprint
+from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
 
 IMAGE_MARK = "<image>"
 MEDIA = ("images", "videos", "audios")
@@ -33,7 +33,7 @@ def check_rows(
     dataset: Sequence[Mapping[str, Any]],
     *,
     setting: str,
-    needs_media: bool,
+    expects_media: bool,
     deletes_bad_rows: bool = False,
 ) -> Findings:
     """The first image that cannot be read, with its row; and a data set without any image.
@@ -41,7 +41,7 @@ def check_rows(
     Args:
         dataset: rows of ms-swift, with random access.
         setting: the flag that named the data set.
-        needs_media: refuse a data set without a single image, video or audio.
+        expects_media: warn of a data set without a single image, video or audio.
         deletes_bad_rows: `--truncation_strategy delete`: say how many there are, and go on.
     """
     rows = _drawn(len(dataset), MAX_IMAGES_OPENED)
@@ -69,39 +69,29 @@ def check_rows(
             f"{bad[0]}. Whenever such a row is met, another takes its place "
             "(--truncation_strategy delete).",
         )
-    if needs_media and not has_media:
-        yield error(
+    if expects_media and not has_media:
+        yield warning(
             setting,
-            "no row holds `images` (or `videos`, `audios`), and the model takes them.",
-            'Add the column, e.g. {"messages": [...], "images": ["digit.png"]}, map yours with '
-            "--columns, or train on text alone with --require_images false.",
+            "no row holds `images` (or `videos`, `audios`), though the model takes them: it is "
+            'trained on text alone. Add the column, e.g. {"messages": [...], "images": '
+            '["digit.png"]}, or map yours with --columns.',
         )
 
 
-def check_duplicates(
-    dataset: Sequence[Mapping[str, Any]], *, setting: str, action: str
-) -> Findings:
-    """Rows whose prompt, media included, stands earlier in the data set too (SPEC G4).
+def check_duplicates(dataset: Sequence[Mapping[str, Any]], *, setting: str) -> Findings:
+    """Tell of rows whose prompt, media included, stands earlier too (docs/promises.md, G4).
 
-    Args:
-        action: `--duplicate_prompts`. `warn` looks at the rows of a large data set that
-            `check_rows` looks at; `error` at all of them, and such rows are then an error.
+    Of a large data set, the rows that `check_rows` looks at are compared.
     """
-    if action == "allow":
-        return
-    rows = _drawn(len(dataset), len(dataset) if action == "error" else MAX_IMAGES_OPENED)
+    rows = _drawn(len(dataset), MAX_IMAGES_OPENED)
     progress = tqdm(rows, desc=f"Comparing --{setting}", disable=len(rows) < PROGRESS_ROWS)
-    duplicates = count_duplicates(fingerprint(prompt_of(dataset[i])) for i in progress)
+    duplicates = count_duplicates(prompt_hash(prompt_of(dataset[i])) for i in progress)
     if duplicates:
-        text = (
+        yield warning(
+            setting,
             f"{duplicates} of {len(rows)} rows repeat a prompt that stands earlier in the data "
-            "set, media included"
+            "set, media included; each draws noise of its own.",
         )
-        if action == "error":
-            yield error(setting, f"{text} (--duplicate_prompts error).", "Remove them.")
-        else:
-            text += "; each draws noise of its own (--duplicate_prompts warn)."
-            yield warning(setting, text)
 
 
 def _has_media(row: Any) -> bool:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from swift_grpo_ext.record.log import SampleLog, Table
 from swift_grpo_ext.record.row import SAMPLE_TYPES, make_schema
-from swift_grpo_ext.sampling.groups import group_id, parse_request_id, sample_ids_at
+from swift_grpo_ext.sampling.groups import sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -125,7 +125,7 @@ class RewardRecorder:
         values: Sequence[Sequence[float]],
         *,
         fate: Fate,
-        extras: Mapping[str, Mapping[str, Any]],
+        extras: Mapping[SampleId, Mapping[str, Any]],
         all_gather: Callable[[Any], list[Any]],
     ) -> list[RewardRow]:
         """Write the scores of a round that is over, and return them; all ranks call it.
@@ -135,12 +135,12 @@ class RewardRecorder:
             samples: ms-swift's, those that this rank goes on with.
             values: as for `drawn`.
             fate: of these samples.
-            extras: by `request_id`: `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
+            extras: by sample: `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
             all_gather: gives every rank's value; called only where dynamic sampling drew.
         """
         rows: dict[SampleId, RewardRow] = {}
         for sample, row_values in zip(samples, values, strict=True):
-            row = self._row(sample, row_values, fate=fate, **extras.get(sample.request_id, {}))
+            row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
             rows[row.sample_id] = row
         if self._drawn:  # on all ranks or on none
             kept = {name for names in all_gather(list(rows)) for name in names}
@@ -155,7 +155,7 @@ class RewardRecorder:
         return in_order
 
     def _row(self, sample: Any, values: Sequence[float], *, fate: Fate, **extras: Any) -> RewardRow:
-        sample_id = parse_request_id(sample.request_id)
+        sample_id: SampleId = sample.sample_id
         known = [None if math.isnan(value) else float(value) for value in values]
         weighted = zip(known, self._weights, strict=True)
         terms = [value * weight for value, weight in weighted if value is not None]
@@ -164,7 +164,7 @@ class RewardRecorder:
             reward=sum(terms) if terms else None,
             rewards=list(zip(self._names, known, strict=True)),
             truncated=bool(sample.is_truncated),
-            replaced=group_id(sample_id) in self._replaced_groups,
+            replaced=sample_id.group_id in self._replaced_groups,
             fate=fate,
             **extras,
         )
@@ -172,16 +172,16 @@ class RewardRecorder:
 
 def training_scores(
     samples: Sequence[Any], chunks: Sequence[Sequence[Any]], batches: Sequence[Any]
-) -> dict[str, dict[str, Any]]:
-    """What training adds to a sample's score, by `request_id`: `RewardRecorder.record`'s `extras`.
+) -> dict[SampleId, dict[str, Any]]:
+    """Return what training adds to a sample's score: `RewardRecorder.record`'s `extras`.
 
     Args:
         samples: ms-swift's, with their `advantages`.
         chunks: the samples of each micro-batch.
         batches: the micro-batches, ms-swift's `GRPOBatch` with tensors [samples, tokens].
     """
-    scores: dict[str, dict[str, Any]] = {
-        sample.request_id: {"advantage": float(sample.advantages)} for sample in samples
+    scores: dict[SampleId, dict[str, Any]] = {
+        sample.sample_id: {"advantage": float(sample.advantages)} for sample in samples
     }
     for chunk, batch in zip(chunks, batches, strict=True):
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
@@ -192,13 +192,13 @@ def training_scores(
         for sample, mean, largest in zip(
             chunk, means.tolist(), difference.amax(1).tolist(), strict=True
         ):
-            scores[sample.request_id].update(gap_mean=mean, gap_max=largest)
+            scores[sample.sample_id].update(gap_mean=mean, gap_max=largest)
         counts = batch.completion_mask.sum(1).tolist()
         for sample, count, gaps in zip(
             chunk, counts, _greatest_gaps(difference, batch.completion_mask), strict=True
         ):
             if count == sum(map(_num_tokens, sample.response_token_ids)):
-                scores[sample.request_id]["gaps"] = gaps
+                scores[sample.sample_id]["gaps"] = gaps
     return scores
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ from vllm.sampling_params import RequestOutputKind
 from swift_grpo_ext.media import paths
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import RequestError, note_failure
+from swift_grpo_ext.rollout.generate import PackedResponse
 from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
@@ -55,17 +56,8 @@ VERIFIED_EXTENSION = "swift_grpo_ext.weights.receiver.VerifiedWeightSyncWorkerEx
 CPU_EXTENSION = "swift_grpo_ext.weights.receiver.CPUWeightSyncWorkerExtension"
 
 METADATA = f"{wire.KEY}.metadata"
-SAMPLES_AHEAD = f"{wire.KEY}.samples_ahead"
 STOPS = f"{wire.KEY}.stops"
-"""Keys of an encoded request inside the engine: its metadata; the surplus of samples over requests
-ahead of it in the batch; what ends its completions."""
-
-
-@dataclass
-class PackedResponse(ChatCompletionResponse):
-    """The samples of one request, without ms-swift's dictionary for each token."""
-
-    completions: list[Completion] = field(default_factory=list)
+"""Keys of an encoded request inside the engine: its metadata, and what ends its completions."""
 
 
 class RolloutEngine(GRPOVllmEngine):
@@ -162,11 +154,8 @@ class RolloutEngine(GRPOVllmEngine):
             raise
         failed = {i for i, _ in errors}
         encoded = (request for i, request in enumerate(infer_requests) if i not in failed)
-        samples_ahead = 0
         for inputs, request in zip(batched_inputs, encoded, strict=True):
-            metadata = inputs[METADATA] = wire.read_metadata(wire.data_dict_of(request))
-            inputs[SAMPLES_AHEAD] = samples_ahead
-            samples_ahead += metadata.count - 1 if metadata else 0
+            inputs[METADATA] = wire.read_metadata(wire.data_dict_of(request))
         return batched_inputs, errors
 
     def _add_request(
@@ -183,9 +172,6 @@ class RolloutEngine(GRPOVllmEngine):
             generation_config.output_kind = RequestOutputKind.FINAL_ONLY
             if metadata.seed is not None:
                 generation_config.seed = metadata.seed
-            elif generation_config.seed is not None:
-                # ms-swift adds the number of the request; the seed needs the number of the sample.
-                generation_config.seed += inputs.get(SAMPLES_AHEAD, 0)
             if metadata.packed and hasattr(generation_config, "flat_logprobs"):  # not vLLM 0.11
                 # No text of each log-probability's token, which nobody reads.
                 generation_config.flat_logprobs = generation_config.logprobs == 0

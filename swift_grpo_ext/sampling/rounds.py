@@ -7,8 +7,12 @@ as the uninterrupted run did, also when it was resumed in the middle of a round.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from swift_grpo_ext.sampling.seeding import Phase
+
+if TYPE_CHECKING:
+    from swift.rlhf_trainers import GRPOConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,8 +23,8 @@ class Round:
     step: int
     number: int
     first_group: int = 0
-    """Index of the first group that is drawn: a later batch of an evaluation goes on counting, so
-    that seeds do not depend on the size of eval batches."""
+    """Index of the first group: a later batch of an evaluation goes on counting, so that seeds do
+    not depend on the size of eval batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,24 +44,44 @@ class RoundClock:
     max_resamples: int = 0
     """Rounds that dynamic sampling may add to one round (`--max_resample_times`)."""
 
+    @classmethod
+    def of(cls, args: GRPOConfig, num_rows: int, sequence_parallel_size: int) -> RoundClock:
+        """Return the clock of a training.
+
+        Args:
+            args: once ms-swift's trainer has adjusted them.
+            num_rows: rows of the training set.
+        """
+        per_round = args.steps_per_generation * sequence_parallel_size * args.num_iterations
+        num_rounds = num_rows // (args.generation_batch_size // args.num_generations)
+        return cls(
+            batches_per_step=args.gradient_accumulation_steps,
+            batches_per_round=per_round,
+            # Fewer rows than a generation batch holds: an epoch is one round.
+            batches_per_epoch=max(num_rounds, 1) * per_round,
+            max_resamples=args.max_resample_times if args.dynamic_sample else 0,
+        )
+
     def batches_at(self, step: int) -> int:
-        """Training batches that were taken before optimizer step `step`."""
+        """Return how many training batches that were taken before optimizer step `step`."""
         epochs, steps = divmod(step, self._steps_per_epoch)
         return epochs * self.batches_per_epoch + steps * self.batches_per_step
 
     def epoch_of_step(self, step: int) -> int:
-        """The epoch of optimizer step `step`, from 0."""
+        """Return the epoch, from 0, of optimizer step `step`."""
         return step // self._steps_per_epoch
 
     def generation_batch_before(self, batch: int) -> tuple[int, int]:
-        """Epoch and number of the generation batch before the one of training batch `batch`; before
-        the first, the last of epoch 0."""
+        """Return epoch and number of the generation batch before that of training batch `batch`.
+
+        Before the first one comes the last of epoch 0.
+        """
         rounds_per_epoch = self.batches_per_epoch // self.batches_per_round
         epoch, number = divmod(batch // self.batches_per_round - 1, rounds_per_epoch)
         return max(epoch, 0), number
 
     def round_at(self, batch: int) -> Round:
-        """The round that serves training batch `batch` (counted over all epochs, from 0)."""
+        """Return the round that serves training batch `batch`, counted over all epochs from 0."""
         epoch, batch_in_epoch = divmod(batch, self.batches_per_epoch)
         first = batch_in_epoch - batch_in_epoch % self.batches_per_round
         step = first // self.batches_per_step
@@ -66,12 +90,12 @@ class RoundClock:
         return Round(phase="train", step=epoch * self._steps_per_epoch + step, number=number)
 
     def resample_round(self, regular: Round, resample: int) -> Round:
-        """The name of the `resample`-th (from 0) round that dynamic sampling adds to `regular`."""
+        """Return the `resample`-th (from 0) round that dynamic sampling adds to `regular`."""
         number = self._rounds_per_step + regular.number * self.max_resamples + resample
         return Round(phase="train", step=regular.step, number=number)
 
     def resample_position(self, regular: Round, resample: int) -> int:
-        """Which generation batch of the order for resampling that round takes: each its own."""
+        """Return which generation batch of the resampling order that round takes: each its own."""
         per_step = self._rounds_per_step * self.max_resamples
         return regular.step * per_step + regular.number * self.max_resamples + resample
 
@@ -95,30 +119,30 @@ class RoundNames:
         self._evaluation = Round(phase="eval", step=0, number=0)
 
     def begin_training(self, batch: int, *, ahead: bool = False) -> None:
-        """The round that serves training batch `batch` begins, or `ahead` of it the next one."""
+        """Begin the round that serves training batch `batch`, or `ahead` of it the next one."""
         batch += self.clock.batches_per_round if ahead else 0
         self._regular = self.current = self.clock.round_at(batch)
         self._resamples = 0
 
     def begin_resampling(self) -> int:
-        """Dynamic sampling adds a round; returns which generation batch of its order it takes."""
+        """Begin a round of dynamic sampling; return which batch of its order it takes."""
         self.current = self.clock.resample_round(self._regular, self._resamples)
         position = self.clock.resample_position(self._regular, self._resamples)
         self._resamples += 1
         return position
 
     def begin_evaluation(self, step: int) -> None:
-        """The evaluation loop over one data set begins."""
+        """Begin the evaluation loop over one data set."""
         number = self._evaluations.get(step, 0)
         self._evaluations = {step: number + 1}
         self._evaluation = Round(phase="eval", step=step, number=number)
 
     def upcoming(self, *, training: bool) -> Round:
-        """The round that is about to be drawn."""
+        """Return the round that is about to be generated."""
         return self.current if training else self._evaluation
 
     def take_eval_batch(self, num_groups: int) -> Round:
-        """The round of an evaluation's next batch."""
+        """Return the round of an evaluation's next batch, and count its groups."""
         round_ = self._evaluation
         self._evaluation = replace(round_, first_group=round_.first_group + num_groups)
         return round_

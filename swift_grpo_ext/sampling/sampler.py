@@ -6,12 +6,15 @@ run makes a new one, and meets the first epoch's order in every epoch (trl 0.29,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import Sampler
+
+if TYPE_CHECKING:
+    from trl.trainer.utils import RepeatSampler
 
 
 class EpochSampler(Sampler[int]):
@@ -22,7 +25,7 @@ class EpochSampler(Sampler[int]):
         epoch: says which epoch is about to be iterated, from 0; asked at each iteration.
     """
 
-    def __init__(self, upstream: Any, epoch: Callable[[], int]) -> None:
+    def __init__(self, upstream: RepeatSampler, epoch: Callable[[], int]) -> None:
         self._num_rows = upstream.num_samples
         self._group_size = upstream.mini_repeat_count
         self._prompts = upstream.batch_size
@@ -32,7 +35,7 @@ class EpochSampler(Sampler[int]):
 
     @property
     def num_batches(self) -> int:
-        """Generation batches in an epoch; rows that do not fill one are left out."""
+        """Number of generation batches in an epoch; rows that do not fill one are left out."""
         return int(self._num_rows // self._prompts)
 
     def __len__(self) -> int:
@@ -44,7 +47,7 @@ class EpochSampler(Sampler[int]):
             yield from self._batch(order, batch) * self._repeats
 
     def batch(self, epoch: int, batch: int) -> list[int]:
-        """Indices of the rows of one generation batch, each repeated for its group."""
+        """Return the indices of one generation batch's rows, each repeated for its group."""
         return self._batch(self._order(epoch), batch)
 
     def _batch(self, order: torch.Tensor, batch: int) -> list[int]:
@@ -59,8 +62,19 @@ class EpochSampler(Sampler[int]):
 
 @lru_cache(maxsize=4)  # this epoch and the next, of training and of what dynamic sampling adds
 def _order(num_rows: int, seed: int, epoch: int) -> torch.Tensor:
-    """The permutation of an epoch, not to be written to; eight bytes a row."""
+    """Return the permutation of an epoch, not to be written to; eight bytes a row."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epoch):
         torch.randperm(num_rows, generator=generator)
     return torch.randperm(num_rows, generator=generator)
+
+
+def rank_share(indices: Sequence[int], rank: int, num_ranks: int, sharing: int = 1) -> list[int]:
+    """Return a rank's share of a generation batch, which ranks divide evenly and in order.
+
+    Args:
+        sharing: number of neighbouring ranks that run one engine; their shares come together.
+    """
+    share = len(indices) // num_ranks
+    first = rank - rank % sharing
+    return list(indices[share * first : share * (first + sharing)])

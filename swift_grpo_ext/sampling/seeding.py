@@ -24,7 +24,8 @@ function, `key = (phase, step, number, turn)` and phase 0 for train, 1 for eval:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -63,8 +64,41 @@ class SampleId:
         """Phase, step and number."""
         return self.phase, self.step, self.number
 
+    @property
+    def group_id(self) -> SampleId:
+        """The id of the group's first sample, which names the group."""
+        return replace(self, index=0)
+
+    @property
+    def prompt_id(self) -> str:
+        """ms-swift's name of the group: `train-12.0-5` for round 12.0, group 5."""
+        return f"{self.phase}-{self.step}.{self.number}-{self.group}"
+
+    @property
+    def request_id(self) -> str:
+        """ms-swift's name of the sample, unique in a run: `train-12.0-5-3` for its index 3."""
+        return f"{self.prompt_id}-{self.index}"
+
+    @classmethod
+    def parse(cls, request_id: str) -> SampleId:
+        """Return the id that a `request_id` names.
+
+        Raises:
+            ValueError: it names none.
+        """
+        match = re.fullmatch(r"(train|eval)-(\d+)\.(\d+)-(\d+)-(\d+)", request_id)
+        if match is None:
+            raise ValueError(f"{request_id!r} is no name of a sample, such as train-12.0-5-3.")
+        phase: Phase = "train" if match[1] == "train" else "eval"
+        step, number, group, index = map(int, match.groups()[1:])
+        return cls(phase=phase, step=step, number=number, group=group, index=index)
+
+    def following(self, count: int) -> SampleId:
+        """Return the id of the sample that stands so many places behind in the same group."""
+        return replace(self, index=self.index + count)
+
     def __str__(self) -> str:
-        """As errors and logs name it."""
+        """Return the name that errors and logs use."""
         turn = f", turn {self.turn}" if self.turn else ""
         return (
             f"{self.phase} round {self.step}.{self.number}, group {self.group}, "
@@ -73,7 +107,7 @@ class SampleId:
 
 
 def sample_seed(run_seed: int, sample_id: SampleId) -> int:
-    """The seed of one sample, in [0, 2**62 + 2**14).
+    """Return the seed of one sample, in [0, 2**62 + 2**14).
 
     Args:
         run_seed: `--seed`, 0 or more.

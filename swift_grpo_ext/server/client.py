@@ -298,7 +298,7 @@ class RolloutServers:
                 raise WireError(
                     f"{self._name(url)} runs without swift-grpo-ext: start it with the plugin file "
                     "that this training uses (swift rollout --external_plugins ... ), or train "
-                    "with --rollout_seed_mode engine --rollout_group_requests false."
+                    "with --rollout_seed_mode engine."
                 )
             wire.check_version(ours, self._name(url))
             tokens = ours.get("new_special_tokens", [])

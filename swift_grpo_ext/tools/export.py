@@ -22,7 +22,6 @@ from tqdm import tqdm
 from swift_grpo_ext.record.reader import RoundName, index_rewards, index_samples
 from swift_grpo_ext.record.rewards import REWARD_SCHEMA
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SCHEMA
-from swift_grpo_ext.sampling.groups import request_id
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId
 
 ROWS_PER_ROW_GROUP = 16_384
@@ -207,7 +206,7 @@ def lines(run_dir: str | os.PathLike[str], selection: Selection) -> Iterator[str
     for table in Record(run_dir).tables(selection):
         for row in table.select(columns).to_pylist():
             reward = "" if row["reward"] is None else f"{row['reward']:.4g}"
-            name = request_id(SampleId(**{name: row[name] for name in SAMPLE_ID_COLUMNS}))
+            name = SampleId(**{name: row[name] for name in SAMPLE_ID_COLUMNS}).request_id
             reason = row["finish_reason"] or ""
             cells.append((name, reward, str(row["num_tokens"]), reason, repr(row["text"])[:100]))
     yield from _table(cells)

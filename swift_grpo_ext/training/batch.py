@@ -15,7 +15,6 @@ from swift.utils import get_logger
 from swift_grpo_ext.media.lazy_concat import before_collating
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
-from swift_grpo_ext.sampling.groups import parse_request_id
 from swift_grpo_ext.training.agreement import (
     DisagreementError,
     Gap,
@@ -90,7 +89,7 @@ def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None
 def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template: Any) -> None:
     """Raise `DisagreementError` where training sees other prompts (SPEC M3) or tokens (SPEC M6).
 
-    `--prompt_mismatch warn` makes a warning of the first, once for each process.
+    `--rollout_mismatch warn` makes a warning of the first, once for each process.
 
     Args:
         samples: ms-swift's, encoded for training.
@@ -104,10 +103,10 @@ def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template
         try:
             check_prompt_of(sample, template, placeholders, _remedy(args, template, prompt_ids))
         except DisagreementError as e:
-            if args.prompt_mismatch == "error":
+            if args.rollout_mismatch == "stop":
                 raise
             logger.warning_once(
-                f"{e} Training goes on (--prompt_mismatch warn); its log-probabilities are of "
+                f"{e} Training goes on (--rollout_mismatch warn); its log-probabilities are of "
                 "its own prompt, and rollout_gap says how far they lie apart. (Said once.)",
                 hash_id="prompt_mismatch",
             )
@@ -148,7 +147,7 @@ def _remedy(args: Any, template: Any, prompt_ids: Sequence[int]) -> str:
     )
     return (
         f"{settings}Where ms-swift's template writes another prompt for vLLM than for training "
-        "(docs/families.md), --prompt_mismatch warn trains on its prompt all the same."
+        "(docs/families.md), --rollout_mismatch warn trains on its prompt all the same."
     )
 
 
@@ -288,7 +287,7 @@ def _check_alignment(samples: Sequence[Any], batch: Any) -> None:
 
 
 def _name(sample: Any) -> str:
-    return str(parse_request_id(sample.request_id))
+    return str(sample.sample_id)
 
 
 def logprobs_of(sample: Any) -> list[float]:

@@ -51,21 +51,21 @@ class WeightCanary:
     """Draws and judges the canary; every rank calls each method.
 
     Args:
-        args: of the training; `--rollout_canary` says what to do about a gap.
+        args: of the training; `--rollout_mismatch` says what to do about a gap.
         ranks: all training ranks.
         off: why there can be none in this run; "" where there can.
     """
 
     def __init__(self, args: Any, ranks: RankGroup, off: str) -> None:
-        self._action, self._ranks = args.rollout_canary, ranks
+        self._action, self._ranks = args.rollout_mismatch, ranks
         self._is_mixed = bool(args.bf16 or args.fp16)
         self._temperature = args.temperature
         self._is_due = False
         self._prompt: Any = None
         self._probes: list[Any] | None = None
-        if off and self._action != "off" and ranks.rank == 0:
-            logger.info(f"--rollout_canary {self._action} has no effect: {off}.")
-        self._flies = self._action != "off" and not off
+        if off and ranks.rank == 0:
+            logger.info(f"No canary tests what engines sample with: {off}.")
+        self._flies = not off
 
     def weights_changed(self) -> None:
         self._is_due = self._flies
@@ -115,7 +115,7 @@ class WeightCanary:
             The largest mean gap of an engine in nats; None where nothing was drawn or compared.
 
         Raises:
-            WeightUpdateError: on every rank, with `--rollout_canary stop`; names the engine.
+            WeightUpdateError: on every rank, with `--rollout_mismatch stop`; names the engine.
         """
         if self._probes is None:
             return None
@@ -134,7 +134,7 @@ class WeightCanary:
                 "rounding explains. It has other weights, a cache of older ones, sees the prompt "
                 "otherwise, or uses numbers of other precision. Start it anew and resume from the "
                 "last checkpoint; where the precision is meant (a quantized engine), "
-                "--rollout_canary warn or off."
+                "--rollout_mismatch warn."
             )
             if self._action == "stop":
                 raise WeightUpdateError(text)
@@ -154,7 +154,7 @@ class WeightCanary:
         if failures:
             if self._ranks.rank == 0:
                 logger.warning(
-                    "--rollout_canary: its prompt could not be encoded for training, so that no "
+                    "The canary's prompt could not be encoded for training, so that no "
                     f"engine was compared after this update ({failures[0]})."
                 )
             return []

@@ -25,6 +25,14 @@ from swift_grpo_ext.media.lazy_concat import media_joined_late
 from swift_grpo_ext.media.shared import RoundMedia
 from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.generate import (
+    RolloutSettings,
+    ServedSample,
+    begin_turn,
+    generate,
+    to_rollout_outputs,
+)
 from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.rank_group import (
     RankGroup,
@@ -33,14 +41,13 @@ from swift_grpo_ext.rollout.rank_group import (
     training_ranks,
 )
 from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.groups import fingerprints, sample_ids_at
-from swift_grpo_ext.sampling.rounds import RoundNames
-from swift_grpo_ext.sampling.sampler import EpochSampler
+from swift_grpo_ext.sampling.groups import sample_ids_at
+from swift_grpo_ext.sampling.prompt_hash import prompt_hashes
+from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames
+from swift_grpo_ext.sampling.sampler import EpochSampler, rank_share
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
-from swift_grpo_ext.training import rollouts
 from swift_grpo_ext.training.agreement import gap_limit
-from swift_grpo_ext.training.banner import banner
 from swift_grpo_ext.training.batch import (
     RolloutGap,
     ZeroGradientWarning,
@@ -52,11 +59,11 @@ from swift_grpo_ext.training.batch import (
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
 from swift_grpo_ext.training.prompts import (
-    rank_rows,
+    GroupWarnings,
     replace_failing_prompts,
-    round_clock,
     tell_long_prompts,
 )
+from swift_grpo_ext.training.rollouts import SampleRecorder
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
@@ -94,9 +101,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         config, template = kwargs["args"], kwargs["template"]
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
-        self._settings = rollouts.RolloutSettings.of(config)
+        self._settings = RolloutSettings.of(config)
         self._media = RoundMedia(config.media_cache_gb, template, self.ranks.all_gather)
-        self._recorder = rollouts.SampleRecorder(
+        self._recorder = SampleRecorder(
             config.output_dir,
             self.ranks,
             self._settings.run_seed,
@@ -106,10 +113,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self.sample_listeners = self._recorder.listeners
         self.score_listeners = []  # callbacks are made in the next line
         super().__init__(*args, **kwargs)
-        clock = round_clock(config, len(self.train_dataset), template.sequence_parallel_size)
-        self._rounds = RoundNames(clock)
-        self._duplicates = rollouts.DuplicateCheck(config.duplicate_prompts, self.ranks)
-        self._uneven_groups = rollouts.UnevenGroupsWarning()
+        num_rows, parallel = len(self.train_dataset), template.sequence_parallel_size
+        self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
+        self._group_warnings = GroupWarnings()
         self._rollout_gap = RolloutGap(config, self.ranks)
         self._zero_gradient = ZeroGradientWarning(config)
         auto = partial(agreed_chunk_size, self.model, self.ranks.all_gather)
@@ -124,7 +130,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         if self.is_world_process_zero():
-            logger.info(banner(config, num_dropouts=num_dropouts))
+            if num_dropouts:
+                logger.info(
+                    f"Dropout is switched off in {num_dropouts} places (--lora_dropout is "
+                    "ignored): importance ratios would differ from 1 at equal weights."
+                )
             tell_long_prompts(template, self.train_dataset, use_vllm=config.use_vllm)
 
     @property
@@ -147,7 +157,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self.engine = RolloutTransformersEngine(
                 self.model, template=upstream.template, max_batch_size=0
             )
-        elif self._settings.draws and self.vllm_mode == "server" and self.ranks.rank == 0:
+        elif self._settings.generates and self.vllm_mode == "server" and self.ranks.rank == 0:
             servers = connect_servers(self.vllm_client, self.args)
         self._servers = servers
         self._weights = WeightUpdates(self.ranks, servers)
@@ -179,7 +189,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _prefetch(self, dataloader: Any) -> None:
-        """With `--async_generate`: draw what the first training (or eval) batch will be made of."""
+        """With `--async_generate`, generate what the first training (or eval) batch is made of."""
         evaluates = self.control.should_evaluate
         if not evaluates:
             clock = self._rounds.clock
@@ -200,23 +210,27 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self.dynamic_resample_iterator = self._resampled_rows()
 
     def _resampled_rows(self) -> Iterator[list[Any]]:
-        """For each round that dynamic sampling adds: this rank's rows."""
+        """Yield this rank's rows of each round that dynamic sampling adds."""
         while True:
             yield self._rows(*self._added_batch(self._rounds.begin_resampling()))
 
     def _added_batch(self, position: int) -> tuple[EpochSampler, int, int]:
-        """The order of the rows that dynamic sampling adds, and epoch and batch in it."""
+        """Return the order of the rows that dynamic sampling adds, with epoch and batch in it."""
         upstream = GRPOTrainer._get_train_sampler(self)
         upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
         sampler = EpochSampler(upstream, int)
         return sampler, *divmod(position, sampler.num_batches)
 
     def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
-        return [self.train_dataset[i] for i in rank_rows(sampler.batch(epoch, batch), self.ranks)]
+        indices = rank_share(sampler.batch(epoch, batch), self.ranks.rank, self.ranks.size)
+        return [self.train_dataset[i] for i in indices]
 
     def _next_prompts(self) -> list[Any]:
-        """A row of each group that this rank's training or engine will encode: those of the next
-        round, then those of the first round that dynamic sampling may add to it."""
+        """Return a row of each group that this rank's training or engine will encode next.
+
+        Those of the next round come first, then those of the first round that dynamic sampling may
+        add to it.
+        """
         clock, is_async = self._rounds.clock, self.args.async_generate
         batch = self._step + clock.batches_per_round
         is_last = batch >= clock.batches_at(self.state.max_steps)
@@ -229,15 +243,14 @@ class RolloutGRPOTrainer(GRPOTrainer):
             position = clock.resample_position(clock.round_at(batch), 0)
             batches.append(self._added_batch(position))
         sharing = self.vllm_tensor_parallel_size if self.vllm_mode == "colocate" else 1
-        own = [
-            index
-            for sampler, *batch_at in batches
-            for index in rank_rows(sampler.batch(*batch_at), self.ranks, sharing=sharing)
-        ]
-        return [self.train_dataset[i] for i in dict.fromkeys(own)]
+        indices: list[int] = []
+        for sampler, *batch_at in batches:
+            batch_rows = sampler.batch(*batch_at)
+            indices += rank_share(batch_rows, self.ranks.rank, self.ranks.size, sharing)
+        return [self.train_dataset[i] for i in dict.fromkeys(indices)]
 
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """With `--truncation_strategy delete`: whole groups leave, and whole groups come."""
+        """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""
         round_ = self._rounds.upcoming(training=self.model.training)
         with self._media.in_training(self.template):
             rows, replaced = replace_failing_prompts(
@@ -253,7 +266,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._metrics[self._mode]["prompts/replaced"].append(float(len(replaced)))
         return rows
 
-    # --- the rollout: samples are named, drawn, and written down ---
+    # --- the rollout: samples are named, generated, and written down ---
 
     def _add_prompt_id_to_inputs(self, samples: list[Any]) -> list[Any]:
         """Name each sample by its position; groups are never merged by their words."""
@@ -268,39 +281,56 @@ class RolloutGRPOTrainer(GRPOTrainer):
         start = sum(sizes[: self.ranks.rank])
         positions = range(start, start + len(samples))
         sample_ids = sample_ids_at(round_, positions, self._group_size)
-        rollouts.name_samples(samples, sample_ids)
+        for sample, sample_id in zip(samples, sample_ids, strict=True):
+            sample.sample_id = sample_id
+            sample.request_id, sample.prompt_id = sample_id.request_id, sample_id.prompt_id
         self._recorder.open(start_step=self.state.global_step)
-        self._duplicates.check(samples, sample_ids)
+        return samples
+
+    def _preprocess_inputs(self, samples: list[Any]) -> list[Any]:
+        samples = super()._preprocess_inputs(samples)
+        for sample, prompt in zip(samples, prompt_hashes(samples), strict=True):
+            sample.prompt_hash = prompt
+        self._group_warnings.tell_duplicates(
+            [s.sample_id for s in samples], [s.prompt_hash for s in samples], self.ranks.all_gather
+        )
         return samples
 
     def samples2requests(self, samples: list[Any]) -> list[Any]:
-        return self._settings.with_metadata(samples, super().samples2requests(samples))
+        """Return requests with metadata, for the rollouts that ms-swift makes itself."""
+        requests = super().samples2requests(samples)
+        for sample, request in zip(samples, requests, strict=True):
+            if request is not sample:  # else it is a later turn's, and has its metadata
+                metadata = self._settings.metadata(sample.sample_id)
+                wire.write_metadata(request.data_dict, metadata)
+        return requests
 
     def _rollout(
         self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
     ) -> list[Any]:
-        sample_ids = [rollouts.begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
-        prompts = fingerprints(samples)
-        if not self._settings.draws or self.enable_server_multi_turn:
+        sample_ids = [begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
+        # An environment asks each sample its own question, and each turn is another prompt.
+        is_multi_turn = bool(self.multi_turn_scheduler)
+        prompts = prompt_hashes(samples) if is_multi_turn else [s.prompt_hash for s in samples]
+        if not self._settings.generates or self.enable_server_multi_turn:
             outputs = super()._rollout(samples, request_config, is_global_inputs)
         elif is_global_inputs and self.ranks.rank > 0:
-            return []  # rank 0 draws for all
+            return []  # rank 0 generates for all
         else:
-            from swift_grpo_ext.rollout.draw import draw
-
             config = self._get_request_config()
             own = int(self.vllm_mode == "colocate")
             num_engines = sum(self._servers.replicas) if self._servers else own
             self._canary.draw(samples, config, num_engines, self._draw_canary)
-            rank_batch = self._settings.rank_batch(
+            outputs, uneven = generate(
                 sample_ids,
                 prompts,
-                request=lambda number: self.samples2requests([samples[number]])[0],
-                packed=not self.multi_turn_scheduler,
+                make_request=lambda position: self._requests_of([samples[position]])[0],
+                make_metadata=partial(self._settings.metadata, packed=not is_multi_turn),
+                sharing=self._sharing(is_global_inputs),
+                call_engine=self._call_engine,
             )
-            outputs, unequal = draw(rank_batch, self._sharing(is_global_inputs), self._call_engine)
-            if not self.multi_turn_scheduler:  # environments ask each sample its own question
-                self._uneven_groups.warn(unequal)
+            if not is_multi_turn:
+                self._group_warnings.tell_uneven(uneven)
         self._recorder.record(
             sample_ids,
             samples,
@@ -311,28 +341,29 @@ class RolloutGRPOTrainer(GRPOTrainer):
         )
         return outputs
 
-    def _draw_canary(self, sample: Any, sample_ids: Sequence[SampleId], config: Any) -> list[Any]:
-        from swift_grpo_ext.rollout.draw import draw
+    def _requests_of(self, samples: list[Any]) -> list[Any]:
+        """Return ms-swift's requests, which `generate` gives their metadata."""
+        return list(super().samples2requests(samples))
 
+    def _draw_canary(self, sample: Any, sample_ids: Sequence[SampleId], config: Any) -> list[Any]:
         def to_replica(sample_id: SampleId, count: int) -> RequestMetadata:
             metadata = self._settings.metadata(sample_id, count, packed=True)
             if self._servers is None:  # an engine of this process
                 return metadata
             return replace(metadata, replica=sample_id.group % sum(self._servers.replicas))
 
-        rank_batch = self._settings.rank_batch(
+        return generate(
             sample_ids,
             ["canary"] * len(sample_ids),
-            request=lambda _: self.samples2requests([sample])[0],
-            packed=True,
-        )
-        rank_batch = replace(rank_batch, metadata=to_replica)
-        call = partial(self._call_engine, config=config)
-        return draw(rank_batch, self._sharing(is_global_inputs=False), call)[0]
+            make_request=lambda _: self._requests_of([sample])[0],
+            make_metadata=to_replica,
+            sharing=self._sharing(is_global_inputs=False),
+            call_engine=partial(self._call_engine, config=config),
+        )[0]
 
     def _reason_against_canary(self) -> str:
-        if not self._settings.draws:
-            return "rounds are drawn as ms-swift draws them"
+        if not self._settings.generates:
+            return "rounds are generated as ms-swift generates them"
         if self.args.async_generate:
             return "with --async_generate rollouts are a step behind the trainer's weights"
         if self.enable_server_multi_turn:
@@ -351,8 +382,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _call_engine(
         self, requests: list[Any], metadatas: Sequence[RequestMetadata], config: Any = None
     ) -> list[list[Any]]:
-        from swift_grpo_ext.rollout.draw import ServedSample, to_rollout_outputs
-
         config = config or self._get_request_config()
         if self._servers is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():

@@ -34,7 +34,7 @@ QUESTION = [{"role": "user", "content": "Which digit?"}]
 GIB = 1024**3
 GIVEN: dict[str, Any] = {
     **{"model": "org/name", "tuner_type": "full", "num_generations": 8, "temperature": 1.0},
-    **{"duplicate_prompts": "error", "require_images": False, "dataset": ["rows.jsonl"]},
+    **{"dataset": ["rows.jsonl"], "model_meta": SimpleNamespace(is_multimodal=False)},
 }
 LORA = {"tuner_type": "lora", "vllm_enable_lora": True}
 
@@ -245,15 +245,8 @@ def test_a_server_says_what_the_trainer_decides() -> None:
     assert found == [
         f"warning: --{name}: is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
         for name in (
-            *("rollout_seed_mode", "rollout_group_requests", "duplicate_prompts"),
-            *(
-                "prompt_mismatch",
-                "rollout_canary",
-                "media_cache_gb",
-                "encoder_cache_gb",
-                "require_images",
-                "sample_log",
-            ),
+            *("rollout_seed_mode", "rollout_mismatch", "media_cache_gb", "encoder_cache_gb"),
+            "sample_log",
             *("sample_log_gb", "stop_token_ids", "include_stop_str_in_output"),
         )
     ]
@@ -440,14 +433,16 @@ def test_speculation_cannot_leave_placeholders_out() -> None:
         with pytest.raises(Exception, match="logit_bias sampling parameters are not yet"):
             parameters._validate_spec_decode(SimpleNamespace())
     config = {"method": "ngram", "num_speculative_tokens": 2}
-    of_server = arguments(port=8000, vllm_speculative_config=config)
+    meta = SimpleNamespace(is_multimodal=True)
+    of_server = arguments(port=8000, vllm_speculative_config=config, model_meta=meta)
     sentence = only(preflight.check_speculation(of_server))
     assert sentence.startswith("error: --vllm_speculative_config {'method': 'ngram'")
-    for args in (of_server, arguments(vllm_engine_kwargs={"speculative_config": config})):
+    in_kwargs = {"speculative_config": config}
+    for args in (of_server, arguments(vllm_engine_kwargs=in_kwargs, model_meta=meta)):
         assert only(preflight.check_speculation(args)).startswith(
             "error: --vllm_speculative_config"
         )
-        args.model_meta.is_multimodal = False
+        args.model_meta = SimpleNamespace(is_multimodal=False)
         assert said(preflight.check_speculation(args)) == []
     without = arguments(port=8000, vllm_speculative_config=None, vllm_engine_kwargs=None)
     assert said(preflight.check_speculation(without)) == []
@@ -495,31 +490,25 @@ def test_both_data_sets_are_looked_at() -> None:
         assert only(preflight.check_datasets(args, bad, None)).startswith(level)
 
 
-def test_images_are_required_of_a_model_that_takes_them() -> None:
+def test_images_are_expected_by_a_model_that_takes_them() -> None:
     rows = [{"messages": QUESTION}, {"messages": []}]
 
-    def look(*, require_images: bool, is_multimodal: bool) -> list[str]:
-        meta = SimpleNamespace(is_multimodal=is_multimodal)
-        args = arguments(require_images=require_images, model_meta=meta)
+    def look(*, is_multimodal: bool) -> list[str]:
+        args = arguments(model_meta=SimpleNamespace(is_multimodal=is_multimodal))
         return said(preflight.check_datasets(args, rows, None))
 
-    assert "no row holds `images`" in look(require_images=True, is_multimodal=True)[0]
-    assert look(require_images=False, is_multimodal=True) == []
-    assert look(require_images=True, is_multimodal=False) == []
+    assert look(is_multimodal=True)[0].startswith("warning: --dataset: no row holds `images`")
+    assert look(is_multimodal=False) == []
 
 
 def test_rows_that_stand_twice() -> None:
     rows = [{"images": [], "messages": QUESTION}] * 2
     sentence = only(preflight.check_datasets(arguments(), rows, None))
-    assert sentence.startswith("error: --dataset: 1 of 2 rows repeat a prompt")
-    assert sentence.endswith("(--duplicate_prompts error). Remove them.")
-    warned = only(preflight.check_datasets(arguments(duplicate_prompts="warn"), rows, None))
-    assert warned.startswith("warning: --dataset: 1 of 2 rows repeat")
+    assert sentence.startswith("warning: --dataset: 1 of 2 rows repeat a prompt")
 
 
 def test_a_stream_has_no_length_to_check() -> None:
-    stream = arguments(require_images=True)
-    assert said(preflight.check_datasets(stream, iter([]), iter([]))) == []
+    assert said(preflight.check_datasets(arguments(), iter([]), iter([]))) == []
 
 
 # --- memory ---

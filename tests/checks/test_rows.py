@@ -71,8 +71,8 @@ def test_only_long_checks_show_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "tqdm", bar)
     for number in (1_999, 2_000):
         data = [{"messages": []}] * number
-        assert found(data, needs_media=False) == []
-        list(check_duplicates(data, setting="dataset", action="warn"))
+        assert found(data, expects_media=False) == []
+        list(check_duplicates(data, setting="dataset"))
     assert hidden == [True, True, False, False]
 
 
@@ -97,13 +97,13 @@ def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     bad_row = {"messages": messages, "images": [{"path": str(png)}, {"path": str(bad)}]}
     data = [good_row, bad_row, bad_row]
     named = r"in the row that asks '<image><image>哪个数字\?', image '.*bad\.png' is not an image"
-    [refused] = found(data, needs_media=True)
+    [refused] = found(data, expects_media=True)
     assert re.match(rf"error: dataset: {named}.*\. Correct.*--truncation_strategy delete", refused)
     lacking = {**good_row, "images": [{"path": str(png)}]}
-    assert "2 <image> marks stand for 1 images" in found([lacking], needs_media=True)[0]
+    assert "2 <image> marks stand for 1 images" in found([lacking], expects_media=True)[0]
     more = {**good_row, "images": [{"path": str(png)}] * 3}
-    assert found([more], needs_media=True) == []
-    [warned] = found(data, needs_media=True, deletes_bad_rows=True)
+    assert found([more], expects_media=True) == []
+    [warned] = found(data, expects_media=True, deletes_bad_rows=True)
     assert re.match(f"warning: dataset: 2 of 3 rows .* the first: {named}", warned)
 
 
@@ -120,10 +120,10 @@ def test_marks_of_the_answer_do_not_count() -> None:
 
 @pytest.mark.parametrize("row", [{}, {"images": None}, {"images": []}, {"images": 7}, "text"])
 def test_a_data_set_without_images(row: Any) -> None:
-    last = found([row, row], setting="val_dataset", needs_media=True)[-1]
-    assert re.match(r"error: val_dataset: no row holds `images`.*--require_images false", last)
+    last = found([row, row], setting="val_dataset", expects_media=True)[-1]
+    assert re.match(r"warning: val_dataset: no row holds `images`.*--columns", last)
     sound = isinstance(row, dict) and row.get("images") != 7
-    assert (found([row, row], needs_media=False) == []) is sound
+    assert (found([row, row], expects_media=False) == []) is sound
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_rows_that_are_none(row: Any, reason: str | None) -> None:
 
 @pytest.mark.parametrize("kind", ["images", "videos", "audios"])
 def test_one_row_with_media_is_enough(kind: str) -> None:
-    assert found([{}, {kind: ["https://example.com/a"]}, {}], needs_media=True) == []
+    assert found([{}, {kind: ["https://example.com/a"]}, {}], expects_media=True) == []
 
 
 def test_questions_are_cut_short() -> None:
@@ -172,14 +172,14 @@ def test_large_data_sets_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rows, "MAX_IMAGES_OPENED", 20)
     monkeypatch.setattr(rows, "unreadable", opened.append)
     data = [{"images": [] if i % 50 == 0 else [i]} for i in range(1000)]
-    assert found(data, needs_media=True) == []
+    assert found(data, expects_media=True) == []
     first, opened[:] = list(opened), []
-    assert found(data, needs_media=True) == []
+    assert found(data, expects_media=True) == []
     assert opened == first == sorted(set(first))
     assert 15 <= len(first) <= 20
     assert len({i % 50 for i in first}) > 10
     opened.clear()
-    assert found(data[:20], needs_media=True) == []
+    assert found(data[:20], expects_media=True) == []
     assert opened == list(range(1, 20))
 
 
@@ -189,16 +189,15 @@ def test_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = {"messages": [*asks[0]["messages"], {"role": "assistant", "content": "7"}]}
     data = [*asks, answered]
 
-    def look(action: str, data: Any = data) -> list[str]:
-        return [str(f) for f in check_duplicates(data, setting="dataset", action=action)]
+    def look(data: Any) -> list[str]:
+        return [str(f) for f in check_duplicates(data, setting="dataset")]
 
-    assert look("allow") == []
-    [error] = look("error")  # looks at all
-    assert error.startswith("error: dataset: 2 of 4 rows repeat a prompt")
-    assert look("warn", asks[1:]) == []
-    [warned] = look("warn", asks[:2])
+    assert look(asks[1:]) == []
+    [warned] = look(asks[:2])
     assert warned.startswith("warning: dataset: 1 of 2 rows repeat a prompt")
-    assert look("error", asks[1:]) == []
+    monkeypatch.setattr(rows, "MAX_IMAGES_OPENED", 4)
+    [warned] = look(data)  # the answers of rows do not count
+    assert warned.startswith("warning: dataset: 2 of 4 rows repeat a prompt")
 
 
 def test_in_memory_images_are_left_to_ms_swift() -> None:

@@ -27,7 +27,7 @@ def train(
         *("rlhf", "examples/digits/grpo.yaml", "--external_plugins", *PLUGINS),
         *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
         *("--output_dir", str(folder / "run"), "--add_version", "false"),
-        *("--callbacks", "diversity", "--duplicate_prompts", "allow", *argv),
+        *("--callbacks", "diversity", *argv),
     ]
     env = {"NPROC_PER_NODE": str(ranks)} if ranks > 1 else {}
     finished = swift(*command, log=folder / "log", env=env)
@@ -49,7 +49,7 @@ def test_frozen_noise_stops_the_run_in_its_second_round(
     what all of this is about, and the proof that the tests of invariance see it."""
     finished, records = train(
         *(assets, one_prompt, tmp_path, *SMALL),
-        *("--rollout_seed_mode", "engine", "--rollout_group_requests", "false"),
+        *("--rollout_seed_mode", "engine"),
         *("--vllm_tensor_parallel_size", "2", "--per_device_train_batch_size", "6"),
         *("--max_steps", "5", "--diversity_action", "stop"),
         ranks=2,

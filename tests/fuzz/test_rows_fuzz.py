@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from swift_grpo_ext.checks.rows import bad_media, check_rows, prompt_of, question_of, unreadable
-from swift_grpo_ext.sampling.groups import (
-    FINGERPRINT_FIELDS,
+from swift_grpo_ext.sampling.prompt_hash import (
+    PROMPT_FIELDS,
     count_duplicates,
-    fingerprint,
-    fingerprints,
+    prompt_hash,
+    prompt_hashes,
 )
 from tests.fuzz.cases import fuzz, json_like, no_hang, words
 
@@ -179,10 +179,10 @@ def refusal_of(data: list[Any], **options: bool) -> str | None:
 @fuzz
 @given(st.lists(rows, max_size=4), st.booleans(), st.booleans())
 def test_a_data_set_is_sound_or_refused_by_name(
-    data: list[Any], needs_media: bool, deletes: bool
+    data: list[Any], expects_media: bool, deletes: bool
 ) -> None:
     with no_hang():
-        refusal = refusal_of(data, needs_media=needs_media, deletes_bad_rows=deletes)
+        refusal = refusal_of(data, expects_media=expects_media, deletes_bad_rows=deletes)
     if refusal is None:
         assert deletes or not any(map(bad_media, data))
     else:
@@ -191,12 +191,12 @@ def test_a_data_set_is_sound_or_refused_by_name(
 
 @fuzz
 @given(rows)
-def test_a_row_has_a_fingerprint(row: dict[str, Any]) -> None:
+def test_a_row_has_a_prompt_hash(row: dict[str, Any]) -> None:
     with no_hang():
-        found = fingerprint(row)
+        found = prompt_hash(row)
     assert len(found) == 32
-    assert fingerprint({**row, "solution": "another", "index": 1}) == found
-    assert fingerprint({k: v for k, v in row.items() if k in FINGERPRINT_FIELDS}) == found
+    assert prompt_hash({**row, "solution": "another", "index": 1}) == found
+    assert prompt_hash({k: v for k, v in row.items() if k in PROMPT_FIELDS}) == found
 
 
 @fuzz
@@ -206,8 +206,8 @@ def test_neighbours_have_the_fingerprints_of_single_rows(
 ) -> None:
     repeated = [row for row in data for _ in range(draw.draw(st.integers(1, 2)))]
     with no_hang():
-        found = fingerprints(repeated)
-    assert found == [fingerprint(row) for row in repeated]
+        found = prompt_hashes(repeated)
+    assert found == [prompt_hash(row) for row in repeated]
     assert count_duplicates(found) >= len(repeated) - len(data)
 
 
@@ -217,7 +217,7 @@ def test_neighbours_have_the_fingerprints_of_single_rows(
 def test_equal_numbers_of_other_types_are_other_prompts(one: Any, other: Any) -> None:
     """Python calls them equal; a template writes them differently."""
     data = [{"objects": {"value": one}}, {"objects": {"value": other}}]
-    assert len(set(fingerprints(data))) == 2
+    assert len(set(prompt_hashes(data))) == 2
 
 
 def test_what_has_no_content_is_refused_by_name() -> None:
@@ -228,4 +228,4 @@ def test_what_has_no_content_is_refused_by_name() -> None:
     circular["objects"] = circular
     for value in (deep, {b"bytes": 1}, {1: 0, "1": 0}, circular):
         with pytest.raises(ValueError, match=r"fields objects cannot be told from others"):
-            fingerprint({"objects": {"value": value}})
+            prompt_hash({"objects": {"value": value}})

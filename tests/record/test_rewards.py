@@ -18,7 +18,6 @@ from swift_grpo_ext.record import rewards
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_rewards
 from swift_grpo_ext.record.rewards import REWARDS, RewardRecorder, RewardRow, training_scores
-from swift_grpo_ext.sampling.groups import request_id
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.cli import main
@@ -32,14 +31,14 @@ FUNCTIONS, WEIGHTS = ["accuracy", "format"], [1.0, 0.5]
 class Sample:
     """The fields of ms-swift's `OnPolicySample` that are read."""
 
-    request_id: str
+    sample_id: SampleId
     is_truncated: bool = False
     advantages: Any = 0.0
     response_token_ids: Sequence[Any] = ()
 
 
 def samples_of(*sample_ids: SampleId, **fields: Any) -> list[Sample]:
-    return [Sample(request_id(name), **fields) for name in sample_ids]
+    return [Sample(name, **fields) for name in sample_ids]
 
 
 def alone(value: Any) -> list[Any]:
@@ -74,7 +73,7 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
         samples_of(name, is_truncated=True),
         [[0.25, 1.0]],
         fate="trained",
-        extras={request_id(name): {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0}},
+        extras={name: {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0}},
         all_gather=alone,
     )
     assert read_rewards(tmp_path).to_pylist() == [

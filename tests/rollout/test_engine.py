@@ -261,17 +261,6 @@ def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata:
     assert (video.shape, facts["fps"], facts["do_sample_frames"]) == ((4, 3, 2, 2), 2.0, False)
 
 
-def test_engine_seeds_count_samples_and_not_requests(make: Any) -> None:
-    """`--rollout_seed_mode engine`: grouped requests draw the seeds of single ones."""
-    vllm = RecordingVllm([*"abcdefg"])
-    asked = [request(metadata_of(g, count=n, run_seed=None)) for g, n in ((0, 2), (1, 3), (2, 1))]
-    make(vllm).infer([*asked, request(None)], config(seed=100), use_tqdm=False)
-    assert [params.seed for params in vllm.params] == [100, 102, 105, 103]
-    unseeded = RecordingVllm(["a"])
-    make(unseeded).infer([request(metadata_of(run_seed=None))], config(), use_tqdm=False)
-    assert unseeded.params[0].seed is None
-
-
 def test_a_request_that_cannot_be_encoded_moves_no_seed(make: Any) -> None:
     engine = make(RecordingVllm([]))
     asked = [request(metadata_of(0, count=4), "corrupt"), request(metadata_of(1, count=2))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from swift_grpo_ext.sampling.groups import sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.training import RolloutGRPOConfig
+from tests.arguments import training_arguments
 
 EPOCHS = 3
 
@@ -215,3 +217,68 @@ def test_eval_places_do_not_depend_on_the_eval_batch_size(
         return found
 
     assert sample_ids(groups_of_batches) == sample_ids([sum(groups_of_batches)])
+
+
+# --- the clock of a run ---
+
+
+def arguments(**changes: Any) -> RolloutGRPOConfig:
+    values = {
+        "steps_per_generation": 4,
+        "num_iterations": 1,
+        "generation_batch_size": 12,
+        "num_generations": 4,
+        "gradient_accumulation_steps": 2,
+        "max_resample_times": 5,
+        "dynamic_sample": False,
+    }
+    return training_arguments(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_rows", "parallel", "expected"),
+    [
+        ({}, 7, 1, (4, 8, 0)),
+        ({"num_iterations": 3}, 7, 1, (12, 24, 0)),
+        ({}, 7, 2, (8, 16, 0)),
+        ({"dynamic_sample": True}, 6, 1, (4, 8, 5)),
+        ({}, 2, 1, (4, 4, 0)),  # fewer rows than a batch: an epoch is one round
+        ({"num_generations": 3}, 8, 1, (4, 8, 0)),
+    ],
+)
+def test_the_clock_of_a_run(
+    changes: dict[str, Any], num_rows: int, parallel: int, expected: tuple[int, int, int]
+) -> None:
+    per_round, per_epoch, resamples = expected
+    assert RoundClock.of(arguments(**changes), num_rows, parallel) == RoundClock(
+        batches_per_step=2,
+        batches_per_round=per_round,
+        batches_per_epoch=per_epoch,
+        max_resamples=resamples,
+    )
+
+
+def test_a_round_serves_several_iterations() -> None:
+    """`--num_iterations 2`: its batches are trained on twice before another round begins."""
+    clock = RoundClock.of(arguments(num_iterations=2, steps_per_generation=2), 6, 1)
+    names = [clock.round_at(batch) for batch in range(8)]
+    first = Round(phase="train", step=0, number=0)
+    assert names == [first] * 4 + [Round(phase="train", step=2, number=0)] * 4
+
+
+def test_ahead_is_the_next_round() -> None:
+    """`--async_generate` draws while it trains: names follow the step that uses the samples."""
+    clock = RoundClock.of(arguments(steps_per_generation=2), 6, 1)
+    names = RoundNames(clock)
+    names.begin_training(0)
+    assert names.current == Round(phase="train", step=0, number=0)
+    names.begin_training(0, ahead=True)
+    assert names.current == Round(phase="train", step=1, number=0)
+    before = [clock.generation_batch_before(batch) for batch in range(0, 10, 2)]
+    assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_the_batch_before_the_first_of_an_epoch_is_the_last_of_the_one_before() -> None:
+    clock = RoundClock(batches_per_step=1, batches_per_round=2, batches_per_epoch=6)
+    assert clock.generation_batch_before(6) == (0, 2)
+    assert clock.generation_batch_before(8) == (1, 0)

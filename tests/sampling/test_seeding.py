@@ -196,9 +196,41 @@ def test_a_negative_part_of_a_place_is_refused(part: str) -> None:
 
 def test_the_rules_import_without_torch_and_vllm() -> None:
     """So that anyone can recompute a seed or read an answer anywhere."""
-    names = ("sampling.seeding", "sampling.groups", "sampling.rounds")
+    names = ("sampling.seeding", "sampling.groups", "sampling.prompt_hash", "sampling.rounds")
     names += ("rollout.dispatch", "rollout.wire")
     code = "import sys\n" + "\n".join(f"import swift_grpo_ext.{name}" for name in names)
     code += "\nprint(sorted({'torch', 'vllm', 'swift', 'trl', 'transformers'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+# --- names ---
+
+
+@settings(deadline=None)
+@given(sample_ids)
+def test_a_name_tells_its_sample(sample_id: SampleId) -> None:
+    """All but the turn: a conversation has one name."""
+    assert SampleId.parse(sample_id.request_id) == replace(sample_id, turn=0)
+    assert sample_id.request_id == f"{sample_id.prompt_id}-{sample_id.index}"
+
+
+def test_names_by_example() -> None:
+    sample_id = SampleId(phase="eval", step=12, number=1, group=5, index=3, turn=2)
+    assert (sample_id.prompt_id, sample_id.request_id) == ("eval-12.1-5", "eval-12.1-5-3")
+    assert str(sample_id) == "eval round 12.1, group 5, sample 3, turn 2"
+    assert str(PLACE) == "train round 3.0, group 5, sample 2"
+    assert sample_id.group_id == replace(sample_id, index=0)
+    assert sample_id.following(4) == replace(sample_id, index=7)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "train-12.0-5", "train-12-5-3", "train-12.0-5-3-1", "train-12.0-5--3"),
+        *("Train-12.0-5-3", "test-12.0-5-3", "train-12.0-5-3\n", " train-12.0-5-3"),
+    ],
+)
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is no name of a sample, such as train-12\.0-5-3"):
+        SampleId.parse(name)

@@ -38,10 +38,10 @@ from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.rlhf_trainers import vllm_client
 from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.rlhf_trainers.vllm_client import VLLMClient
+from swift_grpo_ext.rollout.draw import RankBatch, draw, to_rollout_output
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.draw import RankBatch, draw, to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import routes

@@ -24,7 +24,7 @@ from typing import Any
 from swift.rewards import ORM, orms
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.replicas import WorkerConnection
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -107,7 +107,7 @@ class Arm(ORM):
     """Rewards nothing; prepares the next step's faults."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        sample_id = parse_request_id(request_id[0])
+        sample_id = SampleId.parse(request_id[0])
         if sample_id.phase == "train":
             (folder() / f"step{sample_id.step}").touch()
             wait_for_replicas((folder() / "url").read_text())

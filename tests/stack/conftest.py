@@ -53,7 +53,7 @@ def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPath
     """Of one colocated rank, 6 rounds: three epochs. All that is compared with it has a canary."""
 
     def make(folder: Path) -> rounds.Samples:
-        return train(assets, rows, folder, "--rollout_canary", "off", steps=STEPS)
+        return train(assets, rows, folder, "--rollout_mismatch", "warn", steps=STEPS)
 
     return once(tmp_path_factory, "reference", make)
 

@@ -22,7 +22,7 @@ from swift.rewards import ORM, orms
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import RolloutEngine
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 
 CANARY = 2**31
 """As in training/canary.py, which a server has no need to import."""
@@ -48,7 +48,7 @@ class Fate(ORM):
     """Rewards nothing; ends its rank, or keeps it until a file `go` is there."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        step, rank = parse_request_id(request_id[0]).step, int(os.environ.get("RANK", "0"))
+        step, rank = SampleId.parse(request_id[0]).step, int(os.environ.get("RANK", "0"))
         for fault in FAULTS:
             if fault.get("trainer") and (fault["step"], fault["rank"]) == (step, rank):
                 if fault["trainer"] == "kill":

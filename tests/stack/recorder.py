@@ -19,7 +19,7 @@ from swift.trainers import TrainerFactory
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from swift_grpo_ext.record.row import media_name
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training import RolloutGRPOTrainer
 
 
@@ -121,7 +121,7 @@ class NameReward(ORM):
     """Follows from a sample's name; each group has a mean and a spread of its own."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        sample_ids = [parse_request_id(name) for name in request_id]
+        sample_ids = [SampleId.parse(name) for name in request_id]
         return [
             float(sample_id.index**2 * (1 + sample_id.group) + sample_id.step)
             for sample_id in sample_ids
@@ -132,7 +132,7 @@ class OddGroupsReward(ORM):
     """Tells the samples of odd groups apart; dynamic sampling drops the even ones."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        sample_ids = [parse_request_id(name) for name in request_id]
+        sample_ids = [SampleId.parse(name) for name in request_id]
         return [float(sample_id.group % 2 * sample_id.index) for sample_id in sample_ids]
 
 
@@ -142,7 +142,7 @@ class SilentReward(ORM):
     def __call__(
         self, completions: list[str], request_id: list[str], **_: Any
     ) -> list[float | None]:
-        sample_ids = [parse_request_id(name) for name in request_id]
+        sample_ids = [SampleId.parse(name) for name in request_id]
         return [0.25 if sample_id.group % 2 else None for sample_id in sample_ids]
 
 

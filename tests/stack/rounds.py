@@ -13,7 +13,7 @@ import yaml
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import SampleRow, to_rows
-from swift_grpo_ext.sampling.groups import parse_request_id, request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.policy import read_records
 from tests.stack.processes import PLUGIN, ROOT, Finished, free_port, swift
 
@@ -106,7 +106,7 @@ def assert_logged(run: Path, samples: Samples, ranks: int) -> None:
     """The sample log holds each sample once (each of its turns), as it was drawn."""
     logged: dict[str, list[SampleRow]] = {}
     for row in to_rows(read_samples(run)):
-        logged.setdefault(request_id(replace(row.sample_id, turn=0)), []).append(row)
+        logged.setdefault(replace(row.sample_id, turn=0).request_id, []).append(row)
     assert logged.keys() == samples.keys()
     for name, turns in logged.items():
         sample, first = samples[name], turns[0]
@@ -162,7 +162,7 @@ def assert_same(
     steps: range = range(3),
 ) -> None:
     """All samples of these steps are there, with the reference's prompts and tokens."""
-    expected = {name: s for name, s in reference.items() if parse_request_id(name).step in steps}
+    expected = {name: s for name, s in reference.items() if SampleId.parse(name).step in steps}
     assert len(expected) == BATCH * len(steps)
     assert token_ids(samples) == token_ids(expected)
     assert {n: s["images"] for n, s in samples.items()} == {

@@ -8,7 +8,7 @@ from swift.rewards import ORM, orms
 from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 
 TURNS = 2
 
@@ -28,7 +28,7 @@ class Examiner(Env):
     """Each sample of a group gets a question of its own, and a second one."""
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
-        self._index = parse_request_id(config.uuid).index
+        self._index = SampleId.parse(config.uuid).index
         return f"<image>Question {self._index}: which digit?", {}, "You are examined."
 
     async def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
@@ -43,7 +43,7 @@ class OddGroups(ORM):
     """Groups 1 and 2 of a round have variance, group 0 has none: dynamic sampling throws it out."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        sample_ids = [parse_request_id(name) for name in request_id]
+        sample_ids = [SampleId.parse(name) for name in request_id]
         return [float(sample_id.index) if sample_id.group else 0.0 for sample_id in sample_ids]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.policy import SAME
 from tests.stack.rounds import BATCH, GROUP_SIZE, logged_steps, train
 
@@ -91,14 +91,14 @@ def test_bad_rows_leave_as_whole_groups(
     rows, good, bad = kinds
     ranks, more = WAYS[way]
     delete = ["--truncation_strategy", "delete", "--max_length", "200"]
-    rewards = ["--reward_funcs", "name", "--duplicate_prompts", "allow"]
+    rewards = ["--reward_funcs", "name"]
     argv = [*delete, *rewards, *more]
     samples = train(assets, rows, tmp_path / "run", *argv, ranks=ranks, steps=STEPS)
 
     assert len(samples) == STEPS * BATCH
     prompts: dict[tuple[int, int], set[str]] = {}
     for name, sample in samples.items():
-        sample_id = parse_request_id(name)
+        sample_id = SampleId.parse(name)
         prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
     assert all(len(of_group) == 1 for of_group in prompts.values())
     drawn = set().union(*prompts.values())
@@ -120,7 +120,7 @@ def assert_advantages(record: Path) -> None:
     found = {r["name"]: r["advantage"] for r in map(json.loads, lines)}
     assert len(found) == STEPS * BATCH
     for name, advantage in found.items():
-        sample_id = parse_request_id(name)
+        sample_id = SampleId.parse(name)
         rewards = [float(i**2 * (1 + sample_id.group) + sample_id.step) for i in range(GROUP_SIZE)]
         expected = rewards[sample_id.index] - statistics.mean(rewards)
         assert advantage == pytest.approx(expected / (statistics.stdev(rewards) + 1e-4), abs=1e-4)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
@@ -45,7 +45,7 @@ def is_waiting(health: str) -> bool:
 
 
 def replicas_of(samples: Samples, step: int) -> set[str]:
-    of_step = (s for name, s in samples.items() if parse_request_id(name).step == step)
+    of_step = (s for name, s in samples.items() if SampleId.parse(name).step == step)
     return {s["infos"]["replica"].rpartition("replica ")[2] for s in of_step}
 
 

@@ -85,7 +85,7 @@ def undisturbed(
 
 def training(assets: Path, rows: Path, folder: Path, server: Server) -> Samples:
     argv = [*client_argv(server.proxy), "--rollout_timeout", str(TIMEOUT)]
-    argv += ["--rollout_canary", "off", "--reward_funcs", "position", "arm"]
+    argv += ["--rollout_mismatch", "warn", "--reward_funcs", "position", "arm"]
     argv += ["--reward_weights", "1.0", "0.0"]
     argv += ["--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "4"]
     argv += ["--per_device_eval_batch_size", "12", "--num_generations_eval", "2"]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.sampling.groups import parse_request_id
-from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.stack.addressed import connect, drawn_by
 from tests.stack.conftest import STEPS
 from tests.stack.policy import SAME
@@ -37,7 +36,7 @@ SEED = 42  # ms-swift's default
 def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:
     assert len(reference) == BATCH * STEPS
     for name, sample in reference.items():
-        assert sample["infos"]["seed"] == sample_seed(SEED, parse_request_id(name))
+        assert sample["infos"]["seed"] == sample_seed(SEED, SampleId.parse(name))
     seeds = {sample["infos"]["seed"] for sample in reference.values()}
     assert len({seed % 2**32 for seed in seeds}) == len(reference)
     prompts = [(tuple(s["images"]), s["step"]) for s in reference.values()]
@@ -78,7 +77,7 @@ def test_an_image_is_decoded_and_processed_once_in_a_run(
     assert all(log["media/reused"] > BATCH for log in logs)
     assert 0 < logs[0]["media/gb"] <= logs[-1]["media/gb"] < 0.01
 
-    argv = ("--rollout_canary", "off", "--media_cache_gb", "0")
+    argv = ("--rollout_mismatch", "warn", "--media_cache_gb", "0")
     alone = folder / "no-cache"
     samples = train(assets, rows, alone, *argv)
     assert_same(samples, reference)
@@ -96,7 +95,7 @@ def test_a_frozen_tower_encodes_each_image_of_a_round_once(
     assets: Path, rows: Path, folder: Path
 ) -> None:
     """In two passes over three groups; without the cache, log-probabilities differ by rounding."""
-    frozen = ("--freeze_vit", "true", "--freeze_aligner", "true", "--rollout_canary", "off")
+    frozen = ("--freeze_vit", "true", "--freeze_aligner", "true", "--rollout_mismatch", "warn")
     samples = train(assets, rows, folder / "frozen", *frozen)
     upstream = train(assets, rows, folder / "upstream", *frozen, "--encoder_cache_gb", "0")
     assert_same(samples, upstream)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.policy import SAME
 from tests.stack.processes import free_port, rollout_server
 from tests.stack.rounds import LORA, Samples, assert_same, logged_steps, server_argv, train
@@ -275,7 +275,7 @@ def test_options_that_change_rollouts(
 ) -> None:
     case = OTHER[name]
     samples = run(case, assets, places, tmp_path)
-    trained = {n for n in samples if parse_request_id(n).phase == "train"}
+    trained = {n for n in samples if SampleId.parse(n).phase == "train"}
     assert {round_of(name) for name in trained} == set(case.rounds)
     assert_trains(tmp_path / "a/run", case)
     if name == "bfloat16":
@@ -334,7 +334,7 @@ def test_servers_of_rollouts_and_of_a_teacher(assets: Path, places: Places, tmp_
 
 
 def round_of(name: str) -> str:
-    sample_id = parse_request_id(name)
+    sample_id = SampleId.parse(name)
     return f"{sample_id.step}.{sample_id.number}"
 
 

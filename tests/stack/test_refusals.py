@@ -52,7 +52,6 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
     filler = [row(good)] * 8
     missing = write_rows(folder / "missing.jsonl", [*filler, row(folder / "none.png")])
     broken = write_rows(folder / "broken.jsonl", [*filler, row(text)])
-    no_images = write_rows(folder / "no_images.jsonl", [row()] * 8)
     short = write_rows(folder / "short.jsonl", [row(good)])
     server = ["--model", str(assets / "tiny_vlm"), "--external_plugins", PLUGIN]
     template = ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
@@ -70,10 +69,6 @@ def make_cases(assets: Path, folder: Path, taken_port: int) -> dict[str, tuple[C
         "broken image": (
             rlhf(assets, dataset=broken),
             r"--dataset: in the row .*Which digit.* image '.*text\.png' is not an image .*Correct",
-        ),
-        "no images": (
-            rlhf(assets, dataset=no_images),
-            r"--dataset: no row holds `images`.*--require_images false",
         ),
         "too few rows": (
             rlhf(assets, dataset=short),

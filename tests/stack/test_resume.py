@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.conftest import LEARNED_STEPS
 from tests.stack.policy import load_policy
 from tests.stack.rounds import LEARNING, LORA, recorded, train
@@ -33,9 +33,9 @@ def test_two_steps_and_two_more_are_four(
     more = (*LEARNING, *argv, "--save_steps", "2", *best, "--resume_from_checkpoint", str(halfway))
     resumed = train(assets, learning_rows, tmp_path, *more, ranks=ranks, steps=LEARNED_STEPS)
 
-    resumed = {name: s for name, s in resumed.items() if parse_request_id(name).phase == "train"}
+    resumed = {name: s for name, s in resumed.items() if SampleId.parse(name).phase == "train"}
     whole = recorded(folder)
-    late = {name: s["token_ids"] for name, s in whole.items() if parse_request_id(name).step >= 2}
+    late = {name: s["token_ids"] for name, s in whole.items() if SampleId.parse(name).step >= 2}
     assert {name: s["token_ids"] for name, s in resumed.items()} == late
     ends = [of_run / "run/checkpoint-4" for of_run in (folder, tmp_path)]
     expected, got = (load_policy(end, assets / "tiny_vlm").state_dict() for end in ends)

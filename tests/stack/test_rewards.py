@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.record.reader import read_rewards
-from swift_grpo_ext.sampling.groups import request_id
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.policy import SAME
 from tests.stack.rounds import BATCH, train, write_rows
@@ -24,7 +23,7 @@ def test_scores_of_trained_and_dropped_samples(assets: Path, tmp_path: Path) -> 
     samples = train(assets, rows, tmp_path / "two", *dynamic, *rewards, ranks=2, steps=1)
 
     scores = {
-        request_id(SampleId(**{name: row.pop(name) for name in NAMES})): row
+        SampleId(**{name: row.pop(name) for name in NAMES}).request_id: row
         for row in read_rewards(tmp_path / "two/run").to_pylist()
     }
     assert scores.keys() == samples.keys()

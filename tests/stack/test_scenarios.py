@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.sampling.groups import parse_request_id
+from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
@@ -35,12 +35,12 @@ SHORT_STEPS = (
 
 
 def names_of_rounds(samples: Samples, phase: str = "train") -> set[str]:
-    sample_ids = [parse_request_id(name) for name in samples]
+    sample_ids = [SampleId.parse(name) for name in samples]
     return {f"{p.step}.{p.number}" for p in sample_ids if p.phase == phase}
 
 
 def of_phase(samples: Samples, phase: str) -> Samples:
-    return {name: s for name, s in samples.items() if parse_request_id(name).phase == phase}
+    return {name: s for name, s in samples.items() if SampleId.parse(name).phase == phase}
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_gym_environments(assets: Path, rows: Path, tmp_path: Path) -> None:
     ]
     samples = train(assets, rows, tmp_path / "a", *argv, steps=2, plugins=PLUGINS)
     for name, sample in samples.items():
-        assert f"Question {parse_request_id(name).index}:" in sample["messages"][1]["content"]
+        assert f"Question {SampleId.parse(name).index}:" in sample["messages"][1]["content"]
         assert len(sample["turns"]) == 2
     assert len({tuple(s["turns"][0]) for s in samples.values()}) == len(samples)
     assert "hold rows that differ" not in (tmp_path / "a/log").read_text(encoding="utf-8")

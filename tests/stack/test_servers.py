@@ -12,8 +12,7 @@ import pytest
 import requests
 from PIL import Image
 
-from swift_grpo_ext.sampling.groups import parse_request_id
-from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.stack import policy
 from tests.stack.addressed import connect, drawn_by
 from tests.stack.rounds import LEARNING, LORA, Samples, assert_same, client_argv, train
@@ -79,16 +78,16 @@ def test_async_generation(
     argv += ["--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "2"]
     argv += ["--per_device_eval_batch_size", "2", "--num_generations_eval", "2"]
     samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
-    training = {n: s for n, s in samples.items() if parse_request_id(n).phase == "train"}
-    evaluation = [parse_request_id(name) for name in samples.keys() - training.keys()]
-    assert {0, 1, 2} <= {parse_request_id(name).step for name in training}
+    training = {n: s for n, s in samples.items() if SampleId.parse(n).phase == "train"}
+    evaluation = [SampleId.parse(name) for name in samples.keys() - training.keys()]
+    assert {0, 1, 2} <= {SampleId.parse(name).step for name in training}
     assert {(i.step, i.number) for i in evaluation} == {(2, 0), (3, 0)}
     assert {i.index for i in evaluation} == {0, 1}
     assert {i.group for i in evaluation} >= {0, 1}
     for name, sample in samples.items():
-        assert sample["infos"]["seed"] == sample_seed(42, parse_request_id(name))
+        assert sample["infos"]["seed"] == sample_seed(42, SampleId.parse(name))
     for name, sample in training.items():
-        sample_id = parse_request_id(name)
+        sample_id = SampleId.parse(name)
         if sample_id.step > 0:
             before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
             assert sample["images"] == reference[before]["images"]

@@ -21,7 +21,7 @@ from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.utils import encode_sample
 from swift.template import StdTemplateInputs, get_template
 
-from swift_grpo_ext.rollout.draw import to_rollout_output, to_rollout_outputs
+from swift_grpo_ext.rollout.generate import to_rollout_output, to_rollout_outputs
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import (

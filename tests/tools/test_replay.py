@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from swift_grpo_ext.record.row import SampleRow, media_name
-from swift_grpo_ext.sampling.groups import fingerprint
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.replay.command import Replay, round_name, run, setting, show
@@ -335,7 +335,7 @@ def logged(prompt: Mapping[str, Any]) -> Any:
         ROW,
         prompt=json.dumps(prompt["messages"], ensure_ascii=False),
         media=[media_name(m) for m in media],
-        fingerprint=fingerprint(prompt),
+        fingerprint=prompt_hash(prompt),
     )
 
 

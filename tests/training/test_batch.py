@@ -10,6 +10,7 @@ import torch
 from swift.infer_engine.protocol import RequestConfig
 
 from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training import RolloutGRPOConfig
 from swift_grpo_ext.training.agreement import DisagreementError
 from swift_grpo_ext.training.batch import (
@@ -40,7 +41,7 @@ def sample(
 ) -> Any:
     """A sample as ms-swift has it: lists for each turn."""
     values: dict[str, Any] = {
-        "request_id": "train-3.0-2-1",
+        "sample_id": SampleId(phase="train", step=3, number=0, group=2, index=1),
         "response_token_ids": [list(turn) for turn in turns],
         "rollout_logprobs": [list(turn) for turn in logprobs],
         "response_loss_mask": [list(turn) for turn in mask],
@@ -155,14 +156,14 @@ def test_a_prompt_as_long_as_the_limit_was_cut(max_length: int, is_cut: bool) ->
 def test_a_mismatch_may_be_a_warning(warnings: list[str]) -> None:
     """Once; and the way to it is named."""
     other = sample(rollout_prompt_ids=[1, 9, 3])
-    with pytest.raises(DisagreementError, match=r"vLLM than .* --prompt_mismatch warn trains"):
+    with pytest.raises(DisagreementError, match=r"vLLM than .* --rollout_mismatch warn trains"):
         check_training_batch([other], batch(), arguments(vllm_mode="colocate"), template())
-    warns = arguments(prompt_mismatch="warn")
+    warns = arguments(rollout_mismatch="warn")
     for _ in range(2):
         check_training_batch([sample(), other], batch(), warns, template())
     [warning] = warnings
     assert "from token 1 on" in warning
-    assert "Training goes on (--prompt_mismatch warn)" in warning
+    assert "Training goes on (--rollout_mismatch warn)" in warning
 
 
 def test_placeholders_are_another_notation_for_media() -> None:

@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.rollout.rank_group import SingleRank
-from swift_grpo_ext.sampling.replacement import NoReplacementError, candidate_order
-from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames
-from swift_grpo_ext.training import RolloutGRPOConfig
+from swift_grpo_ext.sampling.rounds import Round
+from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.prompts import (
-    rank_rows,
+    MAX_CANDIDATES,
+    GroupWarnings,
+    NoReplacementError,
+    candidate_order,
     replace_failing_prompts,
-    round_clock,
 )
-from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 
 ROUND = Round(phase="train", step=3, number=1)
@@ -41,91 +43,19 @@ class Template:
         return {"input_ids": [1]}
 
 
-# --- the clock ---
-
-
-def arguments(**changes: Any) -> RolloutGRPOConfig:
-    values = {
-        "steps_per_generation": 4,
-        "num_iterations": 1,
-        "generation_batch_size": 12,
-        "num_generations": 4,
-        "gradient_accumulation_steps": 2,
-        "max_resample_times": 5,
-        "dynamic_sample": False,
-    }
-    return training_arguments(**(values | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_rows", "parallel", "expected"),
-    [
-        ({}, 7, 1, (4, 8, 0)),
-        ({"num_iterations": 3}, 7, 1, (12, 24, 0)),
-        ({}, 7, 2, (8, 16, 0)),
-        ({"dynamic_sample": True}, 6, 1, (4, 8, 5)),
-        ({}, 2, 1, (4, 4, 0)),  # fewer rows than a batch: an epoch is one round
-        ({"num_generations": 3}, 8, 1, (4, 8, 0)),
-    ],
-)
-def test_the_clock_of_a_run(
-    changes: dict[str, Any], num_rows: int, parallel: int, expected: tuple[int, int, int]
-) -> None:
-    per_round, per_epoch, resamples = expected
-    assert round_clock(arguments(**changes), num_rows, parallel) == RoundClock(
-        batches_per_step=2,
-        batches_per_round=per_round,
-        batches_per_epoch=per_epoch,
-        max_resamples=resamples,
-    )
-
-
-def test_a_round_serves_several_iterations() -> None:
-    """`--num_iterations 2`: its batches are trained on twice before another round begins."""
-    clock = round_clock(arguments(num_iterations=2, steps_per_generation=2), 6, 1)
-    names = [clock.round_at(batch) for batch in range(8)]
-    first = Round(phase="train", step=0, number=0)
-    assert names == [first] * 4 + [Round(phase="train", step=2, number=0)] * 4
-
-
-def test_ahead_is_the_next_round() -> None:
-    """`--async_generate` draws while it trains: names follow the step that uses the samples."""
-    clock = round_clock(arguments(steps_per_generation=2), 6, 1)
-    names = RoundNames(clock)
-    names.begin_training(0)
-    assert names.current == Round(phase="train", step=0, number=0)
-    names.begin_training(0, ahead=True)
-    assert names.current == Round(phase="train", step=1, number=0)
-    before = [clock.generation_batch_before(batch) for batch in range(0, 10, 2)]
-    assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def test_the_batch_before_the_first_of_an_epoch_is_the_last_of_the_one_before() -> None:
-    clock = RoundClock(batches_per_step=1, batches_per_round=2, batches_per_epoch=6)
-    assert clock.generation_batch_before(6) == (0, 2)
-    assert clock.generation_batch_before(8) == (1, 0)
-
-
-def test_ranks_share_a_batch_in_order() -> None:
-    shares = run_rank_groups(3, lambda ranks: list(rank_rows(range(12), ranks)))
-    assert shares == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert list(rank_rows([5, 6], SingleRank())) == [5, 6]
-
-
-def test_ranks_that_share_an_engine_have_their_rows_together() -> None:
-    shares = run_rank_groups(4, lambda ranks: list(rank_rows(range(8), ranks, sharing=2)))
-    assert shares == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
-
-
 # --- replacement ---
 
 SPARE = [row(letter) for letter in "defgh"]
 
 
 def replaced(
-    batch: str, num_ranks: int = 1, round_: Round = ROUND, others: list[Any] = SPARE
+    batch: str, num_ranks: int = 1, round_: Round = ROUND, others: Any = SPARE
 ) -> list[tuple[str, list[int]]]:
-    """Each rank's rows after it, as letters, and the number of groups that it is told."""
+    """Each rank's rows after it, as letters, and the groups that it is told of. Groups have two
+    samples; prompts in capitals are bad. `others` are rows, or letters in the order of trying."""
+    if isinstance(others, str):
+        order = candidate_order(42, round_, len(others))
+        others = [row(letter) for _, letter in sorted(zip(order, others, strict=True))]
     share = len(batch) // num_ranks
 
     def work(ranks: ThreadRanks) -> tuple[str, list[int]]:
@@ -181,9 +111,94 @@ def test_without_a_bad_prompt_nothing_changes(warnings: list[str]) -> None:
     assert warnings == []
 
 
-def test_where_no_row_is_good_the_run_stops() -> None:
-    with pytest.raises(NoReplacementError, match=r"group 0: ValueError: too long"):
-        replaced("AA", others=[row("B")])
+@pytest.mark.parametrize(
+    ("batch", "others", "expected"),
+    [
+        ("AAbb", "bdbc", "ddbb"),  # a prompt of the batch is not taken while there are others
+        ("AAbb", "bD", "bbbb"),
+        ("AABB", "dCdf", "ddff"),  # nor one twice, where the data set holds it again
+        ("bAcc", "d", "ddcc"),  # rows of a group that differ are all looked at
+    ],
+)
+def test_which_prompt_comes(batch: str, others: str, expected: str) -> None:
+    assert replaced(batch, others=others)[0][0] == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_where_nothing_is_left_every_rank_says_so(num_ranks: int) -> None:
+    message = rf"1 prompts .* for 1 of them {MAX_CANDIDATES} other .*group 0: ValueError: too long"
+    with pytest.raises(NoReplacementError, match=message):
+        replaced("AAbb", num_ranks, others="ABC")
+
+
+def test_each_sample_has_a_row_of_its_own() -> None:
+    rows, _ = replace_failing_prompts(
+        [row("A"), row("A")],
+        others=SPARE,
+        round_=ROUND,
+        group_size=2,
+        seed=42,
+        template=Template(),  # type: ignore[arg-type]
+        ranks=SingleRank(),
+    )
+    rows[0]["messages"].pop()
+    assert words_of(rows[1]) in "defgh"
+
+
+@given(batch=st.text("abcABCD", min_size=1, max_size=4), others=st.permutations("abcABCDuvwx"))
+def test_groups_always_hold_one_good_prompt(batch: str, others: list[str]) -> None:
+    [(rows, groups)] = replaced("".join(2 * letter for letter in batch), others="".join(others))
+    assert len(rows) == 2 * len(batch)
+    for before, first, second in zip(batch, rows[::2], rows[1::2], strict=True):
+        assert first == second
+        assert first.islower()
+        assert before in (first, before.upper())
+    assert groups == [i for i, letter in enumerate(batch) if letter.isupper()]
+
+
+def test_the_order_of_candidates_is_the_rounds_own() -> None:
+    order = candidate_order(42, ROUND, 100)
+    assert sorted(order) == list(range(100))
+    others = [
+        candidate_order(43, ROUND, 100),
+        candidate_order(42, Round(phase="eval", step=3, number=1), 100),
+        candidate_order(42, Round(phase="train", step=3, number=0), 100),
+        candidate_order(42, Round(phase="train", step=4, number=1), 100),
+    ]
+    assert all(other[:10] != order[:10] for other in others)
+
+
+# --- warnings about groups ---
+
+
+def sample_ids(num_groups: int) -> list[SampleId]:
+    return [
+        SampleId(phase="train", step=3, number=1, group=group, index=index)
+        for group in range(num_groups)
+        for index in range(2)
+    ]
+
+
+def test_a_prompt_that_stands_twice_over_ranks_is_said_once(warnings: list[str]) -> None:
+    def work(ranks: ThreadRanks) -> None:
+        told = GroupWarnings()
+        batches = ("ccdd", "aabb") if ranks.rank else ("aabb", "bbcc")  # the first has none
+        for hashes in batches:
+            for _ in range(2):
+                told.tell_duplicates(sample_ids(2), hashes, ranks.all_gather)
+
+    run_rank_groups(2, work)
+    text = "train round 3.1, group 0, sample 0: 1 of 4 prompts of the generation batch stand in it"
+    assert len(warnings) == 2  # each rank's own
+    assert all(text in warning for warning in warnings)
+
+
+def test_groups_whose_rows_differ_are_said_once(warnings: list[str]) -> None:
+    told = GroupWarnings()
+    for uneven in ([], sample_ids(2)[2:3], sample_ids(1)[:1]):
+        told.tell_uneven(uneven)
+    [warning] = warnings
+    assert warning.startswith("1 groups hold rows that differ, the first in train round 3.1, group")
 
 
 # --- errors of prompts ---

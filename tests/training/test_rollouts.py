@@ -6,31 +6,19 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import SampleRow, to_rows
-from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.draw import to_rollout_output
+from swift_grpo_ext.rollout.generate import to_rollout_output
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from swift_grpo_ext.training import RolloutGRPOConfig
-from swift_grpo_ext.training.rollouts import (
-    DuplicateCheck,
-    RolloutSettings,
-    SampleRecorder,
-    UnevenGroupsWarning,
-    begin_turn,
-    name_samples,
-)
-from tests.arguments import training_arguments
+from swift_grpo_ext.training.rollouts import SampleRecorder
 from tests.ranks import ThreadRanks, run_rank_groups
 
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
@@ -42,154 +30,6 @@ def sample(words: str = "Which digit?") -> OnPolicySample:
 
 def ids(*indices: int, group: int = 2) -> list[SampleId]:
     return [replace(FIRST, group=group, index=index) for index in indices]
-
-
-def arguments(**changes: Any) -> RolloutGRPOConfig:
-    values: dict[str, Any] = {
-        "stop_token_ids": [7, 8],
-        "include_stop_str_in_output": False,
-    }
-    return training_arguments(**(values | changes))
-
-
-# --- names ---
-
-
-def test_samples_are_named_by_their_ids_and_groups() -> None:
-    samples: list[Any] = [SimpleNamespace(), SimpleNamespace()]
-    name_samples(samples, ids(2, 3))
-    assert [s.request_id for s in samples] == ["train-3.1-2-2", "train-3.1-2-3"]
-    assert [s.prompt_id for s in samples] == ["train-3.1-2", "train-3.1-2"]
-
-
-def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
-    """Turn 3's request comes with the metadata of turn 2."""
-    named: Any = SimpleNamespace()
-    name_samples([named], [FIRST])
-    assert begin_turn(named, None) == FIRST
-    request = RolloutInferRequest(messages=[])
-    [request] = RolloutSettings.of(arguments()).with_metadata([named], [request])
-    turns = [begin_turn(request, None) for _ in range(3)]
-    assert turns == [replace(FIRST, turn=turn) for turn in (1, 2, 3)]
-    found = wire.read_metadata(request.data_dict)
-    assert found is not None
-    assert (found.sample_id, found.seed) == (turns[-1], sample_seed(42, turns[-1]))
-    assert len({sample_seed(42, turn) for turn in [FIRST, *turns]}) == 4
-
-
-def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
-    message = r"--multi_turn_scheduler mine: its `step` returned .* the same `data_dict`"
-    with pytest.raises(ValueError, match=message):
-        begin_turn(RolloutInferRequest(messages=[]), "mine")
-
-
-# --- settings ---
-
-
-@pytest.mark.parametrize(
-    ("changes", "draws", "run_seed", "grouped"),
-    [
-        ({}, True, 42, True),
-        ({"rollout_group_requests": False}, True, 42, False),
-        ({"rollout_seed_mode": "engine"}, True, None, True),
-        ({"rollout_seed_mode": "engine", "rollout_group_requests": False}, False, None, False),
-        ({"use_vllm": False}, False, None, True),
-    ],
-)
-def test_settings_of_a_run(
-    changes: dict[str, Any], draws: bool, run_seed: int | None, grouped: bool
-) -> None:
-    settings = RolloutSettings.of(arguments(**changes))
-    assert (settings.draws, settings.run_seed, settings.grouped) == (draws, run_seed, grouped)
-    assert (settings.stop_token_ids, settings.include_stop_str_in_output) == ((7, 8), False)
-
-
-def test_requests_carry_the_settings_and_keep_those_of_a_later_turn() -> None:
-    samples: list[Any] = [SimpleNamespace(), SimpleNamespace()]
-    name_samples(samples, ids(0, 1))
-    later = RolloutInferRequest(messages=[], data_dict={"own": 1})
-    requests = [RolloutInferRequest(messages=[]) for _ in samples]
-    settings = RolloutSettings.of(arguments())
-    assert settings.with_metadata([*samples, later], [*requests, later]) == [*requests, later]
-    found = [wire.read_metadata(request.data_dict) for request in requests]
-    expected = wire.RequestMetadata(
-        sample_id=FIRST,
-        count=1,
-        run_seed=42,
-        packed=False,
-        stop_token_ids=(7, 8),
-        include_stop_str_in_output=False,
-    )
-    assert found == [expected, replace(expected, sample_id=replace(FIRST, index=1))]
-    assert later.data_dict == {"own": 1}
-
-
-@pytest.mark.parametrize("is_set", [True, False])
-def test_what_a_rank_wants_drawn(is_set: bool) -> None:
-    settings = RolloutSettings.of(arguments(rollout_group_requests=is_set))
-    batch = settings.rank_batch(ids(0), ["f"], request=str, packed=is_set)
-    assert (batch.sample_ids, batch.fingerprints, batch.request) == (ids(0), ["f"], str)
-    assert batch.grouped == is_set
-    [first] = ids(0)
-    expected: dict[str, Any] = {
-        "run_seed": 42,
-        "packed": is_set,
-        "include_stop_str_in_output": False,
-    }
-    metadata = wire.RequestMetadata(sample_id=first, count=3, stop_token_ids=(7, 8), **expected)
-    assert batch.metadata(first, 3) == metadata
-
-
-# --- duplicates and uneven groups ---
-
-
-def check(action: str, *prompts_of_ranks: str, times: int = 1) -> list[str | None]:
-    """What each rank's check raises, for prompts as letters in groups of two."""
-
-    def work(ranks: ThreadRanks) -> str | None:
-        prompts = prompts_of_ranks[ranks.rank]
-        duplicates = DuplicateCheck(action, ranks)
-        samples = [sample(letter) for letter in prompts for _ in range(2)]
-        sample_ids = [i for group in range(len(prompts)) for i in ids(0, 1, group=group)]
-        try:
-            for _ in range(times):
-                duplicates.check(samples, sample_ids)
-        except ValueError as e:
-            return str(e)
-        return None
-
-    return run_rank_groups(len(prompts_of_ranks), work)
-
-
-def test_a_prompt_that_stands_twice_over_ranks_is_said_once(warnings: list[str]) -> None:
-    assert check("warn", "ab", "bc", times=2) == [None, None]
-    text = "train round 3.1, group 0, sample 0: 1 of 4 prompts of the generation batch stand in it"
-    assert len(warnings) == 2  # each rank's own
-    assert all(text in warning for warning in warnings)
-
-
-def test_duplicates_may_be_an_error_or_allowed(warnings: list[str]) -> None:
-    message = "--duplicate_prompts error: .* 2 of 4 prompts .* Remove them from the data set"
-    first, second = check("error", "aa", "ba")
-    for text in (first, second):
-        assert text is not None
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(text)
-    assert check("error", "ab", "cd") == [None, None]
-    assert check("allow", "aa") == [None]
-    assert check("warn", "ab") == [None]
-    assert warnings == []
-
-
-def test_groups_whose_rows_differ_are_said_once(warnings: list[str]) -> None:
-    uneven = UnevenGroupsWarning()
-    uneven.warn([])
-    uneven.warn(ids(0))
-    uneven.warn(ids(1))
-    [warning] = warnings
-    assert warning.startswith(
-        "1 groups hold rows that differ, the first in train round 3.1, group 2"
-    )
 
 
 # --- the sample log ---

@@ -24,7 +24,6 @@ from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
-from swift_grpo_ext.sampling.groups import request_id
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.training.canary import ROUND as CANARY
 
@@ -165,7 +164,7 @@ def argv(assets: Path, folder: Path) -> list[str]:
         *("--eval_steps", "2", "--per_device_eval_batch_size", "4", "--max_steps", "3"),
         *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--tuner_type", "full"),
         *("--torch_dtype", "float32", "--check_model", "false", "--use_vllm", "true"),
-        *("--vllm_mode", "colocate", "--require_images", "false", "--split_dataset_ratio", "0"),
+        *("--vllm_mode", "colocate", "--split_dataset_ratio", "0"),
         *("--num_generations", "2", "--max_completion_length", "4", "--num_iterations", "2"),
         *("--reward_funcs", "odd", "--per_device_train_batch_size", "4", "--stop_token_ids", "5"),
         *("--learning_rate", "1e-3", "--warmup_steps", "0", "--max_length", "100"),
@@ -173,7 +172,7 @@ def argv(assets: Path, folder: Path) -> list[str]:
         *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
         *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--logging_steps", "1"),
         *("--dataloader_persistent_workers", "false", "--report_to", "none"),
-        *("--save_strategy", "no", "--add_version", "false", "--rollout_canary", "warn"),
+        *("--save_strategy", "no", "--add_version", "false", "--rollout_mismatch", "warn"),
     ]
 
 
@@ -183,7 +182,7 @@ def whole(argv: list[str], folder: Path) -> Trained:
 
 
 def names(rounds: list[list[tuple[str, RequestMetadata]]]) -> list[list[str]]:
-    return [[request_id(metadata.sample_id) for _, metadata in pairs] for pairs in rounds]
+    return [[metadata.sample_id.request_id for _, metadata in pairs] for pairs in rounds]
 
 
 def test_the_canary_sees_an_engine_that_does_not_sample_with_its_weights(whole: Trained) -> None:

@@ -260,7 +260,7 @@ def check_rows(target: Target) -> Findings:
         if not first:
             yield error(name, "holds no rows that ms-swift can use", "Name another file.")
             continue
-        bad = list(rows.check_rows(first, setting=name, needs_media=False))
+        bad = list(rows.check_rows(first, setting=name, expects_media=False))
         with_media = sum(any(row.get(key) for key in rows.MEDIA) for row in first)
         text = f"{with_media} of the first {len(first)} rows hold images, videos or audios"
         if not with_media:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.sampling.groups import request_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +84,7 @@ def compare(
         gap = abs(known[0] - known[1]) if len(known) == 2 else None
         difference = Difference(position=position, logged=logged, drawn=drawn, probability_gap=gap)
     return Comparison(
-        name=request_id(row.sample_id),
+        name=row.sample_id.request_id,
         seed=row.seed,
         equal=position is None,
         num_logged=len(row.token_ids),

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +26,10 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.checks.preflight import check_model
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.rollout.draw import draw, to_rollout_outputs
 from swift_grpo_ext.rollout.engine import RolloutEngine
+from swift_grpo_ext.rollout.generate import RolloutSettings, generate, to_rollout_outputs
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.tools.replay.run import ReplayError, Run
-from swift_grpo_ext.training.rollouts import RolloutSettings
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
@@ -54,7 +54,7 @@ def draw_again(
     with _one_model(run, weights) as model:
         engine, config = make_engine(settings, model, base=weights[0], num_samples=len(rows))
 
-        def generate(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
+        def call_engine(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
             answers = engine.infer(requests, config, use_tqdm=False)
             pairs = zip(answers, metadatas, strict=True)
             return [to_rollout_outputs(answer, metadata, "replay") for answer, metadata in pairs]
@@ -63,13 +63,15 @@ def draw_again(
             prompt = dict(prompts[rows[number].fingerprint])
             return OnPolicySample.from_row(prompt).to_infer_request()
 
-        rank_batch = RolloutSettings.of(SimpleNamespace(**settings)).rank_batch(
+        of_run: Any = SimpleNamespace(**settings)
+        outputs, _ = generate(
             [row.sample_id for row in rows],
             [row.fingerprint for row in rows],
-            request=request,
-            packed=True,
+            make_request=request,
+            make_metadata=partial(RolloutSettings.of(of_run).metadata, packed=True),
+            sharing=SingleRank(),
+            call_engine=call_engine,
         )
-        outputs, _ = draw(rank_batch, SingleRank(), generate)
         drawn = [
             (
                 list(output.response.choices[0].token_ids),

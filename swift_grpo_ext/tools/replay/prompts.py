@@ -13,7 +13,7 @@ from typing import Any
 
 from swift_grpo_ext.checks.rows import MEDIA, media_content, prompt_of, unreadable
 from swift_grpo_ext.record.row import SampleRow, media_name
-from swift_grpo_ext.sampling.groups import fingerprint
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.tools.replay.run import ReplayError, Run
 
 CONTENT = "blake2b:"
@@ -33,7 +33,7 @@ def prompt_from_log(row: SampleRow) -> dict[str, Any] | None:
     except ValueError:
         return None
     candidates = _candidates(messages, list(row.media)) if len(row.media) <= MOST_MEDIA else ()
-    return next((c for c in candidates if fingerprint(c) == row.fingerprint), None)
+    return next((c for c in candidates if prompt_hash(c) == row.fingerprint), None)
 
 
 def _candidates(messages: Any, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -57,7 +57,7 @@ def prompt_from_rows(row: SampleRow, data: Iterable[Mapping[str, Any]]) -> dict[
         prompt = prompt_of(candidate)
         # ms-swift puts --system, or the template's own, in front.
         for messages in (prompt["messages"], [*system, *prompt["messages"]]):
-            if fingerprint({**prompt, "messages": messages}) == row.fingerprint:
+            if prompt_hash({**prompt, "messages": messages}) == row.fingerprint:
                 return {**prompt, "messages": messages}
     return None
 

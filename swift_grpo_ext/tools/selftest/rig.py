@@ -19,12 +19,12 @@ from swift.rlhf_trainers.utils import (
 from swift.utils import remove_response
 
 from swift_grpo_ext.checks.rows import MEDIA, prompt_of
-from swift_grpo_ext.rollout.draw import draw
-from swift_grpo_ext.sampling.groups import fingerprint, fingerprints, sample_ids_at
+from swift_grpo_ext.rollout.generate import generate
+from swift_grpo_ext.sampling.groups import sample_ids_at
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash, prompt_hashes
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.selftest.flips import Drawn
-from swift_grpo_ext.training.rollouts import name_samples
 
 NUM_PROMPTS = 4
 MAX_GROUP_SIZE = 8
@@ -70,7 +70,7 @@ class Rig:
         """A few different prompts of the data set."""
         found: dict[str, dict[str, Any]] = {}
         for row in self._rows():
-            found.setdefault(fingerprint(prompt_of(row)), row)
+            found.setdefault(prompt_hash(prompt_of(row)), row)
             if len(found) == NUM_PROMPTS:
                 break
         return list(found.values())
@@ -130,33 +130,34 @@ class Rig:
         *,
         config: Any = None,
         run_seed: int | None = None,
-        grouped: bool | None = None,
+        grouped: bool = True,
     ) -> tuple[list[Any], list[Any]]:
         """Draw samples as the training does; gives ms-swift's samples and their outputs.
 
         Args:
             rows: one for each sample.
             run_seed: instead of `--seed`.
-            grouped: instead of `--rollout_group_requests`.
+            grouped: ask for each group in one request.
         """
         trainer, settings = self.trainer, self.trainer._settings
         if run_seed is not None:
             settings = replace(settings, run_seed=run_seed)
-        if grouped is not None:
-            settings = replace(settings, grouped=grouped)
         ranks = trainer.ranks
         cuts = [len(ids) * rank // ranks.size for rank in range(ranks.size + 1)]
         own = slice(cuts[ranks.rank], cuts[ranks.rank + 1])
         samples = self.samples(rows)
-        batch = settings.rank_batch(
-            list(ids[own]),
-            fingerprints(samples[own]),
-            request=lambda number: samples[own][number].to_infer_request(),
-            packed=True,
-        )
+        # Rows that differ are requested one by one.
+        prompts = prompt_hashes(samples[own]) if grouped else [str(i) for i in ids[own]]
         call = partial(trainer._call_engine, config=config or self.config())
         with trainer.offload_context() if trainer.enable_offload else nullcontext():
-            outputs, _ = draw(batch, trainer._sharing(is_global_inputs=False), call)
+            outputs, _ = generate(
+                list(ids[own]),
+                prompts,
+                make_request=lambda position: samples[own][position].to_infer_request(),
+                make_metadata=partial(settings.metadata, packed=True),
+                sharing=trainer._sharing(is_global_inputs=False),
+                call_engine=call,
+            )
         return samples, [output for share in ranks.all_gather(outputs) for output in share]
 
     def draw(
@@ -181,7 +182,8 @@ class Rig:
     ) -> list[Any]:
         """Samples with their completions, ready for training."""
         samples, outputs = self.outputs(rows, ids, **how)
-        name_samples(samples, ids)
+        for sample, sample_id in zip(samples, ids, strict=True):
+            sample.sample_id, sample.request_id = sample_id, sample_id.request_id
         return list(self.trainer._postprocess_rollout_outputs(samples, outputs))
 
     # --- weights ---

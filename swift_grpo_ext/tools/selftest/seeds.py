@@ -24,7 +24,7 @@ LEAST_BITS = 64.0
 
 OTHER_NOISE = (
     "Samples get other noise than their seeds say. Report it with this page; until then, "
-    "--rollout_group_requests false and one replica tell where."
+    "one replica tells where."
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,17 +20,19 @@ from swift.infer_engine.protocol import (
 )
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.draw import (
-    RankBatch,
+from swift_grpo_ext.rollout.generate import (
+    PackedResponse,
+    RolloutSettings,
     ServedSample,
-    draw,
+    begin_turn,
+    generate,
     to_rollout_output,
     to_rollout_outputs,
 )
-from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.rank_group import RolloutError, SingleRank
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from tests.arguments import training_arguments
 from tests.ranks import Gather, run_ranks
 
 RUN_SEED = 42
@@ -38,25 +42,29 @@ def sample_id(group: int, index: int) -> SampleId:
     return SampleId(phase="train", step=3, number=1, group=group, index=index)
 
 
-def batch_of(samples: Sequence[tuple[int, int]], prompts: str = "", **fields: Any) -> RankBatch:
-    """The samples (group, index) of a rank; `prompts` has one letter for each sample's row."""
+def generate_samples(
+    samples: Sequence[tuple[int, int]],
+    sharing: Any,
+    call_engine: Any,
+    *,
+    prompts: str = "",
+    make_request: Callable[[int], RolloutInferRequest] | None = None,
+) -> tuple[list[Any], list[SampleId]]:
+    """Generate the samples (group, index) of a rank; `prompts` has one letter for each."""
     rows = prompts or "".join("abcdefgh"[group] for group, _ in samples)
 
-    def request(number: int) -> RolloutInferRequest:
-        return RolloutInferRequest(messages=[{"role": "user", "content": rows[number]}])
+    def request(position: int) -> RolloutInferRequest:
+        return RolloutInferRequest(messages=[{"role": "user", "content": rows[position]}])
 
-    grouped = fields.pop("grouped", True)
-    settings = {"run_seed": RUN_SEED, "packed": True} | fields
-
-    def metadata(sample_id: SampleId, count: int) -> RequestMetadata:
-        return RequestMetadata(sample_id=sample_id, count=count, **settings)
-
-    return RankBatch(
-        sample_ids=[sample_id(*sample) for sample in samples],
-        fingerprints=list(rows),
-        request=request,
-        metadata=metadata,
-        grouped=grouped,
+    return generate(
+        [sample_id(*sample) for sample in samples],
+        list(rows),
+        make_request=make_request or request,
+        make_metadata=lambda first, count: RequestMetadata(
+            sample_id=first, count=count, run_seed=RUN_SEED, packed=True
+        ),
+        sharing=sharing,
+        call_engine=call_engine,
     )
 
 
@@ -110,10 +118,10 @@ def expected(*samples: tuple[int, int]) -> list[str]:
 
 def test_a_group_is_one_request_and_its_samples_come_back_in_order() -> None:
     engine, samples = RecordingEngine(), [(g, i) for g in (0, 1) for i in range(3)]
-    outputs, unequal = draw(batch_of(samples), SingleRank(), engine)
+    outputs, uneven = generate_samples(samples, SingleRank(), engine)
     assert engine.requests == [("a", sample_id(0, 0), 3), ("b", sample_id(1, 0), 3)]
     assert outputs == expected(*samples)
-    assert unequal == []
+    assert uneven == []
 
 
 def test_each_rank_makes_the_outputs_of_its_own_served_samples() -> None:
@@ -135,9 +143,8 @@ def test_each_rank_makes_the_outputs_of_its_own_served_samples() -> None:
         return [[ServedSample(c, prompt_ids) for c in completions]]
 
     def work(rank: int, gather: Gather) -> list[Any]:
-        return draw(batch_of([(0, 2 * rank), (0, 2 * rank + 1)]), ThreadGroup(rank, gather), serve)[
-            0
-        ]
+        samples = [(0, 2 * rank), (0, 2 * rank + 1)]
+        return generate_samples(samples, ThreadGroup(rank, gather), serve)[0]
 
     outputs = [output for of_rank in run_ranks(2, work) for output in of_rank]
     for k, output in enumerate(outputs):
@@ -149,33 +156,13 @@ def test_each_rank_makes_the_outputs_of_its_own_served_samples() -> None:
         assert output.rollout_infos["seed"] == sample_seed(RUN_SEED, sample_id(0, k))
 
 
-def test_without_group_requests_each_sample_keeps_its_seed() -> None:
-    """`--rollout_group_requests false` with `--rollout_seed_mode sample` (SPEC S6)."""
-    engine, samples = RecordingEngine(), [(g, i) for g in (0, 1) for i in range(3)]
-    outputs, _ = draw(batch_of(samples, grouped=False), SingleRank(), engine)
-    assert engine.requests == [("abc"[g], sample_id(g, i), 1) for g, i in samples]
-    assert outputs == expected(*samples)
-
-
-def test_the_metadata_holds_the_settings_of_the_run() -> None:
-    engine = RecordingEngine()
-    settings = {"packed": False, "stop_token_ids": (7,), "include_stop_str_in_output": False}
-    draw(batch_of([(0, 0), (0, 1)], run_seed=None, **settings), SingleRank(), engine)
-    draw(batch_of([(0, 0)]), SingleRank(), engine)
-    assert engine.metadatas == [
-        RequestMetadata(sample_id=sample_id(0, 0), count=2, run_seed=None, **settings),  # type: ignore[arg-type]
-        RequestMetadata(sample_id=sample_id(0, 0), count=1, run_seed=RUN_SEED, packed=True),
-    ]
-
-
 def test_rows_that_differ_in_a_group_are_requested_singly() -> None:
     engine = RecordingEngine()
-    outputs, unequal = draw(
-        batch_of([(0, 0), (0, 1), (1, 0), (1, 1)], "axbb"), SingleRank(), engine
-    )
+    samples = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    outputs, uneven = generate_samples(samples, SingleRank(), engine, prompts="axbb")
     assert [(words, count) for words, _, count in engine.requests] == [("a", 1), ("x", 1), ("b", 2)]
     assert [output[0] for output in outputs] == ["a", "x", "b", "b"]
-    assert unequal == [sample_id(0, 0)]
+    assert uneven == [sample_id(0, 0)]
 
 
 def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
@@ -185,15 +172,15 @@ def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
     samples_of_ranks = [[(0, 0), (0, 1)], [(0, 2), (1, 0)], [(1, 1), (1, 2)]]
 
     def work(rank: int, gather: Gather) -> list[Any]:
-        batch = batch_of(samples_of_ranks[rank])
-        make = batch.request
+        samples = samples_of_ranks[rank]
 
-        def request(number: int) -> RolloutInferRequest:
-            made.append((rank, number))
-            return make(number)
+        def request(position: int) -> RolloutInferRequest:
+            made.append((rank, position))
+            content = "abcdefgh"[samples[position][0]]
+            return RolloutInferRequest(messages=[{"role": "user", "content": content}])
 
-        object.__setattr__(batch, "request", request)
-        return draw(batch, ThreadGroup(rank, gather), engine)[0]
+        group = ThreadGroup(rank, gather)
+        return generate_samples(samples, group, engine, make_request=request)[0]
 
     outputs = run_ranks(3, work)
     assert engine.requests == [("a", sample_id(0, 0), 3), ("b", sample_id(1, 0), 3)]
@@ -205,15 +192,12 @@ def test_a_rank_that_cannot_make_its_row_ends_the_round_on_every_rank() -> None:
     engine = RecordingEngine()
 
     def work(rank: int, gather: Gather) -> str:
-        batch = batch_of([(rank, 0)])
-        if rank == 1:
+        def fails(position: int) -> RolloutInferRequest:
+            raise OSError("no such image")
 
-            def fails(number: int) -> RolloutInferRequest:
-                raise OSError("no such image")
-
-            object.__setattr__(batch, "request", fails)
+        group = ThreadGroup(rank, gather)
         with pytest.raises(RolloutError) as failed:
-            draw(batch, ThreadGroup(rank, gather), engine)
+            generate_samples([(rank, 0)], group, engine, make_request=fails if rank == 1 else None)
         return str(failed.value)
 
     messages = run_ranks(2, work)
@@ -228,7 +212,7 @@ def test_an_engine_that_fails_ends_the_round_on_every_rank() -> None:
     def work(rank: int, gather: Gather) -> str:
         expected_type = ConnectionError if rank == 0 else RolloutError
         with pytest.raises(expected_type) as failed:
-            draw(batch_of([(rank, 0)]), ThreadGroup(rank, gather), fails)
+            generate_samples([(rank, 0)], ThreadGroup(rank, gather), fails)
         return str(failed.value)
 
     assert run_ranks(2, work) == ["server 1 is gone"] * 2
@@ -236,7 +220,48 @@ def test_an_engine_that_fails_ends_the_round_on_every_rank() -> None:
 
 def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"group 0, sample 0: .* 2 samples, and 1 came back"):
-        draw(batch_of([(0, 0), (0, 1)]), SingleRank(), lambda r, m: [["one"]])
+        generate_samples([(0, 0), (0, 1)], SingleRank(), lambda r, m: [["one"]])
+
+
+# --- settings and turns ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "run_seed"),
+    [({}, 42), ({"rollout_seed_mode": "engine"}, None), ({"use_vllm": False}, None)],
+)
+def test_settings_of_a_run(changes: dict[str, Any], run_seed: int | None) -> None:
+    stops = {"stop_token_ids": [7, 8], "include_stop_str_in_output": False}
+    settings = RolloutSettings.of(training_arguments(**stops, **changes))
+    assert settings.generates == (run_seed is not None)
+    assert settings.metadata(sample_id(0, 1), 3, packed=True) == RequestMetadata(
+        sample_id=sample_id(0, 1),
+        count=3,
+        run_seed=run_seed,
+        packed=True,
+        stop_token_ids=(7, 8),
+        include_stop_str_in_output=False,
+    )
+
+
+def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
+    """The request of turn 3 comes with the metadata of turn 2."""
+    first: Any = SimpleNamespace(sample_id=sample_id(0, 0))
+    assert begin_turn(first, None) == sample_id(0, 0)
+    request = RolloutInferRequest(messages=[])
+    settings = RolloutSettings.of(training_arguments())
+    wire.write_metadata(request.data_dict, settings.metadata(sample_id(0, 0)))
+    turns = [begin_turn(request, None) for _ in range(3)]
+    assert turns == [replace(sample_id(0, 0), turn=turn) for turn in (1, 2, 3)]
+    metadata = wire.read_metadata(request.data_dict)
+    assert metadata is not None
+    assert (metadata.sample_id, metadata.seed) == (turns[-1], sample_seed(42, turns[-1]))
+
+
+def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
+    message = r"--multi_turn_scheduler mine: its `step` returned .* the same `data_dict`"
+    with pytest.raises(ValueError, match=message):
+        begin_turn(RolloutInferRequest(messages=[]), "mine")
 
 
 # --- outputs in ms-swift's form ---

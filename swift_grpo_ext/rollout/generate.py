@@ -1,0 +1,238 @@
+"""One rollout: samples become requests by groups, and completions return to their samples.
+
+Each rank names the samples that it needs (`sampling/groups.py` plans the requests), makes the rows
+of the requests that begin with one of them, and gets its own samples back. A row, with its images,
+travels only to a rank that calls an engine, and a sample only to its own rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatMessage,
+    RolloutInferRequest,
+    RolloutOutput,
+    UsageInfo,
+    deserialize_ndarray,
+)
+
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
+from swift_grpo_ext.rollout.wire import Completion, Numbers, RequestMetadata
+from swift_grpo_ext.sampling.groups import GroupRequest, plan_requests
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
+
+if TYPE_CHECKING:
+    from swift.rl_core.data import OnPolicySample
+
+    from swift_grpo_ext.training.trainer import RolloutGRPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """What a run's flags say of its requests."""
+
+    generates: bool
+    """Rounds are generated our way, with a seed for each sample and a request for each group;
+    false leaves requests and seeds to ms-swift (`--rollout_seed_mode engine`, no vLLM)."""
+
+    run_seed: int | None
+    """`--seed`; None where the engine makes the seeds."""
+
+    stop_token_ids: tuple[int, ...]
+    include_stop_str_in_output: bool
+
+    @classmethod
+    def of(cls, args: RolloutGRPOConfig) -> RolloutSettings:
+        generates = bool(args.use_vllm and args.rollout_seed_mode == "sample")
+        return cls(
+            generates=generates,
+            run_seed=args.seed if generates else None,
+            stop_token_ids=tuple(args.stop_token_ids),
+            include_stop_str_in_output=args.include_stop_str_in_output,
+        )
+
+    def metadata(
+        self, sample_id: SampleId, count: int = 1, *, packed: bool = False
+    ) -> RequestMetadata:
+        """Return the metadata of a request for `count` samples, the first of them `sample_id`."""
+        return RequestMetadata(
+            sample_id=sample_id,
+            count=count,
+            run_seed=self.run_seed,
+            packed=packed,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
+
+
+def begin_turn(sample: OnPolicySample | RolloutInferRequest, scheduler: str | None) -> SampleId:
+    """Return the id of a sample, or of the turn that begins of a multi-turn conversation.
+
+    A later turn comes as a request, whose metadata is moved on to that turn.
+
+    Args:
+        scheduler: `--multi_turn_scheduler`, for the error.
+
+    Raises:
+        ValueError: a scheduler made a request without metadata.
+    """
+    if not isinstance(sample, RolloutInferRequest):
+        return sample.sample_id
+    metadata = wire.read_metadata(sample.data_dict)
+    if metadata is None:
+        raise ValueError(
+            f"--multi_turn_scheduler {scheduler}: its `step` returned a "
+            f"request without `data_dict['{wire.KEY}']`, from which its seed is made. Return "
+            "the request that it was given, or a copy with the same `data_dict`."
+        )
+    metadata = metadata.next_turn()
+    wire.write_metadata(sample.data_dict, metadata)
+    return metadata.sample_id
+
+
+# --- groups to requests, completions to samples ---
+
+
+class ServedSample(NamedTuple):
+    """A sample as rank 0 read it from a server; the rank that it belongs to makes its output."""
+
+    completion: Completion
+    prompt_token_ids: list[int]
+
+
+Sample: TypeAlias = RolloutOutput | ServedSample
+CallEngine = Callable[[list[RolloutInferRequest], list[RequestMetadata]], Sequence[list[Sample]]]
+"""Gives an engine, or servers, requests with their metadata; returns each request's samples."""
+
+
+def generate(
+    sample_ids: Sequence[SampleId],
+    prompt_hashes: Sequence[str],
+    *,
+    make_request: Callable[[int], RolloutInferRequest],
+    make_metadata: Callable[[SampleId, int], RequestMetadata],
+    sharing: RankGroup,
+    call_engine: CallEngine,
+) -> tuple[list[RolloutOutput], list[SampleId]]:
+    """Return the outputs of this rank's samples, in their order, and the groups whose rows differ.
+
+    All ranks that share an engine call it together. A failure of one is raised on each of them.
+
+    Args:
+        sample_ids: the samples that this rank needs.
+        prompt_hashes: for each sample, the hash of its prompt.
+        make_request: makes the request of the sample at a position; called once for each request.
+        make_metadata: makes the metadata of a request for so many samples, the first one named.
+        sharing: the ranks that share an engine with this one.
+        call_engine: called on the ranks that drive an engine.
+
+    Raises:
+        RolloutError: another rank failed, or a request could not be made.
+        ValueError: an engine returned another number of samples than it was asked for.
+    """
+    samples_of_ranks = sharing.all_gather(list(zip(sample_ids, prompt_hashes, strict=True)))
+    requests, uneven = plan_requests(samples_of_ranks)
+    rows: dict[int, RolloutInferRequest] | str = {}
+    try:
+        owners = enumerate(request.owners[0] for request in requests)
+        rows = {i: make_request(at) for i, (rank, at) in owners if rank == sharing.rank}
+    except Exception as e:  # raised by the rank that drives the engine: it waits for these rows
+        rows = f"rank {sharing.rank}: {type(e).__name__}: {e}"
+    rows_of_ranks = sharing.gather(rows)
+    samples: list[list[Any]] | Exception | None = None
+    if sharing.drives_engine:
+        samples = [[None] * len(of_rank) for of_rank in samples_of_ranks]
+        try:
+            answers = _call(requests, rows_of_ranks, make_metadata, call_engine)
+            for request, answer in zip(requests, answers, strict=True):
+                if len(answer) != request.count:
+                    raise ValueError(
+                        f"{request.first}: the request was for {request.count} samples, and "
+                        f"{len(answer)} came back."
+                    )
+                for (rank, position), sample in zip(request.owners, answer, strict=True):
+                    samples[rank][position] = sample
+        except Exception as e:
+            samples = e  # not raised yet: the other ranks wait for their share
+    share = sharing.scatter(samples)
+    return [to_rollout_output(*s) if isinstance(s, ServedSample) else s for s in share], uneven
+
+
+def _call(
+    requests: Sequence[GroupRequest],
+    rows_of_ranks: Sequence[dict[int, RolloutInferRequest] | str],
+    make_metadata: Callable[[SampleId, int], RequestMetadata],
+    call_engine: CallEngine,
+) -> Sequence[list[Sample]]:
+    rows: dict[int, RolloutInferRequest] = {}
+    failures = []
+    for of_rank in rows_of_ranks:
+        if isinstance(of_rank, str):
+            failures.append(of_rank)
+        else:
+            rows |= of_rank
+    if failures:
+        raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
+    metadatas = [make_metadata(request.first, request.count) for request in requests]
+    for i, metadata in enumerate(metadatas):
+        wire.write_metadata(rows[i].data_dict, metadata)
+    return call_engine([rows[i] for i in range(len(requests))], metadatas)
+
+
+# --- outputs in the form that ms-swift's trainer reads ---
+
+
+@dataclass
+class PackedResponse(ChatCompletionResponse):
+    """The samples of one request, without ms-swift's dictionary for each token."""
+
+    completions: list[Completion] = field(default_factory=list)
+
+
+def to_rollout_outputs(
+    output: RolloutOutput, metadata: RequestMetadata, replica: str
+) -> list[RolloutOutput]:
+    """Return a colocated engine's output for one request as one output for each of its samples."""
+    response = output.response
+    if isinstance(response, PackedResponse):
+        ids = response.prompt_token_ids or []
+        return [to_rollout_output(replace(c, replica=replica), ids) for c in response.completions]
+    outputs = []
+    for choice in response.choices:
+        infos = {"seed": metadata.seed_of(choice.index), "replica": replica}
+        single = replace(response, choices=[replace(choice, index=0)])
+        outputs.append(record_stop_reason(RolloutOutput(response=single, rollout_infos=infos)))
+    return outputs
+
+
+def to_rollout_output(completion: Completion, prompt_token_ids: list[int]) -> RolloutOutput:
+    """Return one sample; reward functions see its seed and replica in `rollout_infos`."""
+    num_prompt, num_tokens = len(prompt_token_ids), len(completion.token_ids)
+    choice = StoppedChoice(
+        index=0,
+        message=ChatMessage(role="assistant", content=completion.text),
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        token_ids=_as_list(completion.token_ids),
+        routed_experts=deserialize_ndarray((completion.extra or {}).get("routed_experts")),
+    )
+    response = ChatCompletionResponse(
+        model="",
+        choices=[choice],
+        usage=UsageInfo(num_prompt, num_tokens, num_prompt + num_tokens),
+        prompt_token_ids=prompt_token_ids,
+    )
+    logprobs = [values] if (values := _as_list(completion.logprobs)) else []
+    infos = {"seed": completion.seed, "replica": completion.replica}
+    output = RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
+    return record_stop_reason(output)
+
+
+def _as_list(numbers: Numbers | None) -> list[Any]:
+    return numbers if isinstance(numbers, list) else [] if numbers is None else numbers.tolist()

@@ -1,0 +1,123 @@
+"""What a prompt is: one hash of its words, its media and what its template makes of them. Pure.
+
+Two rows with the same hash are the same prompt (docs/promises.md, G7). Groups never come from it
+(G1): it keeps rows that differ out of one request (G3), and counts duplicates (G4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+PROMPT_FIELDS = (
+    *("messages", "images", "videos", "audios", "tools", "objects"),
+    "chat_template_kwargs",  # such as `enable_thinking`
+)
+"""What makes a prompt. Other columns (a solution, a difficulty) do not."""
+
+
+def prompt_hash(row: Any) -> str:
+    """Return 32 hex digits that are equal for equal words and media, and else different.
+
+    Args:
+        row: a data set's row, or an object with the fields of `PROMPT_FIELDS`, such as
+            ms-swift's `OnPolicySample` or `InferRequest`. Media count as they are given: a path by
+            its name, bytes and base64 by their content, decoded images by their pixels.
+
+    Raises:
+        ValueError: a field holds what has no form as JSON; names it.
+    """
+    return prompt_hashes([row])[0]
+
+
+def prompt_hashes(rows: Iterable[Any]) -> list[str]:
+    """Return the hash of each row, in order.
+
+    A row that equals the one before it, as in a group, is compared and not hashed again: hashing
+    the pixels of a group once instead of G times.
+    """
+    hashes: list[str] = []
+    before: dict[str, Any] | None = None
+    for row in rows:
+        fields = _prompt_fields(row)
+        hashes.append(hashes[-1] if _are_equal(fields, before) else _digest(fields))
+        before = fields
+    return hashes
+
+
+def count_duplicates(hashes: Iterable[str]) -> int:
+    """Return how many prompts repeat an earlier one."""
+    return sum(count - 1 for count in Counter(hashes).values())
+
+
+def _prompt_fields(row: Any) -> dict[str, Any]:
+    values = {name: _read(row, name) for name in PROMPT_FIELDS}
+    return {name: value for name, value in values.items() if not _is_empty(value)}
+
+
+def _read(row: Any, name: str) -> Any:
+    if isinstance(row, Mapping):
+        return row.get(name)
+    if hasattr(row, name):
+        return getattr(row, name)
+    # Columns for which ms-swift's sample has no field.
+    return (getattr(row, "extra", None) or {}).get(name)
+
+
+def _is_empty(value: Any) -> bool:
+    try:
+        return value is None or len(value) == 0
+    except TypeError:  # numbers and images have no length
+        return False
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Return whether two values surely have one hash: they are equal and of one type (`True` and
+    `1` are equal, and written differently)."""
+    if type(value) is not type(other):
+        return False
+    try:
+        if isinstance(value, dict):
+            return value.keys() == other.keys() and all(
+                _are_equal(item, other[key]) for key, item in value.items()
+            )
+        if isinstance(value, (list, tuple)):
+            return len(value) == len(other) and all(map(_are_equal, value, other))
+        if isinstance(value, float):
+            return repr(value) == repr(other)  # 0.0 is not -0.0
+        return bool(value == other)
+    except (ValueError, RuntimeError):  # arrays and tensors have no truth; depth without end
+        return False
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+
+    def content(value: Any) -> str:
+        """Binary values go into the digest, a mark of their size into the text."""
+        if hasattr(value, "detach"):  # a torch tensor
+            value = value.detach().cpu().numpy()
+        if isinstance(value, (bytes, bytearray)):
+            data = bytes(value)
+        elif hasattr(value, "tobytes"):  # PIL images, numpy arrays
+            pixels = value.tobytes()
+            palette = value.getpalette() if hasattr(value, "getpalette") else None
+            form = [getattr(value, name, None) for name in ("mode", "size", "shape", "dtype")]
+            data = repr((*form, palette)).encode() + pixels
+        else:
+            data = repr(value).encode()
+        digest.update(data)
+        return f"<{type(value).__name__} of {len(data)} bytes>"
+
+    try:
+        text = json.dumps(fields, sort_keys=True, default=content, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(
+            f"A prompt's fields {', '.join(fields)} cannot be told from others ({e}): expected "
+            "what JSON holds, bytes, arrays or images, and texts as keys."
+        ) from e
+    digest.update(text.encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()

@@ -1,0 +1,153 @@
+"""What a prompt is (docs/promises.md, G4 and G7)."""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash, prompt_hashes
+
+MESSAGES = [
+    {"role": "system", "content": "你是一个助手"},
+    {"role": "user", "content": "<image>哪个数字?"},
+]
+
+
+def image(*pixels: int, mode: str = "L", size: tuple[int, int] = (2, 3)) -> Image.Image:
+    made = Image.new(mode, size)
+    made.putdata(pixels)
+    return made
+
+
+def in_palette(color: Sequence[int]) -> Image.Image:
+    made = Image.new("P", (2, 3))
+    made.putpalette(color)
+    return made
+
+
+def as_base64(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+PROMPTS = {
+    "words only": {},
+    "path": {"images": ["七.png"]},
+    "other path": {"images": ["八.png"]},
+    "path twice": {"images": ["七.png", "七.png"]},
+    "two paths": {"images": ["七.png", "八.png"]},
+    "two paths, the other way round": {"images": ["八.png", "七.png"]},
+    "video": {"videos": ["七.png"]},
+    "audio": {"audios": ["七.png"]},
+    "bytes": {"images": [{"bytes": b"\x00\x01", "path": None}]},
+    "other bytes": {"images": [{"bytes": b"\x00\x02", "path": None}]},
+    "bytes with a path": {"images": [{"bytes": b"\x00\x01", "path": "七.png"}]},
+    "bytes cut here": {"images": [b"ab", b"c"]},
+    "bytes cut there": {"images": [b"a", b"bc"]},
+    "base64": {"images": [as_base64(b"\x00\x01")]},
+    "other base64": {"images": [as_base64(b"\x00\x02")]},
+    "pixels": {"images": [image(1, 2, 3, 4, 5, 6)]},
+    "other pixels": {"images": [image(1, 2, 3, 4, 5, 7)]},
+    "pixels in another shape": {"images": [image(1, 2, 3, 4, 5, 6, size=(3, 2))]},
+    "pixels in another mode": {"images": [image(1, 2, 3, 4, 5, 6, mode="P")]},
+    "palette": {"images": [in_palette([255, 0, 0])]},
+    "other palette": {"images": [in_palette([0, 0, 255])]},
+    "array": {"images": [np.zeros((2, 3), np.uint8)]},
+    "array in another shape": {"images": [np.zeros((3, 2), np.uint8)]},
+    "array of another type": {"images": [np.zeros((2, 3), np.int8)]},
+    "tools": {"tools": ["search"]},
+    "objects": {"objects": {"ref": ["七"], "bbox": [[0, 0, 1, 1]]}},
+    "other words": {"messages": [MESSAGES[0], {"role": "user", "content": "<image>哪个数字!"}]},
+    "another role": {"messages": [MESSAGES[0], {**MESSAGES[1], "role": "assistant"}]},
+    "no system prompt": {"messages": MESSAGES[1:]},
+    "thinking": {"chat_template_kwargs": {"enable_thinking": True}},
+    "no thinking": {"chat_template_kwargs": {"enable_thinking": False}},
+}
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {"messages": MESSAGES, "solution": "7", **changes}
+
+
+def test_prompts_that_share_their_words_differ_by_their_media() -> None:
+    """G7."""
+    hashes: dict[str, str] = {}
+    for name, changes in PROMPTS.items():
+        hash_ = prompt_hash(row(**changes))
+        assert hash_ not in hashes, f"{name!r} is taken for {hashes.get(hash_)!r}"
+        hashes[hash_] = name
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_copies_are_the_same_prompt(name: str) -> None:
+    prompt = row(**PROMPTS[name])
+    assert prompt_hash(copy.deepcopy(prompt)) == prompt_hash(prompt)
+    assert len(prompt_hash(prompt)) == 32
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_rows_and_objects_agree(name: str) -> None:
+    """A data set's row, and ms-swift's sample made from it, which has few columns as fields."""
+    prompt = row(**PROMPTS[name])
+    extra = {key: prompt[key] for key in ("solution", "chat_template_kwargs") if key in prompt}
+    own = {key: value for key, value in prompt.items() if key not in extra}
+    sample = SimpleNamespace(**own, request_id="train-0.0-0-0", extra=extra)
+    assert prompt_hash(sample) == prompt_hash(prompt)
+
+
+def test_the_order_of_keys_does_not_count() -> None:
+    def reverse(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: reverse(value[key]) for key in reversed(value)}
+        return [reverse(item) for item in value] if isinstance(value, list) else value
+
+    prompt = row(**PROMPTS["bytes with a path"], **PROMPTS["objects"])
+    assert list(reverse(prompt)) != list(prompt)
+    assert prompt_hash(reverse(prompt)) == prompt_hash(prompt)
+
+
+@pytest.mark.parametrize("empty", [None, []])
+@pytest.mark.parametrize("field", ["images", "videos", "audios", "tools", "objects"])
+def test_no_media_is_no_media(field: str, empty: Any) -> None:
+    assert prompt_hash(row(**{field: empty})) == prompt_hash(row())
+
+
+def test_what_is_not_the_prompt_does_not_count() -> None:
+    assert prompt_hash(row(solution="8", add_eos=True)) == prompt_hash(row())
+
+
+def test_half_a_surrogate_pair_is_no_accident() -> None:
+    """Some data sets hold them; UTF-8 does not."""
+    halves = ["\ud83d", "\ude00"]
+    prints = {prompt_hash({"messages": [{"role": "user", "content": h}]}) for h in halves}
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize(
+    ("prints", "count"), [("", 0), ("abc", 0), ("aba", 1), ("aaa", 2), ("abab", 2)]
+)
+def test_duplicates_are_those_that_stand_earlier_too(prints: str, count: int) -> None:
+    """G4."""
+    assert count_duplicates(prints) == count
+
+
+def test_fingerprints_of_many_rows_are_those_of_each() -> None:
+    image = Image.new("RGB", (4, 4), "red")
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}], "images": [b"png"]},
+        {"messages": [{"role": "user", "content": "a"}], "images": [b"png"]},
+        {"messages": [{"role": "user", "content": "a"}], "images": [b"pnG"]},
+        {"messages": [{"role": "user", "content": "a"}], "images": [image]},
+        {"messages": [{"role": "user", "content": "a"}], "images": [image.copy()]},
+        {"messages": [{"role": "user", "content": "a"}], "videos": np.zeros((2, 3))},
+        {"messages": [{"role": "user", "content": "a"}], "videos": np.zeros((2, 3))},
+        {"messages": [{"role": "user", "content": "a"}], "videos": np.ones((2, 3))},
+    ]
+    assert prompt_hashes(rows) == [prompt_hash(row) for row in rows]
+    assert len(set(prompt_hashes(rows))) == 5
