@@ -1,4 +1,4 @@
-"""Measure what a round spends on images, for the rollout and the training batch, and waits for.
+"""Measure what a round spends on images, for the rollout and the training batch.
 
     python scripts/bench/media.py --model DIR --output scripts/bench/results/media.json
 
@@ -9,28 +9,20 @@ each turn, as `--sleep_level` empties them.
 - `ours, first epoch`: groups as one request, then the same, with an empty `--media_cache_gb`.
 - `ours, later epoch`: the same with the cache of an epoch before, which met these images.
 - `ours, no cache`: `--media_cache_gb 0`.
-- `ours, ahead`: new images for a full cache, prepared by the thread that does so while a round
-  trains; its CPU seconds count too. (While a cache grows, new memory costs 0.1 s a round more.)
 
 Counted is all that the process spends on a round but the engine's own steps: reading, decoding,
 hashing and processing images, tokenizing, and the making of requests and answers. The largest cache
 is what it held in bytes after its round. The wait is the same in wall time.
-
-A second table has the wait after a training, with that thread beside it and without: forward and
-backward of the model. OMP_NUM_THREADS=1 leaves it a core, as an accelerator does.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -41,11 +33,9 @@ from colocate_ways import make_engine
 from common import Measures, Results, Turn, interleave, make_parser, make_rows, ratios, stopwatch
 from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers.utils import encode_sample
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForImageTextToText
 
 from swift_grpo_ext.flags import ExtFlags
-from swift_grpo_ext.media.shared import RoundMedia
+from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.rollout.generate import to_rollout_outputs
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
@@ -54,17 +44,10 @@ MARGIN = 0.05
 
 NUM_ANSWER_TOKENS = 64
 
-AHEAD_GB = 1.0
-"""Of a cache that meets new images in each round; three rounds of the default case fit."""
-
-NUM_TO_FILL = 8
-"""Rounds until the cache is full, and takes no new memory from the system."""
-
 
 def main() -> None:
     parser = make_parser(__doc__ or "", repetitions=5)
     parser.add_argument("--media-cache-gb", type=float, default=ExtFlags.media_cache_gb)
-    parser.add_argument("--trained-samples", type=int, default=4, help="in a micro batch")
     parser.set_defaults(group_sizes=[8], image_sides=[1024], max_tokens=1)
     options = parser.parse_args()
     if options.quick:
@@ -79,8 +62,7 @@ def main() -> None:
         for size in options.group_sizes:
             case = Case(image_side=side, num_prompts=options.num_prompts, group_size=size)
             results.add(rounds.compare(case, options.repetitions))
-            results.add(rounds.compare_beside(case, options.repetitions))
-    print(f"{as_markdown(results.rows)}\n\n{as_waits(results.rows)}")
+    print(as_markdown(results.rows))
 
 
 class Rounds:
@@ -92,7 +74,6 @@ class Rounds:
         self._template = copy(engine.template)
         self._template.set_mode("train")
         self._steps: Counter[str] = Counter()
-        self._num_unseen = 0
         step = engine.engine.step
 
         def timed() -> Any:
@@ -105,7 +86,7 @@ class Rounds:
         engine.engine.step = timed
 
     def compare(self, case: Case, repetitions: int) -> list[dict[str, Any]]:
-        kept, ahead = self._media(), self._full_media(case)
+        kept = self._media()
         self._ours(make_samples(case, 0), kept)
         self._assert_equal_bits(case, kept)
         turns: dict[str, Turn] = {
@@ -113,70 +94,18 @@ class Rounds:
             "ours, first epoch": lambda r: self._ours(make_samples(case, r), self._media()),
             "ours, later epoch": lambda r: self._ours(make_samples(case, r), kept),
             "ours, no cache": lambda r: self._ours(make_samples(case, r), self._media(0)),
-            "ours, ahead": lambda r: self._ahead(case, r, ahead),
         }
         measures = interleave(turns, repetitions, f"{case.name}, G = {case.group_size}")
         return make_rows({"benchmark": "media", **case.columns()}, measures)
 
-    def compare_beside(self, case: Case, repetitions: int) -> list[dict[str, Any]]:
-        media, train = self._full_media(case), self._training(case)
-
-        def turn(is_ahead: bool, repetition: int) -> Measures:
-            samples = self._unseen(case, repetition)
-            trained: Measures = {}
-            if is_ahead:
-                media.prefetch(self._template, lambda: prompts(samples, case))
-            with stopwatch(trained):
-                train()
-            wait = self._ours(samples, media)["wait"]
-            return {"training_beside": trained["seconds"], "wait": wait}
-
-        turns: dict[str, Turn] = {
-            "nothing beside it": partial(turn, False),
-            "the next round's images beside it": partial(turn, True),
-        }
-        fixed = {"benchmark": "media beside training", "threads": torch.get_num_threads()}
-        measures = interleave(turns, repetitions, "beside training")
-        return make_rows({**fixed, **case.columns()}, measures)
-
-    def _media(self, max_gb: float | None = None) -> RoundMedia:
+    def _media(self, max_gb: float | None = None) -> MediaCache:
         gigabytes = self._options.media_cache_gb if max_gb is None else max_gb
-        return RoundMedia(gigabytes, self._template, lambda own: [own])
-
-    def _full_media(self, case: Case) -> RoundMedia:
-        media = self._media(AHEAD_GB)
-        for number in range(NUM_TO_FILL):
-            self._prepare(self._unseen(case, number), case, media)
-            media.end_round()
-        return media
-
-    def _unseen(self, case: Case, repetition: int) -> list[Any]:
-        """Samples whose images no cache knows: files that end in zeros, which no decoder reads."""
-        self._num_unseen += 1
-        samples = make_samples(case, repetition)
-        for image in (image for sample in samples for image in sample.images or ()):
-            image["bytes"] += bytes(self._num_unseen)
-        return samples
-
-    def _training(self, case: Case) -> Callable[[], None]:
-        """Forward and backward of a micro batch, for the log-probabilities of its answers."""
-        model = AutoModelForImageTextToText.from_pretrained(self._options.model).float().train()
-        size = self._options.trained_samples
-        rows = [as_trained(sample, n) for n, sample in enumerate(make_samples(case, 0)[:size])]
-        inputs = self._template.data_collator([encode_sample(row, self._template) for row in rows])
-        labels = inputs.pop("labels")[:, -NUM_ANSWER_TOKENS:]
-
-        def train() -> None:
-            logits = model(**inputs, logits_to_keep=NUM_ANSWER_TOKENS + 1).logits[:, :-1]
-            cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-            model.zero_grad()
-
-        return train
+        return MediaCache(gigabytes, self._template, lambda own: [own])
 
     def _theirs(self, samples: list[Any]) -> Measures:
         return self._round(samples, lambda: draw_theirs(samples, self._infer), nullcontext())
 
-    def _ours(self, samples: list[Any], media: RoundMedia) -> Measures:
+    def _ours(self, samples: list[Any], media: MediaCache) -> Measures:
         def ask(requests: list[Any], metadatas: Sequence[Any]) -> list[list[Any]]:
             with media.in_rollout(self._engine):
                 outputs = self._infer(requests)
@@ -186,23 +115,7 @@ class Rounds:
         in_training = media.in_training(self._template)
         measures = self._round(samples, lambda: draw_ours(samples, RUN_SEED, ask), in_training)
         counts = media.end_round()
-        num_bytes = float(media.cache.num_bytes if media.cache else 0)
-        return {**measures, "bytes": num_bytes, **counts}
-
-    def _ahead(self, case: Case, repetition: int, media: RoundMedia) -> Measures:
-        samples = self._unseen(case, repetition)
-        start = time.process_time()
-        self._prepare(samples, case, media)
-        seconds = time.process_time() - start
-        measures = self._ours(samples, media)
-        measures["cpu_seconds"] += seconds
-        return {**measures, "ahead": seconds}
-
-    def _prepare(self, samples: list[Any], case: Case, media: RoundMedia) -> None:
-        media.prefetch(self._template, lambda: prompts(samples, case))
-        for thread in threading.enumerate():
-            if thread.name == "media prefetch":
-                thread.join()
+        return {**measures, "bytes": float(media.num_bytes), **counts}
 
     def _infer(self, requests: list[Any]) -> Any:
         return self._engine.infer(requests, copy(self._config), use_tqdm=False)
@@ -229,7 +142,7 @@ class Rounds:
             "wait": rollout["seconds"] - self._steps["seconds"] + training["seconds"],
         }
 
-    def _assert_equal_bits(self, case: Case, media: RoundMedia) -> None:
+    def _assert_equal_bits(self, case: Case, media: MediaCache) -> None:
         for sample in make_samples(case, 0)[:: case.group_size]:
             row = as_trained(sample, 0)
             alone = encode_sample(row, self._template)
@@ -238,11 +151,6 @@ class Rounds:
             for name, value in alone.items():
                 is_tensor = isinstance(value, torch.Tensor)
                 assert torch.equal(value, shared[name]) if is_tensor else value == shared[name]
-
-
-def prompts(samples: Sequence[Any], case: Case) -> list[dict[str, Any]]:
-    """A row of each group."""
-    return [{"messages": s.messages, "images": s.images} for s in samples[:: case.group_size]]
 
 
 def as_trained(sample: Any, number: int) -> GRPOSample:
@@ -261,11 +169,10 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     theirs: dict[str, Any] = {}
-    for row in (row for row in rows if row["benchmark"] == "media"):
+    for row in rows:
         theirs = row if row["way"] == "ms-swift" else theirs
         share = ratios(row, theirs, "cpu_seconds")
         target = {"ours, first epoch": 1 / (2 * row["group_size"]) + MARGIN}
-        target["ours, ahead"] = target["ours, first epoch"]
         target["ours, later epoch"] = MARGIN
         made = [f"{median(row.get(f'media/{kind}', [0])):g}" for kind in ("decoded", "processed")]
         lines.append(
@@ -275,21 +182,6 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
             f"| {target.get(row['way'], 1.0):.4f} | {', '.join(made)} "
             f"| {median(row.get('bytes', [0])) / 1e6:.0f} | {median(row['wait']):.2f} |"
         )
-    return "\n".join(lines)
-
-
-def as_waits(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| images | prompts x G | training | training, s (range) | then wait, s (range) |",
-        "|---|---|---|---|---|",
-    ]
-    for row in (row for row in rows if row["benchmark"] != "media"):
-        shown = [
-            f"{median(row[name]):.2f} ({min(row[name]):.2f} to {max(row[name]):.2f})"
-            for name in ("training_beside", "wait")
-        ]
-        case = f"{row['case']} | {row['num_prompts']} x {row['group_size']}"
-        lines.append(f"| {case} | {row['way']} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

@@ -1,27 +1,20 @@
 """Join the media of a training batch when they are read, and each once where they are not.
 
 A collator lays the patches of all samples in a row: those of a group's image G times. They move to
-the device like that, and stay there until the round is trained on. Where a frozen tower looks at
-each image once (`encoder_cache`), nothing ever reads the G copies.
-"""
+the XX"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-KEYS = ("pixel_values", "pixel_values_videos")
-"""What ms-swift's templates concatenate over the samples of a batch (template/base.py,
-`_data_collator_mm_data`)."""
-
 _aten = torch.ops.aten
 _EACH = (_aten._to_copy.default, _aten.detach.default, _aten.alias.default, _aten.clone.default)
-"""What is done to each tensor alone."""
+"""What may be done to each tensor alone."""
 
 
 class LazyConcat(Tensor):
@@ -59,17 +52,18 @@ class LazyConcat(Tensor):
 
     @property
     def parts(self) -> list[Tensor]:
+        """The tensors in their order; equal ones are the same object."""
         return [self.distinct[number] for number in self.order]
 
     def join(self) -> Tensor:
-        """What this tensor stands for; the same each time, so that writing to it is kept."""
+        """Return what this tensor stands for, the same each time, so that what is written stays."""
         if self._joined is None:
             self._joined = torch.cat(self.parts)
             self.distinct, self.order = [self._joined], [0]
         return self._joined
 
     def split_parts(self, sizes: Sequence[int]) -> list[Tensor]:
-        """As `split`, without joining where each piece lies within a part."""
+        """Return what `split` does, without joining where each piece lies within a part."""
         pieces, left = list[Tensor](), [*reversed(sizes)]
         for part in self.parts:
             start = 0
@@ -114,8 +108,8 @@ class LazyConcat(Tensor):
         return args[0] if args and result is read[0][0] else result
 
 
-def memory_of(tensor: Tensor) -> Any:
-    """What tensors have in common that show the same values of the same memory."""
+def memory_of(tensor: Tensor) -> Hashable:
+    """Return what tensors have in common that show the same values of the same memory."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -123,8 +117,8 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return tensor.parts if isinstance(tensor, LazyConcat) else [tensor]
 
 
-def _is_rows(value: Any) -> bool:
-    """Whether a tensor's values lie in memory, row by row, and no gradient flows to it."""
+def is_rows(value: Any) -> bool:
+    """Return whether it is a tensor whose values lie in memory by rows, without a gradient."""
     is_plain = type(value) is Tensor and value.layout == torch.strided and not value.is_nested
     return is_plain and value.ndim > 0 and not value.is_meta and not value.requires_grad
 
@@ -132,38 +126,3 @@ def _is_rows(value: Any) -> bool:
 def _can_wait(tensors: Sequence[Tensor], dim: int = 0) -> bool:
     kinds = {(t.shape[1:], t.dtype, t.device, t.ndim > 0, t.requires_grad) for t in tensors}
     return dim == 0 and len(kinds) == 1 and not tensors[0].requires_grad
-
-
-@contextmanager
-def media_joined_late(template: Any) -> Iterator[None]:
-    """Let what `template`, of ms-swift, collates within the block hold media as `LazyConcat`."""
-
-    def late(batch: list[dict[str, Any]]) -> None:
-        for encoded in batch:
-            for key in KEYS:
-                if _is_rows(value := encoded.get(key)):
-                    encoded[key] = LazyConcat([value])
-
-    with before_collating(template, late):
-        yield
-
-
-@contextmanager
-def before_collating(
-    template: Any, change: Callable[[list[dict[str, Any]]], None]
-) -> Iterator[None]:
-    """Call `change` with each batch that `template.data_collator` gets within the block."""
-    collate, outer = template.data_collator, vars(template).get("data_collator")
-
-    def data_collator(batch: list[dict[str, Any]], **kwargs: Any) -> Any:
-        change(batch)
-        return collate(batch, **kwargs)
-
-    template.data_collator = data_collator
-    try:
-        yield
-    finally:
-        if outer is None:
-            del template.data_collator
-        else:
-            template.data_collator = outer

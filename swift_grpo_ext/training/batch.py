@@ -12,7 +12,7 @@ import torch
 from swift.infer_engine.protocol import RequestConfig
 from swift.utils import get_logger
 
-from swift_grpo_ext.media.lazy_concat import before_collating
+from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.training.agreement import (

@@ -6,7 +6,6 @@ Each hook takes what it needs from ms-swift, and hands it to a collaborator, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,8 @@ from torch import nn
 
 from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
+from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
-from swift_grpo_ext.media.lazy_concat import media_joined_late
-from swift_grpo_ext.media.shared import RoundMedia
 from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout import wire
@@ -102,7 +100,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings.of(config)
-        self._media = RoundMedia(config.media_cache_gb, template, self.ranks.all_gather)
+        self._media = MediaCache(config.media_cache_gb, template, self.ranks.all_gather)
         self._recorder = SampleRecorder(
             config.output_dir,
             self.ranks,
@@ -224,30 +222,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
         indices = rank_share(sampler.batch(epoch, batch), self.ranks.rank, self.ranks.size)
         return [self.train_dataset[i] for i in indices]
-
-    def _next_prompts(self) -> list[Any]:
-        """Return a row of each group that this rank's training or engine will encode next.
-
-        Those of the next round come first, then those of the first round that dynamic sampling may
-        add to it.
-        """
-        clock, is_async = self._rounds.clock, self.args.async_generate
-        batch = self._step + clock.batches_per_round
-        is_last = batch >= clock.batches_at(self.state.max_steps)
-        if is_last or self.template.sequence_parallel_size > 1:
-            return []
-        # With --async_generate a round trains on the generation batch before its own.
-        own_end = batch if is_async else batch + clock.batches_per_round
-        batches = [(self._get_train_sampler(), *clock.generation_batch_before(own_end))]
-        if self.dynamic_sample and not is_async:
-            position = clock.resample_position(clock.round_at(batch), 0)
-            batches.append(self._added_batch(position))
-        sharing = self.vllm_tensor_parallel_size if self.vllm_mode == "colocate" else 1
-        indices: list[int] = []
-        for sampler, *batch_at in batches:
-            batch_rows = sampler.batch(*batch_at)
-            indices += rank_share(batch_rows, self.ranks.rank, self.ranks.size, sharing)
-        return [self.train_dataset[i] for i in dict.fromkeys(indices)]
 
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""
@@ -417,14 +391,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self._metrics[self._mode]["rollout_gap/canary"].append(canary_gap)
         check_counts_of(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
-        media = self._media.in_training(self.template)
-        late = media_joined_late(self.template) if self._encoder_cache.is_on else nullcontext()
-        with media, only_sampled_tokens(self.template, samples), own_prompts, late:
+        media = self._media.in_training(self.template, joins_late=self._encoder_cache.is_on)
+        with media, only_sampled_tokens(self.template, samples), own_prompts:
             batches = super()._prepare_batch_inputs(samples)
         self._logps.end_round()
-        metrics = self._media.end_round(training=self.model.training)
-        if metrics and self.model.training:
-            self._media.prefetch(self.template, self._next_prompts)
+        metrics = self._media.end_round()
         if self._encoder_cache.towers:
             metrics["media/encoded"] = float(self._encoder_cache.agree(self.ranks.all_gather))
         for name, value in metrics.items():

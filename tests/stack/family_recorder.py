@@ -21,7 +21,7 @@ from swift.trainers import TrainerFactory
 
 from swift_grpo_ext.logits import base_model
 from swift_grpo_ext.logits.head import output_embedding
-from swift_grpo_ext.media.lazy_concat import before_collating
+from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.training import trainer as trainer_module
 from swift_grpo_ext.training.batch import rollouts_own_prompts

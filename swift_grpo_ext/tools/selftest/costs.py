@@ -16,7 +16,7 @@ from swift.trainers import disable_gradient_checkpointing
 from swift_grpo_ext.checks.rows import MEDIA
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size, free_bytes
 from swift_grpo_ext.media.encoder_cache import EncoderCache, frozen_towers
-from swift_grpo_ext.media.lazy_concat import media_joined_late
+from swift_grpo_ext.media.encode import before_collating, join_late
 from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from swift_grpo_ext.tools.selftest.result import Result, judged, untried
 from swift_grpo_ext.tools.selftest.rig import Rig
@@ -229,7 +229,8 @@ def check_vision(rig: Rig) -> Result:
     ways = {}
     for name, gigabytes in (("as ms-swift", 0.0), ("images encoded once", 1.0)):
         with _encoder_cache(trainer, gigabytes) as cache:
-            late = media_joined_late(trainer.template) if gigabytes else nullcontext()
+            template = trainer.template
+            late = before_collating(template, join_late) if gigabytes else nullcontext()
             with late:
                 inputs, batch = encoded_batch(trainer, deepcopy(samples))
             ways[name] = _measured(rig, inputs, batch, trainer.args.logps_chunk_size)
@@ -250,7 +251,7 @@ def _encoder_cache(trainer: Any, gigabytes: float) -> Iterator[EncoderCache]:
     """Within the block the trainer's model has another cache than the run's."""
     own = trainer._encoder_cache
     for tower in own.towers:
-        tower.remove()
+        tower.is_off = True
     cache = EncoderCache(gigabytes, trainer.model)
     try:
         yield cache
@@ -258,7 +259,7 @@ def _encoder_cache(trainer: Any, gigabytes: float) -> Iterator[EncoderCache]:
         for tower in cache.towers:
             tower.remove()
         for tower in own.towers:
-            tower.install()
+            tower.is_off = False
 
 
 # --- speed ---

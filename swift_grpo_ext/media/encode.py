@@ -1,0 +1,478 @@
+"""Decode and process each image once: for a group, for rollout and training, and over rounds.
+
+Symptom: the G samples of a group are encoded one by one, each decoding, resizing and processing the
+same images again (ms-swift issue 4413); so do a colocated engine, each turn, and each epoch.
+Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`encode_sample`), template/base.py (`_load_image`,
+`replace_video2image`); transformers 5, image_processing_utils.py (`preprocess`, of videos too);
+qwen_vl_utils (`fetch_video`). Can go when ms-swift encodes the media of a group once.
+
+How an image travels, of Qwen2.5-VL for one:
+
+1. The template asks `_load_image` for it. `MediaCache` names it by its content and has it decoded
+   once. Each sample gets a `SharedImage`: a view of the same pixels that knows their name.
+2. The template resizes it. `SharedImage.resize` asks the cache too, by that name and the size.
+3. The processor makes patches of it. The cache knows the call by the images' names, the arguments
+   and the processor's settings; each sample gets tensors that share their memory.
+4. The collator lays the patches of all samples in a row, which holds each image's once
+   (lazy_concat.py), and a frozen vision tower encodes each once (encoder_cache.py).
+
+What the model sees is bit for bit what it would see without. What cannot be named by its content is
+not shared, and costs what it costs in ms-swift.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import functools
+import io
+import os
+import pickle
+import sys
+import threading
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+import xxhash
+from cachetools import LRUCache
+from PIL import Image
+
+from swift_grpo_ext.flags import BYTES_PER_GB
+from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
+
+if TYPE_CHECKING:
+    from swift.infer_engine import InferEngine
+    from swift.template import Template
+
+BATCH_BYTES = 2**30
+"""Bound within a training batch, with `--media_cache_gb 0`. The samples of a group follow one
+another, so the images of one row must fit: 34 MB for 1024 x 1024 pixels of Qwen2.5-VL, 410 MB for
+the largest that its defaults let through (12.8 megapixels)."""
+
+LONGEST_NAME, LONGEST_PATH = 256, 4096
+"""Characters. A longer string than the first that names no file is base64, than the second always:
+to make a path of 3 MB of it takes 50 ms."""
+
+VIDEO_MODULES = ("qwen_vl_utils", "qwen_omni_utils", "keye_vl_utils")
+"""Templates import `fetch_video` from them at each call; a module that is not in use is skipped."""
+
+COLLATED = ("pixel_values", "pixel_values_videos")
+"""What ms-swift's templates concatenate over the samples of a batch (template/base.py,
+`_data_collator_mm_data`)."""
+
+KINDS = ("decoded", "processed", "reused")
+
+_MARK = "shares_media"
+"""An attribute of functions that a `MediaCache` has put in the place of upstream's."""
+
+
+class MediaChangedError(RuntimeError):
+    """Something wrote to a tensor that samples share."""
+
+
+class MediaCache:
+    """The decoded and processed media of one process, by content (`--media_cache_gb`).
+
+    Threads may use it (ms-swift's engines encode requests in several): one makes a value, the
+    others wait for it.
+
+    Args:
+        max_gb: bound of its memory; what was not used for longest goes first. With 0, the samples
+            of a training batch share their media, and nothing is kept.
+        template: of the training. Where its model takes no media, nothing is kept either.
+        all_gather: of the training's ranks. Called once a round where media are kept.
+    """
+
+    def __init__(
+        self, max_gb: float, template: Template, all_gather: Callable[[Any], Sequence[Any]]
+    ) -> None:
+        self.is_kept = max_gb > 0 and template.model_meta.is_multimodal
+        self.counts: Counter[str] = Counter()
+        """How many media this round had `decoded`, `processed`, or `reused` of either kind."""
+
+        max_bytes = int(max_gb * BYTES_PER_GB) if self.is_kept else BATCH_BYTES
+        self._entries = LRUCache[bytes, _Entry](max_bytes, getsizeof=attrgetter("num_bytes"))
+        self._held = WeakSet[_Entry]()
+        self._all_gather = all_gather
+        self._round = 0
+        self._lock = threading.Lock()
+        self._turns: dict[bytes, threading.Lock] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes are held now."""
+        return int(self._entries.currsize)
+
+    @contextmanager
+    def in_training(self, template: Template, *, joins_late: bool = False) -> Iterator[None]:
+        """Share the media of all that `template` encodes within the block.
+
+        Args:
+            joins_late: let collated patches be `LazyConcat`s, for towers that encode images once.
+
+        Raises:
+            MediaChangedError: at the next use or at the end, if a shared tensor was written to.
+        """
+        try:
+            with self._sharing(template), ExitStack() as stack:
+                if joins_late:
+                    stack.enter_context(before_collating(template, join_late))
+                yield
+            for entry in list(self._held):
+                entry.check()
+        finally:
+            if not self.is_kept:
+                self._entries.clear()
+
+    @contextmanager
+    def in_rollout(self, engine: InferEngine) -> Iterator[None]:
+        """Let a colocated engine, of vLLM or transformers, share its media with the training.
+
+        vLLM has processors of its own, which are of the same class as the template's.
+        """
+        with ExitStack() as stack:
+            if self.is_kept:
+                stack.enter_context(self._sharing(engine.template))
+            yield
+
+    def end_round(self) -> dict[str, float]:
+        """Return the round's metrics by name, over all ranks; none where it had no media."""
+        self._round += 1
+        counts, self.counts = self.counts, Counter()
+        if not self.is_kept:
+            return {}
+        gathered = self._all_gather((counts, self.num_bytes / BYTES_PER_GB))
+        total = sum((counts for counts, _ in gathered), Counter[str]())
+        if not total:
+            return {}
+        metrics = {f"media/{kind}": float(total[kind]) for kind in KINDS}
+        return metrics | {"media/gb": max(gigabytes for _, gigabytes in gathered)}
+
+    def share(self, asked: Any, make: Callable[[], Any], kind: str = "") -> Any:
+        """Return what `make()` returned for `asked` of the same content, else what it returns now.
+
+        Each caller gets containers, arrays and images of its own; tensors share their storage.
+        What `make` raises is not remembered.
+
+        Args:
+            asked: all that the value depends on.
+            kind: under which the value is counted, if at all.
+        """
+        key = content_key(asked)
+        if key is None:
+            with self._lock:
+                self.counts[kind] += bool(kind)
+            return make()
+        with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+        try:
+            with turn:
+                with self._lock:
+                    entry = self._entries.get(key)
+                    self.counts["reused" if entry else kind] += bool(kind)
+                if entry is None:
+                    # Templates encode in inference mode, whose tensors do not count what is
+                    # written to them.
+                    with torch.inference_mode(False), torch.no_grad():
+                        entry = _Entry(_with_shared_images(make(), key, self.share))
+                    with self._lock:
+                        if entry.num_bytes <= self._entries.maxsize:
+                            self._entries[key] = entry
+                            self._held.add(entry)
+        finally:
+            with self._lock:
+                self._turns.pop(key, None)
+        return entry.lend()
+
+    @contextmanager
+    def _sharing(self, template: Template) -> Iterator[None]:
+        """Send through the cache what the template's and its processors' functions make.
+
+        Of processors their class is hooked, since vLLM has processors of its own.
+        """
+        processor = getattr(template, "processor", None)
+        owners = [getattr(processor, f"{kind}_processor", None) for kind in ("image", "video")]
+        hooks: list[tuple[Any, str, Callable[..., Any]]] = [
+            (template, "_load_image", self._decode_image),
+            (template, "replace_video2image", self._decode_frames),
+            *((type(owner), "preprocess", self._process) for owner in owners),
+            *((sys.modules.get(name), "fetch_video", self._fetch_video) for name in VIDEO_MODULES),
+        ]
+        with ExitStack() as stack:
+            for owner, name, wrap in hooks:
+                original = getattr(owner, name, None)
+                # Within another block of this template, media are shared already.
+                if original is not None and not hasattr(original, _MARK):
+                    setattr(stack.enter_context(replaced(owner, name, wrap)), _MARK, True)
+            yield
+
+    def _decode_image(self, load: Callable[..., Any], image: Any, load_images: bool) -> Any:
+        # A path that is not to be loaded comes back as it is.
+        source = source_key(image, self._round) if load_images else image
+        asked = (load.__qualname__, source, load_images)
+        return self.share(asked, lambda: load(image, load_images), "decoded")
+
+    def _decode_frames(
+        self, upstream: Callable[..., Any], load: Callable[[Any], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def shared(video: Any) -> Any:
+            asked = (load, source_key(video, self._round))
+            return self.share(asked, lambda: load(video), "decoded")
+
+        return upstream(shared, *args, **kwargs)
+
+    def _fetch_video(self, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        asked = (fetch.__module__, source_key([args, kwargs], self._round))
+        return self.share(asked, lambda: fetch(*args, **kwargs), "decoded")
+
+    def _process(
+        self, preprocess: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Settings may change between two calls, and two processors of a class may differ in some
+        # that the call gives. transformers 5 fills in from attributes what a call leaves out
+        # (image_processing_utils.py, `preprocess`); all other attributes count too.
+        settings = dict(vars(owner))
+        names = settings.pop("_valid_kwargs_names", ())
+        given = {name: getattr(owner, name, None) for name in names} | kwargs
+        settings = {name: value for name, value in settings.items() if name not in given}
+        named = (preprocess.__qualname__, type(owner), sorted(settings.items()))
+        asked = (named, args, sorted(given.items()))
+        return self.share(asked, lambda: preprocess(owner, *args, **kwargs), "processed")
+
+
+class SharedImage(Image.Image):
+    """A view of decoded pixels that other views share; whoever changes it gets pixels of its own.
+
+    Pillow copies pixels before it writes to them where `readonly` is set. What `convert` and
+    `resize` make of it is shared like the image itself. It is decoded: `thumbnail` of a JPEG can no
+    longer ask the decoder for fewer pixels.
+    """
+
+    _key: bytes | None = None
+    _pixels: Any = None
+    _share: Callable[..., Any]
+
+    @classmethod
+    def of(cls, image: Image.Image, key: bytes, share: Callable[..., Any]) -> SharedImage:
+        """Return a view of `image`, whose content `key` names; raise what decoding it raises."""
+        image.load()
+        view: Any = image._new(image.im)
+        view.__class__ = cls
+        view.format = image.format
+        view.readonly = image.readonly = 1
+        view._key, view._pixels, view._share = key, image.im, share
+        return view
+
+    @property
+    def content_key(self) -> bytes | None:
+        """The pixels' name; None once they are this image's own."""
+        return self._key if self.im is self._pixels else None
+
+    def copy(self) -> Image.Image:
+        if self.content_key is None:
+            return super().copy()
+        return SharedImage.of(self, self.content_key, self._share)
+
+    # What changes nothing is a view, as `copy`, and takes no room.
+    def convert(self, *args: Any, **kwargs: Any) -> Image.Image:
+        if args == (self.mode,) and not kwargs:
+            return self.copy()
+        return self._derived(super().convert, args, kwargs)
+
+    def resize(self, *args: Any, **kwargs: Any) -> Image.Image:
+        if args == (self.size,) and not kwargs:
+            return self.copy()
+        return self._derived(super().resize, args, kwargs)
+
+    def thumbnail(self, *args: Any, **kwargs: Any) -> None:
+        self._ensure_mutable()  # Pillow takes over the pixels that `resize` returns, and writes
+        super().thumbnail(*args, **kwargs)
+
+    def _derived(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Image.Image:
+        if self.content_key is None:
+            return method(*args, **kwargs)
+        asked = (method.__name__, self, args, kwargs)
+        return self._share(asked, lambda: method(*args, **kwargs))
+
+
+class _Entry:
+    """A value of the cache, its size in bytes, and what tells whether it was written to."""
+
+    def __init__(self, value: Any) -> None:
+        leaves: list[Any] = []
+        _map(leaves.append, value)
+        self.value = value
+        self.num_bytes = sum(map(_num_bytes, leaves))
+        self._versions = [(x, _version(x)) for x in leaves if isinstance(x, torch.Tensor)]
+
+    def check(self) -> None:
+        """Raise `MediaChangedError` where somebody wrote to a tensor of the value."""
+        for tensor, version in self._versions:
+            if _version(tensor) != version:
+                raise MediaChangedError(
+                    f"A tensor of shape {tuple(tensor.shape)} that samples of a group share was "
+                    "written to in place, by the template, the collator or the model, and so all "
+                    "of them changed. Expected: never written. Report the model type."
+                )
+
+    def lend(self) -> Any:
+        """Return the value for one more user."""
+        self.check()
+        return _map(_lend, self.value)
+
+
+def content_key(value: Any) -> bytes | None:
+    """Return a name that equal contents share and different ones do not.
+
+    It is None for what cannot be written down: open files, closures, other devices' tensors.
+    """
+    stream = io.BytesIO()
+    namer = _Namer(stream, protocol=5)
+    namer.fast = True  # contents alone count, not which of them are one object
+    try:
+        namer.dump(value)
+    except Exception:  # whatever objects of other libraries raise
+        return None
+    return xxhash.xxh3_128_digest(stream.getbuffer())  # SHA-256 takes 20 times as long
+
+
+class _Namer(pickle.Pickler):
+    """Write images that have a name as that name, and tensors as arrays."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, SharedImage) and value.content_key is not None:
+            return "image", value.content_key
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return "tensor", value.dtype, tuple(value.shape), xxhash.xxh3_128_digest(flat)
+        return None
+
+
+def source_key(source: Any, round_: int) -> Any:
+    """Return what names the content of what media are loaded from, however it is given.
+
+    ms-swift hands rows of bytes to an engine in base64 and to training as they are (4.6,
+    rl_core/data.py, `to_infer_request`), and paths with and without a dictionary around. A file is
+    known by its path and state, so that a replaced one is another medium. An address, and a name
+    that is no file's, say nothing of content: they are good for one round.
+    """
+    if isinstance(source, bytes):
+        return xxhash.xxh3_128_digest(source)
+    if isinstance(source, dict):
+        if "bytes" in source:
+            return source_key(source["bytes"] or source.get("path"), round_)
+        return {name: source_key(value, round_) for name, value in source.items()}
+    if isinstance(source, (list, tuple)):
+        return [source_key(item, round_) for item in source]
+    if not isinstance(source, str):
+        return source
+    text = source.strip().removeprefix("file://")
+    folders = ("", os.environ.get("ROOT_IMAGE_DIR", ""))  # as ms-swift's `_check_path`
+    for folder in folders if len(text) <= LONGEST_PATH else ():
+        with suppress(OSError, ValueError, RuntimeError):  # base64 is no path
+            path = (Path(folder) / text).expanduser().absolute()
+            state = path.stat()
+            return str(path), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+    data = text.partition(";base64,")[2] if text.startswith("data:") else text
+    if len(data) > LONGEST_NAME:
+        with suppress(binascii.Error, ValueError):
+            return xxhash.xxh3_128_digest(base64.b64decode(data, validate=True))
+    return source, round_
+
+
+@contextmanager
+def before_collating(
+    template: Template, change: Callable[[list[dict[str, Any]]], None]
+) -> Iterator[None]:
+    """Call `change` with each batch that `template.data_collator` gets within the block."""
+
+    def collate(upstream: Callable[..., Any], batch: list[dict[str, Any]], **kwargs: Any) -> Any:
+        change(batch)
+        return upstream(batch, **kwargs)
+
+    with replaced(template, "data_collator", collate):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, wrap: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Let `owner.NAME(...)` be `wrap(original, ...)` within the block, and yield what it is."""
+    original, own = getattr(owner, name), vars(owner).get(name)
+
+    # A function, not an object: a copied or printed owner must not meet a live hook.
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrap(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+    try:
+        yield replacement
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def join_late(batch: list[dict[str, Any]]) -> None:
+    """Let the patches of encoded samples be collated to a `LazyConcat`."""
+    for encoded in batch:
+        for key in COLLATED:
+            if is_rows(value := encoded.get(key)):
+                encoded[key] = LazyConcat([value])
+
+
+def _with_shared_images(value: Any, key: bytes, share: Callable[..., Any]) -> Any:
+    """Return `value` with a `SharedImage` for each image that has no name yet."""
+    number = 0
+
+    def shared(leaf: Any) -> Any:
+        nonlocal number
+        if not isinstance(leaf, Image.Image) or getattr(leaf, "content_key", None) is not None:
+            return leaf
+        number += 1
+        return SharedImage.of(leaf, key + number.to_bytes(4, "big"), share)
+
+    return _map(shared, value)
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` in containers of its own, with `function` applied to all that they hold."""
+    if type(value) in (list, tuple):
+        return type(value)(_map(function, item) for item in value)
+    if type(value) is dict:
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, UserDict):  # what transformers' processors return
+        other = copy.copy(value)
+        other.data = _map(function, value.data)
+        return other
+    return function(value)
+
+
+def _lend(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach()
+    return leaf.copy() if isinstance(leaf, Image.Image) else copy.deepcopy(leaf)
+
+
+def _num_bytes(leaf: Any) -> int:
+    if isinstance(leaf, torch.Tensor):
+        # A processor may work on an accelerator, whose memory is not ours to hold.
+        is_here = leaf.device.type == "cpu" and leaf.layout == torch.strided
+        return leaf.untyped_storage().nbytes() if is_here else sys.maxsize
+    if isinstance(leaf, np.ndarray):
+        return leaf.nbytes
+    # Pillow keeps an RGB pixel in four bytes.
+    return 4 * leaf.width * leaf.height if isinstance(leaf, Image.Image) else 0
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
