@@ -259,23 +259,17 @@ vllm.transformers_utils.processor
 """)
 """Without them a run starts later, and works."""
 
-MEDIA = _pins("""
-vllm.multimodal.processing.context:BaseProcessingInfo
-    get_hf_processor: self kwargs
-vllm.renderers.base:BaseRenderer
-    get_mm_processor: self
-vllm.v1.engine.llm_engine:LLMEngine
-    add_request: self request_id prompt params
-""")
-"""Without them vLLM decodes, hashes and processes media of its own, as it does by itself."""
-
 NEEDED = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *DATA_PARALLEL)
 OPTIONAL = {
     "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
     "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
     "weight updates of experts, on CPU": PACKED_EXPERTS,
     "a processor is loaded once": PROCESSOR_COPIES,
+<<<<<<< HEAD
     "images are prepared once for engine and training": MEDIA,
+=======
+    "a tokenizer is copied when needed": TOKENIZER_POOL,
+>>>>>>> ff4fb3c (Test the one cache of media by tables of contents and forms)
 }
 """What a release without these names goes without, or need not be repaired for."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swift_grpo_ext.media.encoder_cache import Call, image_keys
-from swift_grpo_ext.media.lazy_concat import LazyConcat, before_collating, media_joined_late
+from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
 
 IMAGE, OTHER = torch.arange(12.0).reshape(4, 3), torch.arange(6.0).reshape(2, 3) - 7
 JOINED = torch.cat([IMAGE, OTHER, IMAGE])
@@ -115,35 +114,6 @@ def test_images_have_the_keys_of_their_joined_patches() -> None:
     assert keys[0] == keys[2] != keys[1]
 
 
-class Template:
-    """Collates as ms-swift's templates."""
-
-    def data_collator(self, batch: list[dict[str, Any]]) -> Any:
-        return {key: torch.concat([row[key] for row in batch]) for key in batch[0]}
-
-
-def test_what_a_template_collates_holds_media_late_within_the_block_only() -> None:
-    template, ids = Template(), torch.ones(1, 2)
-    rows = [{"pixel_values": IMAGE, "input_ids": ids} for _ in range(2)]
-    seen: list[int] = []
-    with (
-        media_joined_late(template),
-        before_collating(template, lambda batch: seen.append(len(batch))),
-    ):
-        batch = template.data_collator(rows)
-        again = template.data_collator(rows)
-    assert [type(batch[key]) for key in rows[0]] == [LazyConcat, Tensor]
-    assert torch.equal(again["pixel_values"], torch.cat([IMAGE, IMAGE]))
-    assert seen == [2, 2]
-    assert not vars(template)
-    with media_joined_late(template):
-        with before_collating(template, seen.clear):  # type: ignore[arg-type]
-            pass
-        assert isinstance(
-            template.data_collator([{"pixel_values": IMAGE}])["pixel_values"], LazyConcat
-        )
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -158,8 +128,6 @@ def test_what_a_template_collates_holds_media_late_within_the_block_only() -> No
     ],
     ids=["0-d", "sparse", "nested", "with a gradient", "parameter", "meta", "list", "none"],
 )
-def test_what_cannot_be_joined_late_stays_as_it_is(value: Any) -> None:
-    template = SimpleNamespace(data_collator=lambda batch: [row["pixel_values"] for row in batch])
-    with media_joined_late(template):
-        [found] = template.data_collator([{"pixel_values": value}])
-    assert found is value
+def test_what_cannot_be_joined_late(value: Any) -> None:
+    assert not is_rows(value)
+    assert is_rows(IMAGE)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+
 from typing import Any
 
 import torch
@@ -35,8 +36,14 @@ class FamilyTrainer(RecordingTrainer):
         if self._has_written:
             return super()._prepare_batch_inputs(samples)
         self._has_written = True
-        cache: Any = self._media.cache or SimpleNamespace(num_hits=0, num_misses=0)  # text alone
-        hits, misses = cache.num_hits, cache.num_misses  # of the rollout
+        of_rollout, end_round = Counter(self._media.counts), self._media.end_round
+        media: Counter[str] = Counter()
+
+        def counted() -> dict[str, float]:
+            media.update(self._media.counts - of_rollout)
+            return end_round()
+
+        self._media.end_round = counted
         head = output_embedding(base_model(self.model))
         ids = torch.tensor(placeholder_ids(self.template), dtype=torch.long)
         wanted: list[torch.Tensor] = []
@@ -61,11 +68,12 @@ class FamilyTrainer(RecordingTrainer):
             batches = super()._prepare_batch_inputs(samples)
         finally:
             hook.remove()
+            self._media.end_round = end_round
             trainer_module.rollouts_own_prompts = rollouts_own_prompts
         record = {
             "ways": self._logps.ways,
-            "media_asked": cache.num_hits - hits + cache.num_misses - misses,
-            "media_made": cache.num_misses - misses,
+            "media_asked": media.total(),
+            "media_made": media.total() - media["reused"],
             "media_equal": all(self._is_own(s, encoded[id(s.encoded)]) for s in samples),
             "placeholders": ids.tolist(),
             "wanted": float(torch.cat(wanted).mean()),

@@ -68,8 +68,6 @@ def test_an_image_is_decoded_and_processed_once_in_a_run(
     """
     names = {tuple(sample["images"]) for sample in reference.values()}
     assert work_on_images(reference_folder) == (len(names), 2 * len(names))
-    work = (reference_folder / "record/engine.jsonl").read_text(encoding="utf-8")
-    assert '{"decoded": "media prefetch"}' in work, "nothing was decoded ahead"
     logs = logged_steps(reference_folder / "run")
     assert [2 * log["media/decoded"] for log in logs] == [log["media/processed"] for log in logs]
     assert sum(log["media/decoded"] for log in logs) == len(names)

@@ -1,0 +1,548 @@
+"""Media are decoded and processed once, and what the model sees stays bit for bit the same."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import qwen_vl_utils
+import swift.template.base
+import torch
+import xxhash
+from PIL import Image, ImageDraw
+from swift.model import get_processor
+from swift.template import get_template
+from swift.template.template_inputs import StdTemplateInputs
+
+from swift_grpo_ext.media.encode import (
+    MediaCache,
+    MediaChangedError,
+    SharedImage,
+    content_key,
+    source_key,
+)
+
+NUM_SAMPLES = 4
+"""Samples of a group."""
+
+
+@pytest.fixture(scope="module")
+def processor(assets: Path) -> Any:
+    return get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
+
+
+@pytest.fixture
+def template(processor: Any) -> Any:
+    made = get_template(processor, template_type="qwen2_5_vl")
+    made.set_mode("train")
+    return made
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[Path]:
+    """Three files: RGB, RGB of another size, and a transparent one."""
+    noise = np.random.default_rng(0)
+    paths = [tmp_path / f"{i}.png" for i in range(3)]
+    for path, shape in zip(paths, [(90, 120, 3), (112, 112, 3), (60, 64, 4)], strict=True):
+        Image.fromarray(noise.integers(0, 256, shape, dtype=np.uint8)).save(path)
+    return paths
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, processor: Any) -> Counter[str]:
+    """How often the real functions ran: `decode`, `image`, `video`, `fetch_video`."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, label: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[label] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(swift.template.base, "load_image", "decode")
+    count(type(processor.image_processor), "preprocess", "image")
+    count(type(processor.video_processor), "preprocess", "video")
+    count(qwen_vl_utils, "fetch_video", "fetch_video")
+    return counts
+
+
+def cache_of(num_bytes: float, *, is_multimodal: bool = True) -> MediaCache:
+    """A single rank's cache of so many bytes; with 0, what a training batch may hold."""
+    gigabytes = num_bytes and (num_bytes + 0.5) / 1e9
+    template: Any = SimpleNamespace(model_meta=SimpleNamespace(is_multimodal=is_multimodal))
+    return MediaCache(gigabytes, template, lambda share: [share])
+
+
+def row(*images: Any, answer: str = "7", **fields: Any) -> dict[str, Any]:
+    messages = [
+        {"role": "user", "content": "<image>" * len(images) + "Which digit?"},
+        {"role": "assistant", "content": answer},
+    ]
+    return {"messages": messages, "images": list(images), **fields}
+
+
+def group(one: dict[str, Any]) -> list[dict[str, Any]]:
+    """Copies that share nothing, not even their bytes, with answers of their own."""
+    rows = [copy.deepcopy(one) for _ in range(NUM_SAMPLES)]
+    for index, each in enumerate(rows):
+        each["messages"][-1]["content"] += " " * index
+        for image in each["images"]:
+            if isinstance(image, dict) and image["bytes"]:
+                image["bytes"] = bytes(bytearray(image["bytes"]))
+    return rows
+
+
+def encode(template: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [template.encode(copy.deepcopy(each), return_length=True) for each in rows]
+
+
+def assert_identical(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert list(one) == list(other)
+        for key, value in one.items():
+            if isinstance(value, torch.Tensor):
+                assert (value.dtype, value.shape) == (other[key].dtype, other[key].shape)
+                assert torch.equal(value, other[key])
+            else:
+                assert (type(value), value) == (type(other[key]), other[key])
+
+
+def forms(path: Path) -> dict[str, Any]:
+    """All ways in which a row, or ms-swift on the way to an engine, gives one image."""
+    data = path.read_bytes()
+    text = base64.b64encode(data).decode()
+    return {
+        "path": str(path),
+        "path in a dictionary": {"path": str(path), "bytes": None},
+        "bytes": {"path": None, "bytes": data},
+        "base64": text,
+        "data": f"data:image/png;base64,{text}",
+        "pixels": Image.open(path).convert("RGB"),
+    }
+
+
+@pytest.mark.parametrize("form", ["path", "path in a dictionary", "bytes", "base64", "pixels"])
+def test_a_group_is_encoded_once_to_the_same_bits(
+    template: Any, images: list[Path], calls: Counter[str], form: str
+) -> None:
+    rows = group(row(*(forms(path)[form] for path in images)))
+    expected = encode(template, rows)
+    assert calls == {"decode": 3 * NUM_SAMPLES, "image": NUM_SAMPLES}
+    calls.clear()
+    with cache_of(0).in_training(template):
+        assert_identical(encode(template, rows), expected)
+    assert calls == {"decode": 3, "image": 1}
+
+
+def test_what_differs_is_not_mixed(
+    template: Any, processor: Any, images: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other images, their order, settings of the row, and settings of the processor."""
+    a, b = (forms(path) for path in images[:2])
+    small = {"chat_template_kwargs": {"max_pixels": 28 * 28 * 4}}
+    rows = [row(form) for each in (a, b) for form in each.values()]
+    rows += [row(a["path"], b["path"]), row(b["path"], a["path"]), row(a["path"], **small), row()]
+    alone = encode(template, rows * 2)
+    with cache_of(1e9).in_training(template):
+        assert_identical(encode(template, rows * 2), alone)
+        monkeypatch.setattr(processor.image_processor, "image_mean", (0.0, 0.0, 0.0))
+        changed = encode(template, rows)
+    assert_identical(encode(template, rows), changed)
+    assert not torch.equal(alone[0]["pixel_values"], changed[0]["pixel_values"])
+
+
+@pytest.mark.parametrize("joins_late", [False, True])
+def test_collated_batches_are_the_same(template: Any, images: list[Path], joins_late: bool) -> None:
+    rows = [each for path in images[:2] for each in group(row(str(path)))]
+    expected = template.data_collator(encode(template, rows))
+    with cache_of(1e9).in_training(template, joins_late=joins_late):
+        batch = template.data_collator(encode(template, rows))
+    if joins_late:
+        assert [len(part) for part in batch["pixel_values"].distinct] == [48, 64]
+    assert_identical([batch], [expected])
+
+
+def test_videos(template: Any, images: list[Path], calls: Counter[str]) -> None:
+    one = row(videos=[[str(path) for path in images[:2]]])
+    one["messages"][0]["content"] = "<video>What is it?"
+    rows = group(one)
+    expected = encode(template, rows)
+    calls.clear()
+    with cache_of(1e9).in_training(template):
+        assert_identical(encode(template, rows), expected)
+    assert calls == {"fetch_video": 1, "video": 1}
+
+
+def load_frames(video: str, colors: list[str]) -> list[Image.Image]:
+    """Frames of a video in the way of the loaders in `swift.template.vision_utils`."""
+    return [Image.new("RGB", (30, 30), color) for color in colors]
+
+
+def test_videos_that_become_images(template: Any) -> None:
+    cache, first_frames = cache_of(1e9), []
+    with cache.in_training(template):
+        for video in ("a.mp4", "b.mp4") * 2:
+            inputs = StdTemplateInputs(messages=[], videos=[video])
+            load = functools.partial(load_frames, colors=["red", "blue"])
+            assert template.replace_video2image(load, inputs, lambda i: [str(i)]) == ["0", "1"]
+            first_frames.append(inputs.images[0])
+            draw(inputs.images[1])
+            assert inputs.images[1].getpixel((0, 0)) == (255, 0, 0)
+    assert cache.counts == {"decoded": 2, "reused": 2}
+    assert [frame.getpixel((0, 0)) for frame in first_frames] == [(255, 0, 0)] * 4
+
+
+def test_threads_share_too(template: Any, images: list[Path], calls: Counter[str]) -> None:
+    rows = group(row(str(images[0]), str(images[1]))) * 4
+    expected = encode(template, rows)
+    calls.clear()
+    with cache_of(1e9).in_training(template), ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda one: encode(template, [one])[0], rows))
+    assert_identical(made, expected)
+    assert calls == {"decode": 2, "image": 1}
+
+
+def test_a_failure_is_raised_in_all_samples_and_not_remembered(
+    template: Any, images: list[Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(images[0].read_bytes()[:2000])
+    with cache_of(1e9).in_training(template):
+        for one in group(row(str(broken))):
+            with pytest.raises(OSError, match="truncated"):
+                encode(template, [one])
+        broken.write_bytes(images[0].read_bytes())
+        made = encode(template, [row(str(broken))])
+    assert_identical(encode(template, [row(str(images[0]))]), made)
+
+
+def hooks(template: Any) -> list[Any]:
+    """Those of the attributes that are hooked that stand where they can be hooked."""
+    processor = template.processor
+    owners = [template, type(processor.image_processor), type(processor.video_processor)]
+    names = ("_load_image", "replace_video2image", "data_collator", "preprocess")
+    own = [vars(owner).get(name) for owner in owners for name in names]
+    return [*filter(None, own), qwen_vl_utils.fetch_video]
+
+
+def test_everything_is_put_back(template: Any, images: list[Path]) -> None:
+    """After nested blocks and errors; a copy that was made within works on."""
+    before, one = hooks(template), row(str(images[0]))
+    expected = encode(template, [one])
+
+    def fail() -> None:
+        with cache_of(0).in_training(template, joins_late=True):
+            assert hasattr(qwen_vl_utils.fetch_video, "shares_media")
+            raise KeyError
+
+    with cache_of(0).in_training(template):
+        with pytest.raises(KeyError):
+            fail()
+        assert_identical(encode(template, [one]), expected)
+        copied = copy.copy(template)
+    assert hooks(template) == before
+    assert_identical(encode(copied, [one]), expected)
+
+
+# --- images that share their pixels ---
+
+
+@pytest.fixture
+def shared(images: list[Path]) -> Callable[[], Image.Image]:
+    cache = cache_of(2**20)
+    return lambda: cache.share(str(images[0]), lambda: Image.open(images[0]))
+
+
+def draw(image: Image.Image) -> None:
+    ImageDraw.Draw(image).rectangle((0, 0, 50, 50), fill="red")
+
+
+def shrink(image: Image.Image) -> None:
+    image.thumbnail((20, 20))
+    image.paste("red", (0, 0, 20, 20))
+
+
+def thumbnail(image: Image.Image) -> Image.Image:
+    small = image.copy()
+    small.thumbnail((20, 20))
+    return small
+
+
+CHANGES: dict[str, Callable[[Image.Image], Any]] = {
+    "draw": draw,
+    "shrink": shrink,
+    "paste": lambda image: image.paste("red", (0, 0, 50, 50)),
+    "putpixel": lambda image: image.putpixel((0, 0), (1, 2, 3)),
+    "putalpha": lambda image: image.putalpha(3),
+    "convert": lambda image: draw(image.convert("RGB")),
+    "resize": lambda image: draw(image.resize((60, 60))),
+    "copy": lambda image: draw(image.copy()),
+    "info": lambda image: image.info.update(dpi=1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_who_changes_an_image_changes_only_his(
+    shared: Callable[[], Image.Image], images: list[Path], change: str
+) -> None:
+    original = Image.open(images[0])
+    mine, theirs = shared(), shared()
+    CHANGES[change](mine)
+    for image in (theirs, shared()):
+        assert image.tobytes() == original.tobytes()
+        assert image.info == original.info
+        assert image.resize((60, 60)).tobytes() == original.resize((60, 60)).tobytes()
+        assert image.convert("RGB").tobytes() == original.convert("RGB").tobytes()
+        assert thumbnail(image).tobytes() == thumbnail(original).tobytes()
+
+
+def test_a_changed_image_is_known_by_its_new_pixels(
+    shared: Callable[[], Image.Image], images: list[Path]
+) -> None:
+    mine, original = shared(), Image.open(images[0]).convert("RGB")
+    assert isinstance(mine, SharedImage)
+    for image in (mine, original):
+        draw(image)
+    assert mine.content_key is None
+    for change in (lambda image: image.resize((60, 60)), lambda image: image.copy()):
+        assert change(mine).tobytes() == change(original).tobytes()
+
+
+def test_what_changes_nothing_takes_no_room(shared: Callable[[], Image.Image]) -> None:
+    image = shared()
+    assert isinstance(image, SharedImage)
+    for view in (image.convert("RGB"), image.resize(image.size), image.copy()):
+        assert isinstance(view, SharedImage)
+        assert view.content_key == image.content_key
+        assert view.im is image.im
+
+
+# --- what is held ---
+
+
+def test_a_write_to_a_shared_tensor_is_refused(template: Any, images: list[Path]) -> None:
+    rows, before = group(row(str(images[0]))), hooks(template)
+
+    def write_and_go_on() -> None:
+        with cache_of(0).in_training(template):
+            encode(template, rows[:1])[0]["pixel_values"].mul_(2)
+            encode(template, rows[1:])
+
+    def write_last() -> None:
+        with cache_of(0).in_training(template):
+            encode(template, rows)[-1]["pixel_values"].mul_(2)
+
+    for write in (write_and_go_on, write_last):
+        with pytest.raises(MediaChangedError, match=r"shape .* written to in place"):
+            write()
+    assert hooks(template) == before
+
+
+def test_arrays_and_containers_are_each_callers_own() -> None:
+    cache = cache_of(2**20)
+    made = [cache.share("key", lambda: {"a": np.zeros(3), "b": [1, (2,)]}) for _ in range(3)]
+    made[0]["a"] += 1
+    made[0]["b"].append(3)
+    made[1]["c"] = 4
+    assert list(made[2]) == ["a", "b"]
+    assert made[2]["a"].tolist() == [0, 0, 0]
+    assert made[2]["b"] == [1, (2,)]
+
+
+def test_what_was_not_used_for_longest_goes_first() -> None:
+    cache, made = cache_of(30), []
+
+    def ask(name: str, size: int = 10) -> None:
+        def make() -> torch.Tensor:
+            made.append(name)
+            return torch.zeros(size, dtype=torch.uint8)
+
+        cache.share(name, make)
+        assert 0 <= cache.num_bytes <= 30
+
+    for name in "abcadab":
+        ask(name)
+    ask("large", 31)  # drives nothing out
+    for name in "abd":
+        ask(name)
+    assert made == [*"abcdb", "large"]
+
+
+@pytest.mark.parametrize(
+    ("make", "num_bytes"),
+    [
+        (lambda: Image.new("RGB", (2, 3)), 4 * 2 * 3),
+        (lambda: [torch.zeros(10)[:2], {"a": np.zeros(3)}], 40 + 24),
+        (lambda: torch.zeros(3, device="meta"), 0),  # as an accelerator's: not ours to hold
+    ],
+)
+def test_the_size_of_what_is_held(make: Callable[[], Any], num_bytes: int) -> None:
+    cache = cache_of(2**40)
+    for _ in range(2):
+        cache.share("key", make, "decoded")
+    assert cache.num_bytes == num_bytes
+    assert cache.counts["decoded"] == (1 if num_bytes else 2)
+
+
+@dataclass
+class Setting:
+    value: int
+
+
+CONTENTS: list[Callable[[], Any]] = [
+    *(lambda: 1, lambda: True, lambda: 1.0, lambda: "1", lambda: b"1", lambda: None),
+    *(lambda: [1, 2], lambda: (1, 2), lambda: [1, [2]], lambda: [[1], 2]),
+    *(lambda: {"a": 1}, lambda: {"a": 2}, lambda: "x" * 300, lambda: "x" * 300 + "y"),
+    *(lambda: torch.zeros(2, 3), lambda: torch.zeros(3, 2), lambda: torch.ones(2, 3)),
+    *(lambda: torch.zeros(2, dtype=torch.int32), lambda: torch.zeros(2), lambda: np.zeros(2)),
+    *(lambda: Image.new("L", (2, 2)), lambda: Image.new("L", (4, 1))),
+    *(lambda: Image.new("RGB", (2, 2)), lambda: Image.new("YCbCr", (2, 2))),
+    *(lambda: Setting(1), lambda: Setting(2), lambda: torch.float32, lambda: Setting),
+    functools.partial(functools.partial, load_frames, colors=["red"]),
+    functools.partial(functools.partial, load_frames, colors=["blue"]),
+]
+"""Values that differ, made anew by each call."""
+
+
+def test_contents_have_names_of_their_own() -> None:
+    names = [content_key(make()) for make in CONTENTS]
+    assert None not in names
+    assert len(set(names)) == len(CONTENTS)
+    assert [content_key(make()) for make in CONTENTS] == names
+    same = ["".join(["a", "b"]) for _ in range(2)]
+    assert content_key([same[0], same[0]]) == content_key(same)
+
+
+@pytest.mark.parametrize("part", [lambda: 1, threading.Lock(), torch.zeros(2, device="meta")])
+def test_content_without_a_name_is_not_shared(part: Any) -> None:
+    cache = cache_of(2**20)
+    made = [cache.share([part], lambda: torch.zeros(1), "decoded") for _ in range(2)]
+    assert made[0].data_ptr() != made[1].data_ptr()
+    assert (cache.counts, cache.num_bytes) == ({"decoded": 2}, 0)
+
+
+def test_an_image_has_one_name_however_its_bytes_are_given(images: list[Path]) -> None:
+    data = images[0].read_bytes()
+    name = xxhash.xxh3_128_digest(data)
+    given = [data, {"bytes": data, "path": "elsewhere.png"}]
+    given += [forms(images[0])[form] for form in ("bytes", "base64", "data")]
+    assert [source_key(source, round_) for round_ in (0, 1) for source in given] == [name] * 10
+
+
+def test_a_file_has_one_name_until_it_changes(
+    images: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = images[0]
+    texts = [f" {path} ", f"file://{path}", {"path": str(path), "bytes": None}]
+    name = source_key(str(path), 0)
+    assert [source_key(text, 1) for text in texts] == [name] * 3
+    assert source_key(path.name, 1) == (path.name, 1)
+    monkeypatch.setenv("ROOT_IMAGE_DIR", str(path.parent))
+    assert source_key(path.name, 1) == name
+    monkeypatch.setenv("HOME", str(path.parent))
+    assert source_key(f"~/{path.name}", 1) == name
+    state = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))  # the same size and time
+    assert source_key(str(path), 1) != name
+    frames = ([str(path), "b.mp4"], {"video": "c.mp4", "fps": 2.0})
+    named = source_key(frames, 7)
+    assert named == [[source_key(str(path), 7), ("b.mp4", 7)], {"video": ("c.mp4", 7), "fps": 2.0}]
+
+
+@pytest.mark.parametrize("name", ["https://host/a.png", "missing.png", "a" * 257 + "!"])
+def test_what_says_nothing_of_content_is_good_for_a_round(name: str) -> None:
+    assert source_key(name, 1) == (name, 1)
+
+
+# --- over rounds, and with an engine ---
+
+
+def test_later_rounds_decode_and_process_nothing(
+    template: Any, images: list[Path], calls: Counter[str]
+) -> None:
+    rows = group(row(str(images[0]))) + group(row(forms(images[1])["bytes"]))
+    expected, cache = encode(template, rows), cache_of(1e9)
+    calls.clear()
+    for made in (2, 0, 0):
+        with cache.in_training(template):
+            assert_identical(encode(template, rows), expected)
+        metrics = cache.end_round()
+        assert metrics.pop("media/gb") == cache.num_bytes / 1e9 > 0
+        reused = 2 * 2 * NUM_SAMPLES - 2 * made
+        assert metrics == {"media/decoded": made, "media/processed": made, "media/reused": reused}
+    assert calls == {"decode": 2, "image": 2}
+    assert cache.end_round() == {}
+
+
+def test_metrics_are_those_of_all_ranks(template: Any) -> None:
+    other = Counter({"decoded": 2, "processed": 1, "reused": 5}), 0.5
+    cache = MediaCache(1.0, template, lambda share: [share, other])
+    cache.share("key", lambda: 1, "decoded")
+    expected = {"decoded": 3, "processed": 1, "reused": 5, "gb": 0.5}
+    assert cache.end_round() == {f"media/{name}": value for name, value in expected.items()}
+
+
+@pytest.mark.parametrize(("num_bytes", "is_multimodal"), [(0, True), (1e9, False)])
+def test_nothing_is_kept_where_nothing_may_be(
+    template: Any, images: list[Path], num_bytes: float, is_multimodal: bool
+) -> None:
+    """With a bound of 0, and for models of text alone, which gather nothing either."""
+    cache = cache_of(num_bytes, is_multimodal=is_multimodal)
+    cache._all_gather = lambda _: pytest.fail("a gather")
+    with cache.in_training(template):
+        encode(template, group(row(str(images[0]))))
+        assert cache.num_bytes > 0
+    assert (cache.num_bytes, cache.end_round()) == (0, {})
+    engine: Any = SimpleNamespace(template=template)
+    with cache.in_rollout(engine):
+        assert not hasattr(template._load_image, "shares_media")
+
+
+@pytest.fixture
+def engines_processor(processor: Any) -> Iterator[Any]:
+    """vLLM loads a processor of its own, with other settings."""
+    other = copy.deepcopy(processor.image_processor)
+    other.do_resize = False
+    return other
+
+
+def test_an_engine_and_its_processor_share_with_the_training(
+    template: Any, processor: Any, images: list[Path], calls: Counter[str], engines_processor: Any
+) -> None:
+    """What a call says counts, and a processor's own setting where it says nothing."""
+    cache, engine = cache_of(1e9), SimpleNamespace(template=copy.copy(template))
+    picture = Image.open(images[1]).resize((28, 28))  # fewer pixels than `size` asks for
+    with cache.in_training(template):
+        template.encode(row(str(images[0])))
+        processor.image_processor(images=[picture], return_tensors="pt", do_resize=False)
+    assert calls == {"decode": 1, "image": 2}
+    with cache.in_rollout(engine):  # type: ignore[arg-type]
+        engine.template.encode(row(str(images[0])))
+        engines_processor(images=[picture], return_tensors="pt", do_resize=False)
+        assert calls == {"decode": 1, "image": 2}
+        sizes = [
+            len(each(images=[picture], return_tensors="pt")["pixel_values"])
+            for each in (engines_processor, processor.image_processor)
+        ]
+        assert sizes[0] < sizes[1]
+        assert calls["image"] == 3  # the engine's own setting is what the call said before
+        engines_processor.image_mean = (0.0, 0.0, 0.0)
+        engines_processor(images=[picture], return_tensors="pt", do_resize=False)
+    assert calls["image"] == 4
