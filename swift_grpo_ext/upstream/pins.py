@@ -265,11 +265,6 @@ OPTIONAL = {
     "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
     "weight updates of experts, on CPU": PACKED_EXPERTS,
     "a processor is loaded once": PROCESSOR_COPIES,
-<<<<<<< HEAD
-    "images are prepared once for engine and training": MEDIA,
-=======
-    "a tokenizer is copied when needed": TOKENIZER_POOL,
->>>>>>> ff4fb3c (Test the one cache of media by tables of contents and forms)
 }
 """What a release without these names goes without, or need not be repaired for."""
 

@@ -15,8 +15,8 @@ from swift.trainers import disable_gradient_checkpointing
 
 from swift_grpo_ext.checks.rows import MEDIA
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size, free_bytes
-from swift_grpo_ext.media.encoder_cache import EncoderCache, frozen_towers
 from swift_grpo_ext.media.encode import before_collating, join_late
+from swift_grpo_ext.media.encoder_cache import EncoderCache, frozen_towers
 from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from swift_grpo_ext.tools.selftest.result import Result, judged, untried
 from swift_grpo_ext.tools.selftest.rig import Rig
