@@ -170,7 +170,7 @@ def _adopt_command_line(args: Any, upstream: type) -> list[str]:
 
 
 def _command_line(kind: type) -> list[str]:
-    """What is being parsed into arguments of that class; nothing where they are made in Python.
+    """Return what is being parsed into arguments of that class; [] where Python makes them.
 
     Plugins are imported in the middle of it: only the call that is under way knows what it was
     given, the command line, a script's list, or Ray's.
@@ -195,12 +195,12 @@ def off_again(argv: list[str]) -> list[str]:
 
 
 def _name(token: str) -> str:
-    """The flag that a token names, as ms-swift spells it; "" for a value."""
+    """Return the flag that a token names, as ms-swift spells it; "" for a value."""
     return token[2:].partition("=")[0].replace("-", "_") if token.startswith("--") else ""
 
 
 def _given(argv: list[str], parser: HfArgumentParser) -> list[str]:
-    """The names of all flags on a command line, ours and ms-swift's."""
+    """Return the names of all flags on a command line, ours and ms-swift's."""
     by_option = {option: a.dest for a in parser._actions for option in a.option_strings}
     options = (token.partition("=")[0] for token in argv if token.startswith("--"))
     return [by_option[option] for option in options if option in by_option]

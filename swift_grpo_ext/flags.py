@@ -139,7 +139,7 @@ class FlagInfo:
 
 @cache
 def flag_infos() -> tuple[FlagInfo, ...]:
-    """Every flag in the order of its group, with the text of its field's docstring."""
+    """Return every flag in the order of its group, with its field's docstring."""
     parsed = [(group, docstring_parser.parse_from_object(group)) for group in FLAG_GROUPS]
     texts = {p.arg_name: p.description or "" for _, docs in parsed for p in docs.params}
     return tuple(
@@ -171,12 +171,12 @@ def flag_names() -> list[str]:
 
 
 def chunk_size(value: str | int) -> int | None:
-    """`--logps_chunk_size` in positions, 0 for no chunks; None for `auto`."""
+    """Return `--logps_chunk_size` in positions, 0 for no chunks; None for `auto`."""
     return None if value == "auto" else int(value)
 
 
 def show(value: Any) -> str:
-    """A value as it is typed on a command line."""
+    """Return a value as it is typed on a command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

@@ -1,11 +1,11 @@
-"""Requests over workers until each has its answer (SPEC F3, F5). Pure.
+"""Requests over workers until each has its answer (docs/promises.md, F3 and F5). Pure.
 
 The trainer's workers are servers, a server's workers are replicas. A worker that fails is not used
-again in this round, and others answer its requests: seeds make their tokens the same (SPEC S2). A
+again in this round, and others answer its requests: seeds make their tokens the same (S2). A
 request that was with `MOST_LOST` workers when these were lost is given to no other one.
 
 Requests are spread whole, by estimated cost, the costliest first, each to the worker that would be
-done with it soonest (SPEC G5): Graham's LPT rule, with which equal workers are done after at most
+done with it soonest (G5): Graham's LPT rule, with which equal workers are done after at most
 4/3 of the best possible time (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969). A
 server with several replicas counts as one that is so many times as fast. A request with an address
 goes to that worker, unless that one is lost or has failed.
@@ -24,11 +24,11 @@ T = TypeVar("T")
 MOST_LOST = 2
 CHARACTERS_PER_TOKEN = 4
 BYTES_PER_IMAGE_TOKEN = 400
-"""Of a compressed image, roughly: a 1024 x 1024 photograph is 300 to 600 kB and 1,369 tokens. Only
-the comparison between prompts matters, and their completions weigh more."""
+"""A compressed image takes about as many: a 1024 x 1024 photograph is 300 to 600 kB and 1,369
+tokens. Only the comparison between prompts matters, and their completions weigh more."""
 
 TOKENS_OF_UNSEEN_MEDIA = 1000
-"""For an image, a video or an audio that is named by a path or a URL."""
+"""An image, a video or an audio that is named by a path or a URL counts as so many tokens."""
 
 
 class WorkerError(RuntimeError):
@@ -71,10 +71,10 @@ def dispatch(
     on_failure: Callable[[Worker, WorkerError], None],
     addresses: Sequence[Worker | None] = (),
 ) -> list[T]:
-    """The answers to all requests, in their order.
+    """Return the answers to all requests, in their order.
 
     Args:
-        costs: of the requests, for the balance between workers (SPEC G5).
+        costs: of the requests, for the balance between workers.
         workers: those that are left, with their relative speeds; called before each try.
         send: gives a worker some requests, by their numbers; runs in a thread of its own.
         on_failure: learns of each worker that failed.
@@ -142,7 +142,7 @@ def _check_losses(losses: Mapping[int, int], failures: Iterable[WorkerError]) ->
 def balance(
     costs: Sequence[float], capacities: Sequence[float], fixed: Mapping[int, int] | None = None
 ) -> list[list[int]]:
-    """Indices of requests for each replica, in their own order.
+    """Return for each replica the indices of its requests, in their own order.
 
     Args:
         costs: estimated cost of each request, any unit, positive.
@@ -167,7 +167,7 @@ def balance(
 
 
 def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> float:
-    """Tokens that a request will cost: its prompt once, and `count` completions.
+    """Return the tokens that a request will cost: its prompt once, and `count` completions.
 
     Args:
         request: the fields of ms-swift's `RolloutInferRequest`.

@@ -57,7 +57,7 @@ CPU_EXTENSION = "swift_grpo_ext.weights.receiver.CPUWeightSyncWorkerExtension"
 
 METADATA = f"{wire.KEY}.metadata"
 STOPS = f"{wire.KEY}.stops"
-"""Keys of an encoded request inside the engine: its metadata, and what ends its completions."""
+"""Keys that an encoded request has inside the engine: metadata, and what ends completions."""
 
 
 class RolloutEngine(GRPOVllmEngine):
@@ -88,12 +88,12 @@ class RolloutEngine(GRPOVllmEngine):
     # --- requests ---
 
     def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
-        """ms-swift's outputs, packed on a server."""
+        """Return ms-swift's outputs, packed on a server."""
         with self._noted():
             return self._packed_outputs(super().infer(infer_requests, *args, **kwargs))
 
     async def async_infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `infer`."""
+        """Return what `infer` returns, for an async engine."""
         with self._noted():
             return self._packed_outputs(await super().async_infer(infer_requests, *args, **kwargs))
 
@@ -141,7 +141,10 @@ class RolloutEngine(GRPOVllmEngine):
             raise
 
     def _is_callers_fault(self, error: Exception) -> bool:
-        """Of an error in encoding. A file that this machine cannot read may be on another's."""
+        """Return whether an error in encoding is the request's own fault.
+
+        A file that this machine cannot read may be on another's.
+        """
         is_file = isinstance(error, OSError) and not isinstance(error, UnidentifiedImageError)
         return self._serves and not is_file
 
@@ -239,7 +242,7 @@ class RolloutEngine(GRPOVllmEngine):
         )
 
     def _take_ending(self, output: Any, stops: Stops) -> Ending:
-        """Where one of vLLM's completions ends; this removes all tokens behind that."""
+        """Find where one of vLLM's completions ends, and remove all tokens behind that."""
         token_ids = list(output.token_ids)
         ending = self._template_stops.find_ending(token_ids, stops)
         if ending.reason is None and output.finish_reason == "stop" and token_ids:
@@ -263,7 +266,7 @@ class RolloutEngine(GRPOVllmEngine):
         endings: Sequence[Ending],
         template_inputs: Any,
     ) -> ChatCompletionResponse:
-        """ms-swift's response with our text, which schedulers read, and the stop reason."""
+        """Return ms-swift's response with our text, which schedulers read, and the stop reason."""
         choices = []
         for choice, output, ending in zip(response.choices, outputs, endings, strict=True):
             text = self._template_stops.text(output.token_ids, ending, template_inputs)
@@ -297,7 +300,7 @@ class RolloutEngine(GRPOVllmEngine):
         return f"replicas 0 to {self._replicas[-1]}" if address is None else f"replica {address}"
 
     async def _batch_infer_stream(self, tasks: Any, *args: Any, **kwargs: Any) -> Any:
-        """Schedulers of a server come through here, with a task for each sample."""
+        """Await a server's schedulers, of which each sample has a task."""
         tasks = [_in_conversation(task) for task in tasks]
         outputs = await super()._batch_infer_stream(tasks, *args, **kwargs)
         for output in outputs:
@@ -306,7 +309,7 @@ class RolloutEngine(GRPOVllmEngine):
         return outputs
 
     def _packed_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
-        """The outputs; on a server, packed responses become plain arrays for the wire."""
+        """Return the outputs; on a server, packed responses become plain arrays for the wire."""
         for output in outputs:
             record_stop_reason(output)
         if not self._serves:
@@ -331,14 +334,14 @@ class RolloutEngine(GRPOVllmEngine):
 
 @dataclass
 class Conversation:
-    """What a server's scheduler asks for one sample: each request is a turn of it.
+    """The turns that a server's scheduler asks for one sample, a request each.
 
     Schedulers may ask with requests that they made themselves, which have no metadata, and with
     copies of one request side by side.
     """
 
     upcoming: RequestMetadata | None
-    """Of the next request; None where the trainer sent none."""
+    """The next request's metadata; None where the trainer sent none."""
 
 
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
@@ -357,7 +360,7 @@ async def _in_conversation(task: Any) -> Any:
 
 
 def advance_turn(request: Any, conversation: Conversation | None = None) -> RequestMetadata | None:
-    """The metadata of a request that the engine is about to serve.
+    """Return the metadata of a request that the engine is about to serve.
 
     The request itself moves on to its next turn: a multi-turn scheduler sends it, or a copy, again.
     """
@@ -372,7 +375,7 @@ def advance_turn(request: Any, conversation: Conversation | None = None) -> Requ
 
 
 def _flat_logprobs(logprobs: Any, token_ids: list[int]) -> list[float] | None:
-    """Log-probabilities of the sampled tokens, from vLLM's list of dictionaries or flat form."""
+    """Return the sampled tokens' log-probabilities, from vLLM's dictionaries or its flat form."""
     if logprobs is None:
         return None
     flat = getattr(logprobs, "logprobs", None)

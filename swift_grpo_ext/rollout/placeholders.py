@@ -1,8 +1,8 @@
-"""Tokens that stand for media are never sampled, and have no probability in training (SPEC M2).
+"""Tokens that stand for media are never sampled, and have no probability in training.
 
 A sampled `<|image_pad|>` stands for an image that is not there: training on it fails, in the model
 itself. The rollout leaves such tokens out of its softmax; so must training, or log-probabilities at
-equal weights differ by what those tokens would have got.
+equal weights differ by what those tokens would have got (docs/promises.md, M2).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swift_grpo_ext.logits.head import output_embedding
 logger = get_logger()
 
 SHARE_OF_LOWEST = 1 / 16
-"""Of the lowest number of a type: far enough from it for a temperature of 1/16, and 0 times it is
+"""Share of a type's lowest number: far enough from it for a temperature of 1/16, and 0 times it is
 0, as entropies need, where 0 times minus infinity is not a number."""
 
 
@@ -29,13 +29,16 @@ CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
 """Attributes by which configurations of transformers name placeholders."""
 
 STARTS = re.compile(r"(vision|audio)_start_token_id")
-"""Of Qwen's omni models, which count media by these where they number positions: a sampled one
+"""Qwen's omni models count media by these tokens where they number positions: a sampled one
 makes `get_rope_index` (transformers 5.19) look for an item that is not there, and fail."""
 
 
 def placeholder_ids(template: Any) -> list[int]:
-    """Ids of the tokens that stand for media, by ms-swift's template (which asks the processor) and
-    by the model's configuration, within the vocabulary; [] for text models."""
+    """Return the ids of the tokens that stand for media; [] for text models.
+
+    ms-swift's template names them (it asks the processor), and so does the model's configuration;
+    those outside the vocabulary are left out.
+    """
     config = getattr(template, "config", None)
     thinker = getattr(config, "thinker_config", None)  # of Qwen's omni models
     config = thinker or config
@@ -51,7 +54,7 @@ def placeholder_ids(template: Any) -> list[int]:
 
 
 def logit_bias(ids: list[int]) -> dict[int, float]:
-    """For vLLM's `SamplingParams.logit_bias`, whose constructor would cut it off at -100."""
+    """Return vLLM's `SamplingParams.logit_bias`, whose constructor would cut it off at -100."""
     return dict.fromkeys(ids, float("-inf"))
 
 
@@ -103,7 +106,7 @@ def mask_models(trainer: Any, template: Any) -> None:
 
 
 def mask_fused_loss(loss: Callable[..., Any], ids: list[int]) -> Callable[..., Any]:
-    """A loss that is made of hidden states and the head's weight, without these tokens' logits.
+    """Return a loss of hidden states and the head's weight without these tokens' logits.
 
     Args:
         loss: takes `lin_weight` [vocab, H] and `bias` [vocab] or None among its keywords, as

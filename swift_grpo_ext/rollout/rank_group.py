@@ -20,24 +20,24 @@ class RankGroup(Protocol):
     """The ranks that share an engine."""
 
     rank: int
-    """Of this process, among them, from 0."""
+    """Number of this process among them, from 0."""
 
     size: int
-    """How many they are."""
+    """Number of ranks."""
 
     drives_engine: bool
     """Whether this process calls the engine."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Each rank's value, in the order of ranks, on every rank."""
+        """Return each rank's value, in the order of ranks, on every rank."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's value on ranks that drive an engine; [] on others."""
+        """Return each rank's value on ranks that drive an engine; [] on others."""
         ...
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
-        """This rank's share of the values that the driving rank holds, one for each rank.
+        """Return this rank's share of the values that the driving rank holds, one for each rank.
 
         Raises:
             RolloutError: the driving rank scattered an exception.
@@ -69,7 +69,7 @@ class TensorParallelGroup(SingleRank):
     """Ranks that run one engine together: all of them make the same call."""
 
     def __init__(self, group: Any = None) -> None:
-        """`group`: carries Python objects; the default group where None."""
+        """Take the process group that carries Python objects; None stands for the default group."""
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -108,7 +108,7 @@ class MainRankGroup(TensorParallelGroup):
 
 
 def training_ranks(timeout_seconds: float) -> RankGroup:
-    """All training ranks, which exchange Python objects over gloo; every rank calls it.
+    """Return all training ranks, which exchange Python objects over gloo; every rank calls it.
 
     NCCL's watchdog ends a process that waits longer than its timeout, as ranks do in a long rollout
     (ms-swift issue 10065), and NCCL would move objects through the GPU.

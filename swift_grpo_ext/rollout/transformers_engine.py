@@ -113,7 +113,7 @@ class RolloutTransformersEngine(TransformersEngine):
         )
 
     def _with_stops(self, metadata: RequestMetadata, pre_infer_hook: Any) -> Any:
-        """The hook, which is called before `_infer_full` with its arguments, adding `stops`."""
+        """Return a hook that adds `stops` to the arguments of `_infer_full`."""
 
         def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
             kwargs = pre_infer_hook(kwargs) if pre_infer_hook else kwargs
@@ -174,7 +174,7 @@ class RolloutTransformersEngine(TransformersEngine):
         request_config: RequestConfig,
         stops: Stops,
     ) -> tuple[torch.Tensor, list[Any] | None]:
-        """Sampled ids [rows, tokens], padded behind their ends, and log-probabilities by token."""
+        """Return sampled ids [rows, tokens], padded behind their ends, and log-probabilities."""
         kwargs = {"generation_config": generation_config, **inputs}
         adapter_names = self._get_adapter_names(adapter_request)
         if adapter_names is not None:
@@ -206,7 +206,7 @@ class RolloutTransformersEngine(TransformersEngine):
         template_inputs: Any,
         request_config: RequestConfig,
     ) -> tuple[StoppedChoice, int]:
-        """A completion as ms-swift's trainer reads it, and its number of tokens."""
+        """Return a completion as ms-swift's trainer reads it, and its number of tokens."""
         ending = self._template_stops.find_ending(token_ids, stops)
         text = self._template_stops.text(token_ids, ending, template_inputs)
         token_ids = token_ids[: ending.num_tokens]
@@ -231,7 +231,7 @@ class RolloutTransformersEngine(TransformersEngine):
 
 
 def _common_metadata(infer_requests: Sequence[Any]) -> RequestMetadata | None:
-    """The metadata whose stop settings all requests of a batch share; None where they have none."""
+    """Return metadata with the stop settings that all requests share; None where they have none."""
     metadatas = [wire.read_metadata(wire.data_dict_of(request)) for request in infer_requests]
     settings = {e and (e.stop_token_ids, e.include_stop_str_in_output) for e in metadatas}
     if len(settings) > 1:
@@ -240,7 +240,7 @@ def _common_metadata(infer_requests: Sequence[Any]) -> RequestMetadata | None:
 
 
 def _prompt_ids(inputs: dict[str, Any]) -> list[list[int] | None]:
-    """The ids of each row's prompt, without padding; None where it was given as embeddings."""
+    """Return the ids of each row's prompt, unpadded; None where it was given as embeddings."""
     if "input_ids" not in inputs:
         return [None] * len(inputs["attention_mask"])
     pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)

@@ -21,15 +21,15 @@ from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, PHASES, SampleId, sa
 from swift_grpo_ext.stops.rule import StopReason
 
 KEY = "swift_grpo_ext"
-VERSION = 3
+VERSION = 4
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
-"""Of HTTP requests that rest on weights: the start of the server that was given them."""
+"""HTTP requests that rest on weights name the start of the server that was given them."""
 
 TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
 """The trainer's `--rollout_timeout`, in seconds: a replica gets the lesser of both sides'."""
 
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
-"""Names a request; its answer has the same name (SPEC F1)."""
+"""Names a request; its answer has the same name (docs/promises.md, F1)."""
 
 ADAPTER_FAULT = "swift_grpo_ext.adapter_fault"
 """Key beside a worker's checksums: why its engine does not draw with the trainer's adapter."""
@@ -38,16 +38,13 @@ GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
 TRAINER_TIMEOUTS = 3.0
 """How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
-(SPEC F2). In a weight update a replica waits half a unit for the others, lest it count as hanging
+(F2). In a weight update a replica waits half a unit for the others, lest it count as hanging
 where another hangs. A server has half a unit to wait for its turn, and two for a replica that hangs
 and for the one that draws its groups instead."""
 
 Numbers = list[Any] | NDArray[Any]
-"""Of tokens. Rank 0 keeps arrays, as they came from a server: a list of a round's numbers would
-take it 10 times the memory, and most of its seconds."""
-
-WIRE_NAMES = {"sample_id": "place", "packed": "lean"}
-"""Fields of `RequestMetadata` that have another name in JSON."""
+"""Numbers of tokens. Rank 0 keeps arrays, as they came from a server: a list of a round's numbers
+would take it 10 times the memory, and most of its seconds."""
 
 
 class WireError(ValueError):
@@ -59,7 +56,7 @@ class RequestMetadata:
     """What a request tells the engine beside its prompt."""
 
     sample_id: SampleId
-    """Of the first sample."""
+    """The first sample."""
 
     count: int
     """Number of samples to draw: `n`."""
@@ -80,16 +77,16 @@ class RequestMetadata:
     replica: int | None = None
     """The replica that should draw a packed request: its number among those of all servers
     (`RolloutServers.replicas`), in a server among its own. Where that one cannot, another draws it;
-    `Completion.replica` says which did. None leaves it to the balance (SPEC G5). Colocated engines
+    `Completion.replica` says which did. None leaves it to the balance (G5). Colocated engines
     have no number."""
 
     @property
     def seed(self) -> int | None:
-        """Of the first sample; the others' follow it."""
+        """The first sample's seed; the others' follow it."""
         return None if self.run_seed is None else sample_seed(self.run_seed, self.sample_id)
 
     def seed_of(self, k: int) -> int | None:
-        """Of the request's sample k, from 0."""
+        """Return the seed of the request's sample k, from 0."""
         seed = self.seed
         return None if seed is None else seed + k
 
@@ -97,13 +94,12 @@ class RequestMetadata:
         return replace(self, sample_id=replace(self.sample_id, turn=self.sample_id.turn + 1))
 
     def to_wire(self) -> dict[str, Any]:
-        """As JSON takes it: the wire's names stay as they are."""
-        values = {WIRE_NAMES.get(name, name): value for name, value in asdict(self).items()}
-        return {"version": VERSION, **values}
+        """Return it as JSON takes it."""
+        return {"version": VERSION, **asdict(self)}
 
 
 def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None:
-    """The metadata of a request; None where it has none.
+    """Return the metadata of a request; None where it has none.
 
     Raises:
         WireError: it is of another version, or malformed.
@@ -113,9 +109,9 @@ def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None
         return None
     check_version(wire, "a request")
     try:
-        sample_id = SampleId(**wire["place"])
-        values = {f.name: wire[WIRE_NAMES.get(f.name, f.name)] for f in fields(RequestMetadata)}
-        values |= {"sample_id": sample_id, "stop_token_ids": tuple(wire["stop_token_ids"])}
+        values = {field.name: wire[field.name] for field in fields(RequestMetadata)}
+        values["sample_id"] = SampleId(**values["sample_id"])
+        values["stop_token_ids"] = tuple(values["stop_token_ids"])
         metadata = RequestMetadata(**values)
     except (KeyError, TypeError) as e:
         raise WireError(f"A request's {KEY} is malformed ({e!r}): {wire!r}") from e
@@ -125,7 +121,7 @@ def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None
 
 
 def _is_sound(metadata: RequestMetadata) -> bool:
-    """Whether the seeds of all samples can be made, and vLLM can be asked for so many."""
+    """Return whether all samples' seeds can be made, and vLLM can be asked for so many."""
     sample_id, ids = metadata.sample_id, metadata.stop_token_ids
     run_seed = 0 if metadata.run_seed is None else metadata.run_seed
     replica = 0 if metadata.replica is None else metadata.replica
@@ -142,7 +138,7 @@ def _is_sound(metadata: RequestMetadata) -> bool:
 
 
 def data_dict_of(request: Any) -> dict[str, Any] | None:
-    """The data of a request; ms-swift's requests come as objects and as dictionaries."""
+    """Return the data of a request; ms-swift's come as objects and as dictionaries."""
     found = request.get("data_dict") if isinstance(request, dict) else request.data_dict
     return found if isinstance(found, dict) else None
 
@@ -167,12 +163,12 @@ def check_version(message: Any, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sample as it was drawn: what is trained on, and what rewards and logs see."""
+    """One sample as it was generated: what is trained on, and what rewards and logs see."""
 
     text: str
     token_ids: Numbers
     logprobs: Numbers | None
-    """Of the sampled tokens, in nats, under the distribution that they were sampled from."""
+    """The sampled tokens' log-probabilities, in nats, under the distribution that was sampled."""
 
     finish_reason: str | None
     stop_reason: StopReason = None
@@ -180,7 +176,7 @@ class Completion:
 
     seed: int | None = None
     replica: str = ""
-    """Which engine drew it: `rank 0`, `server 1 replica 0`."""
+    """The engine that generated it: `rank 0`, `server 1 replica 0`."""
 
     extra: dict[str, Any] | None = None
     """Fields of ms-swift's choice that are seldom there: tool calls, routed experts."""
@@ -189,7 +185,7 @@ class Completion:
 def pack_answer(
     completions: Sequence[Completion], prompt_token_ids: Sequence[int] | None, replica: str
 ) -> dict[str, Any]:
-    """The packed answer: all samples of one request. Everything in it goes into JSON as it is.
+    """Return the packed answer, all samples of one request, of plain JSON values.
 
     Raises:
         WireError: some samples have log-probabilities and others none, or not one for each token.
@@ -218,13 +214,13 @@ def pack_answer(
 def unpack_answer(
     answer: Mapping[str, Any], metadata: RequestMetadata, server: str
 ) -> tuple[list[Completion], list[int]]:
-    """The samples of a packed answer, their numbers as arrays, and the ids of their prompt.
+    """Return the samples of a packed answer, their numbers as arrays, and their prompt's ids.
 
     Args:
         server: names the server that answered, for errors and logs.
 
     Raises:
-        WireError: the answer has another version, is malformed, or its counts disagree (SPEC M6);
+        WireError: the answer has another version, is malformed, or its counts disagree (M6);
             names the server.
     """
     check_version(answer, server)
@@ -285,7 +281,7 @@ def _token_ids(text: str) -> NDArray[Any]:
 
 
 def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:
-    """Numbers as base64 of their little-endian bytes: 4 bytes, 5.4 characters each."""
+    """Return numbers as base64 of their little-endian bytes: 4 bytes, 5.4 characters each."""
     return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
 
 

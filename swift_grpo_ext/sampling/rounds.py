@@ -63,7 +63,7 @@ class RoundClock:
         )
 
     def batches_at(self, step: int) -> int:
-        """Return how many training batches that were taken before optimizer step `step`."""
+        """Return how many training batches were taken before optimizer step `step`."""
         epochs, steps = divmod(step, self._steps_per_epoch)
         return epochs * self.batches_per_epoch + steps * self.batches_per_step
 

@@ -39,7 +39,7 @@ class CheckpointError(RuntimeError):
 
 
 def holds_whole_model(checkpoint: Path) -> bool:
-    """Whether a checkpoint is one of full tuning, as `save_pretrained` writes it."""
+    """Return whether a checkpoint is one of full tuning, as `save_pretrained` writes it."""
     has_weights = any((checkpoint / name).is_file() for name in WHOLE_MODEL)
     return has_weights and (checkpoint / CONFIG_NAME).is_file()
 

@@ -347,7 +347,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return ""
 
     def _sharing(self, is_global_inputs: bool) -> RankGroup:
-        """The ranks that share an engine with this one."""
+        """Return the ranks that share an engine with this one."""
         if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
             return TensorParallelGroup(self.tp_group)
         shares = self.vllm_mode == "server" and not is_global_inputs
@@ -413,7 +413,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return batches
 
     def _micro_batches(self, samples: list[Any], batches: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Of each, samples and `GRPOBatch`; none where sequence parallelism mixes samples."""
+        """Return each micro-batch's samples and `GRPOBatch`.
+
+        None are returned where sequence parallelism mixes samples.
+        """
         if self.template.sequence_parallel_size > 1:
             return [], []
         return self.split_by_mini_batches(samples), [batch["grpo_batch"] for batch in batches]

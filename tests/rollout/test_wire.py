@@ -105,11 +105,11 @@ def test_stop_settings_have_specs_defaults() -> None:
     assert (METADATA.stop_token_ids, METADATA.include_stop_str_in_output) == ((), True)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, "3", None])
+@pytest.mark.parametrize("version", [0, 3, "4", None])
 def test_another_version_is_refused_with_the_remedy(version: Any) -> None:
     message = (
         rf"a request speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
-        r"3: load the same version of the plugin in `swift rlhf` and `swift rollout`"
+        r"4: load the same version of the plugin in `swift rlhf` and `swift rollout`"
     )
     with pytest.raises(WireError, match=message):
         read_metadata({wire.KEY: {**WIRE, "version": version}})
@@ -138,14 +138,14 @@ def test_what_is_no_message_is_refused(message: Any) -> None:
         {"replica": -1},
         {"replica": "1"},
         {"replica": True},
-        {"place": None},
-        {"place": "train-12.0-5-0"},
-        {"place": {}},
-        {"place": {**WIRE["place"], "rank": 0}},
-        {"place": {**WIRE["place"], "phase": "test"}},
-        {"place": {**WIRE["place"], "phase": ["train"]}},
-        {"place": {**WIRE["place"], "step": "12"}},
-        {"place": {**WIRE["place"], "group": -5}},
+        {"sample_id": None},
+        {"sample_id": "train-12.0-5-0"},
+        {"sample_id": {}},
+        {"sample_id": {**WIRE["sample_id"], "rank": 0}},
+        {"sample_id": {**WIRE["sample_id"], "phase": "test"}},
+        {"sample_id": {**WIRE["sample_id"], "phase": ["train"]}},
+        {"sample_id": {**WIRE["sample_id"], "step": "12"}},
+        {"sample_id": {**WIRE["sample_id"], "group": -5}},
     ],
 )
 def test_a_malformed_envelope_is_refused(changes: dict[str, Any]) -> None:
@@ -164,8 +164,8 @@ junk = st.one_of(
     json_values,
     st.builds(lambda values: {**WIRE, **values}, st.dictionaries(st.sampled_from(list(WIRE)),
                                                                  json_values)),
-    st.builds(lambda values: {**WIRE, "place": {**WIRE["place"], **values}},
-              st.dictionaries(st.sampled_from(list(WIRE["place"])), json_values)),
+    st.builds(lambda values: {**WIRE, "sample_id": {**WIRE["sample_id"], **values}},
+              st.dictionaries(st.sampled_from(list(WIRE["sample_id"])), json_values)),
 )  # fmt: skip
 """No message, and messages that are wrong here and there."""
 
@@ -335,7 +335,7 @@ def test_another_number_of_samples_than_asked_for_is_refused(count: int) -> None
 
 
 def test_an_answer_of_another_version_names_the_server() -> None:
-    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 3"):
+    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 4"):
         unpack_answer({**ANSWER, "version": 1}, METADATA, "server 0")
 
 
