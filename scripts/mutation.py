@@ -5,12 +5,10 @@
     python scripts/mutation.py --only 'swift_grpo_ext.stops.rule.*' --sample 0     all of a module
 
 mutmut changes one expression at a time in a copy of the tree (`mutants/`), and runs the unit tests
-that reach the changed function; `[tool.mutmut]` in pyproject.toml says which modules take part.
-The stack tier does not run. A mutant that makes a test fail or crash is killed; so is one whose
-tests hang, which `timeout_multiplier` and `timeout_constant` in pyproject.toml define: the report
-says how many these are. Not counted: mutants that only change the words of a message, and those
-that `tests/equivalent_mutants.toml` lists, since no test could tell them apart. mutmut leaves
-decorated functions alone (properties, cached functions).
+that reach the changed function; `[tool.mutmut]` in pyproject.toml says which rooms take part. A
+mutant that makes a test fail, crash or hang (`timeout_multiplier` there) is killed. Not counted are
+mutants that only change the words of a message, and those that `tests/equivalent_mutants.toml`
+lists, since no test could tell them apart. mutmut leaves decorated functions alone.
 
 Nothing else should change the tree meanwhile: mutmut copies it as it starts.
 """
@@ -20,6 +18,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import random
 import re
 import subprocess
@@ -65,86 +64,108 @@ print(json.dumps([get_diff_for_mutant(name, path=path) for name, path in names])
 TEXT = re.compile(r"""(?s)[rfbu]*(['"])(?:\\.|(?!\1).)* (?:\\.|(?!\1).)*\1""")
 """A string literal with a space in it: words for people, no key and no name."""
 
-SPINNER = re.compile(r"[\u2800-\u28ff]")
-"""With which mutmut's lines of progress begin."""
-
 
 class Change(NamedTuple):
-    """What a mutant changes."""
+    """What a mutant changes: lines of the diff without their signs."""
 
     name: str
     removed: str
     added: str
 
     @property
-    def is_wording(self) -> bool:
-        """Whether nothing but the words of a message differ."""
-        return TEXT.sub('" "', self.removed) == TEXT.sub('" "', self.added)
-
-    @property
     def function(self) -> str:
         """As `swift_grpo_ext.sampling.seeding.sample_seed` or `...module.Class.method`."""
-        return function_of(self.name)
+        module, _, mangled = self.name.rpartition("__mutmut_")[0].rpartition(".")
+        return f"{module}.{mangled.removeprefix('x').lstrip('_ǁ').replace('ǁ', '.')}"
 
 
-def function_of(mutant: str) -> str:
-    """The function that a mutant of mutmut's naming changes."""
-    module, _, mangled = mutant.rpartition("__mutmut_")[0].rpartition(".")
-    return f"{module}.{mangled.removeprefix('x').lstrip('_ǁ').replace('ǁ', '.')}"
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sample", type=int, default=300, help="mutants at random; 0 for all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--only", nargs="+", default=["*"], help="rooms, or patterns of names")
+    parser.add_argument("--children", type=int, default=2, help="processes side by side")
+    options = parser.parse_args()
+    start = time.monotonic()
+    run_python(GENERATE, str(options.children))
+    patterns = [p if "." in p or "*" in p else f"{PACKAGE}.{p}.*" for p in options.only]
+    file_of = {
+        name: file
+        for file, codes in exit_codes().items()
+        for name in codes
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    }
+    chosen = choose(file_of, options.sample, options.seed)
+    if not chosen:
+        raise SystemExit(f"--only {' '.join(options.only)}: no mutant is meant; expected rooms.")
+    seconds = time.monotonic() - start
+    print(f"{len(file_of)} mutants, {len(chosen)} of them to run ({seconds:.0f} s)", flush=True)
+    run_tests([change.name for change in chosen], options.children)
+    print(report(chosen, {n: c for codes in exit_codes().values() for n, c in codes.items()}))
+    minutes = (time.monotonic() - start) / 60
+    print(f"{minutes:.0f} minutes with {options.children} processes")
 
 
-def generate(children: int) -> None:
-    """Write all mutants into `mutants/`."""
-    _python(GENERATE, str(children))
-
-
-def test(names: Sequence[str], children: int) -> None:
-    """Run the tests of these mutants; once more, if the tests of the code as it is failed."""
-    command = [str(Path(sys.executable).with_name("mutmut")), "run", "--max-children"]
-    log = MUTANTS / "run.log"
-    for attempt in (1, 2):
-        with log.open("w", encoding="utf-8") as f:
-            done = subprocess.run(
-                [*command, str(children), *names], cwd=ROOT, stdout=f, stderr=f, check=False
-            )
-        if not done.returncode:
-            return
-        lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace"))
-        told = [line for line in lines if not SPINNER.match(line)]
-        text = "\n".join(told)[-3000:]
-        print(f"mutmut failed (attempt {attempt}); the end of {log}:\n{text}", file=sys.stderr)
-    raise SystemExit(1)
-
-
-def metas() -> dict[str, dict[str, int | None]]:
-    """Of each mutated file, as mutmut names it: its mutants' exit codes; None where not run."""
-    found = {}
+def exit_codes() -> dict[str, dict[str, int | None]]:
+    """Return the mutants' exit codes of each mutated file that is still there; None: not run."""
+    codes = {}
     for meta in sorted((MUTANTS / PACKAGE).rglob("*.meta")):
         file = str(meta.relative_to(MUTANTS).with_suffix(""))
-        if (ROOT / file).exists():  # else of a module that was there once
-            found[file] = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
-    return found
+        if (ROOT / file).exists():
+            codes[file] = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
+    return codes
 
 
-def results() -> dict[str, int | None]:
-    """Each mutant's exit code."""
-    return {name: code for codes in metas().values() for name, code in codes.items()}
+def choose(file_of: Mapping[str, str], count: int, seed: int) -> list[Change]:
+    """Return `count` mutants (0: all) at random, without those that change words only."""
+    order = sorted(file_of)
+    random.Random(seed).shuffle(order)
+    chosen: list[Change] = []
+    while order and (not count or len(chosen) < count):
+        step = 2 * count or len(order)
+        some, order = order[:step], order[step:]
+        diffs = run_python(SHOW, stdin=json.dumps([(name, file_of[name]) for name in some]))
+        for name, diff in zip(some, json.loads(diffs), strict=True):
+            lines = [line for line in diff.splitlines() if line[:3] not in ("---", "+++")]
+            removed, added = (
+                "\n".join(line[1:].strip() for line in lines if line.startswith(sign))
+                for sign in "-+"
+            )
+            if TEXT.sub('" "', removed) != TEXT.sub('" "', added):
+                chosen.append(Change(name, removed, added))
+    return chosen[:count] if count else chosen
 
 
-def changes(names: Sequence[str], file_of: Mapping[str, str]) -> list[Change]:
-    shown = json.loads(_python(SHOW, stdin=json.dumps([(name, file_of[name]) for name in names])))
-    return [change_of(name, diff) for name, diff in zip(names, shown, strict=True)]
+def run_tests(names: Sequence[str], children: int) -> None:
+    """Let mutmut run the tests of these mutants.
+
+    Before that it runs all of them on the code as it is. Where one fails, mutmut says no more than
+    "failed to collect stats", since its own process swallows what pytest prints: then the same
+    tests run once more here, and the first that fails is named.
+    """
+    log = MUTANTS / "run.log"
+    command = [str(Path(sys.executable).with_name("mutmut")), "run"]
+    with log.open("w", encoding="utf-8") as f:
+        argv = [*command, "--max-children", str(children), *names]
+        if subprocess.run(argv, cwd=ROOT, stdout=f, stderr=f, check=False).returncode == 0:
+            return
+    print(f"mutmut failed ({log}); looking for a test that fails without any mutant", flush=True)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    mutmut = settings["tool"]["mutmut"]
+    selection = mutmut["pytest_add_cli_args"] + mutmut["pytest_add_cli_args_test_selection"]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--rootdir=.", *selection]
+    env = {**os.environ, "MUTANT_UNDER_TEST": "stats", "PY_IGNORE_IMPORTMISMATCH": "1"}
+    done = subprocess.run(pytest, cwd=MUTANTS, env=env, capture_output=True, text=True)
+    failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
+    if failed:
+        cause = done.stdout.partition("= FAILURES =")[2] or done.stdout
+        raise SystemExit(f"{failed[0]}\n{cause[:3000]}")
+    end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+    raise SystemExit(f"no test fails; the end of {log}:\n{end}")
 
 
-def change_of(mutant: str, diff: str) -> Change:
-    lines = [line for line in diff.splitlines() if line[:3] not in ("---", "+++")]
-    removed, added = (
-        "\n".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"
-    )
-    return Change(mutant, removed, added)
-
-
-def _python(code: str, *args: str, stdin: str = "") -> str:
+def run_python(code: str, *args: str, stdin: str = "") -> str:
+    """Run code that uses mutmut's own functions in a process, and return what it prints."""
     command = [sys.executable, "-c", code, *args]
     done = subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True)
     if done.returncode:
@@ -152,82 +173,28 @@ def _python(code: str, *args: str, stdin: str = "") -> str:
     return done.stdout
 
 
-def choose(file_of: Mapping[str, str], count: int, seed: int) -> list[Change]:
-    """`count` mutants (0: all) at random, without those that change words only."""
-    order = sorted(file_of)
-    random.Random(seed).shuffle(order)
-    chosen: list[Change] = []
-    step = 2 * count or len(order)
-    while order and (not count or len(chosen) < count):
-        some, order = order[:step], order[step:]
-        chosen += [change for change in changes(some, file_of) if not change.is_wording]
-    return chosen[:count] if count else chosen
-
-
-def equivalent() -> set[tuple[str, str, str]]:
-    if not EQUIVALENT.exists():
-        return set()
+def report(chosen: Sequence[Change], codes: Mapping[str, int | None]) -> str:
+    """Return the mutants that live, and the share of those killed by room."""
     entries = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["mutant"]
-    return {(e["function"], e["removed"], e["added"]) for e in entries}
-
-
-def report(chosen: Sequence[Change], codes: dict[str, int | None]) -> str:
-    known = equivalent()
+    known = {(e["function"], e["removed"], e["added"]) for e in entries}
     counted = [c for c in chosen if (c.function, c.removed, c.added) not in known]
     unknown = [c.name for c in counted if codes[c.name] is None]
     if unknown:
         raise SystemExit(f"mutmut did not run {len(unknown)} mutants, such as {unknown[0]}.")
     alive = [c for c in counted if codes[c.name] in (*SURVIVED, *NO_TESTS)]
-    hung = [c.name for c in counted if codes[c.name] in TIMED_OUT]
+    lines = []
+    for change in alive:
+        kind = "no test" if codes[change.name] in NO_TESTS else "lives"
+        lines.append(f"{change.function} ({kind})\n  - {change.removed}\n  + {change.added}")
     rooms = Counter(c.name.split(".")[1] for c in counted)
     lost = Counter(c.name.split(".")[1] for c in alive)
-    lines = [
-        f"{c.function} ({'no test' if codes[c.name] in NO_TESTS else 'lives'})\n"
-        f"  - {c.removed}\n  + {c.added}".replace("\n    ", "\n")
-        for c in alive
-    ]
     lines += ["", "| room | mutants | killed |", "|---|---|---|"]
     lines += [f"| {room} | {n} | {1 - lost[room] / n:.0%} |" for room, n in sorted(rooms.items())]
-    share = 1 - len(alive) / max(len(counted), 1)
-    lines.append(f"| all | {len(counted)} | {share:.1%} |")
-    lines.append(f"\n{len(counted) - len(alive)} of {len(counted)} are killed.")
-    lines.append(f"{len(hung)} of these ran out of time{': ' * bool(hung)}{', '.join(hung)}.")
-    lines.append(
-        f"{len(chosen) - len(counted)} more are equivalent to the code ({EQUIVALENT.name})."
-    )
+    lines.append(f"| all | {len(counted)} | {1 - len(alive) / max(len(counted), 1):.1%} |")
+    hung = sum(codes[c.name] in TIMED_OUT for c in counted)
+    lines.append(f"\n{len(counted) - len(alive)} of {len(counted)} are killed, {hung} by time.")
+    lines.append(f"{len(chosen) - len(counted)} more are equivalent to the code.")
     return "\n".join(lines)
-
-
-def is_meant(name: str, only: Sequence[str]) -> bool:
-    """Whether a mutant is of one of these rooms, or has a name of one of these patterns."""
-    patterns = [p if "." in p or "*" in p else f"{PACKAGE}.{p}.*" for p in only]
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sample", type=int, default=300, help="mutants at random; 0 for all")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--only", nargs="+", default=["*"], help="rooms, or patterns of names")
-    parser.add_argument("--children", type=int, default=2, help="processes side by side")
-    options = parser.parse_args()
-    start = time.monotonic()
-    generate(options.children)
-    file_of = {
-        name: file
-        for file, codes in metas().items()
-        for name in codes
-        if is_meant(name, options.only)
-    }
-    chosen = choose(file_of, options.sample, options.seed)
-    if not chosen:
-        raise SystemExit(f"--only {' '.join(options.only)}: no mutant is meant; expected rooms.")
-    print(
-        f"{len(file_of)} mutants, {len(chosen)} of them to run ({time.monotonic() - start:.0f} s)"
-    )
-    test([change.name for change in chosen], options.children)
-    print(report(chosen, results()))
-    print(f"{(time.monotonic() - start) / 60:.0f} minutes with {options.children} processes")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """`scripts/launch.sh` with a `swift` that only listens, or only waits: each way that it can end.
 
 The stand-in starts a stray process in a session of its own, as torchrun and vLLM do. The real
-`swift` is launched in `tests/stack/test_launch.py`. What takes longer is marked `stack`.
+`swift` is launched in `tests/stack/test_launch.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -156,18 +155,71 @@ def launched(
         process.wait()
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_the_training_says_how_it_ends(status: int, tmp_path: Path) -> None:
-    env = {"STATUS_OF_TRAINING": str(status), "SECONDS_OF_TRAINING": "1"}
-    with launched(tmp_path, "--servers", "2", PRESET, "--", "--seed", "1", **env) as run:
+TWO = ("--servers", "2", PRESET)
+LONG = {"SECONDS_OF_TRAINING": "1000"}
+KEY = "the/key+of~this.test=="
+ENDINGS: dict[str, tuple[tuple[str, ...], dict[str, str], int, tuple[str, ...], bool]] = {
+    "the training fails": (
+        (*TWO, "--", "--seed", "1"),
+        {"STATUS_OF_TRAINING": "3", "SECONDS_OF_TRAINING": "1"},
+        3,
+        ("[server1] a server that is ok", f"[train] training {PRESET}.train.yaml", "--seed 1"),
+        True,
+    ),
+    "never healthy": (
+        ("--wait", "2", PRESET),
+        {"SERVER_0": "deaf"},
+        1,
+        ("is not healthy after 2 s (--wait)", "the last lines of", "a server that is deaf"),
+        False,
+    ),
+    "dead before the training": (
+        TWO,
+        {"SERVER_1": "dead"},
+        1,
+        ("error: server1 has ended", "the last lines of"),
+        False,
+    ),
+    "the only server dies": (
+        (PRESET,),
+        {"SERVER_0": "mortal", **LONG},
+        1,
+        ("last words", "error: server0 has ended"),
+        True,
+    ),
+    "one of two servers dies": (
+        TWO,
+        {"SERVER_0": "mortal", "SECONDS_OF_TRAINING": "10"},
+        0,
+        ("server0 has ended; 1 server(s) of this node go on",),
+        True,
+    ),
+    "another port": (
+        (PRESET,),
+        {"SERVER_0": "elsewhere"},
+        1,
+        ("server0 listens on 7, since port",),
+        False,
+    ),
+    "a signal is ignored": ((PRESET,), {"SERVER_0": "stubborn"}, 0, ("status 0",), True),
+    "a key that cannot be sent": (
+        (PRESET,),
+        {"VLLM_API_KEY": "two words"},
+        1,
+        ("error: VLLM_API_KEY: expected letters, digits and ._~+/=- only",),
+        False,
+    ),
+}
+"""Arguments, environment, exit status, what is said, and whether the training was started."""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_how_it_ends(ending: str, tmp_path: Path) -> None:
+    argv, env, status, said, has_trained = ENDINGS[ending]
+    with launched(tmp_path, *argv, **env) as run:
         assert run.end() == status
-    assert "[server0] a server that is ok" in run.output
-    assert "[server1] a server that is ok" in run.output
-    assert f"[train] training {PRESET}.train.yaml" in run.output
-    assert "--seed 1" in run.output
-    assert f"the training has ended with status {status}" in run.output
-    assert ("the last lines of" in run.output) == (status != 0)
-    assert (tmp_path / "logs/server1.log").read_text().startswith("a server")
+    assert [text for text in said if text not in run.output] == []
+    assert ("[train] training" in run.output) == has_trained
 
 
 def test_nothing_is_started_that_check_refuses(tmp_path: Path) -> None:
@@ -177,13 +229,9 @@ def test_nothing_is_started_that_check_refuses(tmp_path: Path) -> None:
     with launched(tmp_path, *argv, "--", "--seed", "1", **env) as run:
         assert run.end() == 1
     assert "acuracy: is unknown" in run.output
-    assert f"error: {PRESET} cannot run like this" in run.output
     assert "[server0]" not in run.output
     asked = "check --quiet --gpus 0,1,2,3,4 --ranks 3 --model m"
     assert checked.read_text() == f"{asked} {PRESET} -- --dataset rows.jsonl --seed 1\n"
-
-
-KEY = "the/key+of~this.test=="
 
 
 def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -> None:
@@ -209,68 +257,16 @@ def test_the_servers_api_key_reaches_the_training_by_its_netrc(tmp_path: Path) -
         assert not path.is_file() or KEY not in path.read_text(), path
 
 
-def test_without_a_key_the_users_netrc_stays(tmp_path: Path) -> None:
-    own, found = tmp_path / "netrc", tmp_path / "found"
-    own.write_text("machine hub login me password mine\n")
-    env = {"FOUND": str(found), "NETRC": str(own), "TMPDIR": str(tmp_path), "VLLM_API_KEY": ""}
-    with launched(tmp_path, PRESET, KEY_OF_SERVERS="", **env) as run:
-        assert run.end() == 0
-    assert list(json.loads(found.read_text())["hosts"]) == ["hub"]
-
-
-def test_keys_that_cannot_reach_the_training_are_refused(tmp_path: Path) -> None:
-    with launched(tmp_path, PRESET, VLLM_API_KEY="two words") as run:
-        assert run.end() == 1
-    assert "error: VLLM_API_KEY: expected letters, digits and ._~+/=- only" in run.output
-    assert "two words" not in run.output
-    for side in ("rollout", "train"):
-        text = (ROOT / f"{PRESET}.{side}.yaml").read_text(encoding="utf-8")
-        (tmp_path / f"own.{side}.yaml").write_text(f"api_key: {KEY}\n{text}", encoding="utf-8")
-    with launched(tmp_path, str(tmp_path / "own"), name="again") as run:
-        assert run.end() == 1
-    assert "own.rollout.yaml: take api_key out and set VLLM_API_KEY" in run.output
-    assert "[server0]" not in run.output
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("phase", ["a server that is", "training examples"])
-def test_told_to_end(phase: str, number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phase", "number", "status"),
+    [("a server that is", signal.SIGINT, 130), ("training examples", signal.SIGTERM, 143)],
+)
+def test_told_to_end(phase: str, number: signal.Signals, status: int, tmp_path: Path) -> None:
     how = "deaf" if phase.startswith("a server") else "ok"
-    with launched(tmp_path, PRESET, SERVER_0=how, SECONDS_OF_TRAINING="1000") as run:
+    with launched(tmp_path, PRESET, SERVER_0=how, **LONG) as run:
         run.wait_for(phase)
         os.killpg(run.process.pid, number)
-        assert run.end() == (130 if number == signal.SIGINT else 143)
-
-
-def test_a_server_that_is_never_healthy(tmp_path: Path) -> None:
-    with launched(tmp_path, "--wait", "2", PRESET, SERVER_0="deaf") as run:
-        assert run.end() == 1
-    assert "is not healthy after 2 s (--wait)" in run.output
-    assert "a server that is deaf" in run.output.partition("the last lines of")[2]
-    assert "[train]" not in run.output
-
-
-def test_a_server_that_dies_before_the_training(tmp_path: Path) -> None:
-    with launched(tmp_path, "--servers", "2", PRESET, SERVER_1="dead") as run:
-        assert run.end() == 1
-    assert "error: server1 has ended" in run.output
-    assert "a server that is dead" in run.output.partition("the last lines of")[2]
-
-
-@pytest.mark.stack
-def test_the_only_server_dies_during_the_training(tmp_path: Path) -> None:
-    with launched(tmp_path, PRESET, SERVER_0="mortal", SECONDS_OF_TRAINING="1000") as run:
-        assert run.end() == 1
-    assert "last words" in run.output.partition("the last lines of")[2]
-    assert "error: server0 has ended" in run.output
-
-
-@pytest.mark.stack
-def test_one_of_two_servers_dies_during_the_training(tmp_path: Path) -> None:
-    env = {"SERVER_0": "mortal", "SECONDS_OF_TRAINING": "10"}
-    with launched(tmp_path, "--servers", "2", PRESET, **env) as run:
-        assert run.end() == 0
-    assert run.output.count("server0 has ended; 1 server(s) of this node go on") == 1
+        assert run.end() == status
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
@@ -303,76 +299,16 @@ def test_a_port_that_is_not_wholly_free_is_waited_for(tmp_path: Path) -> None:
     assert "[server0]" not in run.output
 
 
-def test_a_server_on_another_port(tmp_path: Path) -> None:
-    with launched(tmp_path, PRESET, SERVER_0="elsewhere") as run:
-        assert run.end() == 1
-    assert "server0 listens on 7, since port" in run.output
-
-
-@pytest.mark.stack
-def test_logs_are_not_written_twice(tmp_path: Path) -> None:
-    with launched(tmp_path, PRESET) as run:
-        assert run.end() == 0
+def test_nodes_end_together(tmp_path: Path) -> None:
+    nodes = ("--hosts", "127.0.0.1,127.0.0.1", "--rollout-nodes", "1", "--train-gpus", "0-5")
+    port, env = free_ports(), {"STATUS_OF_TRAINING": "3", "SECONDS_OF_TRAINING": "1"}
+    serving = launched(tmp_path, *nodes, "--node-rank", "0", PRESET, port=port, name="0", **env)
+    training = launched(tmp_path, *nodes, "--node-rank", "1", PRESET, port=port, name="1", **env)
+    with serving as server, training as trainer:
+        assert trainer.end() == 3
+        assert server.end() == 3
+    assert "ended by another node: status 3 (node 1)" in server.output
+    assert "[train0] training" in trainer.output
     with launched(tmp_path, PRESET, name="again") as run:
         assert run.end() == 1
     assert "holds the logs of a launch that has ended" in run.output
-
-
-@pytest.mark.stack
-@pytest.mark.parametrize("status", [0, 3])
-def test_nodes_end_together(status: int, tmp_path: Path) -> None:
-    nodes = ("--hosts", "127.0.0.1,127.0.0.1", "--rollout-nodes", "1", "--train-gpus", "0-5")
-    port, env = free_ports(), {"STATUS_OF_TRAINING": str(status), "SECONDS_OF_TRAINING": "1"}
-    serving = launched(tmp_path, *nodes, "--node-rank", "0", PRESET, port=port, name="0", **env)
-    training = launched(tmp_path, *nodes, "--node-rank", "1", PRESET, port=port, name="1", **env)
-    with serving as server, training as trainer:
-        assert trainer.end() == status
-        assert server.end() == status
-    assert f"ended by another node: status {status} (node 1)" in server.output
-    assert "[train0] training" in trainer.output
-
-
-@pytest.mark.stack
-def test_a_serving_node_that_fails_ends_the_training(tmp_path: Path) -> None:
-    nodes = ("--hosts", "127.0.0.1,127.0.0.1", "--rollout-nodes", "1", "--train-gpus", "0-5")
-    port, env = free_ports(), {"SERVER_0": "mortal", "SECONDS_OF_TRAINING": "1000"}
-    serving = launched(tmp_path, *nodes, "--node-rank", "0", PRESET, port=port, name="0", **env)
-    training = launched(tmp_path, *nodes, "--node-rank", "1", PRESET, port=port, name="1", **env)
-    with serving as server, training as trainer:
-        assert server.end() == 1
-        assert trainer.end() == 1
-    assert "ended by another node: status 1 (node 0)" in trainer.output
-
-
-@pytest.mark.stack
-def test_a_process_that_ignores_the_signal_is_killed(tmp_path: Path) -> None:
-    with launched(tmp_path, PRESET, SERVER_0="stubborn") as run:
-        assert run.end() == 0
-
-
-def in_a_clean_shell(script: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """A launch without an activated environment, in the folder of a preset."""
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(script.parent)}
-    command = ["bash", str(script), *argv, str(ROOT / PRESET)]
-    return subprocess.run(command, env=env, cwd=script.parent, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize(
-    ("script", "environment"),
-    [("scripts/launch.sh", ".venv"), ("e/lib/python3/site-packages/p/share/s/launch.sh", "e")],
-    ids=["clone", "installed"],
-)
-def test_the_environment_is_found(script: str, environment: str, tmp_path: Path) -> None:
-    copy, bin_ = tmp_path / script, tmp_path / environment / "bin"
-    copy.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "scripts/launch.sh", copy)
-    without = in_a_clean_shell(copy)
-    assert without.returncode == 1
-    assert "activate the environment that holds ms-swift" in without.stderr
-    bin_.mkdir(parents=True)
-    for name, text in (("swift", ""), ("swift-grpo-ext", f'echo "$*" >{tmp_path}/calls')):
-        (bin_ / name).write_text(f"#!/bin/sh\n{text}\n")
-        (bin_ / name).chmod(0o755)
-    launch = in_a_clean_shell(copy, "--dry-run")
-    assert launch.returncode == 0, launch.stderr
-    assert (tmp_path / "calls").read_text().startswith("check ")

