@@ -158,8 +158,8 @@ def run_tests(names: Sequence[str], children: int) -> None:
     done = subprocess.run(pytest, cwd=MUTANTS, env=env, capture_output=True, text=True)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
     if failed:
-        cause = done.stdout.partition("= FAILURES =")[2] or done.stdout
-        raise SystemExit(f"{failed[0]}\n{cause[:3000]}")
+        cause = re.split(r"={3,} (?:FAILURES|ERRORS|warnings summary) =*", done.stdout)[1]
+        raise SystemExit(f"{failed[0]}\n{cause[-3000:]}")
     end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
     raise SystemExit(f"no test fails; the end of {log}:\n{end}")
 

@@ -1,8 +1,7 @@
-"""Markdown pages, read section by section, and what two translations of one page must share.
+"""Reads Markdown pages section by section, and says where two translations of a page differ.
 
-What does not depend on a language: code, tables' shapes, links' targets, numbers, how many
-paragraphs and list items there are. Both translations hold the same of it, section by section, so
-that neither says what the other does not.
+Both hold the same code, numbers, links' targets, tables' shapes, and numbers of paragraphs and list
+items, section by section, so that neither says what the other does not.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -27,7 +25,7 @@ TRANSLATED = "_CN"
 
 @dataclass(kw_only=True)
 class Cell:
-    """Of a table."""
+    """A cell of a table: its code spans and its numbers, counted."""
 
     spans: Counter[str] = field(default_factory=Counter)
     numbers: Counter[str] = field(default_factory=Counter)
@@ -46,7 +44,7 @@ class Section:
     """Language and text of code blocks."""
 
     tables: list[list[list[Cell]]] = field(default_factory=list)
-    """Rows of cells, the head's first."""
+    """Each as rows of cells, the head's first."""
 
     spans: Counter[str] = field(default_factory=Counter)
     numbers: Counter[str] = field(default_factory=Counter)
@@ -55,7 +53,7 @@ class Section:
     links: list[str] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
     num_items: int = 0
-    """Of lists."""
+    """The number of items in lists."""
 
     num_paragraphs: int = 0
 
@@ -77,22 +75,26 @@ class Page:
         return _read(self.path.read_text(encoding="utf-8"))
 
     def number_of(self, anchor: str) -> int | None:
-        """Which section an anchor names; None where there is none, or no such page."""
+        """Return the index of the section that an anchor names; None where there is none."""
         if not self.path.is_file():
             return None
         numbers = (i for i, section in enumerate(self.sections) if section.anchor == anchor)
         return next(numbers, None)
 
     def target(self, link: str) -> tuple[Path, str]:
-        """File and anchor ("" for none) of a relative link."""
+        """Return the file and the anchor ("" for none) of a relative link."""
         path, _, anchor = unquote(link).partition("#")
         return (self.path.parent / path).resolve() if path else self.path.resolve(), anchor
 
 
 def originals(root: Path) -> list[Path]:
-    """The English pages that have a translation: README, and those of docs/."""
+    """Return the English pages that have a translation, of README and docs/."""
     pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-    return [page for page in pages if not page.stem.endswith(TRANSLATED)]
+    return [page for page in pages if counterpart(page).is_file() and is_original(page)]
+
+
+def is_original(page: Path) -> bool:
+    return not page.stem.endswith(TRANSLATED)
 
 
 def is_relative(link: str) -> bool:
@@ -158,35 +160,16 @@ def slug(title: str) -> str:
 
 
 def drift(original: Page, translation: Page) -> list[str]:
-    """Where two translations of a page differ in what does not depend on a language."""
+    """Return where two translations of a page differ in what does not depend on a language."""
     ours, theirs = original.sections, translation.sections
     if [section.level for section in ours] != [section.level for section in theirs]:
-        return list(_other_sections(original, translation))
+        titles = zip_longest(*([f"{'#' * x.level} {x.title}" for x in p] for p in (ours, theirs)))
+        return ["they have other sections:", *(f"{a} / {b}" for a, b in titles)]
     return [
         f"{a.title!r} / {b.title!r}: {text}"
         for a, b in zip(ours, theirs, strict=True)
         for text in _differences(a, b, original, translation)
     ]
-
-
-def _other_sections(original: Page, translation: Page) -> Iterator[str]:
-    """Which sections stand in one page only, or at another level; told by what they hold."""
-    sides = [[_signature(section) for section in p.sections] for p in (original, translation)]
-    for tag, i, j, k, n in SequenceMatcher(a=sides[0], b=sides[1], autojunk=False).get_opcodes():
-        if tag != "equal":
-            ours, theirs = original.sections[i:j], translation.sections[k:n]
-            yield (
-                f"{original.path.name} has {_headings(ours)} where {translation.path.name} has "
-                f"{_headings(theirs)}."
-            )
-
-
-def _signature(section: Section) -> tuple[object, ...]:
-    return section.level, *sorted(section.spans), *section.blocks, len(section.tables)
-
-
-def _headings(sections: Sequence[Section]) -> str:
-    return " and ".join(f"{s.title!r} of level {s.level}" for s in sections) or "no section"
 
 
 def _differences(a: Section, b: Section, original: Page, translation: Page) -> Iterator[str]:
@@ -237,24 +220,14 @@ def _targets(page: Page, links: Iterable[str]) -> Counter[str]:
 
 
 def _shared_name(page: Page, link: str) -> str:
+    """Return a relative link's target by the original page's name and the number of its section."""
     path, anchor = page.target(link)
     name = path.with_stem(path.stem.removesuffix(TRANSLATED)).name
     number = Page(path).number_of(anchor) if anchor else None
-    if number is None:
-        return f"{name}#{anchor}".rstrip("#")
-    # Where a page has other sections than its translation, that itself is the drift to report.
-    return f"{name}#{number}" if has_same_sections(Page(path)) else name
+    return f"{name}#{anchor if number is None else number}".rstrip("#")
 
 
 def counterpart(path: Path) -> Path:
-    """The other translation of a page."""
+    """Return the path of the other translation of a page."""
     stem = path.stem
-    is_translation = stem.endswith(TRANSLATED)
-    return path.with_stem(stem.removesuffix(TRANSLATED) if is_translation else stem + TRANSLATED)
-
-
-def has_same_sections(page: Page) -> bool:
-    other = Page(counterpart(page.path))
-    if not other.path.is_file():
-        return True
-    return [s.level for s in page.sections] == [s.level for s in other.sections]
+    return path.with_stem(stem + TRANSLATED if is_original(path) else stem.removesuffix(TRANSLATED))

@@ -76,8 +76,10 @@ def known_flags() -> frozenset[str]:
     """Ours, ms-swift's, and the options of our commands and scripts."""
     from swift.arguments import RLHFArguments, RolloutArguments
 
-    upstream = {f.name for args in (RLHFArguments, RolloutArguments) for f in _fields(args)}
-    commands = {option[2:] for parser in subcommands().values() for option in _options(parser)}
+    classes = (RLHFArguments, RolloutArguments)
+    upstream = {field.name for args in classes for field in dataclasses.fields(args)}
+    parsers = subcommands().values()
+    commands = {o[2:] for p in parsers for o in p._option_string_actions if o.startswith("--")}
     scripts = {
         name
         for folder in ("scripts", "examples")
@@ -86,14 +88,6 @@ def known_flags() -> frozenset[str]:
         for name in FLAG.findall(script.read_text(encoding="utf-8"))
     }
     return frozenset({*flag_names(), *upstream, *commands, *scripts, *FOREIGN_FLAGS})
-
-
-def _fields(arguments: type) -> Iterator[dataclasses.Field[object]]:
-    yield from dataclasses.fields(arguments)
-
-
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    yield from (option for option in parser._option_string_actions if option.startswith("--"))
 
 
 @cache
@@ -215,13 +209,3 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
                 runner.run(test, clear_globs=False)
                 names = test.globs
     assert runner.failures == 0
-
-
-def test_figures_of_speed_say_what_they_rest_on() -> None:
-    """A reader who stops at the table knows all of it (README_CN has the same links and flags)."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, _, table = readme.partition("| | ms-swift 4.6 |")
-    assert "on CPUs, with tiny models" in before
-    [step] = [line for line in table.splitlines() if line.startswith("| a whole step")]
-    for condition in ("cores", "million parameters", "frozen", "`--encoder_cache_gb`", "GPUs"):
-        assert condition in step

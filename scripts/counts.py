@@ -1,0 +1,146 @@
+"""How large the project is, and how it reads: lines by room, functions, comments, types.
+
+    python scripts/counts.py                     the files that git knows, as they are
+    python scripts/counts.py --against HEAD~20   another commit's figures beside them
+
+Lines are all lines of .py, .sh, .md and of the page's .html, .js and .css; a link counts nowhere.
+Code lines, of which functions are counted per 1,000, are those that are neither empty nor comment
+nor docstring. A function's lines are those from its `def` to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import tarfile
+import tempfile
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "swift_grpo_ext"
+COUNTED = (".py", ".sh", ".md", ".html", ".js", ".css")
+Figures = dict[str, str]
+"""What is counted, by its name in the table."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--against", metavar="REV", help="a commit to compare with")
+    options = parser.parse_args()
+    listed = git("ls-files", "--cached", "--others", "--exclude-standard").decode().splitlines()
+    columns = {"now": figures(ROOT, [name for name in listed if (ROOT / name).is_file()])}
+    if options.against:
+        with tempfile.TemporaryDirectory() as folder:
+            with tarfile.open(fileobj=io.BytesIO(git("archive", options.against))) as archive:
+                archive.extractall(folder, filter="data")
+            names = [str(p.relative_to(folder)) for p in sorted(Path(folder).rglob("*"))]
+            columns = {options.against: figures(Path(folder), names), **columns}
+    print(f"| | {' | '.join(columns)} |")
+    print(f"|---{'|---' * len(columns)}|")
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        values = (column.get(name, "") for column in columns.values())
+        print(f"| {name} | {' | '.join(values)} |")
+
+
+def git(*argv: str) -> bytes:
+    return subprocess.run(["git", *argv], cwd=ROOT, check=True, capture_output=True).stdout
+
+
+def figures(root: Path, names: list[str]) -> Figures:
+    """Return the figures of a tree.
+
+    Args:
+        root: its folder.
+        names: its files, relative to `root`.
+    """
+    files = [root / name for name in names if Path(name).suffix in COUNTED]
+    lines: Counter[str] = Counter()
+    modules: list[str] = []
+    for path in files:
+        if path.is_symlink() or not path.is_file():
+            continue
+        name, text = path.relative_to(root), path.read_text(encoding="utf-8")
+        count = len(text.splitlines())
+        top = name.parts[0]
+        if top == PACKAGE:
+            in_tools = len(name.parts) > 2 and name.parts[1] == "tools"
+            lines["package"] += count
+            lines["tools" if in_tools else "core"] += count
+            rooms = name.parts[1:3] if in_tools else name.parts[1:2]
+            lines[f"- {'/'.join(rooms)}"] += count
+            if name.suffix == ".py":
+                modules.append(text)
+        elif top in ("tests", "scripts", "examples", "docs"):
+            lines[top] += count
+    order = ["package", "core", *sorted(n for n in lines if n[0] == "-" and "tools" not in n)]
+    order += ["tools", *sorted(n for n in lines if n[0] == "-" and "tools" in n)]
+    order += ["tests", "scripts", "examples", "docs"]
+    shown = {name: f"{lines[name]:,}" for name in order if lines[name]}
+    pages = [path for path in (root / "docs").glob("*.md") if not path.stem.endswith("_CN")]
+    return {
+        **shown,
+        "flags": str(len(list(flags(root / PACKAGE / "flags.py")))),
+        "pages of docs in English": str(len(pages)),
+        **style(modules),
+        "tests / package": f"{lines['tests'] / lines['package']:.2f}",
+    }
+
+
+def flags(path: Path) -> Iterator[str]:
+    """Yield the fields of the dataclasses of flags."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Flags"):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    yield field.target.id
+
+
+def style(modules: list[str]) -> Figures:
+    """Return how functions, comments and types of these modules' texts count."""
+    lengths: list[int] = []
+    num_lines = num_code = num_comments = num_arguments = num_any = 0
+    for text in modules:
+        tree = ast.parse(text)
+        code, comments = lines_of(text, tree)
+        num_lines, num_code = num_lines + len(text.splitlines()), num_code + code
+        num_comments += comments
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+            if isinstance(node, ast.arg):
+                num_arguments += 1
+                num_any += node.annotation is not None and ast.unparse(node.annotation) == "Any"
+    lengths.sort()
+    p90, longest = lengths[len(lengths) * 9 // 10], lengths[-1]
+    return {
+        "functions per 1,000 code lines": f"{1000 * len(lengths) / num_code:.0f}",
+        "lines of a function: median / p90 / max": f"{median(lengths):.0f} / {p90} / {longest}",
+        "lines of comments": f"{num_comments / num_lines:.1%}",
+        "arguments typed Any, of all": f"{num_any / num_arguments:.1%}",
+    }
+
+
+def lines_of(text: str, tree: ast.Module) -> tuple[int, int]:
+    """Return the numbers of code lines, and of lines that are a comment and nothing else."""
+    strings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            strings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    code, comments = set(), set()
+    nothing = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in nothing:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - strings), len(comments - code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Rows and messages, sound or not, are taken or refused by name, and none takes long.
+
+FUZZ_CASES=10000 pytest tests/fuzz
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from swift_grpo_ext.checks.rows import bad_media, check_rows, prompt_of, question_of, unreadable
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
+from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash, prompt_hashes
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PIL's
+fuzz = settings(
+    max_examples=int(os.environ.get("FUZZ_CASES", "50")),
+    deadline=10_000,  # milliseconds: the slowest take some; a test that hangs ends with its worker
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+# --- values as data sets have them ---
+
+
+def png() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (5, 3)).save(content, "PNG")
+    return content.getvalue()
+
+
+words = st.text(st.characters(), max_size=8)  # with lone halves of surrogate pairs
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | words
+json_like = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=8,
+)
+contents = st.binary(max_size=40) | st.integers(0, len(png())).map(lambda end: png()[:end])
+names = st.one_of(
+    words,
+    st.sampled_from(["", ".", "/", "~nobody-of-this-name/a.png", "a\0.png", "x" * 5000]),
+    st.sampled_from(["file:///no.png", "https://x", "data:,", "data:image/png;base64,A"]),
+    contents.map(lambda content: base64.b64encode(content).decode()),
+)
+odd = st.sampled_from([bytearray(b"x"), np.array([1, 2]), np.float32(1), {1}, object()])
+images = st.one_of(
+    names,
+    contents,
+    st.fixed_dictionaries({"bytes": st.none() | contents | odd, "path": st.none() | names}),
+    json_like,
+    odd,
+)
+messages = st.fixed_dictionaries(
+    {}, optional={"role": st.sampled_from(["user", "tool"]) | json_like, "content": json_like}
+)
+rows = st.fixed_dictionaries(
+    {},
+    optional={
+        "messages": st.lists(messages | json_like, max_size=4) | json_like | odd,
+        "images": st.lists(images, max_size=4) | images,
+        "videos": json_like | odd,
+        "tools": json_like | odd,
+        "objects": json_like | odd,
+        "solution": json_like,
+    },
+)
+
+
+@fuzz
+@given(images)
+@example("é" * 300)
+@example({"bytes": np.array([1, 2]), "path": None})
+def test_an_image_is_readable_or_the_reason_is_said(image: Any) -> None:
+    reason = unreadable(image)
+    assert reason is None or reason.startswith(("does not exist", "is not a"))
+
+
+def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path: Path) -> None:
+    """It would be waited for, for ever."""
+    os.mkfifo(tmp_path / "pipe.png")
+    assert unreadable(str(tmp_path / "pipe.png")) == "is not a file"
+    assert unreadable("/dev/zero") == "is not a file"
+
+
+@fuzz
+@given(rows | json_like)
+@example({"messages": [7]})
+@example({"images": 7})
+@example(None)
+def test_what_is_wrong_with_a_row_is_said(row: Any) -> None:
+    assert bad_media(row) != ""
+    assert isinstance(question_of(row), str)
+
+
+@fuzz
+@given(rows)
+def test_a_prompt_is_its_row_without_the_answer(row: dict[str, Any]) -> None:
+    prompt = prompt_of(row)
+    assert {**prompt, "messages": None} == {**row, "messages": None}
+    again = prompt_of(prompt)["messages"]
+    assert len(again) <= len(prompt["messages"]) <= len(again) + 1
+
+
+@fuzz
+@given(st.lists(rows, max_size=4), st.booleans(), st.booleans())
+def test_a_data_set_is_sound_or_refused_by_name(
+    data: list[Any], expects_media: bool, deletes: bool
+) -> None:
+    findings = check_rows(
+        data, setting="dataset", expects_media=expects_media, deletes_bad_rows=deletes
+    )
+    refusals = [finding.sentence for finding in findings if finding.level == "error"]
+    if refusals:
+        assert refusals[0].startswith("--dataset: ")
+    else:
+        assert deletes or not any(map(bad_media, data))
+
+
+@fuzz
+@given(st.lists(rows, max_size=3), st.data())
+def test_neighbours_have_the_hashes_of_single_rows(data: list[Any], draw: st.DataObject) -> None:
+    repeated = [row for row in data for _ in range(draw.draw(st.integers(1, 2)))]
+    hashes = prompt_hashes(repeated)
+    assert hashes == [prompt_hash({**row, "solution": "another", "index": 1}) for row in repeated]
+    assert count_duplicates(hashes) >= len(repeated) - len(data)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(1, True), (1, 1.0), (0, False), (0.0, -0.0), ([1], [True])]
+)
+def test_equal_numbers_of_other_types_are_other_prompts(one: Any, other: Any) -> None:
+    """Python calls them equal; a template writes them differently."""
+    data = [{"objects": {"value": one}}, {"objects": {"value": other}}]
+    assert len(set(prompt_hashes(data))) == 2
+
+
+def test_what_cannot_be_written_down_is_refused_by_name() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (deep, {b"bytes": 1}, {1: 0, "1": 0}):
+        with pytest.raises(ValueError, match=r"fields objects cannot be told from others"):
+            prompt_hash({"objects": {"value": value}})
+
+
+# --- messages between trainer and server ---
+
+PLACE = SampleId(phase="train", step=12, number=0, group=5, index=0)
+METADATA = RequestMetadata(sample_id=PLACE, count=2, run_seed=42, packed=True, stop_token_ids=(7,))
+COMPLETIONS = [
+    Completion(text="七", token_ids=[1, 2, 3], logprobs=[-1.0, -0.5, 0.0], finish_reason="stop"),
+    Completion(text="", token_ids=[9], logprobs=[-2.0], finish_reason="length", stop_reason=7),
+]
+ANSWER = wire.pack_answer(COMPLETIONS, [5, 6], "replica 0")
+junk = st.one_of(json_like, st.sampled_from([2**14 + 1, 2**31, 2**64, 10**30, -(10**30), 1e300]))
+
+
+def mutated(message: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A message of ours, of which up to three entries are others, and one is missing."""
+    others = st.dictionaries(st.sampled_from(list(message)), junk, max_size=3)
+    missing = st.sampled_from([*message, ""])
+    return st.builds(
+        lambda more, name: {k: v for k, v in {**message, **more}.items() if k != name},
+        others,
+        missing,
+    )
+
+
+def or_refusal(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except WireError as e:
+        return e
+
+
+@fuzz
+@given(mutated(METADATA.to_wire()) | json_like)
+@example({**METADATA.to_wire(), "count": 10**9})
+@example({**METADATA.to_wire(), "count": True})
+def test_an_envelope_is_usable_or_refused(message: Any) -> None:
+    metadata = or_refusal(lambda: wire.read_metadata({wire.KEY: message}))
+    if isinstance(metadata, WireError) or metadata is None:
+        assert message is None or "a request" in str(metadata).lower()
+        return
+    # What the engine does with it: a seed and a number of samples that vLLM takes.
+    assert type(metadata.count) is int
+    assert 1 <= metadata.count <= MAX_GROUP_SIZE
+    assert metadata.seed is None or 0 <= metadata.seed < 2**63 - metadata.count
+    assert all(type(i) is int and 0 <= i < 2**31 for i in metadata.stop_token_ids)
+    assert wire.read_metadata({wire.KEY: metadata.to_wire()}) == metadata
+
+
+@fuzz
+@given(mutated(ANSWER) | json_like)
+@example({**ANSWER, "lengths": [10**30, -(10**30) + 4]})
+@example({**ANSWER, "extras": ["x", 7]})
+def test_an_answer_is_usable_or_refused(answer: Any) -> None:
+    read = or_refusal(lambda: wire.unpack_answer(answer, METADATA, "server 1"))
+    if isinstance(read, WireError):
+        assert str(read).startswith("server 1 ")
+        return
+    completions, prompt_token_ids = read
+    assert len(completions) == METADATA.count
+    for completion in completions:
+        assert isinstance(completion.text, str)
+        assert isinstance(completion.stop_reason, (str, int, type(None)))
+        logprobs = completion.logprobs
+        assert logprobs is None or len(logprobs) == len(completion.token_ids)
+        assert all(i >= 0 for i in completion.token_ids)
+    assert all(i >= 0 for i in prompt_token_ids)
