@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.tools.selftest.worker import ALL, attempt, checks, run_with_trainer
+from swift_grpo_ext.tools.selftest.worker import attempt, run_with_trainer
 
 SAMPLES = 64
 """For the collision test; a user gets more."""
@@ -82,17 +82,17 @@ def other_prompt(rig: Any) -> Iterator[None]:
 
 @contextmanager
 def mixed_up_images(_: Any) -> Iterator[None]:
-    """What a tower says of images that are encoded once comes back in another order."""
-    from swift_grpo_ext.media import encoder_cache
+    """What a tower says of images that are encoded once is that of other images."""
+    from swift_grpo_ext.media.encoder_cache import FrozenTower
 
-    join = encoder_cache._join
+    encode = FrozenTower._encode
 
-    def turned(outputs: Any) -> Any:
-        output = join(outputs)
+    def turned(self: Any, call: Any) -> Any:
+        output = encode(self, call)
         output.pooler_output = output.pooler_output.flip(0)
         return output
 
-    with replaced(encoder_cache, "_join", turned):
+    with replaced(FrozenTower, "_encode", turned):
         yield
 
 
@@ -122,34 +122,34 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 FAULTS = {
     "shared seeds": (shared_seeds, "seeds"),
-    "an ignored update": (ignored_update, "agreement"),
+    "an ignored update": (ignored_update, "weights"),
     "a stop that is not kept": (forgotten_stop, "stops"),
     "a prompt that differs": (other_prompt, "prompts"),
-    "images that are mixed up": (mixed_up_images, "vision"),
+    "images that are mixed up": (mixed_up_images, "logits"),
 }
 """Each with the check that has to find it."""
 
 
 def main(output: Path, argv: list[str]) -> None:
     def use(trainer: Any) -> None:
-        from swift_grpo_ext.tools.selftest import seeds
+        from swift_grpo_ext.tools.selftest import checks
         from swift_grpo_ext.tools.selftest.rig import Rig
 
-        seeds.NUM_COLLISION_SAMPLES = SAMPLES
-        known = checks(output.with_suffix(".round"))
+        checks.NUM_COLLISION_SAMPLES = SAMPLES
+        rig = Rig(trainer, float("inf"))
 
         def tried(name: str) -> dict[str, Any]:
-            rig.forget()
-            vars(rig).pop("base", None)
-            return asdict(attempt(rig, known[name]))
+            # What was generated in health would hide a fault.
+            trainer.engine.engine.reset_prefix_cache()
+            vars(rig).pop("first_round", None)
+            return asdict(attempt(rig, name, checks.CHECKS[name]))
 
-        rig = Rig(trainer, "colocate, 1 rank", float("inf"))
-        found = {"healthy": {name: tried(name) for name in ALL}}
+        found = {"healthy": {name: tried(name) for name in checks.CHECKS}}
         for fault, (make, name) in FAULTS.items():
             with make(rig):
                 found[fault] = {name: tried(name)}
         rig.update_weights()
-        found["again"] = {"agreement": tried("agreement")}
+        found["again"] = {"weights": tried("weights")}
         output.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
 
     run_with_trainer(argv, use)

@@ -4,6 +4,7 @@ them, token by token."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -64,7 +65,9 @@ def test_a_group_is_drawn_again(step: int, as_content: bool, run: Path, tmp_path
     result = json.loads(output)
     assert result["equal"] is True
     assert result["weight_version"] == step
-    assert [sample["num_drawn"] for sample in result["samples"]] == [len(r.token_ids) for r in rows]
+    assert [sample["num_generated"] for sample in result["samples"]] == [
+        len(r.token_ids) for r in rows
+    ]
     assert [sample["seed"] for sample in result["samples"]] == [row.seed for row in rows]
     assert all(s["logprob_gap"] < SAME + rounding(rows) for s in result["samples"])
 
@@ -88,19 +91,22 @@ def test_other_tokens_and_other_weights_are_seen(run: Path, tmp_path: Path) -> N
     assert finished.returncode == 1, finished.cause
     result = json.loads(output)
     samples = {sample["name"]: sample for sample in result["samples"]}
-    difference = samples[f"train-2.0-{sample_id.group}-{sample_id.index}"]["difference"]
-    assert difference["position"] == 0
-    assert difference["logged"]["token_id"] == token_ids[0]
-    assert difference["drawn"]["text"]
-    assert difference["probability_gap"] > 0
+    changed_sample = samples[f"train-2.0-{sample_id.group}-{sample_id.index}"]
+    assert changed_sample["position"] == 0
+    assert changed_sample["logged"]["token_id"] == token_ids[0]
+    assert changed_sample["generated"]["text"]
     # Other weights show in the log-probabilities, even where the tokens are the same.
     gaps = [s["logprob_gap"] for s in result["samples"] if s["logprob_gap"] is not None]
-    told = [s["difference"]["probability_gap"] or 0 for s in samples.values() if s["difference"]]
-    assert max([*gaps, *told]) > 10 * (SAME + 1 / LOGPROB_STEPS)
+    gaps += [
+        abs(math.exp(s["logged"]["logprob"]) - math.exp(s["generated"]["logprob"]))
+        for s in result["samples"]
+        if s["logged"] and s["generated"]
+    ]
+    assert max(gaps) > 10 * (SAME + 1 / LOGPROB_STEPS)
     assert "Tokens differ." in result["notes"][-1]
 
 
-def test_a_missing_checkpoint_and_a_missing_image_are_named(
+def test_a_missing_checkpoint_and_a_missing_prompt_are_named(
     run: Path, assets: Path, tmp_path: Path
 ) -> None:
     bare = tmp_path / "run"
@@ -118,7 +124,7 @@ def test_a_missing_checkpoint_and_a_missing_image_are_named(
     argv += ["--set", f'dataset=["{other}"]']
     finished, _ = replay(bare, tmp_path / "log", *argv)
     assert finished.returncode == 1
-    assert f"its media {rows[0].media[0]} were given as content" in finished.output
+    assert f"has the fingerprint {rows[0].fingerprint}" in finished.output
 
 
 def test_lora(learned_lora: Path, tmp_path: Path) -> None:

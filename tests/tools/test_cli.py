@@ -12,7 +12,7 @@ import pytest
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.tools import export
-from swift_grpo_ext.tools.cli import flag_table, main
+from swift_grpo_ext.tools.cli import flag_table, main, steps
 from swift_grpo_ext.version import __version__
 from tests.record.rows import ROW, sample_id, write_session
 
@@ -29,6 +29,17 @@ def test_flags_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_page_holds_the_table_of_this_version() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert flag_table() in text, "paste the output of `swift-grpo-ext flags --markdown`"
+
+
+def test_steps_count_both_ends() -> None:
+    assert steps("3:5") == range(3, 6)
+
+
+def test_an_error_of_a_command_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(tmp_path / "none.jsonl")]) == 1
+    assert capsys.readouterr().err.startswith("swift-grpo-ext audit: ")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

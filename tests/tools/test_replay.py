@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,21 +12,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
-from swift_grpo_ext.record.row import SampleRow, media_name
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.replay.command import Replay, round_name, run, setting, show
+from swift_grpo_ext.tools.replay import command
+from swift_grpo_ext.tools.replay.command import Replay, round_name, setting
 from swift_grpo_ext.tools.replay.compare import Comparison, Token, compare, first_difference
-from swift_grpo_ext.tools.replay.prompts import (
-    check_media,
-    lack_of_prompt,
-    prompt_from_log,
-    prompt_from_rows,
+from swift_grpo_ext.tools.replay.run import (
+    ReplayError,
+    Run,
+    find_prompt,
+    first_turns,
+    read_run,
+    weights_of,
 )
-from swift_grpo_ext.tools.replay.run import ReplayError, Run, first_turns, read_run, weights_of
 from tests.record.rows import ROW, sample_id, write_session
 
 SETTINGS: dict[str, Any] = {
@@ -61,129 +58,69 @@ def test_the_first_difference(logged: list[int], drawn: list[int]) -> None:
         assert logged[position : position + 1] != drawn[position : position + 1]
 
 
-def completion(ids: list[int], logprobs: list[float] | None = None, **fields: Any) -> SampleRow:
-    return replace(ROW, token_ids=ids, logprobs=logprobs, **fields)
+TOKENS = [1, 2]
 
 
-def compared(row: SampleRow, ids: list[int], logprobs: list[float] | None = None) -> Comparison:
-    return compare(row, ids, logprobs, lambda token_id: f"<{token_id}>")
+@pytest.mark.parametrize(
+    ("logged", "generated", "position", "tokens", "gap"),
+    [
+        # Of each side: token ids, log-probabilities.
+        ((TOKENS, [-0.5, -math.inf]), (TOKENS, [-0.5, -math.inf]), None, (None, None), 0.0),
+        ((TOKENS, [-0.5, -1.0]), (TOKENS, [-0.25, -3.0]), None, (None, None), 2.0),
+        ((TOKENS, None), (TOKENS, [-0.5, -1.0]), None, (None, None), None),
+        ((TOKENS, [-0.5, -9.0]), ([1, 5], [-0.75, -1.5]), 1, ((2, -9.0), (5, -1.5)), 0.25),
+        ((TOKENS, [-0.5, -1.0]), ([1, 3], None), 1, ((2, -1.0), (3, None)), None),
+        (([1], [-0.5]), ([2], [-0.5]), 0, ((1, -0.5), (2, -0.5)), None),
+        ((TOKENS, None), ([1], None), 1, ((2, None), None), None),
+        (([], None), ([2], None), 0, (None, (2, None)), None),
+    ],
+)
+def test_compare(logged: Any, generated: Any, position: Any, tokens: Any, gap: Any) -> None:
+    row = replace(ROW, token_ids=logged[0], logprobs=logged[1], sample_id=sample_id(2, group=3))
+    result = compare(row, *generated, lambda token_id: f"<{token_id}>")
+    assert (result.name, result.seed) == ("train-2.0-3-0", 1)
+    assert (result.num_logged, result.num_generated) == (len(logged[0]), len(generated[0]))
+    assert (result.position, result.logprob_gap) == (position, gap)
+    for token, expected in zip((result.logged, result.generated), tokens, strict=True):
+        if expected is None:
+            assert token is None
+        else:
+            token_id, logprob = expected
+            assert token == Token(token_id=token_id, logprob=logprob, text=f"<{token_id}>")
 
 
-def test_a_difference_has_both_tokens_and_the_gap_of_their_probabilities() -> None:
-    row = completion([1, 2, 3], [-0.5, -1.0, -9.0], sample_id=sample_id(2, group=3, index=1))
-    found = compared(row, [1, 5, 3, 4], [-0.75, -1.5, -0.1, -0.1])
-    assert (found.name, found.seed, found.equal) == ("train-2.0-3-1", 1, False)
-    assert (found.num_logged, found.num_drawn) == (3, 4)
-    assert found.logprob_gap == 0.25  # of the common beginning only
-    assert found.difference is not None
-    assert found.difference.position == 1
-    assert found.difference.logged == Token(token_id=2, logprob=-1.0, text="<2>")
-    assert found.difference.drawn == Token(token_id=5, logprob=-1.5, text="<5>")
-    gap = math.exp(-1.0) - math.exp(-1.5)
-    assert found.difference.probability_gap == pytest.approx(gap)
-
-
-def test_the_gap_of_probabilities_has_no_sign() -> None:
-    for logged, drawn in ((-0.5, -1.5), (-1.5, -0.5)):
-        found = compared(completion([1], [logged]), [2], [drawn])
-        assert found.difference is not None
-        expected = math.exp(-0.5) - math.exp(-1.5)
-        assert found.difference.probability_gap == pytest.approx(expected)
-
-
-def test_equal_tokens() -> None:
-    found = compared(completion([1, 2], [-0.5, -math.inf]), [1, 2], [-0.5, -math.inf])
-    assert (found.equal, found.difference, found.logprob_gap) == (True, None, 0.0)
-    found = compared(completion([1, 2], [-0.5, -1.0]), [1, 2], [-0.25, -3.0])
-    assert (found.equal, found.logprob_gap) == (True, 2.0)
-
-
-def test_log_probabilities_that_one_side_lacks() -> None:
-    found = compared(completion([1, 2], [-0.5, -1.0]), [1, 3])
-    assert found.logprob_gap is None
-    assert found.difference is not None
-    assert found.difference.logged == Token(token_id=2, logprob=-1.0, text="<2>")
-    assert found.difference.drawn == Token(token_id=3, logprob=None, text="<3>")
-    assert found.difference.probability_gap is None
-    assert compared(completion([1, 2]), [1, 2], [-0.5, -1.0]).logprob_gap is None
-    assert compared(completion([1], [-0.5]), [2], [-0.5]).logprob_gap is None  # nothing precedes
-
-
-@pytest.mark.parametrize(("logged", "drawn"), [([1, 2], [1]), ([1], [1, 2]), ([], [2])])
-def test_one_ends_earlier(logged: list[int], drawn: list[int]) -> None:
-    found = compared(completion(logged), drawn)
-    assert found.difference is not None
-    assert found.difference.position == min(len(logged), len(drawn))
-    assert (found.difference.logged is None) == (len(logged) < len(drawn))
-    assert (found.difference.drawn is None) == (len(drawn) < len(logged))
-    assert found.difference.probability_gap is None
-    assert found.logprob_gap is None
-
-
-# --- the result ---
-
-
-def a_replay(*, equal: bool = False) -> Replay:
-    samples = [
-        compared(completion([1, 2], sample_id=sample_id(group=3)), [1, 2]),
-        compared(
-            completion([1, 2], [-0.5, -1.0], sample_id=sample_id(group=3, index=1)),
-            [1, 4],
-            [-0.5, -1.5],
-        ),
-        compared(completion([1, 2], sample_id=sample_id(group=3, index=2)), [1]),
-    ]
-    return Replay(
-        run_dir="run",
-        weights="run/checkpoint-2",
-        weight_version=2,
-        equal=equal,
-        samples=samples[:1] if equal else samples,
-        notes=["a note"],
-    )
-
-
-def run_with(replay: Replay, monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> int:
-    monkeypatch.setattr("swift_grpo_ext.tools.replay.command._replay", lambda options: replay)
-    return run(argparse.Namespace(json=as_json))
-
-
-def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_with(a_replay(), monkeypatch, as_json=True) == 1
-    result = json.loads(capsys.readouterr().out)
-    assert (result["equal"], result["weights"], result["notes"]) == (
-        False,
-        "run/checkpoint-2",
-        ["a note"],
-    )
-    same, different, _ = result["samples"]
-    assert (same["name"], same["equal"], same["difference"]) == ("train-0.0-3-0", True, None)
-    assert different["difference"]["position"] == 1
-    assert different["difference"]["logged"] == {"token_id": 2, "logprob": -1.0, "text": "<2>"}
-    assert different["difference"]["drawn"] == {"token_id": 4, "logprob": -1.5, "text": "<4>"}
-
-
-def test_the_exit_status_says_whether_all_are_equal(
+def test_the_result_as_lines_and_as_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run_with(a_replay(equal=True), monkeypatch, as_json=False) == 0
-    assert "1 of 1 samples have equal tokens." in capsys.readouterr().out
-    assert run_with(a_replay(), monkeypatch, as_json=False) == 1
+    def compared(index: int, generated: list[int], logprobs: list[float] | None) -> Comparison:
+        row = replace(
+            ROW, token_ids=[1, 2], logprobs=[-0.5, -1.0], sample_id=sample_id(index=index)
+        )
+        return compare(row, generated, logprobs, lambda token_id: f"<{token_id}>")
 
-
-def test_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    show(a_replay())
+    samples = [compared(0, [1, 2], None), compared(1, [1, 4], [-0.5, -1.5]), compared(2, [1], None)]
+    result = Replay(
+        run_dir="run", weights="w", weight_version=2, equal=False, samples=samples, notes=["a note"]
+    )
+    monkeypatch.setattr(command, "_replay", lambda options: result)
+    assert command.run(argparse.Namespace(json=False)) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "Drawn again with run/checkpoint-2:",
-        "  train-0.0-3-0: 2 tokens, equal",
-        "  train-0.0-3-1: 2 tokens, 2 drawn; equal before position 1 (log-probabilities within "
-        "0.0e+00 nats), where the log has '<2>' (2) -1.000 and the replay '<4>' (4) -1.500; their "
-        "probabilities lie 0.145 apart",
-        "  train-0.0-3-2: 2 tokens, 1 drawn; equal before position 1, where the log has '<2>' (2) "
-        "and the replay ended",
+        "Generated again with w:",
+        "  train-0.0-0-0: 2 tokens, equal",
+        "  train-0.0-0-1: 2 tokens, 2 generated; equal before position 1 (log-probabilities within "
+        "0.0e+00 nats), where the log has '<2>' (2) -1.000 and the replay '<4>' (4) -1.500",
+        "  train-0.0-0-2: 2 tokens, 1 generated; equal before position 1, where the log has '<2>' "
+        "(2) -1.000 and the replay ended",
         "1 of 3 samples have equal tokens.",
         "Note: a note",
     ]
+    assert command.run(argparse.Namespace(json=True)) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["weights"], printed["notes"]) == ("w", ["a note"])
+    assert printed["samples"][1]["logged"] == {"token_id": 2, "logprob": -1.0, "text": "<2>"}
+    same = replace(result, equal=True, samples=samples[:1])
+    monkeypatch.setattr(command, "_replay", lambda options: same)
+    assert command.run(argparse.Namespace(json=True)) == 0
 
 
 @pytest.mark.parametrize(("text", "name"), [("12.0", (12, 0)), ("12", (12, 0)), ("3.7", (3, 7))])
@@ -277,7 +214,7 @@ def test_missing_weights_are_named(changes: dict[str, Any], tmp_path: Path) -> N
         f"--{name} {run.settings[name]}"
         for name in ("save_strategy", "save_steps", "save_total_limit")
     )
-    named = rf"checkpoint-6 is not there \(.* has checkpoint-4, checkpoint-10\).*{saving}.* of 6"
+    named = rf"checkpoint-6 is not there \(.* has checkpoint-10, checkpoint-4\).*{saving}.* of 6"
     with pytest.raises(ReplayError, match=named):
         weights_of(run, 6)
     with pytest.raises(ReplayError, match="has no checkpoint"):
@@ -303,7 +240,7 @@ def test_first_turns() -> None:
     ("changes", "settings", "named"),
     [
         ({"seed": None}, {}, r"sample 0 has no seed: .*--rollout_seed_mode engine"),
-        ({}, {"seed": 7}, r"drawn with seed \d+, and --seed 7 .*--set seed=N"),
+        ({}, {"seed": 7}, r"has the seed \d+, and --seed 7 .*--set seed=N"),
         (
             {},
             {"multi_turn_scheduler": "math_tip", "vllm_mode": "server"},
@@ -329,75 +266,18 @@ def test_a_group_has_the_weights_of_one_step() -> None:
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>哪个?"}]
 
 
-def logged(prompt: Mapping[str, Any]) -> Any:
-    media = [m for kind in ("images", "videos", "audios") for m in prompt.get(kind) or ()]
-    return replace(
-        ROW,
-        prompt=json.dumps(prompt["messages"], ensure_ascii=False),
-        media=[media_name(m) for m in media],
-        fingerprint=prompt_hash(prompt),
-    )
-
-
-@pytest.mark.parametrize(
-    "media",
-    [
-        {},
-        {"images": [{"bytes": None, "path": "a.png"}]},
-        {"images": ["a.png", "b.png"]},
-        {"videos": ["v.mp4"], "audios": ["a.wav", "b.wav"]},
-        {"images": [{"bytes": None, "path": "数字 七.png"}], "videos": ["v.mp4"]},
-    ],
-)
-def test_a_prompt_that_the_log_holds(media: dict[str, Any]) -> None:
-    prompt = {"messages": MESSAGES, **media}
-    found = prompt_from_log(logged(prompt))
-    assert found is not None
-    assert {name: value for name, value in found.items() if value} == prompt
-
-
-def test_a_prompt_that_the_data_set_holds() -> None:
-    """Bytes are logged as a digest; the row has no system message, which ms-swift puts in front."""
+def test_the_prompt_comes_from_the_data_set() -> None:
+    """A row has no system message, which ms-swift puts in front, and may hold an answer."""
     row = {"messages": MESSAGES[1:], "images": [{"bytes": b"png", "path": None}], "solution": "7"}
     other = {**row, "images": [{"bytes": b"gnp", "path": None}]}
-    sample = logged({**row, "messages": MESSAGES})
-    assert prompt_from_log(sample) is None
-    assert prompt_from_rows(sample, [other, row]) == {**row, "messages": MESSAGES}
+    prompt = {**row, "messages": MESSAGES}
+    text = json.dumps(MESSAGES, ensure_ascii=False)
+    sample = replace(ROW, prompt=text, fingerprint=prompt_hash(prompt))
     answered = [*MESSAGES, {"role": "assistant", "content": "7"}]
-    found = prompt_from_rows(sample, [{**row, "messages": answered}])
-    assert found == {**row, "messages": MESSAGES}
-    assert prompt_from_rows(sample, [other]) is None
-    reason = lack_of_prompt(sample, SETTINGS)
-    assert f"its media {sample.media[0]} were given as content" in reason
-    assert "no row of train.jsonl has this fingerprint" in reason
-
-
-@pytest.mark.parametrize("prompt", ["Which digit?", "[]", "7", "[7]", "null"])
-def test_a_prompt_that_nobody_holds(prompt: str) -> None:
-    sample = replace(ROW, prompt=prompt, fingerprint="f" * 32)
-    assert prompt_from_log(sample) is None
-    assert prompt_from_rows(sample, [{"messages": MESSAGES}]) is None
-    assert "tools, boxes" in lack_of_prompt(replace(sample, media=[]), {})
-
-
-def test_media_that_are_gone_or_changed_are_named(tmp_path: Path) -> None:
-    good, text, later = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "v.mp4"
-    Image.new("RGB", (4, 4)).save(good)
-    text.write_text("text")
-    later.touch()
-    os.utime(good, (1000, 1000))
-    os.utime(later, (3000, 3000))
-    pixels = io.BytesIO()
-    Image.new("L", (4, 4)).save(pixels, "PNG")
-    images = [{"bytes": None, "path": str(good)}, {"bytes": pixels.getvalue(), "path": None}]
-    prompt = {"images": images, "videos": [str(later), [str(good)]], "audios": ["https://x/a.wav"]}
-    notes = check_media(prompt, since=2000)
-    assert len(notes) == 1
-    assert notes[0].startswith(repr(str(later)))
-    with pytest.raises(ReplayError, match=r"none\.png' does not exist.*no\.mp4' does not exist"):
-        check_media({"images": [str(tmp_path / "none.png")], "videos": ["no.mp4"]}, since=0)
-    with pytest.raises(ReplayError, match=r"b\.png' is not an image"):
-        check_media({"images": [str(text)]}, since=0)
+    for data in ([other, row], [prompt], [{**row, "messages": answered}]):
+        assert find_prompt(sample, data, SETTINGS) == prompt
+    with pytest.raises(ReplayError, match=r"No row of train\.jsonl has the fingerprint.*--set"):
+        find_prompt(sample, [other], SETTINGS)
 
 
 # --- the command, as far as it needs no engine ---

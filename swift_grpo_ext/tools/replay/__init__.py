@@ -1,5 +1,5 @@
-"""`swift-grpo-ext replay`: draw a logged group again, and compare token by token.
+"""`swift-grpo-ext replay`: generate a logged group again, and compare token by token.
 
-`run` reads settings, samples and weights of a run, `prompts` finds the prompt, `draw` builds the
-trainer's engine and draws, `compare` compares tokens, and `command` shows the result.
+`run` reads settings, samples and weights of a run, `engine` builds the run's engine and generates,
+`compare` compares tokens, and `command` shows the result.
 """

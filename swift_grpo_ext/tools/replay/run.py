@@ -1,42 +1,41 @@
-"""A run's settings, the samples that can be drawn again, and the weights that drew them. Pure."""
+"""A run's settings, the samples that can be generated again, their prompts and weights. Pure."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from swift_grpo_ext.checks.finding import did_you_mean
+from swift_grpo_ext.checks.rows import prompt_of
 from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import sample_seed
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-ADAPTER = "adapter_config.json"
-SEEDED = "only samples that vLLM drew for GRPO have seeds of their own"
+SEEDED = "only samples that vLLM generated for GRPO have seeds of their own"
 CAN_BE_REPLAYED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rlhf_type": (("grpo",), SEEDED),
     "use_vllm": ((True,), SEEDED),
     "tuner_type": (("full", "lora"), "replay loads checkpoints of `full` and `lora`"),
     "quant_method": ((None,), "replay loads weights without quantization"),
 }
-"""What each setting may be, and why."""
+"""The values that a setting may have, and why no others."""
 
 
 class ReplayError(ValueError):
-    """A group cannot be drawn again; says why, and what would help."""
+    """A group cannot be generated again; the message says why, and what would help."""
 
 
 class Run(NamedTuple):
-    """What a training left behind."""
+    """The files that a training left behind."""
 
     folder: Path
     """Its `--output_dir`."""
 
     settings: Mapping[str, Any]
-    """Those of `args.json`, with the caller's changes."""
+    """The settings of `args.json`, with the caller's changes."""
 
 
 def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
@@ -71,17 +70,17 @@ def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
 
 
 def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[SampleRow]:
-    """The rows of a group that can be drawn again: each sample's first turn.
+    """Return the rows of a group that can be generated again: each sample's first turn.
 
     Raises:
-        ReplayError: samples have no seeds, or others than `--seed` gives; different weights drew
-            them; or a server led the conversation.
+        ReplayError: samples have no seeds, or others than `--seed` gives; different weights
+            generated them; or a server led the conversation.
     """
     unseeded = [row for row in rows if row.seed is None]
     if unseeded:
         raise ReplayError(
-            f"{unseeded[0].sample_id} has no seed: the engine drew it with one that "
-            "nobody wrote down (--rollout_seed_mode engine, or --use_vllm false). Train with "
+            f"{unseeded[0].sample_id} has no seed: the engine chose one that nobody wrote down "
+            "(--rollout_seed_mode engine, or --use_vllm false). Train with "
             "--rollout_seed_mode sample."
         )
     if settings.get("multi_turn_scheduler") and settings.get("vllm_mode") == "server":
@@ -94,61 +93,79 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
     versions = sorted({row.weight_version for row in first})
     if len(versions) != 1:
         raise ReplayError(
-            f"{rows[0].sample_id}: weights of the steps {versions} drew the samples of "
-            "this group; expected those of one step."
+            f"{rows[0].sample_id}: weights of the steps {versions} generated the samples of this "
+            "group; expected those of one step."
         )
-    seed = settings["seed"]
     for row in first:
-        expected = sample_seed(seed, row.sample_id)
+        expected = sample_seed(settings["seed"], row.sample_id)
         if expected != row.seed:
             raise ReplayError(
-                f"{row.sample_id} was drawn with seed {row.seed}, and --seed {seed} of "
-                f"args.json gives it {expected}: another --seed drew this part of the run (one "
-                "that was resumed?). Give that one with --set seed=N."
+                f"{row.sample_id} has the seed {row.seed}, and --seed {settings['seed']} of "
+                f"args.json gives it {expected}: this part of the run had another --seed (was it "
+                "resumed?). Give that one with --set seed=N."
             )
     return first
 
 
+def find_prompt(
+    row: SampleRow, data: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the first row of a data set whose prompt has the sample's fingerprint.
+
+    Raises:
+        ReplayError: no row has it.
+    """
+    logged = json.loads(row.prompt)
+    # ms-swift puts --system, or the template's own system message, in front of a row's messages.
+    is_system = logged[0]["role"] == "system"
+    for candidate in data:
+        prompt = prompt_of(candidate)
+        for num_system in range(1 + is_system):
+            messages = [*logged[:num_system], *prompt["messages"]]
+            if prompt_hash({**prompt, "messages": messages}) == row.fingerprint:
+                return {**prompt, "messages": messages}
+    names = [*(settings.get("dataset") or ()), *(settings.get("val_dataset") or ())]
+    raise ReplayError(
+        f"No row of {' '.join(map(str, names)) or 'any data set'} has the fingerprint "
+        f"{row.fingerprint} of the sample's prompt: {row.prompt[:200]}. Give the data set that the "
+        "training had, with --set 'dataset=[\"FILE\"]'."
+    )
+
+
 def weights_of(run: Run, version: int) -> list[str]:
-    """The weights after `version` optimizer steps: a model (directory or hub id), and the
+    """Return the weights after `version` optimizer steps: a model (directory or hub id), and the
     directories of adapters to be merged into it.
 
     Raises:
-        ReplayError: the checkpoint is missing; names it, and the settings that keep it.
+        ReplayError: the checkpoint is missing, or holds no weights in Hugging Face format.
     """
     settings = run.settings
-    base = str(settings["model"])
+    base, is_lora = str(settings["model"]), settings["tuner_type"] == "lora"
     resumed = settings.get("resume_from_checkpoint")
-    # --resume_only_model counts steps from 0, from the weights of --resume_from_checkpoint.
-    if version == 0 and not (resumed and settings.get("resume_only_model")):
-        return [base, *map(str, settings.get("adapters") or ())]
-    checkpoint = _checkpoint(run, version, Path(resumed).expanduser() if resumed else None)
-    return [str(checkpoint)] if settings["tuner_type"] == "full" else [base, str(checkpoint)]
-
-
-def _checkpoint(run: Run, version: int, resumed: Path | None) -> Path:
-    own = run.folder / f"checkpoint-{version}"
-    candidates = [own]
-    if resumed is not None and (version == 0 or resumed.name == own.name):
-        candidates = [resumed] if version == 0 else [own, resumed]
-    for folder in filter(Path.is_dir, candidates):
-        is_lora = run.settings["tuner_type"] == "lora"
-        is_whole = any(any(folder.glob(pattern)) for pattern in WEIGHTS)
-        if not is_whole or (is_lora and not (folder / ADAPTER).is_file()):
-            raise ReplayError(
-                f"{folder} holds no {'adapter' if is_lora else 'model'} in Hugging Face "
-                "format (weights in shards of DeepSpeed or FSDP?): convert it in place."
-            )
-        return folder
-    steps = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.folder.iterdir()]
-    found = ", ".join(f"checkpoint-{s}" for s in sorted(int(match[1]) for match in steps if match))
-    saving = " ".join(
-        f"--{name} {run.settings.get(name)}"
-        for name in ("save_strategy", "save_steps", "save_total_limit")
-    )
-    raise ReplayError(
-        f"{candidates[0]} is not there ({run.folder} has {found or 'no checkpoint'}): its weights "
-        f"drew the group. The run was saved with {saving}: in the next one set --save_strategy "
-        f"steps, --save_steps 1 or a divisor of {version}, and a greater --save_total_limit or "
-        "none; or restore the checkpoint from a copy."
-    )
+    checkpoint = run.folder / f"checkpoint-{version}"
+    if version == 0:
+        # --resume_only_model counts steps from 0, from the weights of --resume_from_checkpoint.
+        if not resumed or not settings.get("resume_only_model"):
+            return [base, *map(str, settings.get("adapters") or ())]
+        checkpoint = Path(resumed).expanduser()
+    elif resumed and not checkpoint.is_dir() and Path(resumed).name == checkpoint.name:
+        checkpoint = Path(resumed).expanduser()
+    if not checkpoint.is_dir():
+        present = sorted(path.name for path in run.folder.glob("checkpoint-*"))
+        saving = " ".join(
+            f"--{name} {settings.get(name)}"
+            for name in ("save_strategy", "save_steps", "save_total_limit")
+        )
+        raise ReplayError(
+            f"{checkpoint} is not there ({run.folder} has {', '.join(present) or 'no checkpoint'}):"
+            f" its weights generated the group. The run was saved with {saving}: in the next one "
+            f"set --save_strategy steps, --save_steps 1 or a divisor of {version}, and a greater "
+            "--save_total_limit or none; or restore the checkpoint from a copy."
+        )
+    is_whole = any(checkpoint.glob("*.safetensors")) or any(checkpoint.glob("pytorch_model*.bin"))
+    if not is_whole or (is_lora and not (checkpoint / "adapter_config.json").is_file()):
+        raise ReplayError(
+            f"{checkpoint} holds no {'adapter' if is_lora else 'model'} in Hugging Face format "
+            "(weights in shards of DeepSpeed or FSDP?): convert it in place."
+        )
+    return [base, str(checkpoint)] if is_lora else [str(checkpoint)]

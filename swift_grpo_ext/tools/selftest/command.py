@@ -1,7 +1,6 @@
-"""`swift-grpo-ext selftest`: runs the parts of the plan one by one, and shows what they find.
+"""Run the command `selftest`: a process for each topology, and their results.
 
-Each part is a process of its own, with its log in the output folder: what one part breaks, or takes
-of a device, the next does not notice.
+What one process breaks, or takes of a device, the next does not notice.
 """
 
 from __future__ import annotations
@@ -10,289 +9,276 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from swift_grpo_ext.checks.preflight import free_port
-from swift_grpo_ext.tools.check.settings import (
-    Run,
-    devices_of,
-    files_of,
-    from_command_line,
-    parse,
-    read_settings,
-)
-from swift_grpo_ext.tools.selftest import page, plan
-from swift_grpo_ext.tools.selftest.plan import Part
-from swift_grpo_ext.tools.selftest.result import Result, exit_status, untried
-from swift_grpo_ext.tools.selftest.worker import BUDGET, COMPARE, INVARIANT, Job
+from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
+from swift_grpo_ext.tools.check.settings import devices_of, from_command_line, read_settings
+from swift_grpo_ext.tools.check.share import PLUGIN_FILE
+from swift_grpo_ext.tools.selftest.outcome import PROMISES, Result
+from swift_grpo_ext.tools.selftest.worker import Job
+from swift_grpo_ext.version import __version__
 
-ROUND = "round.json"
+COLORS = {"holds": "green", "does not hold": "red", "could not be tried": "yellow"}
 GRACE_SECONDS = 60.0
-"""That a check has to end once the budget is spent."""
+"""The time that a check has to end once the budget is spent."""
 
-SECONDS_BETWEEN_LOOKS = 0.5
-LOG_LINES = 3
-"""Of a process that ended early, for the reason."""
+DEFAULTS: Mapping[str, Any] = {
+    "rlhf_type": "grpo",
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.4,
+    "num_generations": 8,
+    "reward_funcs": ["format"],
+    "lazy_tokenize": True,
+    "external_plugins": [str(PLUGIN_FILE)],
+}
+"""Settings where only a model and a data set are given."""
+
+CHANGED: Mapping[str, Any] = {
+    "add_version": False,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "report_to": "none",
+    "sample_log": "none",
+    "max_steps": 1,
+    # A group for each rank, however many there are.
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+}
+"""Settings that are other ones here."""
+
+LEFT_OUT = (
+    *("deepspeed", "fsdp", "callbacks", "resume_from_checkpoint", "async_generate", "eval_steps"),
+    *("load_best_model_at_end", "push_to_hub", "generation_batch_size", "output_dir", "ENV"),
+)
+"""Settings that have no part in it."""
+
+OF_SERVERS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
+OF_LAUNCHERS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): .+)", re.MULTILINE)
-"""How Python ends a traceback, also one of a rank; torchrun's own ones have no text."""
+"""The end of a traceback in Python, also of a rank's; torchrun's own errors have no text."""
 
-NAMES = {COMPARE: "seeds", INVARIANT: "batch invariance"}
-"""What the table calls checks that have another name."""
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The settings of one topology."""
+
+    topology: str
+    settings: dict[str, Any]
+    ranks: int = 1
+    obstacle: str = ""
+    """Why it cannot be tried on this machine."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print, write; returns the exit status (`exit_status`; 2 also for settings that `swift
-    rlhf` does not take).
+    """Check, print, and write `selftest.json`.
+
+    Returns:
+        1 where a promise does not hold, 2 where none could be tried, else 0.
 
     Raises:
         ValueError: settings cannot be read, or name no model or data set.
         OSError: the output folder cannot be written.
     """
-    training, served = settings_of(options)
+    settings = read_training(options)
+    if torch.accelerator.is_available():
+        device = str(torch.accelerator.current_accelerator())
+        num_devices = len(devices_of(settings)) or torch.accelerator.device_count()
+    else:
+        device, num_devices = "cpu", len(os.sched_getaffinity(0))  # each core holds a rank
     folder: Path = options.output
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ROUND).unlink(missing_ok=True)  # of another run
-    count, kind = devices(training)
-    settings, *found = plan.parts(
-        _run_of(training, served), training, served,
-        output_dir=folder / "run", num_devices=count, device=kind, address=options.server,
-    )  # fmt: skip
+    (folder / "first_round.pickle").unlink(missing_ok=True)  # of another run
+    env = {
+        name: str(value)
+        for name, value in (settings.get("ENV") or {}).items()
+        if name not in OF_LAUNCHERS
+    }
     console = Console(stderr=options.json)
-    machine = page.facts(page.device_words(count, kind))
-    console.print(", ".join(f"{name} {value}" for name, value in machine.items()), style="dim")
-    results: list[Result] = []
-
-    def emit(result: Result) -> None:
-        result = replace(result, name=NAMES.get(result.name, result.name))
-        results.append(result)
-        color = page.COLORS[result.status]
-        console.print(f"[{color}]{result.status:18}[/] {result.name}, {escape(result.topology)}")
-
     deadline = time.time() + 60 * options.minutes
-    if reason := refusal(settings, folder, deadline):
-        print(f"swift-grpo-ext selftest: no check can start. {reason}", file=sys.stderr)
-        return 2
-    for number, part in enumerate(found):
-        run_part(part, number, folder, deadline, emit)
+    results: list[Result] = []
+    for number, part in enumerate(plan(settings, num_devices, device, folder / "run")):
+        console.print(f"{part.topology} ...")
+        log = folder / f"part-{number}.log"
+        of_part, reason = run_part(part, number == 0, log, env, deadline)
+        if number == 0 and not of_part:
+            print(f"swift-grpo-ext selftest: no check can start. {reason}", file=sys.stderr)
+            return 2
+        results += of_part
+        done = {result.check for result in of_part}
+        expected = (
+            ["same tokens"] if number else [name for name in PROMISES if name != "same tokens"]
+        )
+        results += [
+            Result(check=check, topology=part.topology, reason=reason)
+            for check in expected
+            if check not in done
+        ]
+    versions = installed_versions()
+    report = {
+        "machine": {
+            "swift-grpo-ext": __version__,
+            **{name: versions[name] for name in SHOWN if name in versions},
+            "Python": platform.python_version(),
+            "system": platform.platform(),
+            "devices": f"{num_devices} x {device}",
+        },
+        "results": [asdict(result) for result in results],
+    }
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    (folder / "selftest.json").write_text(f"{text}\n", encoding="utf-8")
     if options.json:
-        print(json.dumps(page.masked([asdict(r) for r in results]), indent=1, ensure_ascii=False))
+        print(text)
     else:
-        console.print(page.table(results))
-    for path in page.write(folder, results, training, machine):
-        console.print(f"written: {path}", highlight=False)
-    return exit_status(results)
+        console.print(table(results))
+        console.print(f"written: {folder / 'selftest.json'}", highlight=False)
+    statuses = {result.status for result in results}
+    if "does not hold" in statuses:
+        return 1
+    return 0 if "holds" in statuses else 2
 
 
-# --- settings ---
+def read_training(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of `swift rlhf`: of the file, `--model`, `--dataset`, and behind `--`."""
+    settings = read_settings(options.config) if options.config else dict(DEFAULTS)
+    for name, value in (("model", options.model), ("dataset", options.dataset)):
+        if value:
+            settings[name] = value
+    for name, values in from_command_line(options.rest):
+        settings[name.replace("-", "_")] = values[0] if len(values) == 1 else values
+    if not (settings.get("model") and settings.get("dataset")):
+        raise ValueError("selftest: give a YAML file of `swift rlhf`, or --model and --dataset.")
+    if settings.get("rlhf_type") != "grpo":
+        raise ValueError(f"rlhf_type {settings.get('rlhf_type')}: expected grpo.")
+    return settings
 
 
-def settings_of(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The training's settings, and those of `swift rollout` where its file is known."""
-    served: dict[str, Any] | None = None
-    if options.config is None:
-        if not (options.model and options.dataset):
-            raise ValueError(
-                "selftest: give a YAML file of `swift rlhf`, or --model and --dataset."
-            )
-        training = plan.bare_settings(options.model, options.dataset)
-    else:
-        first, second = files_of(Path(options.config))
-        second = Path(options.rollout) if options.rollout else second
-        if first is None:
-            raise ValueError(f"{options.config}: selftest needs the settings of `swift rlhf` too.")
-        training = read_settings(first)
-        served = read_settings(second) if second else None
-    given = {"model": options.model, "dataset": options.dataset}
-    overrides = {name.replace("-", "_"): value for name, value in from_command_line(options.rest)}
-    training |= {name: value for name, value in given.items() if value} | overrides
-    if served is not None and options.model:
-        served["model"] = options.model
-    return training, served
+def plan(
+    settings: Mapping[str, Any], num_devices: int, device: str, output_dir: Path
+) -> list[Part]:
+    """Return what to run, in this order: the user's own engine first, others to compare with it.
 
-
-def _run_of(training: Mapping[str, Any], served: Mapping[str, Any] | None) -> Run:
-    parsed: dict[str, Any] = {}
-    for side, settings in (("training", training), ("rollout", served)):
-        if settings is not None:
-            parsed[side], findings = parse(side, settings)  # type: ignore[arg-type]
-            for finding in findings:
-                if finding.level == "error":
-                    raise ValueError(finding.sentence)
-    found = Run(**parsed)
-    if found.train("rlhf_type") != "grpo":
-        raise ValueError(f"rlhf_type {found.train('rlhf_type')}: expected grpo.")
-    if not found.train("use_vllm"):
-        raise ValueError("use_vllm false: selftest checks rollouts of vLLM; expected true.")
-    return found
-
-
-def devices(training: Mapping[str, Any]) -> tuple[int, str]:
-    """How many devices the training may use, and of which kind; each core of a CPU holds a rank."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        return len(os.sched_getaffinity(0)), "cpu"
-    named = devices_of(training)
-    count = len(named) if named else torch.accelerator.device_count()
-    accelerator = torch.accelerator.current_accelerator()
-    return count, accelerator.type if accelerator else "cpu"
-
-
-# --- processes ---
+    Args:
+        settings: the training's, as its file has them.
+        device: what the devices are, in words.
+        output_dir: the trainings'.
+    """
+    kept = {name: value for name, value in settings.items() if name not in LEFT_OUT}
+    group_size = settings.get("num_generations", DEFAULTS["num_generations"])
+    changed = {"per_device_train_batch_size": group_size, "output_dir": str(output_dir)}
+    served = {**kept, **CHANGED, **changed}
+    size = int(settings.get("vllm_tensor_parallel_size") or 1)
+    first = (size, size) if num_devices >= size else (1, 1)
+    parts = []
+    for ranks, tensor_parallel in dict.fromkeys([first, (2, 1), (2, 2)]):
+        own = {name: value for name, value in served.items() if name not in OF_SERVERS}
+        own |= {"vllm_mode": "colocate", "vllm_tensor_parallel_size": tensor_parallel}
+        obstacle = ""
+        if num_devices < ranks:
+            obstacle = f"{ranks} devices are needed, and {num_devices} are there ({device})"
+        topology = f"colocate, ranks: {ranks}, tensor parallel: {tensor_parallel}"
+        parts.append(Part(topology=topology, settings=own, ranks=ranks, obstacle=obstacle))
+    if settings.get("vllm_mode") == "server":
+        parts.insert(0, Part(topology="server", settings=served))
+    return parts
 
 
 def run_part(
-    part: Part, number: int, folder: Path, deadline: float, emit: Callable[[Result], None]
-) -> None:
-    """Give `emit` a result for each check of a part, whatever becomes of its process."""
-    reason = part.obstacle or (BUDGET if time.time() >= deadline else "")
-    done: list[Result] = []
+    part: Part, is_first: bool, log: Path, env: Mapping[str, str], deadline: float
+) -> tuple[list[Result], str]:
+    """Run the process of a topology.
 
-    def note(result: Result) -> None:
-        done.append(result)
-        emit(result)
-
-    if not reason:
-        log = folder / f"part-{number}.log"
-        try:
-            with server(part, folder / f"part-{number}.server.log", deadline):
-                reason = _follow(part, number, folder, log, deadline, note)
-        except (OSError, TimeoutError) as e:
-            reason = str(e)
-    names = {result.name for result in done}
-    missing = [check for check in part.checks if check not in names]
-    for check in missing:
-        why = reason if check == missing[0] else f"as {missing[0]}"
-        emit(untried(why, name=check, topology=part.topology))
-
-
-def refusal(part: Part, folder: Path, deadline: float) -> str:
-    """Return why `swift rlhf` does not take a part's settings; empty where it does, or where there
-    is no time to find out."""
-    log = folder / "settings.log"
-    words = ["--settings", *plan.argv(part.settings)]
-    command = [sys.executable, "-m", "swift_grpo_ext.tools.selftest.worker", *words]
-    with started(command, log, {**part.env, **os.environ}) as process:
-        while (status := process.poll()) is None:
-            if time.time() >= deadline:
-                return ""
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-    return _end_of(log) if status else ""
-
-
-def _follow(
-    part: Part,
-    number: int,
-    folder: Path,
-    log: Path,
-    deadline: float,
-    emit: Callable[[Result], None],
-) -> str:
-    """Run a part's process, hand on its results as they come; returns why it has no more."""
-    job = Job(
-        argv=plan.argv(part.settings),
-        checks=list(part.checks),
-        topology=part.topology,
-        deadline=deadline,
-        results=str(folder / f"part-{number}.jsonl"),
-        rounds=str(folder / ROUND),
-    )
-    path, results = folder / f"part-{number}.job.json", Path(job.results)
-    path.write_text(json.dumps(asdict(job), ensure_ascii=False), encoding="utf-8")
-    results.write_text("", encoding="utf-8")
-    env = {"MASTER_PORT": str(free_port()), **part.env, **os.environ}
-    command = [sys.executable, "-m", "swift_grpo_ext.tools.selftest.worker", str(path)]
-    if part.ranks > 1:
-        launch = ["torch.distributed.run", "--nproc_per_node", str(part.ranks)]
-        port = ["--master_port", env["MASTER_PORT"]]
-        command = [sys.executable, "-m", *launch, *port, *command[1:]]
-    seen = 0
-    with started(command, log, env) as process:
-        while True:
-            is_over = process.poll() is not None
-            lines = results.read_text(encoding="utf-8").splitlines(keepends=True)
-            for line in [line for line in lines[seen:] if line.endswith("\n")]:
-                emit(Result(**json.loads(line)))
-                seen += 1
-            if is_over:
-                return f"its process ended with {process.returncode}: {_end_of(log)}"
-            if time.time() >= deadline + GRACE_SECONDS:
-                return BUDGET
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-@contextlib.contextmanager
-def server(part: Part, log: Path, deadline: float) -> Iterator[None]:
-    """The part's `swift rollout`, healthy, if it needs one that does not run already.
-
-    Raises:
-        OSError, TimeoutError: it did not come up.
+    Returns:
+        The results that the process wrote, and why it wrote no more where it ended early.
     """
-    if part.server is None:
-        yield
-        return
-    url = f"http://127.0.0.1:{part.settings['vllm_server_port'][0]}/health"
-    if _answers(url):
-        yield
-        return
-    env = {**{k: str(v) for k, v in (part.server.get("ENV") or {}).items()}, **os.environ}
-    words = plan.argv({name: value for name, value in part.server.items() if name != "ENV"})
-    command = [sys.executable, "-m", "swift.cli.main", "rollout", *words]
-    with started(command, log, env) as process:
-        while not _answers(url):
-            if process.poll() is not None:
-                raise OSError(f"swift rollout ended with {process.returncode}: {_end_of(log)}")
-            if time.time() >= deadline:
-                raise TimeoutError(BUDGET)
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        yield
-
-
-def _answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
-        return bool(response.status == 200)
-    return False
-
-
-@contextlib.contextmanager
-def started(
-    command: list[str], log: Path, env: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose output goes to a file; it and all that it started end with the block."""
-    with log.open("wb") as f:
-        process = subprocess.Popen(
-            command, env=dict(env), stdin=subprocess.DEVNULL, stdout=f, stderr=f,
+    if part.obstacle or time.time() >= deadline:
+        return [], part.obstacle or "--minutes were over"
+    results = log.with_suffix(".jsonl")
+    results.write_text("", encoding="utf-8")
+    job = Job(
+        argv=to_argv(part.settings),
+        topology=part.topology,
+        is_first=is_first,
+        deadline=deadline,
+        results=str(results),
+        first_round=str(log.with_name("first_round.pickle")),
+    )
+    port = str(free_port())
+    command = [sys.executable, "-m"]
+    if part.ranks > 1:
+        command += ["torch.distributed.run", "--nproc_per_node", str(part.ranks)]
+        command += ["--master_port", port, "-m"]
+    command += ["swift_grpo_ext.tools.selftest.worker", json.dumps(asdict(job))]
+    with log.open("wb") as file:
+        process = psutil.Popen(
+            command,
+            env={"MASTER_PORT": port, **env, **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
-        yield process
+        status = process.wait(max(deadline - time.time(), 0) + GRACE_SECONDS)
+        reason = f"its process ended with {status}: {last_error(log)}" if status else ""
+    except psutil.TimeoutExpired:
+        reason = "--minutes were over"
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for member in psutil.Process(process.pid).children(recursive=True):
+            # Ranks of torchrun and engines live in sessions of their own.
+            for member in [*process.children(recursive=True), process]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # what it left behind may hold a GPU's memory
         process.wait()
+    lines = results.read_text(encoding="utf-8").splitlines()
+    return [Result(**json.loads(line)) for line in lines], reason
 
 
-def _end_of(log: Path) -> str:
-    """The last exception that a log names, or its last lines."""
+def to_argv(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as `swift` takes them on its command line (ms-swift's `parse_yaml_args`)."""
+    argv: list[str] = []
+    for name, value in settings.items():
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            values = [json.dumps(value, ensure_ascii=False)]
+        argv += [f"--{name}", *map(str, values)]
+    return argv
+
+
+def last_error(log: Path) -> str:
+    """Return the last exception that a log names, or its last lines."""
     text = log.read_text(encoding="utf-8", errors="replace")
     errors = [match[1].strip() for match in ERROR.finditer(text)]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return errors[-1] if errors else " | ".join(lines[-LOG_LINES:])
+    return errors[-1] if errors else " | ".join(lines[-3:])
+
+
+def table(results: list[Result]) -> Table:
+    """Return a row for each result."""
+    shown = Table("topology", "check", "promises", "result", "why, and measured")
+    for result in results:
+        measured = "; ".join(f"{name}: {value}" for name, value in result.values.items())
+        words = [text for text in (result.reason, result.remedy, measured) if text]
+        status = f"[{COLORS[result.status]}]{result.status}[/]"
+        text = escape("\n".join(words))
+        shown.add_row(escape(result.topology), result.check, PROMISES[result.check], status, text)
+    return shown

@@ -1,0 +1,381 @@
+"""The checks, each a function of a `Rig` that returns what was measured and what is wrong.
+
+A check raises `NotTriedError` where the settings or rows leave nothing to look at.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import replace
+from math import log2, log10
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from swift.rl_core.data import OnPolicySample
+
+from swift_grpo_ext.checks.rows import encoding_error
+from swift_grpo_ext.diversity.collision import PromptMemory, collision_test, format_p
+from swift_grpo_ext.diversity.sample import Sample, surprisal_bits
+from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.rollout.placeholders import placeholder_ids
+from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.stops.rule import find
+from swift_grpo_ext.tools.selftest.outcome import NotTriedError, flips
+from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
+from swift_grpo_ext.training.agreement import DisagreementError, Gap, gap_limit
+from swift_grpo_ext.training.batch import check_prompt_of, logprobs_of, trained_ids
+from swift_grpo_ext.training.canary import encoded_batch, probe_config, sample_gap
+
+Finding = tuple[dict[str, Any], list[str]]
+"""The values that a check measured, and the faults that it found; none where the promise holds."""
+
+Check = Callable[[Rig], Finding]
+T = TypeVar("T")
+
+
+# --- prompts ---
+
+NUM_HARDEST = 3
+
+
+def check_prompts(rig: Rig) -> Finding:
+    """Compare the prompt ids of rollout and training, of the longest rows and those with most
+    media."""
+    trainer = rig.trainer
+    faults, lengths = [], []
+    rows = rig.hardest_prompts(NUM_HARDEST)
+    for row in rows:
+        if encoding_error(trainer.template, row):
+            continue
+        [sample] = rig.generate_for_training([row], rig.ids(0, 1, 1), rig.config(1))
+        encoded_batch(trainer, [sample])
+        lengths.append(len(sample.rollout_prompt_ids))
+        try:
+            check_prompt_of(sample, trainer.template, placeholder_ids(trainer.template))
+        except DisagreementError as e:
+            faults.append(str(e))
+    if not lengths:
+        raise NotTriedError("the template refuses every prompt that was looked at")
+    values = {
+        "prompts": len(lengths),
+        "longest (tokens)": max(lengths),
+        "refused by the template": len(rows) - len(lengths),
+    }
+    return values, faults[:1]
+
+
+# --- seeds ---
+
+NUM_COLLISION_SAMPLES = 256
+LEAST_P = 1e-6
+LEAST_BITS = 64.0
+"""Surprisal of all samples together, below which shared noise could not be told from certainty."""
+
+
+def check_seeds(rig: Rig) -> Finding:
+    """The same samples are equal, in whatever request or batch; all others have noise of their
+    own."""
+    trainer = rig.trainer
+    if trainer._settings.run_seed is None or not trainer.temperature:
+        raise NotTriedError(
+            "noise is not seeded: it needs --rollout_seed_mode sample and a --temperature above 0"
+        )
+    ids = rig.ids(0, len(rig.prompts))
+    singly = []
+    for index in range(max(sample_id.index for sample_id in ids) + 1):
+        singly += rig.generate_tokens([i for i in ids if i.index == index])
+    # Every other group, the last first: requests come in another order, with other neighbours.
+    other_order = [
+        i for group in range(0, len(rig.prompts), 2)[::-1] for i in ids if i.group == group
+    ]
+    same = {
+        "the same round again": flips(rig.first_round, rig.generate_tokens(ids)),
+        "other neighbours, in another order": flips(
+            rig.first_round, rig.generate_tokens(other_order)
+        ),
+        "singly instead of as groups": flips(rig.first_round, singly),
+    }
+    faults = [f"{how}: {result}" for how, result in same.items() if not result.is_rounding]
+    rounds = [rig.first_round]
+    while (len(rounds) + 1) * len(ids) < NUM_COLLISION_SAMPLES and not rig.is_over:
+        rounds.append(rig.generate_tokens(rig.ids(len(rounds), len(rig.prompts))))
+    rounds.append(rig.generate_tokens(ids, run_seed=trainer.args.seed + 1))
+    log10_p, bits = shared_noise(rounds)
+    if log10_p < log10(LEAST_P):
+        faults.append(f"samples share noise that should differ (p = {format_p(log10_p)})")
+    if bits < LEAST_BITS and not faults:
+        raise NotTriedError(
+            f"completions are nearly certain ({bits:.0f} bits in all), so that equal ones prove "
+            "nothing: give rows or a --temperature with which completions differ"
+        )
+    values = {
+        "samples": len(rounds) * len(ids),
+        "surprisal of all (bits)": round(bits),
+        "p of independent noise": format_p(log10_p),
+        **{how: str(result) for how, result in same.items()},
+    }
+    return values, faults
+
+
+def shared_noise(rounds: Sequence[Sequence[Sample]]) -> tuple[float, float]:
+    """Return log10 of the collision test's least p-value, and the surprisal of all samples in bits.
+
+    Args:
+        rounds: samples that all should have noise of their own.
+    """
+    memory, log2_p, bits = PromptMemory(), 0.0, 0.0
+    for number, samples in enumerate(rounds):
+        # The last round repeats the names of the first, with another --seed: number them.
+        named = [
+            replace(
+                sample,
+                origin=replace(
+                    sample.origin,
+                    sample_id=replace(sample.origin.sample_id, step=number),
+                ),
+            )
+            for sample in samples
+        ]
+        log2_p = min(log2_p, collision_test(named, memory).log2_p)
+        memory.remember(named)
+        bits += sum(float(surprisal_bits(sample).sum()) for sample in named)
+    return min(log2_p + log2(len(rounds)), 0.0) * log10(2), bits
+
+
+def check_same_tokens(rig: Rig, path: Path) -> Finding:
+    """Compare round 0 with that of the first topology, which saved it."""
+    if not path.exists():
+        raise NotTriedError("the first topology has generated no round")
+    result = flips(rig.first_round, pickle.loads(path.read_bytes()))
+    first, seed = rig.first_round[0].origin.sample_id, rig.trainer._settings.run_seed
+    if seed is None:
+        raise NotTriedError("the settings leave seeds to the engine (--rollout_seed_mode sample)")
+    values = {"compared": str(result), f"seed of {first}": sample_seed(seed, first)}
+    return values, [] if result.is_rounding else [f"{result}: more than rounding explains"]
+
+
+# --- stops ---
+
+DEFAULT_STOP = "</answer>"
+"""Tried where the settings name no stop string."""
+
+BEFORE, BEHIND = "It is 7. ", " Then more."
+
+
+def check_stops(rig: Rig) -> Finding:
+    """Force each stop string by a grammar that goes on behind it, and see where the sample ends."""
+    trainer = rig.trainer
+    tokenizer = trainer.template.tokenizer
+    # No grammar can force special tokens.
+    special = set(tokenizer.get_added_vocab())
+    words = [word for word in trainer.args.stop_words if word not in special] or [DEFAULT_STOP]
+    faults: list[str] = []
+    for word in words:
+        forced = BEFORE + word + BEHIND
+        config = rig.config(len(forced) + 8)
+        config.stop = list(dict.fromkeys([*(config.stop or ()), word]))
+        config.temperature = config.temperature or 1.0
+        # `re.escape` writes escapes that the grammars of vLLM's backends do not know.
+        config.structured_outputs_regex = "".join(
+            f"\\{c}" if c in r".^$*+?{}[]\|()" else c for c in forced
+        )
+        [sample] = rig.generate_for_training(rig.prompts[:1], rig.ids(0, 1, 1), config)
+        faults += _stop_faults(rig, word, sample)
+    return {"stop strings": len(words)}, faults
+
+
+def _stop_faults(rig: Rig, word: str, sample: OnPolicySample) -> Iterator[str]:
+    """Say what is wrong with a completion that a grammar made spell `word` and more."""
+    trainer = rig.trainer
+    decode = trainer.template.tokenizer.decode
+    ids = trained_ids(sample)
+    text, spelled = sample.messages[-1]["content"], decode(ids)
+    match = find(spelled, [*trainer.args.stop_words, word])
+    if match is None:
+        yield f"{word!r} was forced and is not in {spelled!r}"
+        return
+    word = match.string  # another stop string may begin earlier
+    expected = spelled[: match.start]
+    if trainer.args.include_stop_str_in_output:
+        expected = spelled[: match.end]
+    if text != expected:
+        yield f"{word!r}: the text is {text!r}, expected {expected!r}"
+    if word in decode(ids[:-1]):
+        yield f"{word!r}: tokens go on behind the one that completes it ({spelled!r})"
+    reason = sample.rollout_infos.get("stop_reason")
+    if (sample.finish_reason, reason) != ("stop", word):
+        yield f"{word!r}: finish_reason is {sample.finish_reason!r}, stop_reason {reason!r}"
+    if len(logprobs_of(sample)) != len(ids):
+        yield f"{word!r}: {len(ids)} tokens have {len(logprobs_of(sample))} log-probabilities"
+    _, batch = encoded_batch(trainer, [sample])
+    num_trained = int(batch.completion_mask.sum())
+    if num_trained != len(ids):
+        yield f"{word!r}: {len(ids)} tokens were sampled, and {num_trained} would be trained on"
+
+
+# --- weights ---
+
+NUM_TENSORS = 32
+"""Tensors that the known change touches, spread over the model."""
+
+FIRST_CHANGE, MOST_TRIES = 0.05, 10
+CLEAR = 4.0
+"""The change moves log-probabilities by so many limits, to be told from none."""
+
+
+def check_weights(rig: Rig) -> Finding:
+    """Compare log-probabilities of rollout and trainer on the same tokens: as they are, after an
+    update of a known change, and after it was taken back."""
+    limit = gap_limit(rig.bits)
+    gaps, samples = {}, _probes(rig)
+    gaps["before an update"] = _gap(rig, samples)
+    if not gaps["before an update"].count:
+        raise NotTriedError(
+            "rollout and training see other prompts: `prompts` says how they differ"
+        )
+    with _changed(rig, samples, CLEAR * limit) as moved:
+        rig.update_weights()
+        gaps["after an update"] = _gap(rig, _probes(rig))
+    rig.update_weights()
+    gaps["after it was taken back"] = _gap(rig, _probes(rig))
+    faults = [
+        f"{when}: log-probabilities lie {gap.mean:.3g} nats apart in the mean, above the "
+        f"{limit:g} that numbers of {rig.bits} bits explain"
+        for when, gap in gaps.items()
+        if not gap.mean <= limit  # nor NaN
+    ]
+    again = flips(rig.first_round, rig.generate_tokens(rig.ids(0, len(rig.prompts))))
+    if not again.is_rounding:
+        faults.append(f"with the first weights again: {again}")
+    values = {
+        "limit (nats)": limit,
+        "the change moved log-probabilities by (nats)": float(f"{moved:.3g}"),
+        **{f"{when}: mean gap (nats)": float(f"{gap.mean:.2g}") for when, gap in gaps.items()},
+    }
+    return values, faults
+
+
+def _probes(rig: Rig) -> list[OnPolicySample]:
+    """Generate two samples of each prompt."""
+    ids = rig.ids(0, len(rig.prompts), 2)
+    rows = [rig.prompts[sample_id.group] for sample_id in ids]
+    return rig.generate_for_training(rows, ids, probe_config(rig.config(), MAX_TOKENS))
+
+
+def _gap(rig: Rig, samples: Sequence[OnPolicySample]) -> Gap:
+    """Return how far the samples' log-probabilities lie from those of the trainer's model."""
+    return sum((sample_gap(rig.trainer, deepcopy(sample)) for sample in samples), Gap())
+
+
+@contextmanager
+def _changed(rig: Rig, samples: Sequence[OnPolicySample], least: float) -> Iterator[float]:
+    """Add noise to some of the trained weights within the block, until the trainer's
+    log-probabilities of `samples` lie `least` nats or more from those sampled; gives how far."""
+    trained = [p for p in rig.trainer.model.parameters() if p.requires_grad]
+    changed = spread(trained)
+    kept = [parameter.detach().clone().cpu() for parameter in changed]
+    try:
+        for attempt in range(MOST_TRIES):
+            for number, (parameter, value) in enumerate(zip(changed, kept, strict=True)):
+                # The same on all ranks. Adapters begin as 0: they get a size.
+                generator = torch.Generator(parameter.device).manual_seed(number)
+                noise = torch.empty_like(parameter.data).normal_(generator=generator)
+                size = float(value.float().pow(2).mean().sqrt()) or 0.02
+                scale = FIRST_CHANGE * 2**attempt * size
+                parameter.data.copy_(value.to(parameter.device) + scale * noise)
+            moved = _gap(rig, samples).mean
+            if moved >= least:
+                break
+        else:
+            raise NotTriedError(f"no change of the weights moved log-probabilities by {least:g}")
+        yield moved
+    finally:
+        for parameter, value in zip(changed, kept, strict=True):
+            parameter.data.copy_(value)
+
+
+def spread(trained: Sequence[T]) -> Sequence[T]:
+    """Return about `NUM_TENSORS` of them. The stride is odd: an adapter's tensors come in pairs, A
+    and B, and no change of A alone changes anything while B is 0."""
+    return trained[:: max(len(trained) // NUM_TENSORS, 1) | 1]
+
+
+# --- log-probabilities ---
+
+CHUNK = 16
+TOLERANCES = {16: 0.1, 32: 1e-3}
+"""Nats between log-probabilities that are computed in different ways, by bits of a number."""
+
+
+def check_logits(rig: Rig) -> Finding:
+    """Compare the log-probabilities of ms-swift's own pass with those as the settings have them,
+    of the completion's positions alone, in chunks, and with a prompt that is read once."""
+    ways: dict[str, dict[str, Any]] = {
+        "ms-swift": {"logits_shim": "off", "logps_chunk_size": "0"},
+        "the settings": {},
+        "--logits_shim auto": {"logits_shim": "auto", "logps_chunk_size": "0"},
+        f"--logps_chunk_size {CHUNK}": {"logps_chunk_size": str(CHUNK)},
+        "--logps_shared_prompt true": {"logits_shim": "auto", "logps_shared_prompt": True},
+    }
+    row, ids = rig.hardest_prompts(1)[0], rig.ids(0, 1)
+    samples = rig.generate_for_training([row] * len(ids), ids)
+    logps = {way: _logps(rig, samples, way == "ms-swift", flags) for way, flags in ways.items()}
+    expected = logps.pop("ms-swift")
+    gaps = {way: float((values - expected).abs().max()) for way, values in logps.items()}
+    limit = TOLERANCES[16 if rig.bits <= 16 else 32]
+    faults = [
+        f"{way}: log-probabilities lie {gap:.3g} nats from ms-swift's, above {limit:g}"
+        for way, gap in gaps.items()
+        if not gap <= limit
+    ]
+    values = {"samples": len(samples), "limit (nats)": limit}
+    return {**values, **{way: float(f"{gap:.2g}") for way, gap in gaps.items()}}, faults
+
+
+def _logps(
+    rig: Rig, samples: Sequence[OnPolicySample], as_upstream: bool, flags: dict[str, Any]
+) -> torch.Tensor:
+    """Compute log-probabilities [samples, tokens] in nats.
+
+    Args:
+        as_upstream: encode images as ms-swift does, not once (`--encoder_cache_gb`).
+        flags: settings that are other ones here.
+    """
+    trainer = rig.trainer
+    args = copy(trainer.args)
+    for name, value in flags.items():
+        setattr(args, name, value)
+    logps_before, towers = trainer._logps, trainer._encoder_cache.towers
+    were_off = [tower.is_off for tower in towers]
+    for tower in towers:
+        tower.is_off = tower.is_off or as_upstream
+    trainer._logps = CompletionLogps(
+        args, trainer.template, agree=logps_before.agree, limit=logps_before.limit
+    )
+    try:
+        inputs, batch = encoded_batch(trainer, deepcopy(samples))
+        with torch.no_grad():
+            # Twice: --logps_shared_prompt proves itself on a first batch.
+            for _ in range(2):
+                values, _ = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, dict(inputs), batch
+                )
+        return values.float().cpu()
+    finally:
+        trainer._logps = logps_before
+        for tower, was_off in zip(towers, were_off, strict=True):
+            tower.is_off = was_off
+
+
+CHECKS: dict[str, Check] = {
+    "prompts": check_prompts,
+    "seeds": check_seeds,
+    "stops": check_stops,
+    "weights": check_weights,
+    "logits": check_logits,
+}
+"""The checks of the first topology, in their order."""

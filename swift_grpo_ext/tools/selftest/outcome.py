@@ -1,0 +1,121 @@
+"""The result of a check, and the rule that tells rounding from other noise. Pure.
+
+vLLM takes the token with the largest log-probability plus Gumbel noise (or divides probabilities by
+exponential noise, which is the same). With one noise, two distributions q and q' give different
+tokens with a probability of at most 2 TV(q, q') (Daliri, Musco, Suresh, Coupling without
+Communication, arXiv:2408.07978), and TV = E_q |1 - q'/q| / 2, about half the mean difference
+between log-probabilities of sampled tokens. So where seeds, weights and prompt are the same, the
+flips over all tokens are at most about the sum of those differences. Other noise gives flips where
+log-probabilities agree to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from scipy.special import pdtrc
+
+from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.tools.replay.compare import first_difference
+
+PROMISES = {
+    "prompts": "M3",
+    "seeds": "S1, S3, S5, S6, G2",
+    "stops": "T1 to T4",
+    "weights": "M4, M5",
+    "logits": "L1, L4, L6",
+    "same tokens": "S2",
+}
+"""The checks, each with the promises that it looks at (docs/promises.md). The last is that of every
+topology but the first, which has all others."""
+
+REMEDIES = {
+    "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
+    "like (docs/families.md has what ms-swift's templates write differently).",
+    "seeds": "Report it with selftest.json; until then, one replica and rank tell where.",
+    "stops": "Report it with selftest.json: completions go on behind, or end before, their stops.",
+    "weights": "The engine has other weights, stale caches, another prompt, or other numbers "
+    "(quantization, --vllm_engine_kwargs) than the trainer: `prompts` says whether it is those.",
+    "logits": "Leave out the flags that are named, and report it with selftest.json.",
+    "same tokens": "Report it with selftest.json; until then, train with the first topology.",
+}
+"""What to do where a promise does not hold."""
+
+Status = Literal["holds", "does not hold", "could not be tried"]
+
+MARGIN = 4.0
+"""Differences are measured on tokens that were sampled alike, which lie closer than others."""
+
+FLOOR = 1e-3
+"""Flips that are expected of a handful of tokens whose differences were measured as 0."""
+
+LEAST_P = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The outcome of one check on one topology."""
+
+    check: str
+    topology: str = ""
+    status: Status = "could not be tried"
+    values: dict[str, Any] = field(default_factory=dict)
+    """What was measured, as JSON takes it; units stand in the names."""
+
+    reason: str = ""
+    """Why the promise does not hold, or could not be tried."""
+
+    remedy: str = ""
+
+
+class NotTriedError(Exception):
+    """A check has nothing to look at; the message says why, and what would help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flips:
+    """Where two lists of the same samples differ."""
+
+    num_tokens: int = 0
+    """Compared tokens: each sample's up to its first difference, that token inclusive."""
+
+    count: int = 0
+    """Samples that differ."""
+
+    drift: float = 0.0
+    """The sum over tokens of the difference between log-probabilities, in nats."""
+
+    largest: float = 0.0
+    """The largest of these differences."""
+
+    @property
+    def is_rounding(self) -> bool:
+        """So many flips are no wonder where noise, weights and prompt are the same."""
+        expected = MARGIN * self.drift + FLOOR
+        return self.count == 0 or float(pdtrc(self.count - 1, expected)) >= LEAST_P
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} samples differ in {self.num_tokens} tokens; log-probabilities agree "
+            f"within {self.largest:.2g} nats"
+        )
+
+
+def flips(one: Sequence[Sample], other: Sequence[Sample]) -> Flips:
+    """Compare samples by their ids; those that only one side has do not count."""
+    others = {sample.origin.sample_id: sample for sample in other}
+    num_tokens, count, gaps = 0, 0, [0.0]
+    for a in one:
+        b = others.get(a.origin.sample_id)
+        if b is None:
+            continue
+        position = first_difference(a.token_ids.tolist(), b.token_ids.tolist())
+        end = len(a.token_ids) if position is None else position
+        num_tokens += end + (position is not None)
+        count += position is not None
+        if a.logprobs is not None and b.logprobs is not None:
+            gaps += np.abs(np.subtract(a.logprobs[:end], b.logprobs[:end])).tolist()
+    return Flips(num_tokens=num_tokens, count=count, drift=sum(gaps), largest=max(gaps))
