@@ -183,7 +183,7 @@ def make_work(
     case: Case, way: str, chunk_size: int, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Any]:
     """Forward and backward of one way; and the model's head."""
-    from swift_grpo_ext.logits import LogitsShim
+    from swift_grpo_ext.logits.shim import LogitsShim
 
     model = make_model(case.vocabulary).to(dtype)
     lengths = [prompt + case.new for prompt in case.prompts]
@@ -276,7 +276,7 @@ def head_ways(
     """The sum of log-probabilities of targets [N] from hidden states [N, H], by way."""
     from trl.trainer.utils import selective_log_softmax
 
-    from swift_grpo_ext.logits import chunked_logps
+    from swift_grpo_ext.logits.chunked import chunked_logps
 
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "full logits, TRL's selective_log_softmax": lambda hidden, targets: selective_log_softmax(

@@ -1,18 +1,7 @@
-"""Logits of chosen positions only, whatever a model's `forward` is called with (SPEC "Logits").
+"""Logits of chosen positions only, whatever a model's `forward` is called with.
 
-Importable with torch and transformers alone: `shim.py` finds the way that works with a model,
-`head.py` works at its output embedding, `chunked.py` makes log-probabilities of logits.
+Importable with torch and transformers alone, but for `logps.py`: `shim.py` gets a model's logits of
+chosen positions, `chunked.py` makes log-probabilities of them, `sharding.py` keeps ranks in step,
+`shared_prompt.py` packs the samples of a group into one row, and `logps.py` is what the trainer
+calls.
 """
-
-from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
-from swift_grpo_ext.logits.shim import KEYWORDS, LogitsShim, UnsupportedModelError, base_model
-
-__all__ = [
-    "KEYWORDS",
-    "LogitsShim",
-    "Logps",
-    "UnsupportedModelError",
-    "base_model",
-    "chunked_logps",
-    "token_logps",
-]

@@ -1,4 +1,5 @@
-"""Log-probabilities and entropies of tokens, a number of positions at a time (SPEC L4).
+"""Log-probabilities and entropies of tokens, a number of positions at a time
+(docs/promises.md, L4).
 
 Letters in names are shapes: B rows, T positions of a row, N chosen positions, H hidden size, V
 vocabulary.
@@ -8,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 NUM_BLOCKS = 16
@@ -20,7 +22,7 @@ NUM_BLOCKS = 16
 
 
 class Logps(NamedTuple):
-    """What the logits of N positions say of the tokens that stand there."""
+    """Log-probabilities and entropies of N positions."""
 
     logps_N: Tensor
     """Log-probability of each token, in nats; float32, or float64 where the logits are."""
@@ -36,9 +38,10 @@ def chunked_logps(
     *,
     chunk_size: int,
     num_chunks: int = 0,
-    **options: Any,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
 ) -> Logps:
-    """Log-probabilities of tokens from hidden states, `chunk_size` positions at a time.
+    """Compute log-probabilities of tokens from hidden states, `chunk_size` positions at a time.
 
     Logits of a chunk are dropped after its forward and made again in its backward
     (`torch.utils.checkpoint`), so that peak memory grows with chunk_size x V and not with N x V.
@@ -51,13 +54,23 @@ def chunked_logps(
         chunk_size: positions at a time, 1 or more.
         num_chunks: empty chunks are added up to this number, for heads that all ranks must call
             equally often, in forward and backward.
-        options: `temperature` and `with_entropy`, of `token_logps`.
+        temperature: the number by which logits are divided.
+        with_entropy: whether entropies are wanted too.
+
+    Raises:
+        ValueError: `chunk_size` is below 1.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size {chunk_size}: expected 1 or more positions.")
 
     def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> Logps:
-        return token_logps(head(hidden_CH), targets_C, **options, overwrite=True)
+        return token_logps(
+            head(hidden_CH),
+            targets_C,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            overwrite=True,
+        )
 
     # An empty tensor splits into one empty part.
     parts = list(zip(hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True))
@@ -80,15 +93,15 @@ def token_logps(
     with_entropy: bool = False,
     overwrite: bool = False,
 ) -> Logps:
-    """Log-probabilities of tokens, and entropies, from the logits of their positions.
+    """Compute log-probabilities of tokens, and entropies, from the logits of their positions.
 
     With x = logits / temperature and p = softmax(x): log p[target] and -sum(p * log p), both
     differentiable. Half-precision logits are computed with in float32.
 
     Args:
-        logits_NV: logits, of N positions.
+        logits_NV: logits of N positions.
         targets_N: the tokens' ids.
-        temperature: by which logits are divided.
+        temperature: the number by which logits are divided.
         with_entropy: whether entropies are wanted too.
         overwrite: whether the backward may put the gradient where the logits were, and so need no
             further memory of size N x V. autograd refuses, loudly, where they were still needed.
@@ -102,7 +115,7 @@ def token_logps(
 class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         logits_NV: Tensor,
         targets_N: Tensor,
         temperature: float,
@@ -128,7 +141,7 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logps_N: Tensor | None, grad_entropies_N: Tensor | None
+        ctx: FunctionCtx, grad_logps_N: Tensor | None, grad_entropies_N: Tensor | None
     ) -> tuple[Tensor, None, None, None, None]:
         """d log p[t] / dx = onehot(t) - p; d entropy / dx = -p (log p + entropy)."""
         logits_NV, targets_N, log_sums_N, entropies_N = ctx.saved_tensors

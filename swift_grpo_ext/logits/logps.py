@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -25,15 +25,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.flags import chunk_size
-from swift_grpo_ext.logits import KEYWORDS, LogitsShim, base_model, token_logps
 from swift_grpo_ext.logits.chunked import Logps
 from swift_grpo_ext.logits.shared_prompt import SharedPrompt
+from swift_grpo_ext.logits.shim import KEYWORDS, LogitsShim, base_model
+
+if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOBatch
+    from swift.rlhf_trainers import GRPOConfig
+    from swift.template import Template
+    from transformers.modeling_outputs import CausalLMOutputWithPast
 
 logger = get_logger()
 
 SLACK = 0.05
 """Positions without a completion token that are put up with, as a share of those with one. Up to
-it, a model that has a keyword computes the last K of each row, as in ms-swift, bit for bit."""
+it, a model that has a keyword runs ms-swift's own arithmetic on the last K positions of each row,
+so that batches without padding have ms-swift's bits."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class CompletionModel:
         is_full = self.mask_BK.numel() <= (1 + SLACK) * num_tokens
         return self.shim.ranks(self.model).all(is_full and self.shim.way in KEYWORDS)
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, **inputs: Any) -> CausalLMOutputWithPast:
         # One position more than tokens, as ms-swift asks for: it drops the last one.
         return self.shim.last(self.model, inputs, self.mask_BK.shape[1] + 1)
 
@@ -65,8 +72,8 @@ class CompletionLogps:
 
     def __init__(
         self,
-        config: Any,
-        template: Any,
+        config: GRPOConfig,
+        template: Template,
         auto: Callable[[], int] = int,
         agree: Callable[[bool], bool] = bool,
         limit: float = 0.01,
@@ -82,23 +89,26 @@ class CompletionLogps:
         self._is_strict = config.logits_shim == "strict"
         size = chunk_size(config.logps_chunk_size)
         self._chunk_size = auto() if size is None else size
-        self._is_packed = bool(template.padding_free)
+        self._is_padding_free = bool(template.padding_free)
         self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
-        self.agree, self.limit = agree, limit
         self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
+        self.agree, self.limit = agree, limit
         self._is_off = config.logits_shim == "off" and not self._chunk_size
-        flags = "--logits_shim, --logps_chunk_size and --logps_shared_prompt have no effect"
+
+        self._shares_prompt = config.logps_shared_prompt
         reason = ""
-        if self._is_off or self._is_packed:
+        if self._is_off or self._is_padding_free:
             flag = "--logits_shim off" if self._is_off else "--padding_free true"
             reason = f"{flag}, where batches stay as ms-swift makes them"
-        elif config.logps_shared_prompt and config.per_device_train_batch_size == 1:
+        elif config.per_device_train_batch_size == 1:
             reason = "--per_device_train_batch_size 1, with which batches hold one sample each"
-        self._shares_prompt = config.logps_shared_prompt and not reason
-        if config.logps_shared_prompt and reason:
+        if self._shares_prompt and reason:
+            self._shares_prompt = False
             logger.warning(f"--logps_shared_prompt true has no effect with {reason}.")
+
         if self._is_off:
             return
+        flags = "--logits_shim, --logps_chunk_size and --logps_shared_prompt have no effect"
         if template.sequence_parallel_size > 1:
             self._is_off = True
             logger.warning(
@@ -116,27 +126,43 @@ class CompletionLogps:
         """How each model that was met is asked for its logits: policy, reference, teacher."""
         return [shim.way for shim in self._shims.values()]
 
-    def restrict(self, model: Any, grpo_batch: Any) -> Any:
-        """The model with the positions of a batch; the model itself where ms-swift computes."""
+    def restrict(self, model: nn.Module, grpo_batch: GRPOBatch) -> CompletionModel | nn.Module:
+        """Return the model with the positions of a batch; the model itself where ms-swift
+        computes."""
         if self._is_off:
             return model
         base = base_model(model)
         if base not in self._shims:
             self._shims[base] = LogitsShim(base, strict=self._is_strict, warn=logger.warning)
-        mask_BK = completion_mask(grpo_batch, packed=self._is_packed)
+        mask_BK = grpo_batch.completion_mask
+        if self._is_padding_free:
+            # ms-swift has cut its one row at the borders of sequences and right-aligned the pieces;
+            # they are put together again.
+            pieces = zip(mask_BK, grpo_batch.seq_lengths.tolist(), strict=True)
+            mask_BK = torch.cat([row[len(row) - length :] for row, length in pieces])[None]
         return CompletionModel(model, self._shims[base], mask_BK)
 
     def compute(
         self,
-        model: Any,
+        model: CompletionModel | nn.Module,
         inputs: dict[str, Any],
         input_ids_BT: Tensor,
-        upstream: Callable[[Any], Any],
-        **options: Any,
+        upstream: Callable[[CompletionModel | nn.Module], tuple[Tensor, Tensor | None]],
+        *,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [B, K], in nats, 0 where there is no completion token; entropies
-        [B, K] likewise, or None. `upstream` is ms-swift's own arithmetic on a model's logits;
-        `options` are `temperature` and `with_entropy`, of `token_logps`."""
+        """Return log-probabilities [B, K] in nats, 0 where there is no completion token; and
+        entropies [B, K] likewise, or None.
+
+        Args:
+            model: what `restrict` gave.
+            inputs: the arguments of its forward.
+            input_ids_BT: the token ids.
+            upstream: ms-swift's own arithmetic on a model's logits.
+            temperature: the number by which logits are divided.
+            with_entropy: whether entropies are wanted too.
+        """
         if not isinstance(model, CompletionModel):
             return upstream(model)
         mask_BK = model.mask_BK
@@ -145,46 +171,39 @@ class CompletionLogps:
         mask_BT = nn.functional.pad(mask_BK, (before - 1, 1))
         targets_N = input_ids_BT[:, before:][mask_BK]
 
-        def logps(of: nn.Module, inputs: Any, mask_BT: Tensor, **more: Any) -> Logps:
+        def logps(
+            of: nn.Module, inputs: dict[str, Any], mask_BT: Tensor, with_entropy: bool = False
+        ) -> Logps:
             return model.shim.logps(
                 of, inputs, mask_BT, targets_N,
-                chunk_size=self._chunk_size, temperature=options["temperature"], **more,
+                chunk_size=self._chunk_size, temperature=temperature, with_entropy=with_entropy,
             )  # fmt: skip
 
-        shared = self._shared_prompt(model.model)
-        # DDP's forward has collectives of its own, and a rank may make further passes by itself.
-        is_ddp = isinstance(model.model, DistributedDataParallel)
-        plain = model.model.module if is_ddp else model.model
-        folded = shared and shared.fold(
-            inputs,
-            mask_BT,
-            lambda *batch: logps(plain, *batch).logps_N,
-            model.shim.ranks(model.model),
-        )
-        # Ranks that share weights go the same way, whether their batches fold or not.
-        is_folding = shared is not None and shared.is_proven
-        if not self._chunk_size and not is_folding and model.is_as_upstream:
-            if options["with_entropy"] or self._is_packed:
-                return upstream(model)
-            output = model(**inputs)
-            if output.logits.dtype not in (torch.float32, torch.float64):
-                return upstream(lambda **_: output)
-            logits = output.logits
-            del output
-            targets_BK = input_ids_BT[:, -mask_BK.shape[1] :]
-            return last_logps(logits, targets_BK, options["temperature"]), None
-        batch = folded or (inputs, mask_BT)
-        logps_N, entropies_N = logps(model.model, *batch, with_entropy=options["with_entropy"])
+        packed, is_packing = None, False
+        if self._shares_prompt:
+            base = base_model(model.model)
+            if base not in self._shared_prompts:
+                self._shared_prompts[base] = SharedPrompt(
+                    base, logger.warning, logger.info, self.limit
+                )
+            shared = self._shared_prompts[base]
+            # DDP's forward has collectives of its own, and a rank may make further passes by
+            # itself.
+            is_ddp = isinstance(model.model, DistributedDataParallel)
+            plain = model.model.module if is_ddp else model.model
+            packed = shared.pack(
+                inputs,
+                mask_BT,
+                lambda *batch: logps(plain, *batch).logps_N,
+                model.shim.ranks(model.model),
+            )
+            # Ranks that share weights go the same way, whether their batches can be packed or not.
+            is_packing = shared.is_proven
+        if not self._chunk_size and not is_packing and model.is_as_upstream:
+            return upstream(model)
+        logps_N, entropies_N = logps(model.model, *(packed or (inputs, mask_BT)), with_entropy)
         logps_BK = scattered(logps_N, mask_BK)
         return logps_BK, None if entropies_N is None else scattered(entropies_N, mask_BK)
-
-    def _shared_prompt(self, model: Any) -> SharedPrompt | None:
-        if not self._shares_prompt:
-            return None
-        base: Any = base_model(model)
-        if base not in self._shared_prompts:
-            self._shared_prompts[base] = SharedPrompt(base, logger.warning, logger.info, self.limit)
-        return self._shared_prompts[base]
 
     def end_round(self) -> None:
         """Stop sharing prompts on all ranks where that changed log-probabilities on one of them.
@@ -205,8 +224,14 @@ class CompletionLogps:
             )
 
 
-def agreed_chunk_size(model: Any, all_gather: Callable[[Any], list[Any]]) -> int:
-    """`--logps_chunk_size auto`: positions whose logits take a 16th of the free memory at most.
+def scattered(values_N: Tensor, mask_BK: Tensor) -> Tensor:
+    """Return [B, K]: the values where the mask is true, 0 elsewhere."""
+    return values_N.new_zeros(mask_BK.shape).masked_scatter(mask_BK, values_N)
+
+
+def agreed_chunk_size(model: nn.Module, all_gather: Callable[[int], list[int]]) -> int:
+    """Decide `--logps_chunk_size auto`: positions whose logits take a 16th of the free memory at
+    most.
 
     A power of two from 64 to 4096, the same on all ranks, which call this together before the first
     forward: gradients, the optimizer's state and activations take their memory after it. A position
@@ -228,48 +253,10 @@ def agreed_chunk_size(model: Any, all_gather: Callable[[Any], list[Any]]) -> int
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this rank's device has left, what its allocator keeps in reserve included. Ranks
-    on one machine's CPUs share its memory."""
+    """Return the memory that this rank's device has left, what its allocator keeps in reserve
+    included. Ranks on one machine's CPUs share its memory."""
     if device.type == "cpu":
         return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     module = torch.get_device_module(device)
     kept = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + kept)
-
-
-def completion_mask(grpo_batch: Any, *, packed: bool) -> Tensor:
-    """[B, K]: which of the last K input ids are completion tokens.
-
-    With padding-free, ms-swift has cut its one row at the borders of sequences and right-aligned
-    the pieces; they are put together again.
-    """
-    mask = grpo_batch.completion_mask
-    if not packed:
-        return mask
-    pieces = zip(mask, grpo_batch.seq_lengths.tolist(), strict=True)
-    return torch.cat([row[len(row) - length :] for row, length in pieces])[None]
-
-
-def last_logps(logits_BLV: Tensor, targets_BK: Tensor, temperature: float) -> Tensor:
-    """[B, K]: log-probabilities of the last K tokens, with ms-swift's bits, forward and backward.
-
-    ms-swift's own arithmetic (`selective_log_softmax` of TRL) makes five more tensors of the size
-    of the logits in its backward; here the gradient takes the place of the logits.
-
-    Args:
-        logits_BLV: logits of the last K + 1 positions, in float32 or float64. As in ms-swift, which
-            divides them in place, the model's last operation must not need them for its backward.
-        targets_BK: the tokens' ids.
-        temperature: by which logits are divided.
-    """
-    # The last position predicts no token: its log-probability gets no gradient.
-    targets_BL = nn.functional.pad(targets_BK, (0, 1))
-    logps = token_logps(
-        logits_BLV.flatten(0, 1), targets_BL.flatten(), temperature=temperature, overwrite=True
-    )
-    return logps.logps_N.view_as(targets_BL)[:, :-1]
-
-
-def scattered(values_N: Tensor, mask_BK: Tensor) -> Tensor:
-    """[B, K]: the values where the mask is true, 0 elsewhere."""
-    return values_N.new_zeros(mask_BK.shape).masked_scatter(mask_BK, values_N)

@@ -1,4 +1,4 @@
-"""What ranks that share a model's weights must do alike.
+"""Keeps ranks that share a model's weights in step.
 
 With ZeRO-3, FSDP and FSDP2 each rank holds a shard of the weights, and a module's call gathers them
 from all ranks. A rank that calls a module more often than the others waits for them forever, in the
@@ -9,7 +9,7 @@ there is no communication.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 class ShardRanks(NamedTuple):
     """The ranks that hold shards of one model; this rank alone where nothing is sharded."""
 
-    groups: tuple[Any, ...] = ()
+    groups: tuple[dist.ProcessGroup, ...] = ()
     """Process groups, one for each dimension of the device mesh."""
 
     device: torch.device | str = "cpu"
     """Where the groups' collectives find their tensors."""
 
     def highest(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks, on the device of `values`."""
+        """Return the elementwise maximum over all ranks, on the device of `values`."""
         if not self.groups:
             return values
         agreed = values.detach().to(self.device, copy=True)
@@ -38,16 +38,16 @@ class ShardRanks(NamedTuple):
         return agreed.to(values.device)
 
     def all(self, holds: bool) -> bool:
-        """Whether it holds on every rank."""
+        """Return whether it holds on every rank."""
         return not self.highest(torch.tensor([not holds], dtype=torch.int32))
 
     def most(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+        """Return the largest of the ranks' numbers."""
         return int(self.highest(torch.tensor([number])))
 
 
 def shard_ranks(model: nn.Module) -> ShardRanks:
-    """The ranks among which DeepSpeed's ZeRO-3, FSDP or FSDP2 has sharded a model's weights.
+    """Return the ranks among which DeepSpeed's ZeRO-3, FSDP or FSDP2 has sharded the weights.
 
     FSDP2 leaves some weights whole between passes: ask once, before the first forward.
     """
@@ -67,10 +67,11 @@ def shard_ranks(model: nn.Module) -> ShardRanks:
 
 
 def backward_takes_chunks(head: nn.Module | None) -> bool:
-    """It does, but in FSDP2 before torch 2.11 where the head is a unit of its own.
+    """Return whether a backward may call the head once for each chunk.
 
-    The first chunk's backward shards it again there, and the second one's fails (2.8 to 2.10).
-    accelerate 1.15 makes one unit of head and last norm, which works.
+    FSDP2 before torch 2.11 cannot where the head is a unit of its own: the first chunk's backward
+    shards it again, and the second one's fails (2.8 to 2.10). accelerate 1.15 makes one unit of
+    head and last norm, which works.
     """
     # The version comes first: the private names are those of releases that change no more.
     if Version(torch.__version__) >= Version("2.11") or not isinstance(head, FSDPModule):

@@ -1,4 +1,4 @@
-"""Logits of the last k positions, or of any chosen ones, from every decoder model (SPEC L1 to L5).
+"""Logits of the last k positions, or of any chosen ones, from every decoder model.
 
 A model is asked in the first of these ways that works, which its first forward shows:
 
@@ -7,40 +7,70 @@ A model is asked in the first of these ways that works, which its first forward 
 3. slicing the logits of all positions, which saves nothing: warned about once, or refused.
 
 In 1 and 2 the logits of other positions are never computed. What the model does to logits after
-its head is its own code, run on fewer positions. Letters in names are shapes: B rows, T positions
-of a row, N chosen positions, V vocabulary.
+its head (nothing, soft-capping, scaling by a constant) is its own code, run on fewer positions. For
+log-probabilities in chunks it has to be known as a function: `find_transform` holds those that the
+configuration names against the model's own logits, so that another one is recognized, not guessed.
+
+Letters in names are shapes: B rows, T positions of a row, N chosen positions, H hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
-from swift_grpo_ext.logits.head import (
-    HeadCalls,
-    Transform,
-    find_transform,
-    keep_out_of_graphs,
-    output_embedding,
-    select_at_head,
-    select_positions,
-    summed_in_float32,
-    unchanged,
-)
 from swift_grpo_ext.logits.sharding import ShardRanks, backward_takes_chunks, shard_ranks
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
 KEYWORDS = ("logits_to_keep", "num_logits_to_keep")
-"""Spellings, newest first."""
+"""Spellings, newest first: the second is that of transformers up to 4.48."""
+
+Transform = Callable[[Tensor], Tensor]
 
 
 class UnsupportedModelError(RuntimeError):
     """A model computes the logits of all positions, whatever it is asked for."""
+
+
+@dataclass
+class HeadCalls:
+    """What the head was given during one forward, and what it made of that."""
+
+    shapes: list[torch.Size] = field(default_factory=list)
+    """Shapes of the hidden states of each call, before positions were chosen."""
+
+    result: tuple[int, int] | None = None
+    """Address and version of the last call's logits, as all hooks of the head left them. By the
+    version, autograd counts what is done to a tensor in place."""
+
+    probe_V: Tensor | None = None
+    """A copy of those logits' last position."""
+
+    def is_result(self, logits: Tensor) -> bool:
+        """Return whether these are the head's own logits, which nothing has been done to."""
+        return self.result == (logits.data_ptr(), logits._version)
+
+    @property
+    def problem(self) -> str | None:
+        """Why positions could not be chosen there; None where they were."""
+        if len(self.shapes) != 1:
+            return f"a forward calls its output embedding {len(self.shapes)} times, not once"
+        if len(self.shapes[0]) != 3:
+            return f"its output embedding takes {tuple(self.shapes[0])}, not [rows, positions, H]"
+        return None
 
 
 class LogitsShim:
@@ -66,7 +96,7 @@ class LogitsShim:
         """
         base = base_model(model)
         self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames a model's class
-        self._config = getattr(base, "config", None)
+        self._config: PretrainedConfig | None = getattr(base, "config", None)
         self._strict = strict
         self._warn = warn
         self._keyword = keyword_of(base)
@@ -84,16 +114,16 @@ class LogitsShim:
         return self._keyword or ("head" if self._head is not None else "slice")
 
     def ranks(self, model: nn.Module) -> ShardRanks:
-        """The ranks that call this shim's methods together."""
+        """Return the ranks that call this shim's methods together."""
         if not self._ranks.groups:
             self._ranks = shard_ranks(model)
         return self._ranks
 
-    def last(self, model: nn.Module, inputs: Mapping[str, Any], num_positions: int) -> Any:
-        """The output of `model(**inputs)`, with the logits of the last positions of each row.
-
-        Returns:
-            The model's own output; its `logits` are [B, num_positions, V].
+    def last(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_positions: int
+    ) -> CausalLMOutputWithPast:
+        """Return the output of `model(**inputs)`, with the logits of the last positions of each
+        row: `logits` are [B, num_positions, V].
 
         Raises:
             UnsupportedModelError: nothing works, with `strict`.
@@ -114,12 +144,23 @@ class LogitsShim:
             if kept is not None:
                 return kept
         if self._head is None:
-            self._refuse_or_warn()
+            text = (
+                f"{self._name} computes the logits of all positions: it has no keyword that works "
+                f"({' or '.join(KEYWORDS)}), and {self._reason}."
+            )
+            if self._strict:
+                raise UnsupportedModelError(
+                    f"{text} Use --logits_shim auto to slice them, at the cost of their memory."
+                )
+            if not self._has_warned_of_slicing:
+                self._has_warned_of_slicing = True
+                self._warn(f"{text} They are sliced, which saves no memory. (Said once.)")
         output = model(**inputs) if output is None else output
-        found = output.logits.shape[1]
-        if found < num_positions:
+        num_computed = output.logits.shape[1]
+        if num_computed < num_positions:
             raise ValueError(
-                f"{self._name} returned logits of {found} positions, expected {num_positions}."
+                f"{self._name} returned logits of {num_computed} positions, expected "
+                f"{num_positions}."
             )
         output.logits = output.logits[:, -num_positions:]
         return output
@@ -127,8 +168,8 @@ class LogitsShim:
     def select(
         self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor
     ) -> tuple[Tensor, bool]:
-        """[N, V]: the logits of the positions where `mask_BT` is true, row by row; and whether
-        nothing but the caller needs them.
+        """Return [N, V], the logits of the positions where `mask_BT` is true, row by row; and
+        whether nothing but the caller needs them.
 
         Rows of positions and of `mask_BT` are aligned at their ends. Raises as `last`.
         """
@@ -151,43 +192,103 @@ class LogitsShim:
         targets_N: Tensor,
         *,
         chunk_size: int = 0,
-        **options: Any,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
     ) -> Logps:
-        """Log-probabilities of `targets_N` at the positions where `mask_BT` is true, row by row.
+        """Return log-probabilities of `targets_N` at the positions where `mask_BT` is true.
 
         Args:
             model: the model or any wrapping of it.
             inputs: the arguments of its forward.
-            mask_BT: N positions, each that whose logits predict a target.
+            mask_BT: N positions, row by row, each that whose logits predict a target.
             targets_N: token ids.
             chunk_size: positions whose logits exist at a time; 0: all at once.
-            options: `temperature` and `with_entropy`, of `token_logps`.
+            temperature: the number by which logits are divided.
+            with_entropy: whether entropies are wanted too.
 
-        Raises as `last`, and `UnsupportedModelError` where chunks are impossible, with `strict`.
+        Raises:
+            UnsupportedModelError: nothing works or chunks are impossible, with `strict`.
         """
         if chunk_size and self._can_chunk:
-            found = self._chunked_logps(
+            logps = self._chunked_logps(
                 model, _without_keywords(inputs), mask_BT, targets_N,
-                chunk_size=chunk_size,
-                num_chunks=self.ranks(model).most(-(-len(targets_N) // chunk_size)),
-                **options,
+                chunk_size=chunk_size, temperature=temperature, with_entropy=with_entropy,
             )  # fmt: skip
-            if not isinstance(found, str):
-                return found
+            if not isinstance(logps, str):
+                return logps
             self._can_chunk = False
-            text = f"log-probabilities of {self._name} cannot be computed in chunks: {found}."
+            text = f"log-probabilities of {self._name} cannot be computed in chunks: {logps}."
             if self._strict:
                 remedy = "Use --logps_chunk_size 0, or --logits_shim auto."
                 raise UnsupportedModelError(f"{text} {remedy}")
             self._warn(f"{text} --logps_chunk_size has no effect. (Said once.)")
         logits_NV, is_own = self.select(model, inputs, mask_BT)
-        return token_logps(logits_NV, targets_N, **options, overwrite=is_own)
+        return token_logps(
+            logits_NV,
+            targets_N,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            overwrite=is_own,
+        )
 
-    # --- the ways ---
+    def _chunked_logps(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        mask_BT: Tensor,
+        targets_N: Tensor,
+        *,
+        chunk_size: int,
+        temperature: float,
+        with_entropy: bool,
+    ) -> Logps | str:
+        """Return log-probabilities computed in the head's call; why not, where that does not work.
 
-    def _keep_head_out_of_graphs(self, model: nn.Module) -> None:
-        if self._head is not None and not self._is_out_of_graphs:
-            self._is_out_of_graphs = keep_out_of_graphs(self._head, model)
+        The head is called by chunks, hooks of others on it included. The model is left with the
+        true logits, [1, 1, V], of the last position, which show what it does to them.
+        """
+        head, ranks = self._head, self.ranks(model)
+        if not backward_takes_chunks(head):
+            return "FSDP2 shards its output embedding alone, which works from torch 2.11 on"
+        num_chunks = ranks.most(-(-len(targets_N) // chunk_size))
+        while True:
+            transform = self._transform or unchanged
+            logps: Logps | None = None
+
+            def compute(hidden_BTH: Tensor, transform: Transform = transform) -> Tensor:
+                nonlocal logps
+                assert head is not None
+                logps = chunked_logps(
+                    lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
+                    select_positions(hidden_BTH, mask_BT).squeeze(0),
+                    targets_N,
+                    chunk_size=chunk_size,
+                    num_chunks=num_chunks,
+                    temperature=temperature,
+                    with_entropy=with_entropy,
+                )
+                return hidden_BTH[:1, -1:]
+
+            output, calls = self._at_head(model, inputs, compute, 1)
+            if output is None:
+                return self._reason
+            if self._transform is not None:
+                break
+            assert calls.probe_V is not None
+            self._transform = find_transform(
+                self._config, calls.probe_V, output.logits.detach(), ranks.highest
+            )
+            if self._transform is None:
+                return "what it does to logits after its head is not known"
+            if self._transform is unchanged:
+                break
+            # Another transform than was computed with: once more, with the right one.
+        assert logps is not None
+        if torch.is_grad_enabled():
+            # Wrappers look for the model's own output in the graph (it has no weight there): DDP
+            # with `find_unused_parameters`, and FSDP's and DeepSpeed's hooks that begin a backward.
+            logps = logps._replace(logps_N=logps.logps_N + output.logits.flatten()[:0].sum())
+        return logps
 
     def _at_head(
         self,
@@ -195,9 +296,10 @@ class LogitsShim:
         inputs: Mapping[str, Any],
         select: Callable[[Tensor], Tensor],
         num_positions: int,
-    ) -> tuple[Any, HeadCalls]:
-        """The output for the positions that `select` leaves, of that number, and what the head was
-        called with. None where that does not work, on any rank: the head is not tried again."""
+    ) -> tuple[CausalLMOutputWithPast | None, HeadCalls]:
+        """Return the output for the positions that `select` leaves, of that number, and what the
+        head was called with. None where that does not work, on any rank: the head is not tried
+        again."""
         calls, output = HeadCalls(), None
         if self._head is None:
             return None, calls
@@ -224,67 +326,130 @@ class LogitsShim:
         self._head = None
         return None, calls
 
-    def _chunked_logps(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        mask_BT: Tensor,
-        targets_N: Tensor,
-        **options: Any,
-    ) -> Logps | str:
-        """Log-probabilities computed in the head's call; why not, where that does not work.
+    def _keep_head_out_of_graphs(self, model: nn.Module) -> None:
+        """Have `model` call its head in Python, hooks included, where it is compiled.
 
-        The head is called by chunks, hooks of others on it included. The model is left with the
-        true logits, [1, 1, V], of the last position, which show what it does to them.
+        Dynamo has no guards on hooks (`skip_nnmodule_hook_guards`): a call without any would be
+        compiled, and its code would run where there are some. A hook that stays breaks the graph.
         """
-        head, transform = self._head, self._transform or unchanged
-        if not backward_takes_chunks(head):
-            return "FSDP2 shards its output embedding alone, which works from torch 2.11 on"
-        logps = None
-
-        def compute(hidden_BTH: Tensor) -> Tensor:
-            nonlocal logps
-            assert head is not None
-            is_sharded = bool(self.ranks(model).groups)
-            call = head if is_sharded else summed_in_float32(head, max(options["num_chunks"], 1))
-            logps = chunked_logps(
-                lambda hidden_CH: transform(call(hidden_CH[None]).squeeze(0)),
-                select_positions(hidden_BTH, mask_BT).squeeze(0),
-                targets_N,
-                **options,
-            )
-            return hidden_BTH[:1, -1:]
-
-        output, calls = self._at_head(model, inputs, compute, 1)
-        if output is None:
-            return self._reason
-        assert logps is not None
-        if self._transform is None:
-            self._transform = find_transform(
-                self._config, calls.probe_V, output.logits.detach(), self.ranks(model).highest
-            )
-            if self._transform is None:
-                return "what it does to logits after its head is not known"
-            if self._transform is not unchanged:
-                return self._chunked_logps(model, inputs, mask_BT, targets_N, **options)
-        if torch.is_grad_enabled():
-            # Wrappers look for the model's own output in the graph (it has no weight there): DDP
-            # with `find_unused_parameters`, and FSDP's and DeepSpeed's hooks that begin a backward.
-            logps = logps._replace(logps_N=logps.logps_N + output.logits.flatten()[:0].sum())
-        return logps
-
-    def _refuse_or_warn(self) -> None:
-        text = (
-            f"{self._name} computes the logits of all positions: it has no keyword that works "
-            f"({' or '.join(KEYWORDS)}), and {self._reason}."
+        if self._head is None or self._is_out_of_graphs:
+            return
+        self._is_out_of_graphs = any(
+            isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+            for module in model.modules()
         )
-        if self._strict:
-            raise UnsupportedModelError(
-                f"{text} Use --logits_shim auto to slice them, at the cost of their memory."
-            )
-        if not self._has_warned_of_slicing:
-            self._has_warned_of_slicing = True
-            self._warn(f"{text} They are sliced, which saves no memory. (Said once.)")
+        if self._is_out_of_graphs:
+            self._head.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+
+
+# --- the head ---
+
+
+@contextmanager
+def select_at_head(
+    head: nn.Module, select: Callable[[Tensor], Tensor], calls: HeadCalls
+) -> Iterator[None]:
+    """Within the block, `head` is given `select(hidden_BTH)` in place of all hidden states; `calls`
+    notes it. `select` may call the head, which is then given what it asks for.
+
+    With `torch.compile` the hooks run as they are: they write to Python objects, which compiled
+    code cannot.
+    """
+    is_selecting = False
+
+    @torch.compiler.disable
+    def hook(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        nonlocal is_selecting
+        if is_selecting:
+            return None
+        name = None if args else next(iter(kwargs))
+        hidden = kwargs[name] if name else args[0]
+        calls.shapes.append(hidden.shape)
+        if calls.problem:
+            return None
+        is_selecting = True
+        chosen = select(hidden)
+        is_selecting = False
+        return (args, {**kwargs, name: chosen}) if name else ((chosen, *args[1:]), kwargs)
+
+    @torch.compiler.disable
+    def note(_: nn.Module, __: tuple[Any, ...], logits: Tensor) -> None:
+        calls.result = logits.data_ptr(), logits._version
+        calls.probe_V = logits.detach().flatten(0, -2)[-1:].clone()
+
+    handles = [
+        head.register_forward_pre_hook(hook, with_kwargs=True, prepend=True),
+        head.register_forward_hook(note),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return [1, N, H]: the positions where `mask_BT` is true, row by row.
+
+    A model may put positions before those of its input ids (prompt tuning, image features): rows
+    are aligned at their ends.
+    """
+    surplus = hidden_BTH.shape[1] - mask_BT.shape[1]
+    if surplus:
+        mask_BT = nn.functional.pad(mask_BT, (surplus, 0))
+    return hidden_BTH.flatten(0, 1)[mask_BT.flatten().nonzero()[:, 0]][None]
+
+
+def find_transform(
+    config: PretrainedConfig | None,
+    raw: Tensor,
+    final: Tensor,
+    highest: Callable[[Tensor], Tensor] = lambda errors: errors,
+) -> Transform | None:
+    """Return the transform that turns the head's logits `raw` into the model's `final`, or None.
+
+    Known are `final_logit_softcapping` as in Gemma, `logit_scale` as in Cohere and `logits_scaling`
+    as in Granite (their modelling files in transformers). An error is the largest difference, as a
+    share of each number, or of the median one if that is more: tokens that are ruled out by a
+    number that is as low as can be, or minus infinity, count for no more than others.
+
+    Args:
+        config: the model's configuration (its text model's counts, where it has one).
+        raw: logits as the head made them, of any shape.
+        final: the same logits as the model returned them.
+        highest: the maximum over ranks, so that all of them find one transform.
+    """
+    text = None if config is None else config.get_text_config()
+    transforms: list[Transform] = []
+    if cap := getattr(text, "final_logit_softcapping", None):
+        transforms.append(lambda logits: (logits / cap).tanh() * cap)
+    if factor := getattr(text, "logit_scale", None):
+        transforms.append(lambda logits: logits * factor)
+    if divisor := getattr(text, "logits_scaling", None):
+        transforms.append(lambda logits: logits / divisor)
+    transforms.append(unchanged)
+
+    precision = max(torch.finfo(raw.dtype).eps, torch.finfo(final.dtype).eps)
+    raw, final = raw.flatten().float(), final.flatten().float()
+    errors = torch.full((len(transforms),), float("inf"))
+    if raw.shape == final.shape:
+        size = torch.maximum(final.abs(), final.abs().median())
+        for number, transform in enumerate(transforms):
+            computed = transform(raw)
+            relative = (computed - final).abs() / size
+            errors[number] = relative.masked_fill(computed == final, 0).max()
+    errors = highest(errors)
+    best = int(errors.argmin())
+    return transforms[best] if errors[best] <= 4 * precision else None
+
+
+def unchanged(logits: Tensor) -> Tensor:
+    return logits
+
+
+# --- the model ---
 
 
 WRAPPERS = (
@@ -297,7 +462,7 @@ WRAPPERS = (
 
 
 def base_model(model: Any) -> nn.Module:
-    """The model itself, without DDP, FSDP, DeepSpeed, `torch.compile` and PEFT around it."""
+    """Return the model without DDP, FSDP, DeepSpeed, `torch.compile` and PEFT around it."""
     while True:
         if type(model).__name__ in WRAPPERS:
             model = model.module
@@ -309,11 +474,26 @@ def base_model(model: Any) -> nn.Module:
             return cast(nn.Module, model)
 
 
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes logits of hidden states: the outermost that a model in it
+    names."""
+    for module in model.modules():
+        name_it = getattr(module, "get_output_embeddings", None)
+        try:
+            head = name_it() if name_it is not None else None
+        except (AttributeError, NotImplementedError):
+            continue  # a wrapper without a head of its own: one of its models may have one
+        if isinstance(head, nn.Module):
+            return head
+    return None
+
+
 def keyword_of(model: nn.Module) -> str | None:
-    """The spelling that the model's `forward` names; `**kwargs` may as well swallow one."""
+    """Return the spelling that the model's `forward` names; `**kwargs` may as well swallow one."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in KEYWORDS if name in parameters), None)
 
 
 def _without_keywords(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    # ms-swift leaves `logits_to_keep` in the inputs of one pass, and so of the next.
     return {name: value for name, value in inputs.items() if name not in KEYWORDS}

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from swift.utils import get_logger
 
-from swift_grpo_ext.logits import base_model
-from swift_grpo_ext.logits.head import output_embedding
+from swift_grpo_ext.logits.shim import base_model, output_embedding
 
 logger = get_logger()
 

@@ -22,7 +22,7 @@ import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from swift_grpo_ext.logits import base_model
+from swift_grpo_ext.logits.shim import base_model
 
 StateDict = dict[str, torch.Tensor]
 

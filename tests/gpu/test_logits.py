@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swift_grpo_ext.logits import LogitsShim, chunked_logps, token_logps
-from swift_grpo_ext.logits.shared_prompt import fold
+from swift_grpo_ext.logits.chunked import chunked_logps, token_logps
+from swift_grpo_ext.logits.shared_prompt import pack
+from swift_grpo_ext.logits.shim import LogitsShim
 from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from tests.logits.models import build, inputs_of
 
@@ -37,7 +38,7 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Qwen2", "InternVL"])
 def test_a_prompt_that_is_read_once(name: str, device: str, dtype: torch.dtype) -> None:
-    """Log-probabilities of a folded batch, and the head's gradient, are those of the whole one."""
+    """Log-probabilities of a packed batch, and the head's gradient, are those of the whole one."""
     model = build(name).to(device, dtype)
     inputs: dict[str, Any] = {
         key: value[:1].repeat(3, *[1] * (value.ndim - 1)).to(device)
@@ -49,13 +50,13 @@ def test_a_prompt_that_is_read_once(name: str, device: str, dtype: torch.dtype) 
     wanted[0, 9:12] = wanted[1, 9:16] = wanted[2, 9:10] = True
     inputs["input_ids"][:, 10:] = torch.randint(3, 150, (3, 7), device=device)
     targets = inputs["input_ids"].roll(-1, 1)[wanted]
-    folded = fold(inputs, wanted, model.config)
-    assert folded is not None
-    assert folded.predicts.numel() < wanted.numel()
+    packed = pack(inputs, wanted, model.config)
+    assert packed is not None
+    assert packed.predicts_RL.numel() < wanted.numel()
 
     shim, head = LogitsShim(model, strict=True), model.get_output_embeddings().weight
     found, expected = (
-        shim.logps(model, *batch, targets).logps_N for batch in (folded, (inputs, wanted))
+        shim.logps(model, *batch, targets).logps_N for batch in (packed, (inputs, wanted))
     )
     assert_near(found, expected, dtype)
     gradients = [torch.autograd.grad(x.sum(), head)[0] for x in (found, expected)]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swift_grpo_ext.logits import base_model
-from swift_grpo_ext.logits.head import output_embedding
+from swift_grpo_ext.logits.shim import base_model, output_embedding
 
 Gradients = dict[str, Tensor]
 

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from trl.trainer.utils import selective_log_softmax
 
-from swift_grpo_ext.logits import LogitsShim
+from swift_grpo_ext.logits.shim import LogitsShim
 from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from tests.logits import models
 

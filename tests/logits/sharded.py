@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from swift_grpo_ext.logits import LogitsShim, base_model
-from swift_grpo_ext.logits.head import output_embedding
+from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 from tests.logits import models
 from tests.logits.models import RemoteCode
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-from swift_grpo_ext.logits import Logps, chunked_logps, token_logps
-from swift_grpo_ext.logits.head import find_transform, unchanged
+from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
+from swift_grpo_ext.logits.shim import find_transform, unchanged
 
 HIDDEN, VOCABULARY = 8, 50
 
@@ -223,6 +223,9 @@ def test_chunk_size_of_nothing() -> None:
 class Config:
     def __init__(self, **settings: float) -> None:
         vars(self).update(settings)
+
+    def get_text_config(self) -> Config:
+        return self
 
 
 RAW = torch.linspace(-8, 8, VOCABULARY)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swift_grpo_ext.logits import base_model, logps
+from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.sharding import ShardRanks
 from swift_grpo_ext.logits.shared_prompt import (
@@ -23,6 +23,7 @@ from swift_grpo_ext.logits.shared_prompt import (
     reason_against,
     samples_of,
 )
+from swift_grpo_ext.logits.shim import base_model
 from tests.logits.compare import assert_close
 from tests.logits.models import IMAGE, IMAGES, VISION_END, VISION_START, build, patches
 from tests.logits.test_logps import Batch, Ours, Upstream, config_of, run
@@ -367,7 +368,7 @@ def test_no_rank_that_shares_weights_makes_a_further_pass_by_itself(holds_elsewh
         return torch.zeros(10)
 
     shared = SharedPrompt(build("Qwen2"), pytest.fail, lambda _: None, 0.01)
-    found = [shared.fold(inputs, wanted, logps_of, Shards()) for _ in range(2)]
+    found = [shared.pack(inputs, wanted, logps_of, Shards()) for _ in range(2)]
     assert [folded is not None for folded in found] == [holds_elsewhere] * 2
     assert len(passes) == 2 * holds_elsewhere
     assert asked == [True, True]

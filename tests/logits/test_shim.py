@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swift_grpo_ext.logits import LogitsShim, UnsupportedModelError, base_model, chunked_logps
-from swift_grpo_ext.logits.head import summed_in_float32
+from swift_grpo_ext.logits.shim import (
+    LogitsShim,
+    UnsupportedModelError,
+    base_model,
+)
 from tests.logits import models
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import HOPELESS, MODELS, UNKNOWN_TRANSFORM, add_lora, build, inputs_of
@@ -323,39 +326,6 @@ def test_prompt_tuning_puts_positions_before_the_rows(warned: list[str]) -> None
     assert_close(found, expected)
 
 
-def head_error(chunk_size: int, *, parameters: torch.dtype, autocast: bool) -> float:
-    """Of the gradient of the head's weight, as a share of the exact one's norm."""
-    torch.manual_seed(0)
-    hidden_size, vocab, num = 64, 512, 1024
-    head = nn.Linear(hidden_size, vocab, bias=False)
-    hidden_NH = (torch.randn(num, hidden_size) + 1).bfloat16()
-    weight = head.weight.detach().bfloat16()
-    targets_N, weights_N = torch.randint(vocab, (num,)), torch.rand(num) / num
-    exact = weight.double().requires_grad_()
-    logps_N = (hidden_NH.double() @ exact.T).log_softmax(-1).gather(-1, targets_N[:, None])[:, 0]
-    (logps_N * weights_N).sum().backward()
-    head.weight = nn.Parameter(weight.to(parameters))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        call = summed_in_float32(head, num // chunk_size)
-        found = chunked_logps(call, hidden_NH.to(parameters), targets_N, chunk_size=chunk_size)
-    (found.logps_N * weights_N).sum().backward()
-    assert head.weight.grad is not None
-    assert head.weight.grad.dtype == parameters
-    assert exact.grad is not None
-    return float((head.weight.grad - exact.grad).norm() / exact.grad.norm())
-
-
-@pytest.mark.parametrize(
-    ("parameters", "autocast"), [(torch.bfloat16, False), (torch.float32, True)]
-)
-def test_head_gradients_do_not_drift_with_chunks(parameters: torch.dtype, autocast: bool) -> None:
-    """Partial sums in 16 bits would double the error of 64 chunks."""
-    whole = head_error(1024, parameters=parameters, autocast=autocast)
-    chunked = head_error(16, parameters=parameters, autocast=autocast)
-    assert 1e-5 < whole < 4e-3
-    assert chunked < 1.3 * whole
-
-
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen2, tied", "soft-capped (Gemma2)"])
 def test_chunks_of_16_bit_models(name: str, lora: bool, warned: list[str]) -> None:
@@ -372,14 +342,6 @@ def test_chunks_of_16_bit_models(name: str, lora: bool, warned: list[str]) -> No
         )
 
     assert_close(logps_of(4), logps_of(0), 1e-2)
-
-
-def test_float32_heads_are_summed_by_autograd() -> None:
-    head = nn.Linear(4, 8)
-    assert summed_in_float32(head, 16) is head
-    assert summed_in_float32(head.bfloat16(), 1) is head
-    assert summed_in_float32(head, 16) is not head
-    assert summed_in_float32(head.requires_grad_(False), 16) is head
 
 
 def test_no_position_at_all(warned: list[str]) -> None:

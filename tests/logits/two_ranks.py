@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_grpo_ext.logits import LogitsShim
+from swift_grpo_ext.logits.shim import LogitsShim
 from tests.logits import models, sharded
 from tests.ranks import start_two_processes
 

@@ -19,8 +19,7 @@ from recorder import RecordingTrainer
 from swift.rlhf_trainers.utils import encode_sample
 from swift.trainers import TrainerFactory
 
-from swift_grpo_ext.logits import base_model
-from swift_grpo_ext.logits.head import output_embedding
+from swift_grpo_ext.logits.shim import base_model, output_embedding
 from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.training import trainer as trainer_module

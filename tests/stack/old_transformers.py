@@ -16,7 +16,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from swift_grpo_ext.logits import LogitsShim
+from swift_grpo_ext.logits.shim import LogitsShim
 from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 

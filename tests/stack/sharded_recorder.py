@@ -16,7 +16,7 @@ import torch
 from swift.rewards import ORM, orms
 from swift.trainers import TrainerFactory
 
-from swift_grpo_ext.logits import base_model
+from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.training import RolloutGRPOTrainer
 
 
