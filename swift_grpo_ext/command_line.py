@@ -66,7 +66,6 @@ class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
             check_model_tokens(self)
             check_stop_settings(self)
             enforce(preflight.check_speculation(self))
-            enforce(preflight.check_training_memory(self))
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
@@ -86,8 +85,6 @@ class RolloutExtArguments(_StrictArguments, ExtFlags, RolloutArguments):
         # Without an accelerator there are no devices to count: replicas share cores and memory.
         if has_accelerator():
             super()._check_device_count()
-        else:
-            enforce(preflight.check_server_memory(self))
 
 
 EXTENDED: dict[type, type] = {

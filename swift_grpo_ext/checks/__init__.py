@@ -1,6 +1,6 @@
-"""What a training or a server refuses before a model is loaded: `preflight.py` in `swift` itself,
-with `rows.py` (the data set) and `resume.py` (checkpoints). A check takes settings and yields
-findings (`finding.py`); `enforce` turns the first error into a `ValueError`.
+"""What a training or a server refuses before a model is loaded.
 
-The command line asks more, in `tools/check`.
+`preflight.py` holds the checks that `swift rlhf` and `swift rollout` run, `rows.py` those of data
+sets, `resume.py` those of checkpoints. A check takes settings and yields findings (`finding.py`);
+`enforce` raises the first error. `swift-grpo-ext check` asks more, in `tools/check`.
 """

@@ -1,4 +1,4 @@
-"""What a check has to say, and how the three askers put it."""
+"""What a check says, and what `swift` does about it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
-
-from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
+from typing import Literal
 
 Level = Literal["ok", "note", "warning", "error"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An `error` does not run, or trains something else than it says. A `warning` is ignored,
-    wasteful or a likely slip. A `note` is worth knowing, and `ok` what holds."""
+    """One result of a check.
+
+    An `error` does not run, or trains something else than it says. A `warning` is ignored, wasteful
+    or a likely slip. A `note` is worth knowing, and `ok` holds.
+    """
 
     level: Level
 
@@ -30,14 +31,12 @@ class Finding:
     remedy: str = ""
     """What to do; empty where the text says it, or nothing is to be done."""
 
-    def __str__(self) -> str:
-        return f"{self.level}: {self.setting}: {self.text} {self.remedy}".rstrip()
-
     @property
     def sentence(self) -> str:
-        """As `swift` says it: the setting as the flag that was typed."""
+        """The whole, with the setting as the flag that was typed."""
         is_flag = self.setting.partition(" ")[0].isidentifier() and self.setting[0].islower()
-        return f"{'--' * is_flag}{self.setting}: {self.text} {self.remedy}".rstrip()
+        dashes = "--" if is_flag else ""
+        return f"{dashes}{self.setting}: {self.text} {self.remedy}".rstrip()
 
 
 Findings = Iterator[Finding]
@@ -59,16 +58,7 @@ def enforce(findings: Iterable[Finding]) -> None:
             get_logger().warning(finding.sentence)
 
 
-def divisors(number: int, least: int = 2) -> list[int]:
-    """From `least` on, up to the largest group."""
-    return [n for n in range(least, min(number, MAX_GROUP_SIZE) + 1) if number % n == 0]
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names the nearest of the known names; empty where none is near."""
+    """Return a question that names the nearest known name; "" where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else ""
-
-
-def words(values: Iterable[Any]) -> str:
-    return ", ".join(map(str, values))

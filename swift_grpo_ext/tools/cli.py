@@ -35,27 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # --- before a run ---
 
-    add = command(doctor, "is this machine ready? each problem with a remedy")
-    add("config", nargs="?", help="a YAML file: takes the settings below from it")
-    add("--model", help="a local model: its logits and its template are looked at")
-    add("--model_type", help="as for swift rlhf")
-    add("--template", help="as for swift rlhf")
-    add("--dataset", nargs="+", default=[], help="its first rows are looked at")
-    add("--stop_words", nargs="+", default=[], help="as for swift rlhf")
-    add("--server", nargs="+", default=[], metavar="HOST:PORT", help="of servers")
-    add("--port", nargs="+", type=int, help="that have to be free (several ranks: 29500)")
-    add("--json", action="store_true", help="for scripts")
-
     add = command(
         check,
-        "would this run start? settings, model, data, plugins, packages, GPUs",
-        "Arguments of swift rlhf behind -- win over the file's settings.",
+        "is this machine ready, and would this run start? each problem with a remedy",
+        "Arguments of swift rlhf behind -- win over the file's settings. Without CONFIG, the "
+        "machine, --model and --dataset are looked at. Exit status: 1 where there is an error.",
     )
-    add("config", nargs="+", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml")
-    add("--ranks", type=int, help="training processes (default: as ENV says)")
+    add("config", nargs="*", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml")
     add("--model", help="of both sides, instead of the files'")
+    add("--dataset", nargs="+", default=[], help="instead of the file's")
+    add("--server", nargs="+", default=[], metavar="HOST:PORT", help="servers that have to answer")
+    add("--ranks", type=int, help="training processes (default: as ENV says)")
     add("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)")
     add("--settings-only", action="store_true", help="for another machine: look nothing up here")
+    add("--json", action="store_true", help="for scripts")
     add("--quiet", action="store_true", help="errors and warnings only")
 
     add = command(
@@ -162,33 +155,10 @@ def steps(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def doctor(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.tools.check import vllm_load
-
-    vllm_load.start()  # beside the imports that come
-    from swift_grpo_ext.tools.check.doctor import examine, report, target_of
-
-    return report(examine(target_of(options)), as_json=options.json)
-
-
 def check(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.tools.check.rules import check, errors_first
-    from swift_grpo_ext.tools.check.settings import read_run
+    from swift_grpo_ext.tools.check.command import run
 
-    gpus = None if options.gpus is None else [gpu for gpu in options.gpus.split(",") if gpu]
-    failed = False
-    for config in options.config:
-        run = read_run(config, ranks=options.ranks, model=options.model, overrides=options.rest)
-        findings = check(run)
-        if not options.settings_only and not run.unread:
-            from swift_grpo_ext.tools.check.lookup import look_up
-
-            findings = errors_first([*findings, *look_up(run, gpus)])
-        failed = failed or any(finding.level == "error" for finding in findings)
-        shown = [f for f in findings if f.level != "note" or not options.quiet]
-        if shown or not options.quiet:
-            print("\n".join([config, *(f"  {finding}" for finding in shown)]))
-    return int(failed)
+    return run(options)
 
 
 def selftest(options: argparse.Namespace) -> int:
@@ -198,7 +168,7 @@ def selftest(options: argparse.Namespace) -> int:
 
 
 def init(options: argparse.Namespace) -> None:
-    from swift_grpo_ext.tools.check import share
+    from swift_grpo_ext.tools import share
 
     if options.list:
         print("\n".join(f"{name:20} {share.title(name)}" for name in share.preset_names()))
@@ -210,7 +180,7 @@ def init(options: argparse.Namespace) -> None:
 
 
 def plugin_path(options: argparse.Namespace) -> None:
-    from swift_grpo_ext.tools.check import share
+    from swift_grpo_ext.tools import share
 
     print(share.PLUGIN_FILE)
 

@@ -212,7 +212,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_a_replica_that_is_back_joins_when_a_connected_training_asks() -> None:
-    """One that connects has been told how many there are; `doctor` asks too."""
+    """One that connects has been told how many there are; `check --server` asks too."""
     deployed, late = Deployed(Replica()), Replica()
     late._child.send((None, {"status": "ready"}))
     deployed.restarts.starting.append(late.connection)

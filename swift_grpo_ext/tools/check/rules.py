@@ -1,150 +1,122 @@
 """Rules that the settings of a run must keep to hold together. Pure: nothing else is looked at.
 
-Where ms-swift has a check of its own, the rule is the same, met before a model is loaded.
+What ms-swift refuses as it parses a command line is left to it. Here is what would fail late, with
+servers up and GPUs taken, or silently. Connecting to servers comes first in ms-swift 4.6
+(arguments/rlhf_args.py, `_init_external_vllm`): batches are counted after that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
-from swift_grpo_ext.checks.finding import Finding, Findings, divisors, error, note, warning, words
-from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
+from swift_grpo_ext.checks.finding import Finding, Findings, error, note, warning
 from swift_grpo_ext.tools.check.settings import Run, devices_of, environment
-
-ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-"""The DeepSpeed configurations that ms-swift ships; anything else is a file's name or JSON."""
 
 PLUGIN = "grpo_ext.py"
 
-SAME_ON_BOTH_SIDES = [
+SAME_ON_BOTH_SIDES = (
     "model",
     "model_type",
     "template",
     "torch_dtype",
-    "system",
     "new_special_tokens",
     "agent_template",
     "response_prefix",
     "vllm_enable_lora",
-]
-FROM_SERVERS = ("multi_turn_scheduler", "max_turns", "use_gym_env")
-"""What a training learns from its servers where it does not say so itself (rollout_mixin.py)."""
+)
+SAME_WHERE_GIVEN = {
+    "system": "rollout",  # travels with each request
+    # A training asks its servers (ms-swift 4.6, rlhf_trainers/rollout_mixin.py:421).
+    "multi_turn_scheduler": "training",
+    "max_turns": "training",
+    "use_gym_env": "training",
+}
+"""Settings that one side takes from the other where it does not say so itself: which side does."""
 
 SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS")
 """What images become on either side: other values, other prompt ids."""
 
-ENGINE_SETTINGS = [
-    "vllm_gpu_memory_utilization",
-    "vllm_tensor_parallel_size",
-    "vllm_data_parallel_size",
-    "vllm_max_model_len",
-    "vllm_enforce_eager",
-    "vllm_engine_kwargs",
-    "vllm_limit_mm_per_prompt",
-    "vllm_max_num_seqs",
-]
 
-
-def check(run: Run) -> list[Finding]:
-    """All that is to be said about a run's settings alone, errors first."""
-    found = list(run.unread)
-    if not any(finding.level == "error" for finding in found):  # else there is nothing to count
-        rules = RULES if run.training is None else TRAINING_RULES + RULES
-        found += [finding for rule in rules for finding in rule(run)]
-    return errors_first(found)
-
-
-def errors_first(findings: list[Finding]) -> list[Finding]:
-    order = ("error", "warning", "note", "ok")
-    return sorted(findings, key=lambda finding: order.index(finding.level))
-
-
-# --- what is trained, and for what ---
-
-
-def check_algorithm(run: Run) -> Findings:
-    if run.train("rlhf_type") != "grpo":
-        yield error("rlhf_type", f"is {run.train('rlhf_type')}; expected grpo.")
-    truncation = run.train("truncation_strategy")
-    if truncation not in (None, "left", "delete"):
-        yield error("truncation_strategy", f"is {truncation}; GRPO takes left or delete.")
-    elif truncation != "delete" and run.train("max_length"):
-        yield warning(
-            "truncation_strategy",
-            "left cuts prompts for the training that the rollout saw whole, and images with them: "
-            "set delete, which replaces prompts that are too long.",
-        )
-    if run.train("async_generate") and run.train("multi_turn_scheduler"):
-        yield error("async_generate", "does not work with multi_turn_scheduler: leave one out.")
-    deepspeed = run.train("deepspeed")
-    is_name = isinstance(deepspeed, str) and not deepspeed.endswith((".json", "}"))
-    if is_name and deepspeed not in ZERO:
-        yield error("deepspeed", f"is {deepspeed}; expected a JSON file or one of {words(ZERO)}.")
-    if "" in run.train("stop_words"):
-        yield error("stop_words", "holds an empty string, which would end every completion.")
-
-
-def check_plugins(run: Run) -> Findings:
+def check_settings(run: Run) -> Findings:
+    """Say all that is to be said about a run's settings alone."""
     for side, settings in run.sides:
-        names = [PurePath(plugin).name for plugin in settings.get("external_plugins") or ()]
-        if PLUGIN not in names:
+        plugins = [PurePath(plugin).name for plugin in settings.get("external_plugins") or ()]
+        if PLUGIN not in plugins:
             yield error(
                 "external_plugins",
                 f"{run.name(side)} does not load {PLUGIN}: `swift-grpo-ext plugin-path` tells "
                 "where the installed one is.",
             )
+    if run.training is not None:
+        yield from check_rewards(run)
+        yield from check_groups(run)
+        yield from check_engines(run)
+    yield from check_gpu_counts(run)
+    if run.has_servers:
+        yield from check_servers(run)
+    if run.training is not None and run.rollout is not None:
+        yield from check_agreement(run)
 
 
 def check_rewards(run: Run) -> Findings:
-    """Something rewards: a function, a model, a gym, or a teacher (grpo_trainer.py)."""
+    """Refuse a training without rewards, which ms-swift's trainer would do once the model is
+    loaded."""
+    if run.train("rlhf_type") != "grpo":
+        yield error("rlhf_type", f"is {run.train('rlhf_type')}; expected grpo.")
     rewards = [*(run.train("reward_funcs") or ()), *(run.train("reward_model") or ())]
-    has_gym = run.train("use_gym_env")
-    if has_gym is None:  # else its servers say it
-        has_gym = run.train("gym_env") or (run.has_servers and serves_gym(run))
-    if has_gym:
-        rewards.append("the gym's own")
-    has_teacher = run.train("teacher_model") or run.train("teacher_model_server")
-    is_unknown = run.has_servers and run.rollout is None and run.train("use_gym_env") is None
-    if not rewards and not has_teacher and not is_unknown:
+    # A gym rewards too, and servers may run one that the training's settings do not tell.
+    may_have_gym = run.train("use_gym_env")
+    if may_have_gym is None:
+        may_have_gym = run.train("gym_env") or (run.has_servers and may_serve_gym(run))
+    if may_have_gym:
+        return
+    if not rewards and not run.train("teacher_model") and not run.train("teacher_model_server"):
         yield error("reward_funcs", "is missing: name at least one reward function.")
     weights = run.train("reward_weights")
-    numbers = (len(rewards), len(rewards) + is_unknown)  # a server's gym counts as one more
-    if weights is not None and len(weights) not in numbers:
+    if weights is not None and len(weights) != len(rewards):
         yield error(
             "reward_weights",
-            f"has {len(weights)} values for {len(rewards)} rewards ({words(rewards)}): give one "
-            "for each.",
+            f"has {len(weights)} values for {len(rewards)} rewards ({', '.join(rewards)}): give "
+            "one for each.",
         )
 
 
-# --- batches and groups ---
+def may_serve_gym(run: Run) -> bool:
+    """Return whether the servers run a gym; True where nothing is known of them."""
+    return run.rollout is None or bool(run.serve("use_gym_env") or run.serve("gym_env"))
 
 
 def check_groups(run: Run) -> Findings:
+    """Say what a round is, and refuse batches that groups do not fill (args_mixin.py,
+    `_init_generation_batch_params`)."""
     size, batch, ranks = run.train("num_generations"), run.generation_batch, run.num_ranks
     of_rank, eval_of_rank = (run.train(f"per_device_{s}_batch_size") for s in ("train", "eval"))
-    source = "generation_batch_size"
-    if run.train(source) is None:
+    if run.train("generation_batch_size") is not None:
+        source = "generation_batch_size"
+    else:
         source = f"{ranks} ranks x per_device_train_batch_size {of_rank} x "
         source += f"{run.steps_per_generation} steps_per_generation"
-    if not 2 <= size <= MAX_GROUP_SIZE:
-        yield error("num_generations", f"is {size}; expected 2 to {MAX_GROUP_SIZE}.")
-    elif batch % size:
+    if batch % run.global_batch:
+        yield error(
+            "generation_batch_size",
+            f"{batch} is no multiple of {run.global_batch} ({ranks} ranks x "
+            f"per_device_train_batch_size {of_rank}).",
+        )
+    if size < 1 or batch % size:
+        fitting = ", ".join(str(n) for n in range(2, min(batch, 256) + 1) if batch % n == 0)
         yield error(
             "num_generations",
-            f"{size} does not divide the {batch} samples of a generation batch ({source}): "
-            f"take one of {words(divisors(batch))}, or another batch.",
+            f"{size} does not divide the {batch} samples of a generation batch ({source}): take "
+            f"one of {fitting}, or another batch.",
         )
     else:
         text = f"a round is {batch} samples ({source}): {batch // size} prompts of {size}."
         yield note("num_generations", text)
-    if ((run.training or {}).get("eval_strategy") or run.train("save_strategy")) == "no":
-        return
+    evaluates = ((run.training or {}).get("eval_strategy") or run.train("save_strategy")) != "no"
     eval_size, eval_batch = run.train("num_generations_eval") or size, eval_of_rank * ranks
-    if eval_size > 0 and eval_batch % eval_size:
+    if evaluates and eval_size > 0 and eval_batch % eval_size:
         yield error(
             "per_device_eval_batch_size",
             f"{ranks} ranks x {eval_of_rank} = {eval_batch} samples cannot be shared by groups of "
@@ -153,74 +125,40 @@ def check_groups(run: Run) -> Findings:
         )
 
 
-def check_steps(run: Run) -> Findings:
-    """How rounds and optimizer steps lie to one another."""
-    size, steps = run.train("generation_batch_size"), run.train("steps_per_generation")
-    if size is not None and size % run.global_batch:
+def check_engines(run: Run) -> Findings:
+    """Check the engines' room for prompts and completions, and colocated engines' ranks."""
+    parallel = run.train("vllm_tensor_parallel_size")
+    if not run.has_servers and run.train("use_vllm") and run.num_ranks % parallel:
         yield error(
-            "generation_batch_size",
-            f"{size} is no multiple of {run.global_batch} ({run.num_ranks} ranks x "
-            f"per_device_train_batch_size {run.train('per_device_train_batch_size')}).",
+            "vllm_tensor_parallel_size",
+            f"{parallel} does not divide the {run.num_ranks} training ranks: an engine is spread "
+            "over as many of them (NPROC_PER_NODE x NNODES in ENV).",
         )
-    if size is not None and steps is not None and size != run.global_batch * steps:
-        yield error(
-            "generation_batch_size",
-            f"{size} is not {run.global_batch} x steps_per_generation {steps}: set one of the two.",
+    prompt, turns = run.train("max_length"), run.train("max_turns") or 1
+    if run.train("truncation_strategy") != "delete" and prompt:
+        yield warning(
+            "truncation_strategy",
+            "left cuts prompts for the training that the rollout saw whole, and images with them: "
+            "set delete, which replaces prompts that are too long.",
         )
-    accumulation, serves = run.train("gradient_accumulation_steps"), run.steps_per_generation
-    if serves < 1 or accumulation < 1:
-        yield error("steps_per_generation", "and gradient_accumulation_steps: expected 1 or more.")
-    elif serves % accumulation and accumulation % serves:
-        yield note(
-            "steps_per_generation",
-            f"{serves} and gradient_accumulation_steps {accumulation}: some rounds end in the "
-            "middle of an optimizer step, whose samples are then of two rounds.",
+    room = ((run.rollout if run.has_servers else run.training) or {}).get("vllm_max_model_len")
+    if not run.train("use_vllm") or room is None:
+        return
+    # vLLM takes such requests: ms-swift cuts their completions short, and only logs it
+    # (infer_engine/infer_engine.py, `set_default_max_tokens`).
+    completion = turns * run.train("max_completion_length")
+    if room < (prompt or 0) + completion:
+        several = f"{turns} turns of " if turns > 1 else ""
+        yield warning(
+            "vllm_max_model_len",
+            f"{room} is less than max_length {prompt or 'not set'} + {several}"
+            f"max_completion_length {run.train('max_completion_length')} = "
+            f"{(prompt or 0) + completion}: completions of long prompts will be cut short.",
         )
-    elif serves > accumulation:
-        yield note(
-            "steps_per_generation",
-            f"a round serves {serves // accumulation} optimizer steps: all but the first train on "
-            "samples of older weights.",
-        )
 
 
-# --- engines and GPUs ---
-
-
-def check_engine_choice(run: Run) -> Findings:
-    mode = run.train("vllm_mode")
-    if run.train("use_vllm") and mode not in ("server", "colocate"):
-        yield error("vllm_mode", f"is {mode}; with use_vllm: true it is server or colocate.")
-    if not run.train("use_vllm") and mode is not None:
-        yield error("vllm_mode", f"is {mode}, but use_vllm is not true.")
-    if run.has_servers:
-        ignored = "is ignored by swift rlhf with servers: set it for swift rollout."
-        for name in ENGINE_SETTINGS:
-            if name in (run.training or {}):
-                yield warning(name, ignored)
-        if run.train("sleep_level"):
-            yield warning("sleep_level", "is ignored with servers: they keep their GPUs.")
-
-
-def check_parallel(run: Run) -> Findings:
-    """A colocated engine is spread over whole training ranks."""
-    for side, _ in run.sides:
-        if side == "training" and run.has_servers:
-            continue
-        arguments = run.arguments(side)
-        parallel = arguments.vllm_tensor_parallel_size
-        if parallel < 1:
-            yield error("vllm_tensor_parallel_size", f"is {parallel}; expected 1 or more.")
-        elif side == "training" and arguments.use_vllm and run.num_ranks % parallel:
-            yield error(
-                "vllm_tensor_parallel_size",
-                f"{parallel} does not divide the {run.num_ranks} training ranks: an engine is "
-                "spread over as many of them (NPROC_PER_NODE x NNODES in ENV).",
-            )
-
-
-def check_devices(run: Run) -> Findings:
-    """As many GPUs are named as processes use, and none by both sides."""
+def check_gpu_counts(run: Run) -> Findings:
+    """Refuse another number of GPUs than processes use, and a GPU that both sides name."""
     training, serving = devices_of(run.training), devices_of(run.rollout)
     ranks_of_node = environment(run.training).get("NPROC_PER_NODE")
     if training and ranks_of_node and len(training) != int(ranks_of_node):
@@ -238,104 +176,57 @@ def check_devices(run: Run) -> Findings:
         )
     shared = sorted(set(training) & set(serving))
     if shared and not environment(run.training).get("NNODES"):
-        text = f"GPU {words(shared)} is named by both sides: share the GPUs out."
+        text = f"GPU {', '.join(shared)} is named by both sides: share the GPUs out."
         yield error("CUDA_VISIBLE_DEVICES", text)
 
 
-def check_lengths(run: Run) -> Findings:
-    """vLLM has room for the longest prompt and its completion."""
-    room = ((run.rollout if run.has_servers else run.training) or {}).get("vllm_max_model_len")
-    prompt, turns = run.train("max_length"), run.train("max_turns") or 1
-    if not run.train("use_vllm") or room is None:
-        return
-    completion = run.train("max_completion_length")
-    several = f"{turns} turns of " if turns > 1 else ""
-    needed = (prompt or 0) + turns * completion
-    if room < needed:
-        yield error(
-            "vllm_max_model_len",
-            f"{room} is less than max_length {prompt or 'not set'} + {several}"
-            f"max_completion_length {completion} = {needed}: completions of long prompts "
-            "would be cut short.",
-        )
-    if prompt is None:
-        yield warning(
-            "max_length",
-            f"is not set: prompts of more than {room - turns * completion} tokens leave no "
-            "room for a whole completion.",
-        )
-
-
-# --- servers, and what both sides have to agree on ---
-
-
 def check_servers(run: Run) -> Findings:
-    """Addresses of the servers."""
-    if not run.has_servers:
-        return
-    urls, hosts = run.train("vllm_server_base_url") or (), run.train("vllm_server_host") or ()
-    ports = run.train("vllm_server_port")
-    if not urls and not hosts:
-        yield error("vllm_server_host", "is missing: with vllm_mode: server, say where they are.")
-    elif not urls and len(hosts) != len(ports):
+    """Refuse addresses at which a training would wait for ever, or for the wrong server."""
+    hosts, ports = run.train("vllm_server_host") or (), run.train("vllm_server_port")
+    addresses = run.train("vllm_server_base_url")
+    if not addresses and len(hosts) != len(ports):
         yield error(
             "vllm_server_port",
             f"{len(ports)} ports for {len(hosts)} servers (vllm_server_host): give one for each.",
         )
-    addresses = urls or [f"{host}:{port}" for host, port in zip(hosts, ports, strict=False)]
+    addresses = addresses or [f"{host}:{port}" for host, port in zip(hosts, ports, strict=False)]
     for address, times in Counter(addresses).items():
         if times > 1:
             text = f"{address} is given for {times} servers: each has its own."
             yield error("vllm_server_port", text)
     group_ports = run.train("vllm_server_group_port") or ()
-    if len(group_ports) > 1:
-        if len(group_ports) != max(len(hosts), len(urls)):
-            yield error("vllm_server_group_port", "give one for each server, or only the first.")
-        elif len(set(zip(hosts or urls, group_ports, strict=True))) < len(group_ports):
-            yield error("vllm_server_group_port", "holds one port twice for one host.")
+    ends = Counter(zip(hosts or addresses, group_ports, strict=False))
+    if any(times > 1 for times in ends.values()):
+        yield error("vllm_server_group_port", "holds one port twice for one host.")
     if run.rollout is not None and hosts and run.serve("port") not in ports:
         yield error(
             "port",
             f"{run.serve('port')} of {run.name('rollout')} is not among vllm_server_port "
-            f"({words(ports)}) of {run.name('training')}.",
+            f"({', '.join(map(str, ports))}) of {run.name('training')}.",
         )
 
 
 def check_agreement(run: Run) -> Findings:
-    """Both sides mean the same model, prompts and pixels."""
-    if run.training is None or run.rollout is None:
-        return
+    """Refuse two sides that do not mean the same model, prompts and pixels."""
 
-    def differ(name: str, ours: Any, theirs: Any, why: str, where: str = "") -> Finding:
+    def differ(name: str, ours: Any, theirs: Any, why: str) -> Finding:
         shown = ["not set" if value is None else repr(value) for value in (ours, theirs)]
         text = f"is {shown[0]} in {run.name('training')} and {shown[1]} in {run.name('rollout')}"
-        return error(name, f"{where}{text}: {why}")
+        return error(name, f"{text}: {why}")
 
-    rollout = {**run.rollout, "use_gym_env": serves_gym(run)}
-    for name in (*SAME_ON_BOTH_SIDES, *FROM_SERVERS):
-        ours, theirs = run.training.get(name), rollout.get(name)
-        # A system prompt travels with each request.
-        is_told = ours is None if name in FROM_SERVERS else name == "system" and theirs is None
-        if not is_told and (ours or None) != (theirs or None):
+    training = run.training or {}
+    rollout = {"use_gym_env": may_serve_gym(run), **(run.rollout or {})}
+    for name in (*SAME_ON_BOTH_SIDES, *SAME_WHERE_GIVEN):
+        ours, theirs = training.get(name) or None, rollout.get(name) or None
+        follower = SAME_WHERE_GIVEN.get(name)
+        is_taken_over = (ours if follower == "training" else theirs) is None
+        if ours != theirs and not (follower and is_taken_over):
             yield differ(name, ours, theirs, "both sides need the same.")
     for name in SAME_IN_ENV:
-        ours, theirs = environment(run.training).get(name), environment(run.rollout).get(name)
+        ours, theirs = environment(training).get(name), environment(rollout).get(name)
         if str(ours) != str(theirs):
             why = "images would have other sizes, and prompts other ids, on the two sides."
-            yield differ(name, ours, theirs, why, "(ENV) ")
+            yield differ(f"ENV {name}", ours, theirs, why)
     rank, most = run.train("lora_rank"), run.serve("vllm_max_lora_rank")
     if run.serve("vllm_enable_lora") and rank > most:
         yield error("vllm_max_lora_rank", f"{most} is less than the training's lora_rank {rank}.")
-
-
-def serves_gym(run: Run) -> bool:
-    """Whether the servers' schedulers run a gym, whose reward counts."""
-    told = run.serve("use_gym_env")
-    return bool(run.serve("gym_env") if told is None else told)
-
-
-Rules = list[Callable[[Run], Findings]]
-RULES: Rules = [check_plugins, check_parallel, check_devices, check_servers, check_agreement]
-TRAINING_RULES: Rules = [check_algorithm, check_rewards, check_groups, check_steps]
-TRAINING_RULES += [check_engine_choice, check_lengths]
-"""Those that ask for settings of `swift rlhf`."""

@@ -12,30 +12,32 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from swift_grpo_ext.checks.finding import Finding, did_you_mean, error, warning, words
-from swift_grpo_ext.flags import flag_names
+from swift_grpo_ext.checks.finding import did_you_mean
 
+if TYPE_CHECKING:
+    from swift_grpo_ext.command_line import Parser
+
+Settings = Mapping[str, Any]
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
 
 # ms-swift fills these in after it has parsed the command line (arguments/rlhf_args.py,
 # `_set_default`; transformers' TrainingArguments).
 _LATER_DEFAULTS = {"gradient_accumulation_steps": 1, "save_strategy": "steps"}
-_NO_BOOLEAN = ("eval_strategy", "save_strategy", "report_to")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The settings of one run."""
 
-    training: Mapping[str, Any] | None = None
+    training: Settings | None = None
     """What was given to `swift rlhf`, and ENV; None where only servers are looked at."""
 
-    rollout: Mapping[str, Any] | None = None
+    rollout: Settings | None = None
     """What was given to `swift rollout`, and ENV; None where the run has no servers, or they are
     not known."""
 
@@ -44,10 +46,7 @@ class Run:
     else 1)."""
 
     names: Mapping[Side, str] = field(default_factory=dict)
-    """How to call the two sides, for messages: usually their files."""
-
-    unread: tuple[Finding, ...] = ()
-    """What the parsers did not take."""
+    """What messages call the two sides: their files, else their commands."""
 
     @property
     def num_ranks(self) -> int:
@@ -61,11 +60,12 @@ class Run:
         return bool(self.train("vllm_mode") == "server")
 
     @property
-    def sides(self) -> Iterator[tuple[Side, Mapping[str, Any]]]:
-        """The sides that there are, with their settings."""
-        for side, settings in (("training", self.training), ("rollout", self.rollout)):
-            if settings is not None:
-                yield side, settings  # type: ignore[misc]
+    def sides(self) -> Iterator[tuple[Side, Settings]]:
+        """Yield the sides that there are, with their settings."""
+        if self.training is not None:
+            yield "training", self.training
+        if self.rollout is not None:
+            yield "rollout", self.rollout
 
     @property
     def steps_per_generation(self) -> int:
@@ -91,17 +91,17 @@ class Run:
         return int(self.serve("vllm_data_parallel_size") * self.serve("vllm_tensor_parallel_size"))
 
     def train(self, name: str) -> Any:
-        """A setting of the training, or its default."""
-        found = [(self.training or {}).get(name), defaults("training").get(name)]
-        return next((v for v in [*found, _LATER_DEFAULTS.get(name)] if v is not None), None)
+        """Return a setting of the training, or its default."""
+        values = [(self.training or {}).get(name), defaults("training").get(name)]
+        return next((v for v in [*values, _LATER_DEFAULTS.get(name)] if v is not None), None)
 
     def serve(self, name: str) -> Any:
-        """A setting of the servers, or its default."""
+        """Return a setting of the servers, or its default."""
         value = (self.rollout or {}).get(name)
         return defaults("rollout").get(name) if value is None else value
 
-    def arguments(self, side: Side) -> SimpleNamespace:
-        """All settings of a side, as attributes: what `swift` itself has after parsing."""
+    def arguments(self, side: Side) -> Any:
+        """Return all settings of a side as attributes, as `swift` has them after parsing."""
         given = self.training if side == "training" else self.rollout
         return SimpleNamespace(**{**defaults(side), **(given or {})})
 
@@ -109,13 +109,13 @@ class Run:
         return self.names.get(side, COMMANDS[side])
 
 
-def environment(settings: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The `ENV` block, which ms-swift puts into the environment."""
+def environment(settings: Settings | None) -> Settings:
+    """Return the `ENV` block, which ms-swift puts into the environment."""
     return (settings or {}).get("ENV") or {}
 
 
-def devices_of(settings: Mapping[str, Any] | None) -> list[str]:
-    """The GPUs that a side's ENV names."""
+def devices_of(settings: Settings | None) -> list[str]:
+    """Return the GPUs that a side's ENV names."""
     value = environment(settings).get("CUDA_VISIBLE_DEVICES")
     return [part for part in str(value).split(",") if part] if value is not None else []
 
@@ -130,32 +130,35 @@ def read_run(
     model: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Run:
-    """The run of a YAML file: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
+    """Return the run of a YAML file: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
 
     Args:
         path: one file, or `NAME`, which stands for both.
         ranks: training processes, instead of what ENV says.
-        model: of both sides, instead of the files'.
+        model: the model of both sides, instead of the files'.
         overrides: arguments of `swift rlhf` that win over its file.
 
     Raises:
-        ValueError: a file is missing, is no YAML, or holds no settings.
+        ValueError: a file is missing, is no YAML, or holds what `swift` would not take.
     """
     both = ["--model", model] if model else []
-    read: dict[str, Any] = {}
-    unread: list[Finding] = []
+    parsed: dict[Side, dict[str, Any]] = {}
     names: dict[Side, str] = {}
     for side, file in zip(COMMANDS, files_of(Path(path)), strict=True):
         if file:
             more = [*both, *(overrides if side == "training" else ())]
-            read[side], findings = parse(side, read_settings(file), more)
-            unread += findings
+            try:
+                parsed[side] = parse(side, read_settings(file), more)
+            except ValueError as e:
+                raise ValueError(f"{file.name}: {str(e).removeprefix(f'{file}: ')}") from e
             names[side] = file.name
-    return Run(**read, ranks=ranks, names=names, unread=tuple(unread))
+    return Run(
+        training=parsed.get("training"), rollout=parsed.get("rollout"), ranks=ranks, names=names
+    )
 
 
 def files_of(path: Path) -> tuple[Path | None, Path | None]:
-    """The training's file and the servers' file that belong to a path."""
+    """Return the training's file and the servers' file that belong to a path."""
     stem = path.name.removesuffix(".train.yaml").removesuffix(".rollout.yaml")
     training, rollout = (path.with_name(f"{stem}.{side}.yaml") for side in ("train", "rollout"))
     is_there = path.is_file()
@@ -169,13 +172,13 @@ def files_of(path: Path) -> tuple[Path | None, Path | None]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file."""
+    """Return the settings in a YAML file."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is no YAML file: {e}") from e
+        raise ValueError(f"{path}: is no YAML file: {e}") from e
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds no settings: expected lines such as `num_generations: 8`.")
+        raise ValueError(f"{path}: holds no settings: expected lines such as `num_generations: 8`.")
     return settings
 
 
@@ -183,88 +186,75 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 @cache
-def _parser(side: Side) -> Any:
-    from swift_grpo_ext import command_line
+def _parsers(side: Side) -> tuple[Parser, Parser]:
+    """Return the parser with our flags, and ms-swift's own, which takes abbreviations."""
+    from swift.arguments import RLHFArguments, RolloutArguments
 
-    extended = (
-        command_line.RLHFExtArguments if side == "training" else command_line.RolloutExtArguments
-    )
-    return command_line.Parser([extended], allow_abbrev=False)
+    from swift_grpo_ext.command_line import EXTENDED, Parser
+
+    upstream = RLHFArguments if side == "training" else RolloutArguments
+    return Parser([EXTENDED[upstream]], allow_abbrev=False), Parser([upstream])
 
 
 @cache
-def defaults(side: Side) -> Mapping[str, Any]:
-    """The value of every flag that was not given."""
-    return vars(_parser(side).parse_args([]))
+def defaults(side: Side) -> Settings:
+    """Return the value of every flag that was not given."""
+    return vars(_parsers(side)[0].parse_args([]))
 
 
-def parse(
-    side: Side, settings: Mapping[str, Any], overrides: Sequence[str] = ()
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Settings with the types that `swift` gives them, and what it would not take.
+def parse(side: Side, settings: Settings, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return settings with the types that `swift` gives them.
 
     Args:
-        settings: as a YAML file holds them.
+        settings: the settings of a YAML file.
         overrides: `--name value ...`, which win.
+
+    Raises:
+        ValueError: `swift` would not take them; names the first value that is wrong, or all names
+            that it does not know.
     """
-    from swift_grpo_ext import command_line
+    from swift_grpo_ext.command_line import off_again
 
-    parsed: dict[str, Any] = {"ENV": settings["ENV"]} if settings.get("ENV") else {}
-    findings: list[Finding] = []
-    for name, values in [*_from_yaml(settings, findings), *from_command_line(overrides)]:
-        full = _flag(side, name, findings)
-        if full is None:
-            continue
-        try:
-            argv = command_line.off_again([f"--{full}", *values])
-            parsed[full] = getattr(_parser(side).parse_args(argv), full)
-        except ValueError as e:
-            text = str(e).partition(": ")[2] or str(e)
-            findings.append(error(full, f"{text} Received: {words(values) or 'nothing'}."))
-    return parsed, findings
+    argv = off_again([*_as_command_line(settings), *overrides])
+    parser, of_swift = _parsers(side)
+    values, unknown = parser.parse_known_args(argv)
+    values, unknown = of_swift.parse_known_args(unknown, values)
+    if unknown:
+        names = [token[2:] for token in unknown if token.startswith("--")]
+        hints = (f"{name} ({did_you_mean(name, vars(values)) or 'leave it out'})" for name in names)
+        raise ValueError(
+            f"no setting of {COMMANDS[side]}: {', '.join(hints)}; left over: {' '.join(unknown)}"
+        )
+    typed = {token[2:].partition("=")[0].replace("-", "_") for token in argv}
+    given = {
+        name: value
+        for name, value in vars(values).items()
+        if name in typed or value != defaults(side)[name]
+    }
+    return {"ENV": settings["ENV"], **given} if settings.get("ENV") else given
 
 
-def _from_yaml(
-    settings: Mapping[str, Any], findings: list[Finding]
-) -> Iterable[tuple[str, list[str]]]:
-    """Names and values as on the command line that ms-swift makes (cli/main.py,
-    `parse_yaml_args`)."""
+def _as_command_line(settings: Settings) -> Iterable[str]:
+    """Yield settings as ms-swift's own reader of YAML does (cli/main.py, `parse_yaml_args`)."""
     for name, value in settings.items():
         if name == "ENV":
             continue
         if value is None:
-            text = "is empty, and arrives as the text 'None': leave the line out."
-            findings.append(error(name, text))
-        elif value is False and name in _NO_BOOLEAN:
-            text = 'is a boolean: YAML reads `no` and `off` so. Write "no".'
-            findings.append(error(name, text))
-        elif isinstance(value, dict):
-            yield name, [json.dumps(value, ensure_ascii=False)]
+            raise ValueError(f"{name}: is empty, and arrives as the text 'None'. Leave it out.")
+        yield f"--{name}"
+        if isinstance(value, list):
+            yield from map(str, value)
         else:
-            yield name, [str(v) for v in (value if isinstance(value, list) else [value])]
+            yield json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
 
 
-def from_command_line(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
-    found: list[tuple[str, list[str]]] = []
+def from_command_line(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the names and values of a command line."""
+    options: list[tuple[str, list[str]]] = []
     for token in argv:
         if token.startswith("--"):
             name, equals, value = token[2:].partition("=")
-            found.append((name, [value] if equals else []))
-        elif found:
-            found[-1][1].append(token)
-    return found
-
-
-def _flag(side: Side, name: str, findings: list[Finding]) -> str | None:
-    """The flag that a name means; ms-swift takes the beginning of one of its own, too."""
-    name = name.replace("-", "_")
-    known = defaults(side)
-    if name in known:
-        return name
-    longer = [flag for flag in known if flag.startswith(name)]
-    if len(longer) == 1 and longer[0] not in flag_names():
-        findings.append(warning(name, f"is read as {longer[0]}: write it out."))
-        return longer[0]
-    hint = did_you_mean(name, known) or "leave it out."
-    findings.append(error(name, f"is no setting of {COMMANDS[side]}: {hint}"))
-    return None
+            options.append((name, [value] if equals else []))
+        elif options:
+            options[-1][1].append(token)
+    return options

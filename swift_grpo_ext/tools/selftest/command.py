@@ -29,9 +29,9 @@ from rich.table import Table
 from swift_grpo_ext.checks.preflight import free_port
 from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
 from swift_grpo_ext.tools.check.settings import devices_of, from_command_line, read_settings
-from swift_grpo_ext.tools.check.share import PLUGIN_FILE
 from swift_grpo_ext.tools.selftest.outcome import PROMISES, Result
 from swift_grpo_ext.tools.selftest.worker import Job
+from swift_grpo_ext.tools.share import PLUGIN_FILE
 from swift_grpo_ext.version import __version__
 
 COLORS = {"holds": "green", "does not hold": "red", "could not be tried": "yellow"}

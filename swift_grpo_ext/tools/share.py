@@ -17,7 +17,7 @@ from swift_grpo_ext.tools.check.settings import (
     read_settings,
 )
 
-SHARE = Path(__file__).resolve().parents[2] / "share"
+SHARE = Path(__file__).resolve().parents[1] / "share"
 PLUGIN_FILE = SHARE / "plugins" / "grpo_ext.py"
 PRESETS = SHARE / "examples" / "presets"
 LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"

@@ -1,0 +1,257 @@
+"""Settings of a run are read as `swift` reads them, and must hold together: presets do."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_grpo_ext.tools import share
+from swift_grpo_ext.tools.check.rules import check_settings
+from swift_grpo_ext.tools.check.settings import Run, parse, read_run
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "examples/presets"
+SERVED, COLOCATED = "server_2x6_lora", "colocate_8gpu"
+
+
+@cache
+def load(name: str) -> Run:
+    return read_run(
+        FOLDER / (name if (FOLDER / f"{name}.train.yaml").is_file() else f"{name}.yaml")
+    )
+
+
+def said(run: Run, *levels: str) -> list[str]:
+    found = [f for f in check_settings(run) if f.level in (levels or ("error", "warning"))]
+    return [f"{f.level}: {f.sentence}" for f in found]
+
+
+def changed(run: Run, training: dict[str, Any], rollout: dict[str, Any] | None = None) -> Run:
+    """Return the run with other settings; `None` leaves a setting out."""
+    sides: dict[str, Any] = {"training": training, "rollout": rollout or {}}
+    for side, changes in sides.items():
+        settings = {**copy.deepcopy(dict(getattr(run, side) or {})), **changes}
+        sides[side] = {k: v for k, v in settings.items() if v is not None} or None
+    return Run(**sides, names=run.names, ranks=run.ranks)
+
+
+@pytest.mark.parametrize("name", share.preset_names())
+def test_a_preset_holds_together(name: str) -> None:
+    assert said(load(name)) == []
+
+
+def test_the_digit_example_holds_together() -> None:
+    assert said(read_run(ROOT / "examples/digits/grpo.yaml")) == []
+
+
+ENV = "ENV"
+BARE = {"reward_funcs": None, "reward_weights": None}
+TWO = {"vllm_server_host": ["a", "a"]}
+MAZE = {"gym_env": "maze"}
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "rollout", "expected"),
+    [
+        (SERVED, {"external_plugins": ["other.py"]}, {}, r"train\.yaml does not load grpo_ext\.py"),
+        (SERVED, {}, {"external_plugins": None}, r"rollout\.yaml does not load grpo_ext\.py"),
+        (COLOCATED, {"rlhf_type": "dpo"}, {}, "--rlhf_type: is dpo; expected grpo"),
+        # Rewards
+        (COLOCATED, {"reward_weights": [1.0]}, {}, r"1 values for 2 rewards \(\w+, \w+\)"),
+        (COLOCATED, BARE, {}, "--reward_funcs: is missing: name"),
+        (COLOCATED, {**BARE, "use_gym_env": False, **MAZE}, {}, "--reward_funcs: is missing"),
+        (SERVED, BARE, {}, "--reward_funcs: is missing: name"),
+        (SERVED, {**BARE, "use_gym_env": False}, MAZE, "--reward_funcs: is missing"),
+        # Batches and groups
+        (COLOCATED, {"num_generations": 7}, {}, r"--num_generations: 7 does not divide the 128 s"),
+        (COLOCATED, {"generation_batch_size": 72}, {}, r"72 is no multiple of \d+ \(8 ranks x per"),
+        (
+            COLOCATED,
+            {"eval_strategy": "steps", "num_generations_eval": 5},
+            {},
+            r"8 ranks x \d+ = \d+ samples cannot be shared by groups of 5",
+        ),
+        # Engines and GPUs
+        (COLOCATED, {"vllm_tensor_parallel_size": 16}, {}, "16 does not divide the 8 training"),
+        (COLOCATED, {"truncation_strategy": "left"}, {}, "warning: --truncation_strategy: left cu"),
+        (COLOCATED, {"vllm_max_model_len": 10}, {}, "warning: --vllm_max_model_len: 10 is less"),
+        (SERVED, {}, {"vllm_max_model_len": 10}, "warning: --vllm_max_model_len: 10 is less than"),
+        (
+            SERVED,
+            {ENV: {"NPROC_PER_NODE": 3, "CUDA_VISIBLE_DEVICES": "2,3", "MAX_PIXELS": 602112}},
+            {},
+            "NPROC_PER_NODE: 3 ranks on 2 GPUs",
+        ),
+        (
+            SERVED,
+            {},
+            {ENV: {"CUDA_VISIBLE_DEVICES": "0,1,8", "MAX_PIXELS": 602112}},
+            r"2 replicas with 1 GPU\(s\) each on 3 GPUs",
+        ),
+        (
+            SERVED,
+            {},
+            {ENV: {"CUDA_VISIBLE_DEVICES": "1,2", "MAX_PIXELS": 602112}},
+            "GPU 2 is named by both sides",
+        ),
+        # Servers
+        (SERVED, {"vllm_server_port": [8000, 2, 3]}, {}, r"3 ports for 1 servers"),
+        (SERVED, {**TWO, "vllm_server_port": [8000] * 2}, {}, "a:8000 is given for 2 servers"),
+        (
+            SERVED,
+            {**TWO, "vllm_server_port": [8000, 8001], "vllm_server_group_port": [9, 9]},
+            {},
+            "--vllm_server_group_port: holds one port twice",
+        ),
+        (SERVED, {}, {"port": 8111}, r"--port: 8111 of .*rollout\.yaml is not among vllm_server_p"),
+        # What both sides have to agree on
+        (SERVED, {}, {"model": "Qwen/Other"}, "--model: is .* and 'Qwen/Other' in .*the same"),
+        (SERVED, {"torch_dtype": "float16"}, {}, "--torch_dtype: is 'float16' in .*the same"),
+        (SERVED, {}, {"vllm_enable_lora": True}, "--vllm_enable_lora: is not set in .* True"),
+        (SERVED, {"max_turns": 1}, {}, "--max_turns: is 1 in .* and not set in .*the same"),
+        (SERVED, {"multi_turn_scheduler": "x"}, {}, "--multi_turn_scheduler: is 'x' in"),
+        (SERVED, {"use_gym_env": True}, {}, "--use_gym_env: is True in .* and not set in"),
+        (SERVED, {"system": "a"}, {"system": "b"}, "--system: is 'a' in .* and 'b' in"),
+        (
+            SERVED,
+            {},
+            {ENV: {"MAX_PIXELS": 7}},
+            r"ENV MAX_PIXELS: is 602112 in .* and 7 in .*: images would have other sizes",
+        ),
+        (
+            SERVED,
+            {"vllm_enable_lora": True, "lora_rank": 64},
+            {"vllm_enable_lora": True, "vllm_max_lora_rank": 8},
+            "--vllm_max_lora_rank: 8 is less than the training's lora_rank 64",
+        ),
+    ],
+)
+def test_settings_that_do_not_hold_together(
+    name: str, training: dict[str, Any], rollout: dict[str, Any], expected: str
+) -> None:
+    [sentence] = said(changed(load(name), training, rollout))
+    assert re.search(expected, sentence), sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "rollout"),
+    [
+        (COLOCATED, {**BARE, "use_gym_env": True}, {}),
+        (COLOCATED, {**BARE, **MAZE}, {}),
+        (SERVED, BARE, MAZE),
+        (SERVED, BARE, {"use_gym_env": True}),
+        (SERVED, {"reward_funcs": ["format"], "reward_weights": [1.0, 0.5]}, MAZE),
+        (SERVED, {**BARE, "use_gym_env": True}, MAZE),
+        (COLOCATED, {**BARE, "teacher_model": "Org/teacher", "num_generations": 1}, {}),
+        (COLOCATED, {**BARE, "teacher_model_server": "http://a:1"}, {}),
+        (SERVED, {}, {"multi_turn_scheduler": "search", "max_turns": 3, "system": None}),
+        (SERVED, {"system": "a"}, {}),
+        (COLOCATED, {"gradient_accumulation_steps": 3, "steps_per_generation": 2}, {}),
+        (COLOCATED, {"use_vllm": False, "vllm_mode": None, "vllm_tensor_parallel_size": 3}, {}),
+        (COLOCATED, {"eval_strategy": "no", "per_device_eval_batch_size": 3}, {}),
+    ],
+)
+def test_a_recipe_that_trains_is_not_refused(
+    name: str, training: dict[str, Any], rollout: dict[str, Any]
+) -> None:
+    assert said(changed(load(name), training, rollout), "error") == []
+
+
+def test_unknown_servers_may_run_a_gym() -> None:
+    training = {k: v for k, v in (load(SERVED).training or {}).items() if k not in BARE}
+    assert said(Run(training=training)) == []
+
+
+@given(*[st.integers(1, 16)] * 2, st.integers(1, 64), st.integers(2, 64), st.integers(1, 8))
+def test_groups_are_whole_or_refused(
+    ranks: int, batch: int, accumulation: int, size: int, serves: int
+) -> None:
+    training = {
+        "ENV": {"NPROC_PER_NODE": ranks},
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": serves,
+        "num_generations": size,
+        "eval_strategy": "no",
+    }
+    run = Run(training=training)
+    refused = any(text.startswith("error: --num_generations") for text in said(run))
+    assert run.generation_batch == ranks * batch * serves
+    assert refused == (run.generation_batch % size != 0)
+
+
+# --- reading ---
+
+
+def test_arguments_win_over_a_file() -> None:
+    argv = ["--num_generations", "4", "--stop_words", "</a>", "b", "--deepspeed=zero2"]
+    for path in (SERVED, f"{SERVED}.train.yaml", f"{SERVED}.rollout.yaml"):  # any means both
+        run = read_run(FOLDER / path, model="x", overrides=argv)
+        assert run.train("num_generations") == 4
+        assert run.train("stop_words") == ["</a>", "b"]
+        assert run.train("deepspeed") == "zero2"
+        assert run.train("model") == run.serve("model") == "x"
+        assert run.train("max_completion_length") == 1024
+        assert run.num_ranks == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"num_generatons": 8},
+            r"swift rlhf: num_generatons \(did you mean num_generations\?\); l",
+        ),
+        ({"diversity_alarm": 4}, r"swift rlhf: diversity_alarm \(did you mean diversity_alarm_p\?"),
+        ({"zzz_zzz": 4}, r"no setting of swift rlhf: zzz_zzz \(leave it out\); left over: --zzz"),
+        ({"num_generations": "many"}, "num_generations.*: invalid int value: 'many'"),
+        ({"num_generations": [1, 2]}, "no setting of swift rlhf: ; left over: 2"),
+        ({"logits_shim": "of"}, "logits_shim.*: invalid choice: 'of'"),
+        ({"lora_rank": []}, "lora_rank.*: expected one argument"),
+        ({"max_length": None}, "max_length: is empty, and arrives as the text 'None'"),
+    ],
+)
+def test_what_the_parser_does_not_take(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        parse("training", settings)
+
+
+def test_settings_get_the_types_that_swift_gives_them() -> None:
+    settings = {"reward_funcs": "format", "vllm_engine_kwargs": {"a": 1}, "ENV": {"A": 1}}
+    settings |= {"num_generations_e": 4, "logits_shim": False, "num_generations": "8"}
+    assert parse("training", settings) == {
+        "ENV": {"A": 1},
+        "reward_funcs": ["format"],
+        "vllm_engine_kwargs": '{"a": 1}',
+        "num_generations_eval": 4,  # ms-swift takes abbreviations of its flags
+        "logits_shim": "off",  # which YAML 1.1 reads as a boolean
+        "num_generations": 8,
+    }
+    with pytest.raises(ValueError, match="no setting of swift rollout: num_generations"):
+        parse("rollout", {"num_generations": 8})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [", r"^run\.yaml: is no YAML file"),
+        ("- a", r"^run\.yaml: holds no settings"),
+        ("zzz: 1", r"^run\.yaml: no setting of swift rlhf"),
+        (None, "run.yaml: there is no such file, nor run.yaml.train.yaml beside it"),
+    ],
+)
+def test_files_without_settings(text: str | None, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=expected):
+        read_run(file)
+    with pytest.raises(ValueError, match="there is no such file"):
+        read_run(tmp_path / "other.train.yaml")
