@@ -16,12 +16,11 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from compat.table import write_pages
+from compat.table import write_into
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
@@ -44,12 +43,9 @@ REFUSED_ON_CPU = {
 }
 """By whom, or the test that holds it."""
 
-NO_EFFECT: dict[str, str | tuple[str, str]] = {
-    "remove_unused_columns": (
-        "ms-swift: always false, and says so",
-        "ms-swift：总是 false，并会说明",
-    ),
-    "dataloader_drop_last": ("ms-swift: true", "ms-swift：为 true"),
+NO_EFFECT = {
+    "remove_unused_columns": "ms-swift: always false, and says so",
+    "dataloader_drop_last": "ms-swift: true",
     **dict.fromkeys(
         (
             *("vllm_pipeline_parallel_size", "vllm_enable_expert_parallel", "vllm_quantization"),
@@ -58,15 +54,14 @@ NO_EFFECT: dict[str, str | tuple[str, str]] = {
         f"{PREFLIGHT}::test_engine_settings_that_trainings_do_not_read",
     ),
 }
-"""What ms-swift's GRPO puts in its place, in both languages; or the test of our warning."""
+"""What ms-swift's GRPO puts in its place, or the test of our warning."""
 
 NEEDS = {
     "wandb_log_unique_prompts": (
-        "wandb, of whose tables alone it drops rows (grpo_trainer.py:1926)",
-        "wandb：只从它的表格中去掉重复的行（grpo_trainer.py:1926）",
+        "wandb, of whose tables alone it drops rows (grpo_trainer.py:1926)"
     ),
 }
-"""What a training with the option would need that no test has, in both languages."""
+"""What a training with the option would need that no test has."""
 
 OTHER_ALGORITHMS = frozenset(
     [
@@ -95,18 +90,18 @@ class Option:
 
     @property
     def verdict(self) -> str:
-        """A key of `WORDS`."""
+        """What the table says of it."""
         if self.name in REFUSED:
             return "refused"
         if self.name in REFUSED_ON_CPU:
-            return "refused on CPU"
+            return "refused on CPU; not tried elsewhere"
         if self.tests:
             return "tested"
         if self.name in NO_EFFECT:
             return "no effect"
         if self.name in NEEDS:
-            return "needs"
-        return "another algorithm" if self.name in OTHER_ALGORITHMS else "not tried"
+            return "not tried, needs"
+        return "not GRPO's" if self.name in OTHER_ALGORITHMS else "not tried"
 
 
 def options() -> list[Option]:
@@ -230,98 +225,53 @@ def _flags_of(node: ast.AST) -> Iterator[str]:
             yield from re.findall(r"(?<!\S)--([a-z][a-z0-9_]+)(?!\S)", text.value)
 
 
-# --- pages ---
+# --- the page ---
 
-WORDS: dict[str, dict[str, str]] = {
-    "en": {
-        "head": "| option | | where |",
-        "tested": "tested",
-        "refused": "refused",
-        "refused on CPU": "refused on CPU; not tried elsewhere",
-        "no effect": "no effect",
-        "needs": "not tried, needs",
-        "another algorithm": "not GRPO's",
-        "not tried": "not tried",
-        "own": "Options of reinforcement learning",
-        "others": "Other options of `swift rlhf` that tests train with",
-        "left": "{} more options were not tried (data sets, reporters, other tuners and the like); "
-        "`python scripts/recipes.py --not-tried` lists them.",
-    },
-    "zh": {
-        "head": "| 选项 | | 出处 |",
-        "tested": "已测试",
-        "refused": "拒绝",
-        "refused on CPU": "CPU 上拒绝；其他环境未试过",
-        "no effect": "无作用",
-        "needs": "未试过，需要",
-        "another algorithm": "不属于 GRPO",
-        "not tried": "未试过",
-        "own": "强化学习的选项",
-        "others": "`swift rlhf` 的其他选项中，测试训练时用到的",
-        "left": "另有 {} 个选项未试过（数据集、记录工具、其他微调方法等）；"
-        "`python scripts/recipes.py --not-tried` 会列出它们。",
-    },
-}
-PAGES = {"en": ROOT / "docs/recipes.md", "zh": ROOT / "docs/recipes_CN.md"}
+PAGE = ROOT / "docs/recipes.md"
+REASONS = {**NO_EFFECT, **NEEDS, **REFUSED, **REFUSED_ON_CPU}
 
 
-@cache
-def _options() -> tuple[Option, ...]:
-    return tuple(options())
-
-
-def made(language: str) -> str:
-    """The Markdown between the marks of a page, in `en` or `zh`."""
-    words = WORDS[language]
-    own = [o for o in _options() if o.owner in OWN]
-    others = [o for o in _options() if o.owner not in OWN and o.verdict != "not tried"]
+def made() -> str:
+    """Return the Markdown between the marks of the page."""
+    every = options()
+    own = [o for o in every if o.owner in OWN]
+    others = [o for o in every if o.owner not in OWN]
+    tried = [o for o in others if o.verdict != "not tried"]
     return "\n".join(
         [
-            f"### {words['own']}",
-            "",
-            *_table(own, words),
-            "",
-            f"### {words['others']}",
-            "",
-            *_table(others, words),
-            "",
-            words["left"].format(len(_not_tried())),
+            "### Options of reinforcement learning\n",
+            *_table(own),
+            "\n### Other options of `swift rlhf` that tests train with\n",
+            *_table(tried),
+            f"\n{len(others) - len(tried)} more options were not tried (data sets, reporters, "
+            "other tuners and the like); `python scripts/recipes.py --not-tried` lists them.",
         ]
     )
 
 
-def _not_tried() -> list[str]:
-    """Of the options that are not reinforcement learning's own."""
-    return [o.name for o in _options() if o.owner not in OWN and o.verdict == "not tried"]
-
-
-def _table(rows: Iterable[Option], words: Mapping[str, str]) -> list[str]:
-    lines = [words["head"], "|---|---|---|"]
-    index = list(WORDS.values()).index(dict(words))
-    return [*lines, *(f"| `{o.name}` | {words[o.verdict]} | {_where(o, index)} |" for o in rows)]
-
-
-def _where(option: Option, language: int) -> str:
-    reasons = {**NO_EFFECT, **NEEDS, **REFUSED, **REFUSED_ON_CPU}
-    where = reasons.get(option.name) if option.verdict != "tested" else None
-    if isinstance(where, tuple):
-        return where[language]
-    if where is not None:
-        return f"`{where.removeprefix('tests/')}`" if "::" in where else where
-    return f"`{option.tests[0]}`" if option.verdict == "tested" else ""
+def _table(rows: Iterable[Option]) -> list[str]:
+    lines = ["| option | | where |", "|---|---|---|"]
+    for option in rows:
+        tested = option.verdict == "tested"
+        where = option.tests[0] if tested else REASONS.get(option.name, "")
+        where = f"`{where.removeprefix('tests/')}`" if tested or "::" in where else where
+        lines.append(f"| `{option.name}` | {option.verdict} | {where} |")
+    return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="into docs/recipes.md and _CN.md")
+    parser.add_argument("--write", action="store_true", help="into docs/recipes.md")
     parser.add_argument("--not-tried", action="store_true", help="list what is left of the others")
     arguments = parser.parse_args()
     if arguments.not_tried:
-        print("\n".join(_not_tried()))
+        every = options()
+        names = [o.name for o in every if o.owner not in OWN and o.verdict == "not tried"]
+        print("\n".join(names))
     elif arguments.write:
-        write_pages(PAGES, made, BEGIN, END)
+        write_into(PAGE, made(), BEGIN, END)
     else:
-        print(made("en"))
+        print(made())
     return 0
 
 

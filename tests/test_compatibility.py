@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from compat.environment import SWIFT, Cell
-from compat.table import BEGIN, END, PAGES, READMES
+from compat.table import BEGIN, END, PAGE, READMES
 
 from swift_grpo_ext.upstream.contract import TRIED
 
@@ -25,9 +25,8 @@ def rows_of(page: Path) -> list[dict[str, str]]:
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_plugin_says_what_the_table_says(page: Path) -> None:
-    works = [row for row in rows_of(page) if row["works"] == "yes"]
+def test_the_plugin_says_what_the_table_says() -> None:
+    works = [row for row in rows_of(PAGE) if row["works"] == "yes"]
     for package, column in {
         "ms-swift": "ms-swift",
         "vllm": "vLLM",

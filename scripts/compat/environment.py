@@ -8,13 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEARTBEAT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -187,39 +185,27 @@ class Environment:
         env: Mapping[str, str] | None = None,
         may_fail: bool = False,
     ) -> int:
-        """Run a long command, its output in the cell's log, with a sign of life.
+        """Run a long command, its output in the cell's log, and return its exit status.
 
         Raises:
             RuntimeError: it failed, and may not; with the end of its log.
         """
-        print(f"   {what}", flush=True)
+        print(f"   {what} (log: {self.log})", flush=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as file:
-            begin = file.tell()
-            process = subprocess.Popen(
-                [str(arg) for arg in argv], cwd=ROOT, stdout=file, stderr=file, env=self._env(env)
+        with self.log.open("a+b") as file:
+            begin = file.seek(0, os.SEEK_END)
+            command = [str(arg) for arg in argv]
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=file, stderr=file, env=self._env(env), check=False
             )
-            start = time.monotonic()
-            try:
-                while process.poll() is None:
-                    try:
-                        process.wait(HEARTBEAT_SECONDS)
-                    except subprocess.TimeoutExpired:
-                        seconds = time.monotonic() - start
-                        print(f"   {seconds:4.0f} s: {_last_line(self.log)}", flush=True)
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        if process.returncode and not may_fail:
-            end = "\n".join(self._since(begin).splitlines()[-15:])
+            file.seek(begin)
+            end = file.read().decode(errors="replace").splitlines()[-15:]
+        if done.returncode and not may_fail:
+            told = "\n".join(end)
             raise RuntimeError(
-                f"{what}: exit status {process.returncode}\n{end}\n(all of it: {self.log})"
+                f"{what}: exit status {done.returncode}\n{told}\n(all of it: {self.log})"
             )
-        return process.returncode
-
-    def _since(self, begin: int) -> str:
-        return self.log.read_bytes()[begin:].decode(errors="replace")
+        return done.returncode
 
     def remove(self) -> None:
         """Remove the environment; its log stays."""
@@ -238,8 +224,3 @@ def _reason(log: str) -> str:
     """uv's own words for what excludes what, in one line."""
     said = log.partition("No solution found")[2].partition("cause: ")[2].partition("(all of it")[0]
     return " ".join(said.split())
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_bytes()[-400:].decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:90]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from compat.environment import PYTHON, ROOT, STACKS, SWIFT, Cell
 from compat.trial import STACK_TESTS, Counts, Trial
 
 BEGIN, END = "<!-- compatibility: begin -->", "<!-- compatibility: end -->"
-PAGES = [ROOT / name for name in ("docs/compatibility.md", "docs/compatibility_CN.md")]
+PAGE = ROOT / "docs/compatibility.md"
 READMES = [ROOT / name for name in ("README.md", "README_CN.md")]
 
 PARTS = ("unit", *STACK_TESTS)
@@ -18,10 +18,20 @@ SHOWN = ("transformers", "torch")
 
 
 def write_tables(trials: Sequence[Trial]) -> None:
-    """Write both kinds of tables, the same in each language."""
-    made = {**dict.fromkeys(PAGES, table(trials)), **dict.fromkeys(READMES, overview(trials))}
-    pages = {str(page): page for page in made}
-    write_pages(pages, lambda name: made[Path(name)], BEGIN, END)
+    """Write the table of all cells into its page, and the overview into both READMEs."""
+    write_into(PAGE, table(trials), BEGIN, END)
+    for readme in READMES:
+        write_into(readme, overview(trials), BEGIN, END)
+
+
+def write_into(page: Path, made: str, begin: str, end: str) -> None:
+    """Replace what is between the marks of a page; raises `ValueError` where there are none."""
+    before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not (has_begin and has_end):
+        raise ValueError(f"{page}: there is no {begin} ... {end} to put the table into")
+    page.write_text(f"{before}{begin}\n\n{made}\n\n{end}{after}", encoding="utf-8")
+    print(f"{page.name}: written")
 
 
 def table(trials: Iterable[Trial]) -> str:
@@ -57,31 +67,16 @@ def summary(trial: Trial) -> str:
     return f"{'works' if trial.works else 'not all seen to work'}: {counts}{wrong}"
 
 
-def put_into(text: str, made: str, begin: str = BEGIN, end: str = END) -> str:
-    """`text` with what is between the marks replaced; raises `ValueError` where they are not."""
-    before, found_begin, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise ValueError(f"there is no {begin} ... {end} to put the table into")
-    return f"{before}{begin}\n\n{made}\n\n{end}{after}"
-
-
-def write_pages(
-    pages: Mapping[str, Path], made: Callable[[str], str], begin: str, end: str
-) -> None:
-    """Put what is `made` for each language between the marks of its page, and say so."""
-    for language, page in pages.items():
-        text = put_into(page.read_text(encoding="utf-8"), made(language), begin, end)
-        page.write_text(text, encoding="utf-8")
-        print(f"{page.name}: written")
-
-
 def _order(cell: Cell) -> tuple[int, int, int]:
-    places = ([*reversed(SWIFT)], [*STACKS], [*reversed(PYTHON)])
-    parts = (cell.swift, cell.vllm, cell.python)
-    return tuple(  # type: ignore[return-value]
-        place.index(part) if part in place else -1
-        for place, part in zip(places, parts, strict=True)
+    """Newest ms-swift first, oldest vLLM first, newest Python first; -1 for others."""
+
+    def place(part: str, axis: Sequence[str]) -> int:
+        return axis.index(part) if part in axis else -1
+
+    return (
+        place(cell.swift, SWIFT[::-1]),
+        place(cell.vllm, [*STACKS]),
+        place(cell.python, PYTHON[::-1]),
     )
 
 

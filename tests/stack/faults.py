@@ -95,9 +95,7 @@ def keep_first_weights(model: Any) -> None:
 def spoil(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     """Weights as a bad wire would bring them."""
     for fault in FAULTS:
-        if fault.get("weights") == "drop":
-            weights = weights[1:]
-        elif fault.get("weights") == "flip":
+        if fault.get("weights") == "flip":
             name, tensor = weights[0]
             flipped = tensor.clone()
             flipped.view(torch.int32).view(-1)[0] ^= 1

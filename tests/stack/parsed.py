@@ -1,10 +1,10 @@
-"""Parses command lines as `swift rlhf` and `swift rollout` do, and nothing more: imports once,
-forks for each.
+"""Runs `swift rlhf` and `swift rollout` for many command lines: imports once, forks for each.
 
 Reads a JSON list of cases from the file named; writes the list of results beside it. A case is
-`{"command": "rlhf" | "rollout", "argv": [...], "ranks": N}`, a result `{"status": ..., "output":
-..., "args": {...}}`. In place of the other ranks there is torch's own fake process group; servers
-are not connected to.
+`{"command": "rlhf" | "rollout", "argv": [...], "env": {...}, "hidden": ["module", ...]}`, a result
+`{"status": ..., "output": ..., "args": {...}}`. A case with `ranks` goes as far as its arguments
+are parsed: in place of the other ranks there is torch's own fake process group, and servers are not
+connected to.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import swift.pipelines
 import swift.rlhf_trainers
 from swift.cli.main import parse_yaml_args
-from swift.pipelines.infer.rollout import SwiftRolloutDeploy
-from swift.pipelines.train.rlhf import SwiftRLHF
 from swift.rlhf_trainers.vllm_client import VLLMClient
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,8 +29,6 @@ from swift_grpo_ext.checks import preflight
 
 SECONDS = 60
 """For a case; then it ends with a traceback."""
-
-PIPELINES = {"rlhf": SwiftRLHF, "rollout": SwiftRolloutDeploy}
 
 
 class UnconnectedClient(VLLMClient):
@@ -72,8 +69,14 @@ def _be(case: dict[str, Any], output: int, found: Path) -> None:
     os.dup2(output, 2)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
-        args = _parse(case["command"], case["argv"], case.get("ranks", 1))
-        found.write_text(json.dumps(args, default=str), encoding="utf-8")
+        if "ranks" in case:
+            args = _parse(case["command"], case["argv"], case["ranks"])
+            found.write_text(json.dumps(args, default=str), encoding="utf-8")
+        else:
+            os.environ.update(case.get("env", {}))
+            sys.modules.update(dict.fromkeys(case.get("hidden", ())))  # type: ignore[arg-type]
+            sys.argv = ["swift", *case["argv"]]
+            getattr(swift.pipelines, f"{case['command']}_main")()
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -95,7 +98,12 @@ def _parse(command: str, argv: list[str], ranks: int) -> dict[str, Any]:
         # So are its accelerators: presets of GPU machines let their engines sleep.
         preflight.check_devices = lambda args: iter(())
     sys.argv = ["swift", *argv]
-    parser: Any = Parser(PIPELINES[command])
+    # A rollout's module tells a server from a training where it is loaded: not before it is needed.
+    if command == "rlhf":
+        from swift.pipelines.train.rlhf import SwiftRLHF as Pipeline
+    else:
+        from swift.pipelines.infer.rollout import SwiftRolloutDeploy as Pipeline
+    parser: Any = Parser(Pipeline)
     args = parser.parse(parser)
     return {**vars(args), **_batch(args)}
 

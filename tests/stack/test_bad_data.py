@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.policy import SAME
-from tests.stack.rounds import BATCH, GROUP_SIZE, logged_steps, train
+from tests.stack.rounds import BATCH, GROUP_SIZE, LORA, logged_steps, train
 
 pytestmark = pytest.mark.stack
 
@@ -76,24 +75,14 @@ def kinds(assets: Path, tmp_path: Path) -> tuple[Path, set[str], set[str]]:
     return path, good, rows.keys() - good
 
 
-WAYS = {
-    "one rank, LoRA": (1, ("--tuner_type", "lora", "--target_modules", "all-linear")),
-    "two ranks, tensor parallel": (2, ("--vllm_tensor_parallel_size", "2")),
-}
-
-
-@pytest.mark.parametrize(
-    "way", ["one rank, LoRA", pytest.param("two ranks, tensor parallel", marks=pytest.mark.extra)]
-)
 def test_bad_rows_leave_as_whole_groups(
-    way: str, assets: Path, kinds: tuple[Path, set[str], set[str]], tmp_path: Path
+    assets: Path, kinds: tuple[Path, set[str], set[str]], tmp_path: Path
 ) -> None:
     rows, good, bad = kinds
-    ranks, more = WAYS[way]
     delete = ["--truncation_strategy", "delete", "--max_length", "200"]
     rewards = ["--reward_funcs", "name"]
-    argv = [*delete, *rewards, *more]
-    samples = train(assets, rows, tmp_path / "run", *argv, ranks=ranks, steps=STEPS)
+    argv = [*delete, *rewards, *LORA]
+    samples = train(assets, rows, tmp_path / "run", *argv, steps=STEPS)
 
     assert len(samples) == STEPS * BATCH
     prompts: dict[tuple[int, int], set[str]] = {}
@@ -130,28 +119,3 @@ def assert_counted(run: Path, log: str) -> None:
     counts = [log["prompts/replaced"] for log in logged_steps(run)]
     assert len(counts) == STEPS
     assert sum(counts) == log.count("takes the place of the whole group") > 0
-
-
-def long_rows(assets: Path, path: Path, num_rows: int = 12) -> Path:
-    """Every second row says more than `--max_length 40` lets through."""
-    given = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()[:num_rows]
-    rows = [json.loads(line) for line in given]
-    for number, row in enumerate(rows):
-        words = "".join(f" word{number}-{k}" for k in range(9 * (number % 2)))
-        question = f"{words} <image>{words} Which digit is this?"
-        row["messages"] = [{"role": "user", "content": question}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def test_training_reads_the_prompt_that_max_length_left(assets: Path, tmp_path: Path) -> None:
-    """Also where it cuts the rows of one rank only; the canary judges, whatever was cut."""
-    rows = long_rows(assets, tmp_path / "rows.jsonl")
-    argv = ["--max_length", "40", "--truncation_strategy", "left", "--train_dataloader_shuffle"]
-    samples = train(assets, rows, tmp_path / "run", *argv, "false", ranks=2, steps=4)
-    assert len({sample["solution"] for sample in samples.values()}) > 1
-    for step in logged_steps(tmp_path / "run/run"):
-        assert step["rollout_gap/max"] < SAME
-        assert step["rollout_gap/canary"] < SAME
-    log = (tmp_path / "run/log").read_text(encoding="utf-8")
-    assert "--max_length 40: 6 of 12 rows that were looked at have longer prompts" in log

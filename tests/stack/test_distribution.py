@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -82,29 +81,20 @@ def installed(wheel: Path) -> Path:
     return site
 
 
-def run(installed: Path, cwd: Path, *argv: str) -> str:
-    """`swift-grpo-ext ARGV` of the installation."""
-    return execute(installed, cwd, "swift_grpo_ext.tools.cli:main", *argv)
-
-
-def execute(installed: Path, cwd: Path, entry: str, *argv: str) -> str:
-    """A console script of the environment, with the installation before its clone."""
-    done = subprocess.run(
-        [*script(entry), *argv], cwd=cwd, env=environment(installed), capture_output=True, text=True
-    )
+def run(installed: Path, cwd: Path, entry: str, *argv: str) -> str:
+    """Return what a console script of the environment prints, the installation before its clone."""
+    module, _, function = entry.partition(":")
+    as_script = "import sys; sys.path.remove('')"  # the folder that it stands in (3.11: -P)
+    code = f"{as_script}; from {module} import {function} as main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *argv]
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def script(entry: str) -> list[str]:
-    module, _, function = entry.partition(":")
-    as_script = "import sys; sys.path.remove('')"  # the folder that it stands in (3.11: -P)
-    code = f"{as_script}; from {module} import {function} as main; sys.exit(main())"
-    return [sys.executable, "-c", code]
-
-
-def environment(installed: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(installed)}
+def plugin_path(installed: Path, cwd: Path) -> str:
+    return run(installed, cwd, "swift_grpo_ext.tools.cli:main", "plugin-path").strip()
 
 
 def test_the_sdist_holds_what_is_tracked(unpacked: Path) -> None:
@@ -137,70 +127,10 @@ def test_an_installation_changes_no_other_package(wheel: Path) -> None:
     assert changed <= {"swift-grpo-ext"}, "an index was asked for more"
 
 
-@pytest.mark.stack
-@pytest.mark.extra
-def test_the_sdist_passes_its_own_quick_tests(unpacked: Path) -> None:
-    """With its own package, helpers and settings of pytest."""
-    quick = ["tests/sampling", "tests/rollout/test_wire.py", "tests/test_translations.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *quick]
-    env = {**os.environ, "PYTHONPATH": str(unpacked)}
-    done = subprocess.run(command, cwd=unpacked, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
-    code = "import swift_grpo_ext; print(swift_grpo_ext.__file__)"
-    command = [sys.executable, "-c", code]
-    where = subprocess.run(command, cwd=unpacked, env=env, capture_output=True, text=True)
-    assert Path(where.stdout.strip()).is_relative_to(unpacked)
-
-
 def test_the_plugin_file_is_found(installed: Path, tmp_path: Path) -> None:
-    file = Path(run(installed, tmp_path, "plugin-path").strip())
+    file = Path(plugin_path(installed, tmp_path))
     assert file.is_relative_to(installed)
     assert "swift_grpo_ext.register()" in file.read_text(encoding="utf-8")
-
-
-@pytest.mark.stack
-@pytest.mark.extra
-def test_a_preset_is_launched_where_it_was_copied(installed: Path, tmp_path: Path) -> None:
-    """Served by its launch script; `swift` and the plugin are those of the installation."""
-    assert "In run: bash launch.sh " in run(installed, tmp_path, "init", "run")
-    assert "In one: swift rlhf " in run(
-        installed, tmp_path, "init", "one", "--preset", "colocate_1gpu"
-    )
-    bin_ = tmp_path / "bin"
-    bin_.mkdir()
-    *argv, code = script("swift_grpo_ext.tools.cli:main")
-    program = bin_ / "swift-grpo-ext"
-    program.write_text(f'#!/bin/sh\nexec {shlex.join([*argv, code])} "$@"\n')
-    program.chmod(0o755)
-    env = environment(installed)
-    done = subprocess.run(
-        ["bash", "launch.sh", "--dry-run", "--dataset", "rows.jsonl", "server_2x6_lora"],
-        cwd=tmp_path / "run",
-        env={**env, "PATH": f"{bin_}:{env['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    server, training = done.stdout.splitlines()
-    assert "swift rollout server_2x6_lora.rollout.yaml " in server
-    assert "swift rlhf server_2x6_lora.train.yaml --dataset rows.jsonl " in training
-
-
-@pytest.mark.stack
-@pytest.mark.extra
-def test_presets_are_copied_and_hold_together(installed: Path, tmp_path: Path) -> None:
-    names = [line.split()[0] for line in run(installed, tmp_path, "init", "--list").splitlines()]
-    for name in names:
-        run(installed, tmp_path, "init", name, "--preset", name)
-    configs = [f"{name}/{name}" for name in names]
-    served = [config for config in configs if (tmp_path / f"{config}.rollout.yaml").exists()]
-    colocated = [f"{config}.yaml" for config in configs if config not in served]
-    said = run(installed, tmp_path, "check", "--settings-only", *served, *colocated)
-    assert "error" not in said
-    copied = sorted(path.name for path in tmp_path.iterdir())
-    presets = {path.name.split(".")[0] for path in (ROOT / "examples/presets").glob("*.yaml")}
-    assert copied == sorted(presets)
 
 
 @pytest.mark.stack
@@ -214,7 +144,7 @@ def test_a_training_takes_the_plugin_from_the_wheel(
         *("rlhf", "--rlhf_type", "grpo", "--model", str(assets / "tiny_vlm")),
         *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--check_model", "false"),
         *("--dataset", str(assets / "digits/train.jsonl"), "--split_dataset_ratio", "0"),
-        *("--external_plugins", run(installed, tmp_path, "plugin-path").strip(), "exact.py"),
+        *("--external_plugins", plugin_path(installed, tmp_path), "exact.py"),
         *("--reward_funcs", "exact", "--callbacks", "diversity", "--max_steps", "1"),
         *("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_len", "512"),
         *("--vllm_enforce_eager", "true"),
@@ -224,7 +154,7 @@ def test_a_training_takes_the_plugin_from_the_wheel(
         *("--save_strategy", "no", "--report_to", "none", "--add_version", "false"),
         *("--output_dir", "run"),
     ]
-    execute(installed, tmp_path, "swift.cli.main:cli_main", *argv)
+    run(installed, tmp_path, "swift.cli.main:cli_main", *argv)
     assert len(read_samples(tmp_path / "run")) == 8
     written = json.loads((tmp_path / "run/args.json").read_text(encoding="utf-8"))
     assert Path(written["external_plugins"][0]).is_relative_to(installed)

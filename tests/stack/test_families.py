@@ -198,10 +198,6 @@ def start(
         *("--ddp_find_unused_parameters", "true"),  # words alone ask no vision tower
         *argv,
         ranks=ranks,
-        plugins=(
-            *("examples/digits/rewards.py", "tests/stack/recorder.py"),
-            "tests/stack/family_recorder.py",
-        ),
     )
 
 
@@ -251,7 +247,6 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
     assert len(stopped) > 5
     assert all(row.text.endswith(STOP) and row.text.count(STOP) == 1 for row in stopped)
     assert all(STOP not in row.text for row in rows if row.stop_reason != STOP)
-    [seen] = _lines(whole / "training/record/family.jsonl")
     log = (whole / "training/log").read_text(encoding="utf-8", errors="replace")
     log += (whole / "training/run/startup.log").read_text(encoding="utf-8", errors="replace")
     work = _lines(whole / "training/record/engine.jsonl")
@@ -261,33 +256,16 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
         "whole",
         gap=gap,
         line_breaks="writes other line breaks" in log,
-        ways=seen["ways"],
         stopped=len(stopped),
         samples=len(rows),
-        wanted=seen["wanted"],
-        media_asked=seen["media_asked"],
-        media_made=seen["media_made"],
     )
-    assert seen["ways"]
     assert len(requests) == 3 * len(WITH_IMAGES)  # a group is one request
-    if family.has_images:
-        assert seen["media_equal"]
-        assert seen["media_made"] * 2 < seen["media_asked"]
-        placeholders = set(configured_placeholders(model))
-        assert placeholders <= {*seen["placeholders"]} | _beyond_vocabulary(model)
-        assert seen["wanted"] > 0.1
-        assert not placeholders.intersection(i for row in rows for i in row.token_ids)
+    placeholders = set(configured_placeholders(model)) if family.has_images else set()
+    assert not placeholders.intersection(i for row in rows for i in row.token_ids)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _beyond_vocabulary(model: Path) -> set[int]:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config = config.get("thinker_config", config)
-    size = config.get("text_config", config)["vocab_size"]
-    return {i for i in configured_placeholders(model) if i >= size}
 
 
 def test_lora_on_two_ranks(

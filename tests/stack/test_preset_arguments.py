@@ -32,7 +32,7 @@ def case(preset: Path, assets: Path, folder: Path) -> dict[str, Any]:
     copy.write_text(yaml.safe_dump(settings), encoding="utf-8")
     argv = [str(copy), "--model", str(assets / "tiny_vlm"), "--torch_dtype", "float32"]
     if preset.name.endswith(".rollout.yaml"):
-        return {"command": "rollout", "argv": [*argv, "--port", "0"]}
+        return {"command": "rollout", "argv": [*argv, "--port", "0"], "ranks": 1}
     argv += ["--dataset", str(assets / "digits/train.jsonl"), "--check_model", "false"]
     argv += ["--output_dir", str(folder / "out"), "--max_steps", "1"]
     return {"command": "rlhf", "argv": argv, "ranks": read_run(preset).num_ranks}

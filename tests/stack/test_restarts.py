@@ -19,7 +19,6 @@ from tests.stack.rounds import (
     recorded,
     run_training,
     server_argv,
-    train,
 )
 
 pytestmark = pytest.mark.stack
@@ -68,23 +67,3 @@ def test_trainer_and_server_come_back(
     assert finished.returncode == 0, finished.cause
     assert f"server 0 (http://127.0.0.1:{port}) was started anew" in finished.output
     assert_same(recorded(tmp_path / "b"), reference, range(1, 3))
-
-
-@pytest.mark.extra
-def test_a_full_disk_is_named_and_the_run_resumes(
-    assets: Path, rows: Path, reference: Samples, tmp_path: Path
-) -> None:
-    """The disk is full when the optimizer of checkpoint 2 is written."""
-    broken = tmp_path / "a/run/checkpoint-2/optimizer.pt"
-    broken.parent.mkdir(parents=True)
-    broken.symlink_to("/dev/full")
-    saving = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "3")
-    finished = run_training(assets, rows, tmp_path / "a", *saving, ranks=2)
-    assert finished.returncode != 0
-    whole = tmp_path / "a/run/checkpoint-1"
-    assert "CheckpointError: checkpoint-2 could not be written to --output_dir" in finished.output
-    assert f"resume with --resume_from_checkpoint {whole}." in finished.output
-    assert_same(recorded(tmp_path / "a"), reference, range(2))
-
-    resumed = train(assets, rows, tmp_path / "b", "--resume_from_checkpoint", str(whole))
-    assert_same(resumed, reference, range(1, 3))
