@@ -62,18 +62,16 @@ def main() -> None:
 def write(options: argparse.Namespace, run_dir: Path) -> None:
     rng = np.random.default_rng(0)
     share = options.round // options.ranks
-    logs = []
-    for rank in range(options.ranks):
-        log = SampleLog(run_dir, session=0, start_step=0, rank=rank)
-        logs.append((log, log.beside(table=REWARDS)))
+    logs = [SampleLog(run_dir, session=0, start_step=0, rank=rank) for rank in range(options.ranks)]
     for step in tqdm(range(options.rows // options.round), desc="Writing rounds", unit="round"):
-        for rank, (samples, rewards) in enumerate(logs):
+        for rank, log in enumerate(logs):
             rows = [
                 make_sample(rng, step, number, rank, options.tokens)
                 for number in range(rank * share, (rank + 1) * share)
             ]
-            samples.append(rows)
-            rewards.append([make_score(rng, row.sample_id) for row in rows])
+            log.append(rows)
+            log.append([make_score(rng, row.sample_id) for row in rows], REWARDS)
+            log.flush()
 
 
 def make_sample(

@@ -1,85 +1,123 @@
-"""Tables of a run's record, written row by row: samples, and how they scored.
+"""Writes the tables of a run's record, round by round, as Parquet files.
 
-Each rank of each session (one start of the trainer) writes files of its own, so that ranks need
-not wait for one another:
+    RUN_DIR/samples/session-0000-step-000000-rank-00000-rounds-000000-000031-1b0ec59a.parquet
 
-    RUN_DIR/samples/session-0000-rank-00000.arrows
-    RUN_DIR/rewards/session-0000-rank-00000.arrows
+Each rank of each session (a start of the trainer, from the checkpoint of a step) writes files of
+its own, so that ranks need not wait for one another. A file is never changed: it is written under
+another name, and gets its own once it is whole and on disk. It holds a row group for each round.
+Parquet has checksums of its pages only, and pyarrow ends the process over some damaged footers:
+the name ends with the CRC-32 of the footer.
 
-A file is an Arrow IPC stream of batches compressed with zstd, each with rows of one round, and with
-checksums (`checksums.py`). A row is
-on disk when `append` returns: a process that is killed, or a machine that loses power, loses at
-most the rows that were being appended. `reader` reads what is there, also while the run goes on.
-With a bound, a rank begins another file (`...-part-0001.arrows`) when one holds an eighth of it,
-and removes its oldest files beyond it.
-Pure: needs pyarrow and numpy.
+A round begins as a file of its own. So that a long run does not end with a file for each round,
+`ROUNDS_PER_FILE` of them are written once more as one; the new file is there before the old ones
+go, and readers pass over a file whose rounds another one holds.
 """
 
 from __future__ import annotations
 
-import io
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from swift_grpo_ext.record.checksums import column_checksums, text_checksum
-from swift_grpo_ext.record.row import SCHEMA, STORED_SCHEMA, Row, to_batch
+from swift_grpo_ext.record.row import ROUND_COLUMNS, SAMPLES, Row, Table, to_arrow
 
-ROWS_PER_BATCH = 1024
-"""At most; a reader takes so many into memory at a time."""
+logger = logging.getLogger(__name__)
 
-FILE_NAME = re.compile(r"session-(\d+)-rank-(\d+)(?:-part-(\d+))?\.arrows")
-
-ZSTD_LEVEL = 9
-"""A second of the writer's thread for 5 million tokens, and a fifth less than level 1 on disk."""
+ROUNDS_PER_FILE = 32
+FILE_BYTES = 8 << 20
+"""Rounds that take more in memory (about 0.7 million tokens, 3 MB on disk) are never written
+again: their files are large enough."""
 
 PARTS = 8
-"""Files that a bounded log is kept in."""
+"""A bounded log keeps at least so many files, for its oldest to go one by one."""
 
-CRC32 = "crc32"
-"""In a file's header, its checksum: where it stands, each batch has one for each column."""
+QUICK_LEVEL, LEVEL = 1, 7
+"""The levels of zstd for a round that will be written again, and for what stays. For 10 million
+tokens level 7 takes 1.4 CPU-seconds; level 9 takes 2.0, and 2% less room."""
 
+PAGE_BYTES = 16 << 20
+"""Repetitions are looked for within a page: 1 MiB, pyarrow's own, takes 6% more room."""
 
-def header_checksum(metadata: Mapping[str, str]) -> str:
-    return text_checksum(" ".join(f"{k}={v}" for k, v in sorted(metadata.items()) if k != CRC32))
+DICTIONARY_COLUMNS = [
+    *("phase", "replica", "finish_reason", "stop_reason", "fingerprint", "prompt"),
+    *("media.list.element", "fate", "rewards.key_value.key"),
+]
+"""The columns whose texts come again, by their names in Parquet."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """One table of a run's record."""
-
-    name: str
-    """Of its folder in the run's."""
-
-    version: int
-    """Of its columns and their meaning."""
-
-    schema: pa.Schema
-    """As readers have it."""
-
-    stored: pa.Schema
-    """As the files have it; the same names."""
-
-    older: Mapping[int, pa.Schema] = field(default_factory=dict)
-    """Schemas of files of earlier versions that can be read, by version."""
-
-    def folder(self, run_dir: str | os.PathLike[str]) -> Path:
-        return Path(run_dir) / self.name
+FILE_NAME = re.compile(
+    r"session-(\d+)-step-(\d+)-rank-(\d+)-rounds-(\d+)-(\d+)-([0-9a-f]{8})\.parquet"
+)
 
 
-SAMPLES = Table(name="samples", version=3, schema=SCHEMA, stored=STORED_SCHEMA, older={2: SCHEMA})
+class RecordFile(NamedTuple):
+    """A file, and what its name says; files sort from the oldest to the newest."""
+
+    session: int
+    start_step: int
+    """The optimizer step of the checkpoint that the session was resumed from."""
+
+    rank: int
+    first: int
+    """The number of its first row group among those of this rank, session and table."""
+
+    last: int
+    footer_crc32: int
+    path: Path
+
+    def holds(self, other: RecordFile) -> bool:
+        """Return True if the other file was rolled into this one."""
+        same = (self.session, self.rank) == (other.session, other.rank)
+        return same and self.first <= other.first and other.last <= self.last
+
+
+def record_files(folder: Path) -> list[RecordFile]:
+    """Return the files of a table, the oldest first; empty where there is no folder."""
+    files = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = FILE_NAME.fullmatch(path.name)
+        if match is not None:
+            session, start_step, rank, first, last = map(int, match.groups()[:5])
+            files.append(RecordFile(session, start_step, rank, first, last, int(match[6], 16), path))
+    return sorted(files)
+
+
+def read_footer(file: BinaryIO) -> bytes:
+    """Return the end of a Parquet file: the footer, its length in 4 bytes, and `PAR1`.
+
+    Raises:
+        OSError: the length is damaged.
+    """
+    file.seek(-8, os.SEEK_END)
+    num_bytes = int.from_bytes(file.read(4), "little") + 8
+    file.seek(-num_bytes, os.SEEK_END)
+    return file.read()
+
+
+def next_session(run_dir: str | os.PathLike[str]) -> int:
+    """Return the number for a session that starts now: one more than the greatest, from 0.
+
+    One rank calls it, before any rank has written, and tells the others. A session that ended
+    before its first rows left no file; the next session takes its number.
+    """
+    files = record_files(SAMPLES.folder(run_dir))
+    return max((file.session + 1 for file in files), default=0)
 
 
 class SampleLog:
-    """Writes the rows of one rank in one session; for one thread at a time."""
+    """Writes one rank's rows of one session beside the training; for one thread at a time.
+
+    A disk that fails does not end the training: a warning names the rounds that are lost.
+    """
 
     def __init__(
         self,
@@ -88,153 +126,130 @@ class SampleLog:
         session: int,
         start_step: int,
         rank: int,
-        table: Table = SAMPLES,
         max_bytes: int | None = None,
     ) -> None:
-        """Make the folder; the file is made with the first rows.
+        """Write nothing yet.
 
         Args:
-            session: from `next_session`, the same on all ranks.
+            session: the number from `next_session`, the same on all ranks.
             start_step: optimizer step of the checkpoint that the session was resumed from, 0 for a
                 run from the beginning; the same on all ranks.
-            rank: of the process that writes.
-            table: what the rows are.
-            max_bytes: of this rank's files, those of earlier sessions included; None for no bound.
-                The file that is written is never removed.
+            rank: the rank of this process.
+            max_bytes: bound of this rank's sample files, those of earlier sessions included; None
+                for no bound. The newest file is never removed.
+        """
+        self._run_dir = run_dir
+        self._session = session
+        self._start_step = start_step
+        self._rank = rank
+        self._max_bytes = max_bytes
+        self._file_bytes = min(FILE_BYTES, (max_bytes or FILE_BYTES * PARTS) // PARTS)
+        self._num_row_groups: defaultdict[str, int] = defaultdict(int)
+        self._small: defaultdict[str, list[tuple[RecordFile, int]]] = defaultdict(list)
+        """By table, files that will be rolled into one, with their bytes in memory."""
+
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
+        self._unwritten: list[Future[None]] = []
+
+    def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
+        """Have the thread write rows to a file of their own; `flush` waits for it."""
+        if rows:
+            self._unwritten.append(self._writer.submit(self._write, rows, table))
+
+    def flush(self) -> None:
+        """Wait until all rows are on disk.
 
         Raises:
-            OSError: the folder cannot be made.
+            ValueError: a row's counts disagree or a value does not fit; nothing was written of the
+                rows that were appended with it.
         """
-        names: dict[str, Any] = {"session": session, "start_step": start_step, "rank": rank}
-        self.beside = partial(SampleLog, run_dir, **names)
-        """Opens a log of another table (`table=`), for the same rank and session."""
+        while self._unwritten:
+            self._unwritten.pop(0).result()
 
-        self.path = table.folder(run_dir) / f"session-{session:04d}-rank-{rank:05d}.arrows"
-        metadata = {k: str(v) for k, v in {"version": table.version, **names}.items()}
-        metadata[CRC32] = header_checksum(metadata)
-        self._schema = table.stored.with_metadata(metadata)
-        self._rank, self._max_bytes = rank, max_bytes
-        self._closed = False
-        self._begin(self.path)
-        with self._explained():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-
-    def _begin(self, path: Path) -> None:
-        self.path = path
-        self._file: io.FileIO | None = None
-        self._buffer = io.BytesIO()
-        codec = pa.Codec("zstd", compression_level=ZSTD_LEVEL)
-        options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
-        self._writer = pa.ipc.new_stream(self._buffer, self._schema, options=options)
-
-    def append(self, rows: Sequence[Row]) -> None:
-        """Write rows, and wait until they are on disk. Once writing has failed, the log is closed.
-
-        Raises:
-            ValueError: a row's counts disagree or a value does not fit, naming the sample; nothing
-                was written. Or the log is closed.
-            OSError: the file exists already, or cannot be written; names it.
-        """
-        if self._closed:
-            raise ValueError(f"The sample log {self.path} is closed.")
-        batches = [to_batch(chunk, self._schema) for chunk in _chunks(rows)]
-        if not batches:
-            return
-        with self._explained():
-            for batch in batches:
-                self._writer.write_batch(batch, column_checksums(batch))
-            self._flush()
-            if self._max_bytes is not None:
-                self._stay_within(self._max_bytes)
-
-    def close(self) -> None:
-        """End the file; again is harmless.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        if self._file is not None and not self._closed:
-            with self._explained():
-                self._writer.close()
-                self._flush()
-        self._end()
-
-    def __enter__(self) -> SampleLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _flush(self) -> None:
-        if self._file is None:
-            self._file = io.FileIO(self.path, "xb")
-        unwritten = memoryview(self._buffer.getvalue())
-        while unwritten:
-            unwritten = unwritten[self._file.write(unwritten) :]
-        os.fsync(self._file.fileno())
-        self._buffer.seek(0)
-        self._buffer.truncate()
-
-    def _stay_within(self, max_bytes: int) -> None:
-        """Begin another file where this one is long enough, and remove the oldest ones."""
-        sizes = {path: path.stat().st_size for path in rank_files(self.path.parent, self._rank)}
-        if sizes[self.path] * PARTS >= max_bytes:
-            self._writer.close()
-            self._flush()
-            self._end()
-            stem, _, part = self.path.stem.partition("-part-")
-            self._begin(self.path.with_name(f"{stem}-part-{int(part or 0) + 1:04d}.arrows"))
-            self._closed = False
-        for path in [*sizes][:-1]:
-            if sum(sizes.values()) > max_bytes:
-                path.unlink()
-                del sizes[path]
-
-    def _end(self) -> None:
-        self._closed = True
-        if self._file is not None:
-            self._file.close()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Name file and remedy where writing fails. Nothing may follow a batch that was cut off, as
-        it would be read as the rest of it: the log is closed."""
+    def _write(self, rows: Sequence[Row], table: Table) -> None:
+        """Write a file, and roll or remove older ones; runs in the thread."""
+        rounds = groupby(rows, key=lambda row: row.sample_id.round)
+        groups = [to_arrow(list(of), table, session=self._session) for _, of in rounds]
+        num_bytes = sum(group.nbytes for group in groups)
+        is_large = num_bytes >= self._file_bytes
+        small = self._small[table.name]
         try:
-            yield
-        except OSError as e:
-            self._end()
-            words = (
-                f"cannot be written ({e.strerror}): make room there, or correct --output_dir, and "
-                "resume from the last checkpoint."
+            if is_large:
+                self._roll(table)  # its neighbours, as a file's name holds a range of rounds
+            first = self._num_row_groups[table.name]
+            file = self._write_file(table, first, groups, LEVEL if is_large else QUICK_LEVEL)
+            self._num_row_groups[table.name] += len(groups)
+            if not is_large:
+                small.append((file, num_bytes))
+                if len(small) == ROUNDS_PER_FILE or sum(n for _, n in small) >= self._file_bytes:
+                    self._roll(table)
+            if self._max_bytes is not None and table == SAMPLES:
+                self._remove_oldest(self._max_bytes)
+        except (OSError, pa.ArrowException) as e:
+            logger.warning(
+                "%s of %d %s, from %s on, cannot be written (%s): they may be missing from the "
+                "run's record. Make room there, or correct --output_dir. The training goes on.",
+                *(table.folder(self._run_dir), len(rows), table.name, rows[0].sample_id, e),
             )
-            if isinstance(e, FileExistsError):
-                words = (
-                    "exists already: take the session's number from `next_session`, on one rank, "
-                    "before any rank writes; and let no two runs share an --output_dir."
-                )
-            raise OSError(e.errno, f"The sample log {self.path} {words}") from e
 
+    def _roll(self, table: Table) -> None:
+        """Write the small files once more as one."""
+        files = [file for file, _ in self._small[table.name] if file.path.exists()]
+        self._small[table.name].clear()
+        if len(files) < 2:
+            return
+        groups = []
+        for file in files:
+            source = pq.ParquetFile(file.path, page_checksum_verification=True)
+            groups += [source.read_row_group(i) for i in range(source.num_row_groups)]
+        self._write_file(table, files[0].first, groups, LEVEL)
+        for file in files:
+            file.path.unlink()
 
-def rank_files(folder: Path, rank: int) -> list[Path]:
-    """The files of a rank, the oldest first."""
-    named = [(FILE_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    own = [(int(m[1]), int(m[3] or 0), path) for m, path in named if m and int(m[2]) == rank]
-    return [path for _, _, path in sorted(own)]
+    def _write_file(
+        self, table: Table, first: int, groups: Sequence[pa.Table], level: int
+    ) -> RecordFile:
+        """Write row groups as a new file; it is on disk when this returns.
 
+        Raises:
+            OSError: it cannot be written; no part of it is left.
+        """
+        last = first + len(groups) - 1
+        name = f"session-{self._session:04d}-step-{self._start_step:06d}-rank-{self._rank:05d}"
+        name += f"-rounds-{first:06d}-{last:06d}"
+        folder = table.folder(self._run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = folder / f"{name}.tmp"
+        try:
+            with unfinished.open("w+b") as file:
+                with pq.ParquetWriter(
+                    file,
+                    groups[0].schema,
+                    compression="zstd",
+                    compression_level=level,
+                    use_dictionary=DICTIONARY_COLUMNS,
+                    use_byte_stream_split=["logprobs.list.element"],
+                    data_page_size=PAGE_BYTES,
+                    write_statistics=list(ROUND_COLUMNS),  # the reader's index; more takes 1 KB
+                    write_page_checksum=True,
+                ) as writer:
+                    for group in groups:
+                        writer.write_table(group, row_group_size=group.num_rows)
+                file.flush()
+                os.fsync(file.fileno())
+                crc32 = zlib.crc32(read_footer(file))
+            path = unfinished.rename(folder / f"{name}-{crc32:08x}.parquet")
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        return RecordFile(self._session, self._start_step, self._rank, first, last, crc32, path)
 
-def next_session(run_dir: str | os.PathLike[str]) -> int:
-    """The number for a session that starts now: one more than the greatest in the folder, from 0.
-
-    One rank calls it, before any rank has written, and tells the others. A session that ended
-    before its first rows left no file; the next session takes its number.
-    """
-    names = (FILE_NAME.fullmatch(p.name) for p in SAMPLES.folder(run_dir).glob("session-*"))
-    return max((int(name[1]) + 1 for name in names if name), default=0)
-
-
-def _chunks(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Rows in their order, divided where the round changes, and after `ROWS_PER_BATCH`."""
-    for _, same_round in groupby(rows, key=lambda row: row.sample_id.round):
-        chunk = list(same_round)
-        for start in range(0, len(chunk), ROWS_PER_BATCH):
-            yield chunk[start : start + ROWS_PER_BATCH]
+    def _remove_oldest(self, max_bytes: int) -> None:
+        files = [f for f in record_files(SAMPLES.folder(self._run_dir)) if f.rank == self._rank]
+        sizes = [file.path.stat().st_size for file in files]
+        excess = sum(sizes) - max_bytes
+        for file, size in zip(files[:-1], sizes, strict=False):
+            if excess <= 0:
+                break
+            file.path.unlink()
+            excess -= size

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from swift_grpo_ext.record.log import SampleLog, Table
-from swift_grpo_ext.record.row import SAMPLE_TYPES, make_schema
+from swift_grpo_ext.record.log import SampleLog
+from swift_grpo_ext.record.row import make_table
 from swift_grpo_ext.sampling.groups import sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -27,9 +27,9 @@ SHOWN_GAP = 0.05
 MOST_GAPS = 64
 """Of a completion: the greatest."""
 
-REWARD_SCHEMA = make_schema(
+REWARDS = make_table(
+    "rewards",
     {
-        **SAMPLE_TYPES,
         "reward": pa.float32(),
         "rewards": pa.map_(pa.utf8(), pa.float32()),
         "advantage": pa.float32(),
@@ -41,13 +41,6 @@ REWARD_SCHEMA = make_schema(
         "gaps": pa.map_(pa.int32(), pa.float32()),
     },
     nullable=("reward", "advantage", "gap_mean", "gap_max", "gaps"),
-)
-REWARDS = Table(
-    name="rewards",
-    version=2,
-    schema=REWARD_SCHEMA,
-    stored=REWARD_SCHEMA,
-    older={1: REWARD_SCHEMA.remove(REWARD_SCHEMA.get_field_index("gaps"))},
 )
 
 
@@ -100,7 +93,6 @@ class RewardRecorder:
         pairs = zip(names, repeats, strict=True)
         self._names = [f"{name}_{count}" if count > 1 else name for name, count in pairs]
         self._weights = weights
-        self._log: SampleLog | None = None
         self._drawn: dict[SampleId, RewardRow] = {}
         self._replaced_groups: set[SampleId] = set()
 
@@ -150,8 +142,7 @@ class RewardRecorder:
         self._replaced_groups = {g for g in self._replaced_groups if g.round not in rounds}
         in_order = [rows[name] for name in sorted(rows)]
         if sample_log is not None:
-            self._log = self._log or sample_log.beside(table=REWARDS)
-            self._log.append(in_order)
+            sample_log.append(in_order, REWARDS)
         return in_order
 
     def _row(self, sample: Any, values: Sequence[float], *, fate: Fate, **extras: Any) -> RewardRow:

@@ -1,46 +1,67 @@
-"""One row of the sample log: what it keeps of a completion, as which Arrow types. Pure.
+"""The tables of a run's record, and a row of the first of them: a completion. Pure.
 
-It keeps text that UTF-8 cannot hold (a lone half of a surrogate pair) as its escape, `\\ud83d`.
+Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from swift_grpo_ext.sampling.seeding import SampleId
 
+if TYPE_CHECKING:
+    from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
+    from swift.rl_core.data import OnPolicySample
+
 MEDIA = ("images", "videos", "audios")
 LONGEST_NAME = 2048
-"""Characters; what is longer is content, not a path or a URL."""
+"""Characters; a longer string is a medium's content, not its path or URL."""
 
 ROUND_COLUMNS = ("phase", "step", "number")
 SAMPLE_ID_COLUMNS = (*ROUND_COLUMNS, "group", "index", "turn")
 
-
-def make_schema(columns: dict[str, pa.DataType], *, nullable: Sequence[str]) -> pa.Schema:
-    """Of these columns, in their order."""
-    fields = (pa.field(name, kind, name in nullable) for name, kind in columns.items())
-    return pa.schema(fields)
+LOGPROB_STEPS = 1024
+"""Log-probabilities above -1 are rounded to as many steps in a nat, and then all to 16 bits: the
+error is at most 0.0005 nats, or 0.05% where that is more. Unrounded they take 10% more room."""
 
 
-SAMPLE_TYPES = {
-    **{"phase": pa.utf8(), "step": pa.int64(), "number": pa.int64()},
-    **{"group": pa.int64(), "index": pa.int32()},
-}
-"""Columns of every table."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One table of a run's record."""
 
-SCHEMA = make_schema(
+    name: str
+    """The table's folder in the run's folder."""
+
+    schema: pa.Schema
+
+    def folder(self, run_dir: str | os.PathLike[str]) -> Path:
+        return Path(run_dir) / self.name
+
+
+def make_table(name: str, columns: dict[str, pa.DataType], *, nullable: Sequence[str]) -> Table:
+    """Return a table with the columns that name a sample and its session, and these."""
+    named = {
+        **{"session": pa.int32(), "phase": pa.utf8(), "step": pa.int64(), "number": pa.int64()},
+        **{"group": pa.int64(), "index": pa.int32()},
+        **columns,
+    }
+    fields = [pa.field(column, kind, column in nullable) for column, kind in named.items()]
+    return Table(name=name, schema=pa.schema(fields))
+
+
+SAMPLES = make_table(
+    "samples",
     {
-        **SAMPLE_TYPES,
         "turn": pa.int32(),
         "seed": pa.int64(),
         "rank": pa.int32(),
@@ -50,7 +71,7 @@ SCHEMA = make_schema(
         "stop_reason": pa.utf8(),
         "num_tokens": pa.int32(),
         "token_ids": pa.list_(pa.int32()),
-        "logprobs": pa.list_(pa.float32()),
+        "logprobs": pa.list_(pa.float32()),  # as readers have it; files hold 16 bits
         "text": pa.utf8(),
         "fingerprint": pa.utf8(),
         "prompt": pa.utf8(),
@@ -58,26 +79,10 @@ SCHEMA = make_schema(
     },
     nullable=("seed", "finish_reason", "stop_reason", "logprobs"),
 )
-HALVES = pa.list_(
-    pa.struct([pa.field("high", pa.uint8(), False), pa.field("low", pa.uint8(), False)])
-)
-"""Floats of 16 bits, their bytes apart: the high ones differ little, and so compress well."""
-
-STORED_SCHEMA = SCHEMA.set(SCHEMA.get_field_index("logprobs"), pa.field("logprobs", HALVES))
-"""Of the files."""
-
-LOGPROB_STEPS = 1024
-"""In a nat: log-probabilities are rounded to them, and to 16 bits. The error is at most 0.0005
-nats, or 0.05% where that is more."""
-
-PACKED = {pa.list_(pa.int32()): ("i", np.int32), HALVES: ("f", np.float32)}
-"""How `struct` and numpy call the numbers of lists."""
-MISFIT = (pa.ArrowException, OverflowError, TypeError, ValueError)
-"""What pyarrow raises for a value that does not fit its column."""
 
 
 class Row(Protocol):
-    """A sample's name, and a property for each further column of a table."""
+    """A sample's name; a row has an attribute for each further column of its table."""
 
     @property
     def sample_id(self) -> SampleId: ...
@@ -94,29 +99,29 @@ class SampleRow:
     """Its sampling seed, 63 bits; None where the engine chose (`--rollout_seed_mode engine`)."""
 
     rank: int
-    """Training rank that the sample belongs to."""
+    """The training rank that the sample belongs to."""
 
     replica: str
-    """The engine that drew it: `rank 0`, `server 1 replica 0`."""
+    """The engine that generated it: `rank 0`, `server 1 replica 0`."""
 
     weight_version: int
-    """Optimizer steps behind the weights that drew it."""
+    """The number of optimizer steps behind the weights that generated it."""
 
     finish_reason: str | None
     stop_reason: str | None = None
-    """What ended it: the stop string, or the stop token's id in digits; None where nothing did."""
+    """The stop string, or the stop token's id in digits, that ended it; None where none did."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
-    """Of `token_ids`, in nats, kept as `LOGPROB_STEPS` says; None where the engine gave none, or
-    with `--sample_log tokens`."""
+    """The log-probabilities of `token_ids` in nats, kept as `LOGPROB_STEPS` says; None where the
+    engine gave none, or with `--sample_log tokens`."""
 
     text: str
     fingerprint: str
-    """Of the prompt, media included: 32 hex digits (`groups.fingerprint`)."""
+    """The hash of the prompt, media included: 32 hex digits."""
 
     prompt: str
-    """The prompt's text."""
+    """The prompt's messages as JSON."""
 
     media: Sequence[str]
     """The prompt's images, videos and audios by path or URL, never by content."""
@@ -132,95 +137,60 @@ class SampleRow:
         return len(self.token_ids)
 
 
-def to_batch(rows: Sequence[Row], schema: pa.Schema) -> pa.RecordBatch:
-    """Rows as a record batch.
-
-    Args:
-        schema: its names are columns of `SampleId` or properties of the rows.
+def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
+    """Return rows as the files hold them: with log-probabilities in 16 bits.
 
     Raises:
-        ValueError: a row's counts disagree, or a value does not fit; names the sample.
+        ValueError: a row's counts disagree, naming the sample; or a value does not fit its column.
     """
-    return pa.record_batch([_to_array(rows, field) for field in schema], schema=schema)
+    columns = {}
+    for field in table.schema:
+        if field.name == "session":
+            values = [session] * len(rows)
+        elif field.name in SAMPLE_ID_COLUMNS:
+            values = [getattr(row.sample_id, field.name) for row in rows]
+        else:
+            values = [getattr(row, field.name) for row in rows]
+        is_halved = field.name == "logprobs"
+        columns[field.name] = _halves(values) if is_halved else pa.array(values, field.type)
+    fields = [field.with_type(columns[field.name].type) for field in table.schema]
+    return pa.table(columns, schema=pa.schema(fields))
+
+
+def _halves(lists: Sequence[Sequence[float] | None]) -> pa.ListArray:
+    with np.errstate(over="ignore"):  # below -65504, 16 bits hold -inf
+        # Row by row: arrays of all rows' 32 bits would double the CPU time, in page faults.
+        halves = [_rounded(values).astype(np.float16) for values in lists]
+    offsets = pa.array(np.cumsum([0, *map(len, halves)]), pa.int32())
+    missing = pa.array([values is None for values in lists])
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(halves)), mask=missing)
+
+
+def _rounded(logprobs: Sequence[float] | None) -> np.ndarray:
+    values = np.asarray(() if logprobs is None else logprobs, np.float32)
+    return np.where(values > -1, np.rint(values * LOGPROB_STEPS) / LOGPROB_STEPS, values)
+
+
+def from_arrow(stored: pa.Table, table: Table) -> pa.Table:
+    """Return columns of a file as the table's schema has them: log-probabilities in 32 bits."""
+    for number, field in enumerate(stored.schema):
+        if field.name == "logprobs":
+            lists = stored[field.name].combine_chunks()
+            values = pa.array(lists.values.to_numpy().astype(np.float32))
+            buffers = lists.buffers()[:2]
+            wide = table.schema.field(field.name).type
+            column = pa.Array.from_buffers(wide, len(lists), buffers, children=[values])
+            stored = stored.set_column(number, field.with_type(wide), column)
+    return stored
 
 
 def to_rows(table: pa.Table) -> list[SampleRow]:
-    """The rows of a table with all columns."""
+    """Return the rows of a table with all columns of `SAMPLES`."""
     rows = []
-    for values in table.to_pylist():
+    for values in table.drop_columns(["session", "num_tokens"]).to_pylist():
         sample_id = SampleId(**{name: values.pop(name) for name in SAMPLE_ID_COLUMNS})
-        del values["num_tokens"]
         rows.append(SampleRow(sample_id=sample_id, **values))
     return rows
-
-
-def _to_array(rows: Sequence[Row], field: pa.Field) -> pa.Array:
-    is_id = field.name in SAMPLE_ID_COLUMNS
-    values = [getattr(row.sample_id if is_id else row, field.name) for row in rows]
-    try:
-        return _checked_array(values, field)
-    except MISFIT:
-        fitting = [_fitting_value(*pair, field) for pair in zip(rows, values, strict=True)]
-        return _checked_array(fitting, field)
-
-
-def _checked_array(values: list[Any], field: pa.Field) -> pa.Array:
-    column = _lists_of_numbers(values, field.type) if field.type in PACKED else None
-    if column is None:
-        column = pa.array(values, pa.list_(pa.float32()) if field.type == HALVES else field.type)
-    is_list = pa.types.is_list(field.type)
-    if (column.null_count and not field.nullable) or (is_list and column.values.null_count):
-        raise ValueError("None is not allowed")
-    return column
-
-
-def _lists_of_numbers(values: list[Any], kind: pa.DataType) -> pa.ListArray | None:
-    """The fast way, which does not look at each number; None if that is needed."""
-    code, dtype = PACKED[kind]
-    lists = [v.tolist() if isinstance(v, np.ndarray) else () if v is None else v for v in values]
-    try:
-        packed = b"".join(struct.pack(f"{len(numbers)}{code}", *numbers) for numbers in lists)
-    except (struct.error, OverflowError, TypeError):
-        return None
-    flat = np.frombuffer(packed, dtype)
-    offsets = pa.array(np.cumsum([0, *map(len, lists)]), pa.int32())
-    mask = pa.array([value is None for value in values])
-    items = _split_halves(flat) if kind == HALVES else pa.array(flat)
-    return pa.ListArray.from_arrays(offsets, items, mask=mask)
-
-
-def _split_halves(logprobs: np.ndarray[Any, Any]) -> pa.StructArray:
-    # From 1 on, 16 bits have no finer steps.
-    steps = np.rint(logprobs * np.float32(LOGPROB_STEPS)) / np.float32(LOGPROB_STEPS)
-    with np.errstate(over="ignore"):  # what 16 bits cannot hold is infinite
-        rounded = np.where(logprobs > -1, steps, logprobs).astype(np.float16)
-    halves = rounded.view(np.uint8).reshape(-1, 2)
-    low, high = (pa.array(halves[:, i]) for i in (0, 1))
-    return pa.StructArray.from_arrays([high, low], fields=list(HALVES.value_type))
-
-
-def join_halves(lists: pa.ListArray) -> pa.ListArray:
-    """`HALVES` as lists of float32."""
-    high, low = (half.to_numpy().astype(np.uint16) for half in lists.values.flatten())
-    values = (high << 8 | low).view(np.float16).astype(np.float32)
-    return pa.ListArray.from_arrays(lists.offsets, pa.array(values), mask=lists.is_null())
-
-
-def _fitting_value(row: Row, value: Any, field: pa.Field) -> Any:
-    value = _escape_surrogates(value)
-    try:
-        _checked_array([value], field)
-    except MISFIT as e:
-        raise ValueError(
-            f"{row.sample_id}: {field.name} {value!r:.200} does not fit {field.type} ({e})."
-        ) from e
-    return value
-
-
-def _escape_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", errors="backslashreplace").decode("utf-8")
-    return [*map(_escape_surrogates, value)] if isinstance(value, (list, tuple)) else value
 
 
 # --- from what a rollout returned ---
@@ -228,28 +198,32 @@ def _escape_surrogates(value: Any) -> Any:
 
 def sample_row(
     sample_id: SampleId,
-    sample: Any,
-    output: Any,
+    sample: OnPolicySample | RolloutInferRequest,
+    output: RolloutOutput,
     *,
     seed: int | None,
     fingerprint: str,
     rank: int,
     weight_version: int,
 ) -> SampleRow:
-    """One completion, as it was drawn.
+    """Return one completion, as it was generated.
 
     Args:
         sample: ms-swift's sample, or the request of a later turn, with messages and media.
-        output: ms-swift's `RolloutOutput` for it. All turns of a conversation that a server led are
-            one completion.
-        fingerprint: of the prompt.
+        output: its answer. All turns of a conversation that a server led are one completion.
+        fingerprint: the prompt's hash.
         rank: the training rank that owns the sample.
-        weight_version: optimizer steps behind the weights that drew it.
+        weight_version: optimizer steps behind the weights that generated it.
     """
     choice = output.response.choices[0]
     token_ids = list(chain(*output.response_token_ids)) or list(choice.token_ids or ())
-    logprobs = _logprobs(output, choice)
+    if output.rollout_logprobs:
+        logprobs = list(chain(*output.rollout_logprobs))
+    else:
+        logprobs = [token["logprob"] for token in (choice.logprobs or {}).get("content") or ()]
     stop_reason = output.rollout_infos.get("stop_reason")
+    text = choice.message.content if isinstance(choice.message.content, str) else ""
+    media = [name for kind in MEDIA for name in map(media_name, getattr(sample, kind) or ())]
     return SampleRow(
         sample_id=sample_id,
         seed=seed,
@@ -257,34 +231,32 @@ def sample_row(
         replica=str(output.rollout_infos.get("replica", "")),
         weight_version=weight_version,
         finish_reason=choice.finish_reason,
-        stop_reason=None if stop_reason is None else str(stop_reason),
+        stop_reason=None if stop_reason is None else _utf8(str(stop_reason)),
         token_ids=token_ids,
-        # A conversation's tokens include those that the environment put between the turns.
+        # A conversation's tokens include those that the environment put between the turns, which
+        # were not sampled and have no log-probabilities.
         logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
-        text=choice.message.content if isinstance(choice.message.content, str) else "",
+        text=_utf8(text),
         fingerprint=fingerprint,
-        prompt=json.dumps(sample.messages, ensure_ascii=False, default=repr),
-        media=[name for kind in MEDIA for name in map(media_name, getattr(sample, kind) or ())],
+        prompt=_utf8(json.dumps(sample.messages, ensure_ascii=False, default=repr)),
+        media=media,
     )
 
 
-def _logprobs(output: Any, choice: Any) -> list[float] | None:
-    if output.rollout_logprobs:
-        return list(chain(*output.rollout_logprobs))
-    content: Sequence[Any] = (choice.logprobs or {}).get("content") or ()
-    return [token["logprob"] for token in content] or None
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def media_name(media: Any) -> str:
-    """A path or URL as it is; of content or pixels, a digest; of frames, the frames' names."""
+    """Return a path or URL as it is, a digest of content or pixels, the frames' names of frames."""
     if isinstance(media, dict):
         media = media.get("path") or media.get("bytes")
     if isinstance(media, str) and len(media) <= LONGEST_NAME:
-        return media
+        return _utf8(media)
     if isinstance(media, (list, tuple)):
         return " ".join(map(media_name, media))
     if isinstance(media, str):
-        media = media.encode()
+        media = media.encode("utf-8", errors="backslashreplace")
     if hasattr(media, "tobytes"):  # a PIL image, an array; its `repr` holds its address or is cut
         form = [getattr(media, name, None) for name in ("mode", "size", "shape", "dtype")]
         media = repr(form).encode() + media.tobytes()

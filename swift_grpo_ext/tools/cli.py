@@ -76,14 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # --- a run that has been ---
 
-    add = command(samples, "sum up, show or export a run's samples")
-    add("run_dir", help="the run's output folder, which holds `samples`")
-    add("--output", help="write rows with their scores: FILE.parquet, FILE.jsonl")
-    add("--where", metavar="CONDITION", help="only rows such as 'reward < 0.5'")
-    add("--sort", metavar="COLUMN", help="such as reward; the least come first")
-    add("--descending", action="store_true", help="the greatest come first")
-    add("--limit", type=int, metavar="N", help="only the first N rows")
-
     add = command(report, "a run's curves, alarms and worst groups, as a page")
     add("run_dir", help="the run's output folder")
     add("--output", help="folder for report.html and report.png (default: RUN_DIR)")
@@ -204,20 +196,6 @@ def flag_table() -> str:
         values = info.type.replace("|", "\\|")
         lines.append(f"| `--{info.name}` | {values} | {show(info.default)} | {info.help} |")
     return "\n".join(lines)
-
-
-def samples(options: argparse.Namespace) -> None:
-    from swift_grpo_ext.tools import export
-
-    names = ("where", "sort", "descending", "limit")
-    selection = export.Selection(**{name: getattr(options, name) for name in names})
-    if options.output is not None:
-        num_rows = export.export(options.run_dir, options.output, selection)
-        print(f"{num_rows:,} rows written to {options.output}")
-    elif selection == export.Selection():
-        print(export.summary(options.run_dir))
-    else:
-        print("\n".join(export.lines(options.run_dir, selection)))
 
 
 def report(options: argparse.Namespace) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +39,6 @@ class SampleRecorder:
         """None with `--sample_log none`."""
 
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
-        self._unwritten: deque[Future[None]] = deque()
 
     def open(self, *, start_step: int) -> None:
         """Every rank calls it before samples are drawn; calls after the first do nothing.
@@ -98,16 +94,16 @@ class SampleRecorder:
             listener(rows)
 
     def write(self, rows: list[SampleRow]) -> None:
-        """Have a thread write rows to the sample log, as far as it keeps them."""
+        """Have the sample log write rows, as far as it keeps them."""
         if self.log is not None:
             kept = [replace(row, logprobs=None) for row in rows] if self._kept == "tokens" else rows
-            self._unwritten.append(self._writer.submit(self.log.append, kept))
+            self.log.append(kept)
 
     def flush(self) -> None:
-        """Wait until all samples are on disk.
+        """Wait until all samples and scores are on disk.
 
         Raises:
-            OSError, ValueError: one of them could not be written (`SampleLog.append`).
+            ValueError: one of them has other counts than it should (`SampleLog.flush`).
         """
-        while self._unwritten:
-            self._unwritten.popleft().result()
+        if self.log is not None:
+            self.log.flush()

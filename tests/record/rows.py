@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.record.log import SampleLog
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.log import SampleLog, record_files
+from swift_grpo_ext.record.row import SAMPLES, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
 ROW = SampleRow(
@@ -45,7 +45,8 @@ def write_session(
     start_step: int = 0,
     rank: int = 0,
 ) -> Path:
-    """Append all rows at once; returns the file."""
-    with SampleLog(run_dir, session=session, start_step=start_step, rank=rank) as log:
-        log.append(list(rows))
-    return log.path
+    """Append all rows at once; return the file."""
+    log = SampleLog(run_dir, session=session, start_step=start_step, rank=rank)
+    log.append(list(rows))
+    log.flush()
+    return record_files(SAMPLES.folder(run_dir))[-1].path

@@ -20,15 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from swift_grpo_ext.record.log import SAMPLES
 from swift_grpo_ext.record.reader import (
     RoundName,
     SampleIndex,
-    UnreadableLogError,
     index_rewards,
     index_samples,
 )
-from swift_grpo_ext.record.rewards import REWARD_SCHEMA, REWARDS
+from swift_grpo_ext.record.rewards import REWARDS
+from swift_grpo_ext.record.row import SAMPLES
 
 BLOCK_ROUNDS = 32
 """Rounds that are read before the next snapshot."""
@@ -189,7 +188,7 @@ class Follower:
             if not self._rounds:
                 self._show_first(samples)
             scores = index_rewards(samples, self.run_dir)
-        except (FileNotFoundError, UnreadableLogError) as e:
+        except FileNotFoundError as e:
             problem, self._sizes = str(e), sizes
             self._publish(None, is_whole=True, problem=problem)
             return True
@@ -236,7 +235,8 @@ class Follower:
     def _file_sizes(self) -> dict[str, int]:
         folders = [table.folder(self.run_dir) for table in (SAMPLES, REWARDS)]
         paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-        return {str(path): path.stat().st_size for path in paths}
+        # Files are never changed; while they are looked at, a run may roll some into one.
+        return {str(path): 0 for path in paths}
 
 
 def _age(name: RoundName) -> tuple[Any, ...]:
@@ -245,7 +245,7 @@ def _age(name: RoundName) -> tuple[Any, ...]:
 
 
 def _places(index: SampleIndex, name: RoundName) -> tuple[Any, ...]:
-    return tuple((str(b.path), b.offset) for b in index.rounds.get(name, ()))
+    return tuple(index.rounds.get(name, ()))
 
 
 def _read(
@@ -264,7 +264,7 @@ def _read(
             prompts[key] = (rows["prompt"][number].as_py(), rows["media"][number].as_py())
         surprisal = pa.array(mean_surprisal(rows["logprobs"]), from_pandas=True)
         rows = rows.select(SAMPLE_COLUMNS).append_column("surprisal", surprisal)
-        rows = _with_scores(rows, of_scores.get(name, REWARD_SCHEMA.empty_table()))
+        rows = _with_scores(rows, of_scores.get(name, REWARDS.schema.empty_table()))
         yield Round(name=name, rows=rows, prompts=prompts, places=places[name])
 
 
@@ -330,5 +330,5 @@ def warn_once() -> None:
 _EMPTY = _with_scores(
     pa.schema([*(SAMPLES.schema.field(n) for n in SAMPLE_COLUMNS), ("surprisal", pa.float64())])
     .empty_table(),
-    REWARD_SCHEMA.empty_table(),
+    REWARDS.schema.empty_table(),
 )  # fmt: skip

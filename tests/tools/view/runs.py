@@ -53,16 +53,17 @@ class Writer:
     """Appends rounds to a run, as a training does."""
 
     def __init__(self, run_dir: Path, *, session: int = 0, start_step: int = 0) -> None:
-        self._samples = SampleLog(run_dir, session=session, start_step=start_step, rank=0)
-        self._rewards = self._samples.beside(table=REWARDS)
+        self._log = SampleLog(run_dir, session=session, start_step=start_step, rank=0)
 
     def write(self, rows: Sequence[SampleRow], *, scored: bool = True) -> None:
-        self._samples.append(rows)
+        self._log.append(rows)
+        self._log.flush()
         if scored:
             self.score(rows)
 
     def score(self, rows: Sequence[SampleRow], **changes: Any) -> None:
-        self._rewards.append([replace(score(row), **changes) for row in rows])
+        self._log.append([replace(score(row), **changes) for row in rows], REWARDS)
+        self._log.flush()
 
 
 def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
