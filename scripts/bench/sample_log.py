@@ -1,14 +1,16 @@
-"""Measures the sample log: time and size of writing, reading places, everything, one group.
+"""Measures the run's record: CPU seconds and bytes a token of writing, seconds of reading.
 
-    python scripts/bench/sample_log.py --rows 1000000
+    python scripts/bench/sample_log.py --output scripts/bench/results/sample_log.json
 
-Token ids are drawn from a vocabulary of 151,936 (Qwen's), evenly, which compresses worse than words
-do; log-probabilities are exponential with mean -0.5. Groups have 8 samples.
+Texts are drawn from a Markov chain over the tokens of this repository's documentation and sources,
+in the tokenizer of `--model`; log-probabilities are exponential with mean -0.5, which compresses
+worse than those of a trained policy. Groups have 8 samples.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,97 +18,119 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
+from common import DEFAULT_MODEL, ROOT, command, environment
+from tokenizers import Tokenizer
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.tools.export import summary
 
-VOCABULARY = 151_936
 GROUP_SIZE = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--tokens", type=int, default=32, help="of a completion")
-    parser.add_argument("--round", type=int, default=1024, help="samples of a round, all ranks")
-    parser.add_argument("--ranks", type=int, default=1, help="that share a round")
-    parser.add_argument("--folder", type=Path, help="for the log; a temporary one if left out")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--samples", type=int, default=10_240, help="of a round")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a completion")
+    parser.add_argument("--rounds", type=int, default=4, help="the same rows in each")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="its tokenizer is used")
+    parser.add_argument("--output", type=Path, help="FILE.json")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as run_dir:
-        measure(options, Path(run_dir))
+    texts = make_texts(options)
+    with tempfile.TemporaryDirectory() as run_dir:
+        figures = write(options, texts, Path(run_dir)) | read(options, Path(run_dir))
+    for name, figure in figures.items():
+        print(f"{name:<32} {figure:10.3f}")
+    if options.output:
+        result = {"command": command(), "environment": environment(), "figures": figures}
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(options: argparse.Namespace, run_dir: Path) -> None:
-    num_rounds = options.rows // options.round
-    seconds = write(options, run_dir, num_rounds)
-    files = list(run_dir.rglob("*.arrows"))
-    num_bytes = sum(path.stat().st_size for path in files)
-    print(f"append      {seconds:8.2f} s   {seconds / num_rounds * 1e3:.2f} ms a round")
-    print(f"size        {num_bytes / 1e6:8.1f} MB  in {len(files)} files")
-    timed("index", lambda: index_samples(run_dir))
-    timed("places", lambda: read_samples(run_dir, columns=SAMPLE_ID_COLUMNS))
-    timed("all", lambda: read_samples(run_dir))
-    middle = {"phase": "train", "step": num_rounds // 2, "number": 0, "group": 1}
-    timed("one group", lambda: read_group(run_dir, **middle))
-    timed("summary", lambda: summary(run_dir))
+def make_texts(options: argparse.Namespace) -> list[tuple[list[int], list[float], str]]:
+    """Return token ids, log-probabilities and text of as many completions as a round has."""
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/*/*.py")]
+    contents = [path.read_text(encoding="utf-8") for path in files]
+    corpus = np.concatenate([e.ids for e in tokenizer.encode_batch(contents)]).astype(np.int64)
+    order = np.argsort(corpus[:-1], kind="stable")
+    starts = np.searchsorted(corpus[:-1][order], np.arange(corpus.max() + 2))
+    rng = np.random.default_rng(0)
+    tokens = rng.choice(corpus[:-1], options.samples)
+    drawn = np.empty((options.samples, options.tokens), np.int64)
+    for position in range(options.tokens):
+        drawn[:, position] = tokens
+        counts = starts[tokens + 1] - starts[tokens]
+        chosen = starts[tokens] + (rng.random(options.samples) * counts).astype(int)
+        followers = corpus[order[np.minimum(chosen, len(order) - 1)] + 1]
+        # The corpus' last token may have no follower: begin anew.
+        tokens = np.where(starts[followers + 1] > starts[followers], followers, corpus[0])
+    token_ids = drawn.tolist()
+    logprobs = np.negative(rng.exponential(0.5, drawn.shape)).tolist()
+    texts = tokenizer.decode_batch(token_ids, skip_special_tokens=False)
+    return list(zip(token_ids, logprobs, texts, strict=True))
 
 
-def write(options: argparse.Namespace, run_dir: Path, num_rounds: int) -> float:
-    """Seconds in `append`, all ranks' together; making the rows is not counted."""
-    rng = np.random.default_rng(options.seed)
-    share = options.round // options.ranks
-    logs = [SampleLog(run_dir, session=0, start_step=0, rank=rank) for rank in range(options.ranks)]
-    seconds = 0.0
-    for step in tqdm(range(num_rounds), desc="Writing rounds", unit="round"):
-        for rank, log in enumerate(logs):
-            rows = make_rows(rng, step, rank, range(rank * share, (rank + 1) * share), options)
-            start = time.perf_counter()
-            log.append(rows)
-            seconds += time.perf_counter() - start
-    for log in logs:
-        log.close()
-    return seconds
-
-
-def make_rows(
-    rng: np.random.Generator, step: int, rank: int, positions: range, options: argparse.Namespace
-) -> list[SampleRow]:
-    shape = (len(positions), options.tokens)
-    token_ids = rng.integers(0, VOCABULARY, shape).tolist()
-    logprobs = (-rng.exponential(0.5, shape)).tolist()
-    seeds = rng.integers(0, 2**62, len(positions)).tolist()
-    rows = []
-    for i, position in enumerate(positions):
-        group, index = divmod(position, GROUP_SIZE)
-        question = f"Image {step * 131 + group}: which digit is in the middle of the picture? " * 4
-        rows.append(
-            SampleRow(
-                sample_id=SampleId(phase="train", step=step, number=0, group=group, index=index),
-                seed=seeds[i],
-                rank=rank,
-                replica=f"server 0 replica {rank % 4}",
-                weight_version=step,
-                finish_reason="stop",
-                token_ids=token_ids[i],
-                logprobs=logprobs[i],
-                text=" ".join(f"word{token % 4096}" for token in token_ids[i]),
-                fingerprint=f"{step * 2**32 + group:032x}",
-                prompt=question,
-                media=[f"images/train/{step * 131 + group:08d}.png"],
+def write(
+    options: argparse.Namespace, texts: list[tuple[list[int], list[float], str]], run_dir: Path
+) -> dict[str, float]:
+    """Write the rounds; the first is left out of the times, as memory is new to it."""
+    log = SampleLog(run_dir, session=0, start_step=0, rank=0)
+    rng = np.random.default_rng(1)
+    handed, waited, cpu = [], [], []
+    for step in range(options.rounds):
+        rows = []
+        for number, (token_ids, logprobs, text) in enumerate(texts):
+            group, index = divmod(number, GROUP_SIZE)
+            rows.append(
+                SampleRow(
+                    sample_id=SampleId(
+                        phase="train", step=step, number=0, group=group, index=index
+                    ),
+                    seed=int(rng.integers(2**62)),
+                    rank=0,
+                    replica=f"server 0 replica {group % 4}",
+                    weight_version=step,
+                    finish_reason="length",
+                    token_ids=token_ids,
+                    logprobs=logprobs,
+                    text=text,
+                    fingerprint=f"{group:032x}",
+                    prompt=f"Image {group}: which digit is in the middle of the picture? " * 4,
+                    media=[f"images/train/{group:08d}.png"],
+                )
             )
-        )
-    return rows
+        cpu_start, start = time.process_time(), time.perf_counter()
+        log.append(rows)
+        handed.append(time.perf_counter() - start)
+        log.flush()
+        waited.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_start)
+    files = list(run_dir.rglob("*.parquet"))
+    num_tokens = options.rounds * options.samples * options.tokens
+    return {
+        "bytes a token": sum(path.stat().st_size for path in files) / num_tokens,
+        "files": len(files),
+        "CPU seconds of a round": float(np.median(cpu[1:])),
+        "seconds of the step": float(np.median(handed[1:])),
+        "seconds of the writer's thread": float(np.median(waited[1:])),
+    }
 
 
-def timed(name: str, read: Callable[[], Any]) -> None:
-    start = time.perf_counter()
-    read()
-    print(f"{name:<11} {time.perf_counter() - start:8.2f} s")
+def read(options: argparse.Namespace, run_dir: Path) -> dict[str, float]:
+    last: dict[str, Any] = {"phase": "train", "step": options.rounds - 1, "number": 0, "group": 1}
+    reads: dict[str, Callable[[], Any]] = {
+        "index": lambda: index_samples(run_dir),
+        "names of all samples": lambda: read_samples(run_dir, columns=SAMPLE_ID_COLUMNS),
+        "everything": lambda: read_samples(run_dir),
+        "one group": lambda: read_group(run_dir, **last),
+    }
+    figures = {}
+    for name, call in reads.items():
+        start = time.perf_counter()
+        call()
+        figures[f"seconds to read: {name}"] = time.perf_counter() - start
+    return figures
 
 
 if __name__ == "__main__":

@@ -87,7 +87,9 @@ def record_files(folder: Path) -> list[RecordFile]:
         match = FILE_NAME.fullmatch(path.name)
         if match is not None:
             session, start_step, rank, first, last = map(int, match.groups()[:5])
-            files.append(RecordFile(session, start_step, rank, first, last, int(match[6], 16), path))
+            files.append(
+                RecordFile(session, start_step, rank, first, last, int(match[6], 16), path)
+            )
     return sorted(files)
 
 
@@ -187,9 +189,10 @@ class SampleLog:
                 self._remove_oldest(self._max_bytes)
         except (OSError, pa.ArrowException) as e:
             logger.warning(
-                "%s of %d %s, from %s on, cannot be written (%s): they may be missing from the "
-                "run's record. Make room there, or correct --output_dir. The training goes on.",
-                *(table.folder(self._run_dir), len(rows), table.name, rows[0].sample_id, e),
+                "%d rows of the table %s, from %s on, may be missing from the run's record: %s "
+                "cannot be written (%s). Make room there, or correct --output_dir. The training "
+                "goes on.",
+                *(len(rows), table.name, rows[0].sample_id, table.folder(self._run_dir), e),
             )
 
     def _roll(self, table: Table) -> None:

@@ -144,6 +144,7 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
         ValueError: a row's counts disagree, naming the sample; or a value does not fit its column.
     """
     columns = {}
+    values: list[Any]
     for field in table.schema:
         if field.name == "session":
             values = [session] * len(rows)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
+from swift_grpo_ext.record.reader import read_group, read_samples
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.record.rows import ROW, sample_id, write_session
 
@@ -26,8 +25,8 @@ def write(run_dir: Path, sessions: list[Session]) -> None:
 
 def steps_of_sessions(run_dir: Path, phase: Any) -> list[tuple[int, int]]:
     """(step, session) of every row that counts, in order."""
-    table = read_samples(run_dir, columns=["step", "seed"], phase=phase)
-    return [(row["step"], row["seed"]) for row in table.to_pylist()]
+    rows = read_samples(run_dir, columns=["phase", "step", "seed"]).to_pylist()
+    return [(row["step"], row["seed"]) for row in rows if row["phase"] == phase]
 
 
 def train(*steps: int) -> list[SampleId]:
@@ -59,14 +58,6 @@ def test_train_rounds_count_once(
 ) -> None:
     write(tmp_path, sessions)
     assert steps_of_sessions(tmp_path, "train") == expected
-
-
-def test_a_session_without_a_whole_batch_supersedes_nothing(tmp_path: Path) -> None:
-    write(tmp_path, [(0, train(0, 1, 2))])
-    path = write_session(tmp_path, [ROW], session=1, start_step=1)
-    os.truncate(path, path.stat().st_size - 100)
-    assert steps_of_sessions(tmp_path, "train") == [(0, 0), (1, 0), (2, 0)]
-    assert [session.num_rows for session in index_samples(tmp_path).sessions] == [3, 0]
 
 
 @pytest.mark.parametrize(
@@ -102,42 +93,6 @@ def test_rounds_of_a_step_are_told_apart(tmp_path: Path) -> None:
     write(tmp_path, [(0, [sample_id(1, number=n) for n in (0, 1)]), (2, [sample_id(1, number=1)])])
     table = read_samples(tmp_path, columns=["number", "seed"])
     assert [tuple(row.values()) for row in table.to_pylist()] == [(0, 0), (1, 1)]
-
-
-def test_what_sessions_hold(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        rows = [replace(ROW, sample_id=sample_id(step, index=rank)) for step in range(4)]
-        write_session(tmp_path, rows, session=0, rank=rank)
-    path = write_session(
-        tmp_path, [replace(ROW, sample_id=sample_id(3))], session=1, start_step=3, rank=1
-    )
-    with path.open("ab") as file:
-        file.truncate(path.stat().st_size - 8)  # the mark of the end
-        file.write(b"\xff\xff\xff\xff\x00\x02")
-    first, second = index_samples(tmp_path).sessions
-    assert (first.session, first.start_step, first.num_files) == (0, 0, 2)
-    assert (first.num_rows, first.num_superseded, first.num_unread_bytes) == (8, 2, 0)
-    assert (second.session, second.start_step, second.num_files) == (1, 3, 1)
-    assert (second.num_rows, second.num_superseded, second.num_unread_bytes) == (1, 0, 6)
-
-
-def test_files_of_a_session_that_disagree(tmp_path: Path) -> None:
-    write_session(tmp_path, [ROW], start_step=0, rank=0)
-    write_session(tmp_path, [ROW], start_step=5, rank=1)
-    with pytest.raises(ValueError, match=r"rank-00001.* begins at step 5, and .* at step 0"):
-        read_samples(tmp_path)
-
-
-def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
-    write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(0, 1, 2, 9) + evaluate(1)])
-    table = read_samples(tmp_path, columns=["phase", "step"], steps=range(1, 3))
-    assert [tuple(r.values()) for r in table.to_pylist()] == [
-        ("eval", 1),
-        ("train", 1),
-        ("train", 2),
-    ]
-    table = read_samples(tmp_path, columns=["step"], phase="train", steps=range(5, 100))
-    assert table["step"].to_pylist() == [9]
 
 
 def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
