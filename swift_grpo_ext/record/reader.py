@@ -100,10 +100,20 @@ class SampleIndex:
             tables.append(rows.select(selected))
         return tables
 
-    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the rows of all rounds; arguments and errors are those of `read_rounds`."""
+    def read(
+        self,
+        columns: Sequence[str] | None = None,
+        phase: Phase | None = None,
+        steps: range | None = None,
+    ) -> pa.Table:
+        """Return all rows, or those of a phase and some steps, as `read_samples` does."""
         empty = self.table.schema.empty_table()
-        tables = self.read_rounds(self.rounds, columns)
+        names = [
+            name
+            for name in self.rounds
+            if phase in (None, name.phase) and (steps is None or name.step in steps)
+        ]
+        tables = self.read_rounds(names, columns)
         return pa.concat_tables([empty if columns is None else empty.select(columns), *tables])
 
 
@@ -133,26 +143,36 @@ def index_rewards(samples: SampleIndex, run_dir: str | os.PathLike[str]) -> Samp
 
 
 def read_samples(
-    run_dir: str | os.PathLike[str], *, columns: Sequence[str] | None = None
+    run_dir: str | os.PathLike[str],
+    *,
+    columns: Sequence[str] | None = None,
+    phase: Phase | None = None,
+    steps: range | None = None,
 ) -> pa.Table:
     """Return the samples of a run, sorted by phase, step, number, group, index and turn.
 
     Args:
         columns: names, in the order that the table is to have; None for all.
+        phase: None for both.
+        steps: of the rounds; None for all.
 
     Raises:
         FileNotFoundError: the run has no sample log.
         KeyError: there is no such column.
     """
-    return index_samples(run_dir).read(columns)
+    return index_samples(run_dir).read(columns, phase, steps)
 
 
 def read_rewards(
-    run_dir: str | os.PathLike[str], *, columns: Sequence[str] | None = None
+    run_dir: str | os.PathLike[str],
+    *,
+    columns: Sequence[str] | None = None,
+    phase: Phase | None = None,
+    steps: range | None = None,
 ) -> pa.Table:
     """Return how the samples of a run scored (`rewards.RewardRow`), sorted by phase, step, number,
     group and index; arguments and errors are those of `read_samples`."""
-    return index_rewards(index_samples(run_dir), run_dir).read(columns)
+    return index_rewards(index_samples(run_dir), run_dir).read(columns, phase, steps)
 
 
 def read_group(

@@ -25,8 +25,8 @@ def write(run_dir: Path, sessions: list[Session]) -> None:
 
 def steps_of_sessions(run_dir: Path, phase: Any) -> list[tuple[int, int]]:
     """(step, session) of every row that counts, in order."""
-    rows = read_samples(run_dir, columns=["phase", "step", "seed"]).to_pylist()
-    return [(row["step"], row["seed"]) for row in rows if row["phase"] == phase]
+    table = read_samples(run_dir, columns=["step", "seed"], phase=phase)
+    return [(row["step"], row["seed"]) for row in table.to_pylist()]
 
 
 def train(*steps: int) -> list[SampleId]:
@@ -93,6 +93,15 @@ def test_rounds_of_a_step_are_told_apart(tmp_path: Path) -> None:
     write(tmp_path, [(0, [sample_id(1, number=n) for n in (0, 1)]), (2, [sample_id(1, number=1)])])
     table = read_samples(tmp_path, columns=["number", "seed"])
     assert [tuple(row.values()) for row in table.to_pylist()] == [(0, 0), (1, 1)]
+
+
+def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
+    write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(0, 1, 2, 9) + evaluate(1)])
+    table = read_samples(tmp_path, columns=["phase", "step"], steps=range(1, 3))
+    found = [tuple(row.values()) for row in table.to_pylist()]
+    assert found == [("eval", 1), ("train", 1), ("train", 2)]
+    table = read_samples(tmp_path, columns=["step"], phase="train", steps=range(5, 100))
+    assert table["step"].to_pylist() == [9]
 
 
 def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:

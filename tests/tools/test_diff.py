@@ -38,7 +38,7 @@ def write(
         rows = [change(row) if step == 1 else row for row in rows]
         writer.write(rows, scored=False)
         reward = first_reward if step == 0 else None
-        writer._rewards.append([score(row, reward) for row in rows])
+        writer.append_scores([score(row, reward) for row in rows])
     (folder / "args.json").write_text(json.dumps({**SETTINGS, **settings}), encoding="utf-8")
     return folder
 

@@ -80,7 +80,7 @@ def write(folder: Path, rewards: Sequence[float]) -> Path:
         rows = make_rows(step)
         writer.write(rows, scored=False)
         scored = [score(r, (1 + step) * rewards[r.sample_id.group]) for r in rows]
-        writer._rewards.append(scored)
+        writer.append_scores(scored)
     (folder / "args.json").write_text(json.dumps({"seed": 3}), encoding="utf-8")
     return folder
 

@@ -62,7 +62,10 @@ class Writer:
             self.score(rows)
 
     def score(self, rows: Sequence[SampleRow], **changes: Any) -> None:
-        self._log.append([replace(score(row), **changes) for row in rows], REWARDS)
+        self.append_scores([replace(score(row), **changes) for row in rows])
+
+    def append_scores(self, rows: Sequence[RewardRow]) -> None:
+        self._log.append(rows, REWARDS)
         self._log.flush()
 
 
