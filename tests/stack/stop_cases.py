@@ -107,19 +107,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conversation(Case):
-    """Two turns; the second begins behind `added`."""
-
-    added: str
-
-
-CONVERSATION = Conversation(
-    name="a conversation", start="Alice", pieces=tuple(SEARCH), num_tokens=5, added="Bob",
-    text=" find it</search>", bare="", reason="</search>", words=("</search>", "]END"),
-)  # fmt: skip
-
-
 def sequences(tokenizer: Any) -> list[list[int]]:
     """What the model is made to say: each start once."""
     by_start = {case.start: case.token_ids(tokenizer) for case in CASES}

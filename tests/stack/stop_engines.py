@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +18,13 @@ import numpy as np
 import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.model import get_model_processor, get_processor
-from swift.rollout.agent_loop import run_multi_turn
-from swift.rollout.multi_turn import MultiTurnScheduler
 from swift.template import get_template
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.stops.templates import record_stop_reason
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
-from tests.stack.stop_cases import CASES, CONVERSATION, NEW_TOKEN, Case
+from tests.stack.stop_cases import CASES, NEW_TOKEN, Case
 
 COUNT = 2
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
@@ -90,32 +85,6 @@ def record_of_choice(choice: Any, infos: dict[str, Any] | None = None) -> dict[s
     }
 
 
-KNOWS_PREFIXES = hasattr(MultiTurnScheduler, "get_response_token_data")
-"""Not ms-swift 4.4: it gives a turn that a template begins without its beginning."""
-
-
-class Goes(MultiTurnScheduler):
-    """Writes a token behind the first turn, in the same message or in one of a user."""
-
-    in_same_message = True
-
-    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        if not self.in_same_message:
-            infer_request.messages.append({"role": "user", "content": "And?"})
-            return {"infer_request": infer_request}
-        if KNOWS_PREFIXES:
-            token_ids, mask = self.get_response_token_data(infer_request, response_choice)
-        else:
-            token_ids, mask = response_choice.token_ids, [1] * len(response_choice.token_ids)
-        added = self.tokenizer.encode(CONVERSATION.added, add_special_tokens=False)
-        infer_request.messages[-1]["content"] += CONVERSATION.added
-        return {
-            "infer_request": infer_request,
-            "response_token_ids": [*token_ids, *added],
-            "response_loss_mask": [*mask, *[0] * len(added)],
-        }
-
-
 class Drawing:
     """Each case through one vLLM engine, in every form of request and answer."""
 
@@ -165,36 +134,8 @@ class Drawing:
             return [record(c) for c in wire.unpack_answer(answer, metadata, "server 0")[0]]
         return [record_of_choice(choice) for choice in response.choices]
 
-    async def converse(self, in_same_message: bool) -> dict[str, Any]:
-        """Two turns: led by the scheduler, as on a server, or by ms-swift's colocated loop."""
-        metadata = make_envelope(CONVERSATION, packed=False, include=True, count=1)
-        request = make_request(CONVERSATION, metadata)
-        request.messages.pop()  # schedulers begin with none; the template's prefix does as well
-        request.chat_template_kwargs = {"response_prefix": CONVERSATION.start}
-        config = make_config(CONVERSATION)
-        scheduler = Goes(infer_engine=self.engine, max_turns=2)
-        scheduler.in_same_message = in_same_message
-        if self.is_async:
-            (output,) = await scheduler.async_infer([request], config, use_tqdm=False)
-            output = type(output).model_validate_json(output.model_dump_json())  # over HTTP
-        else:
-            ask = partial(self.engine.infer, use_tqdm=False)
-            loop = partial(run_multi_turn, [request], ask([request], config), scheduler, ask)
-            with ThreadPoolExecutor(1) as pool:  # it makes an event loop of its own
-                (output,) = pool.submit(loop, config, max_turns=2).result()
-            record_stop_reason(output)  # as the trainer does
-        return {
-            "token_ids": output.response_token_ids,
-            "mask": output.response_loss_mask,
-            "logprobs": [len(turn) for turn in output.rollout_logprobs],
-            "prompt": list(output.response.prompt_token_ids),
-            "stop_reason": output.rollout_infos["stop_reason"],
-        }
-
     async def draw_all(self) -> dict[str, Any]:
-        results: dict[str, Any] = {
-            f"conversation/{same}": await self.converse(same) for same in (True, False)
-        }
+        results: dict[str, Any] = {}
         for case in CASES:
             for include in (True, False):
                 del self.detokenized[:]

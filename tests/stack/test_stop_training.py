@@ -7,7 +7,7 @@ The model spells ` find it</search>` with two line breaks in its last token, `Mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,8 +100,6 @@ ENDS = {
 """At a stop string, at the last possible token; at a stop token that does not show; at a new
 token."""
 
-EXTRA = [pytest.param(name, marks=pytest.mark.extra) for name in ("token", "new")]
-
 
 def check(way: Train, name: str, spelled: list[int], *argv: str, **more: Any) -> None:
     ends = ENDS[name]
@@ -112,31 +110,20 @@ def check(way: Train, name: str, spelled: list[int], *argv: str, **more: Any) ->
     assert logged == [{**row, "stop_reason": str(ends.reason)}] * TOLD
 
 
-@pytest.mark.parametrize("name", [pytest.param("string", marks=pytest.mark.extra), "token", "new"])
-def test_a_training_stops(name: str, train: Train, search_ids: list[int]) -> None:
+def test_a_training_stops(train: Train, search_ids: list[int]) -> None:
     """Colocated; a stop string is in the conversations below."""
-    check(train, name, [*search_ids, NEW_ID])
+    check(train, "new", [*search_ids, NEW_ID])
 
 
-@pytest.mark.parametrize("name", ["string", *EXTRA])
-def test_a_training_without_vllm_stops(
-    name: str, train: Train, search_ids: list[int], tmp_path: Path
+def test_a_training_without_vllm_stops(train: Train, search_ids: list[int], tmp_path: Path) -> None:
+    check(train, "string", [*search_ids, NEW_ID], preset=without_vllm(tmp_path))
+
+
+def test_a_served_training_stops(
+    assets: Path, speller: list[str], train: Train, search_ids: list[int], tmp_path: Path
 ) -> None:
-    check(train, name, [*search_ids, NEW_ID], preset=without_vllm(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def port(
-    assets: Path, speller: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[int]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with rollout_server(*server_argv(assets, *speller, *NEW), log=log) as port:
-        yield port
-
-
-@pytest.mark.parametrize("name", [pytest.param("string", marks=pytest.mark.extra), "token", "new"])
-def test_a_served_training_stops(name: str, port: int, train: Train, search_ids: list[int]) -> None:
-    check(train, name, [*search_ids, NEW_ID], *client_argv(port))
+    with rollout_server(*server_argv(assets, *speller, *NEW), log=tmp_path / "server") as port:
+        check(train, "token", [*search_ids, NEW_ID], *client_argv(port))
 
 
 @pytest.mark.parametrize("way", ["colocate", "server"])

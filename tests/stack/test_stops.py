@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from tests.stack.processes import started
 from tests.stack.spelled import END, expected_logprobs, write_speller
-from tests.stack.stop_cases import CASES, CONVERSATION, NEW_TOKEN, Case, one_token, sequences
-from tests.stack.stop_engines import COUNT, KNOWS_PREFIXES
+from tests.stack.stop_cases import CASES, NEW_TOKEN, Case, sequences
+from tests.stack.stop_engines import COUNT
 
 pytestmark = pytest.mark.stack
 
@@ -93,30 +93,3 @@ def test_vllm_makes_text_only_where_a_stop_string_is_looked_for_in_it(
         needs_text = not all(word in ("<|box_start|>", NEW_TOKEN) for word in case.words)
         for include in (True, False):
             assert results[f"{case.name}/{include}"]["detokenized"] == [needs_text]
-
-
-@pytest.mark.skipif(not KNOWS_PREFIXES, reason="ms-swift 4.4 drops the beginning of a turn")
-@in_vllm
-def test_a_turn_goes_on_from_exactly_the_tokens_of_the_one_before(
-    drawn: tuple[str, dict[str, Any]], tokenizer: Any
-) -> None:
-    """Also where the last of them runs past the stop string; led by a server, or colocated."""
-    _, results = drawn
-    start, *spelled = CONVERSATION.token_ids(tokenizer)
-    first = spelled[: CONVERSATION.num_tokens]
-    added = one_token(CONVERSATION.added, tokenizer)
-    second = [one_token(piece, tokenizer) for piece in ("list", "]]", "END")]
-
-    same = results["conversation/True"]
-    assert same["token_ids"] == [[start, *first, added, *second]]
-    assert same["mask"] == [[0, *[1] * len(first), 0, *[1] * len(second)]]
-    assert same["prompt"][-(len(first) + 2) :] == [start, *first, added]
-    assert sum(same["logprobs"]) == len(first) + len(second)
-    assert same["stop_reason"] == "]END"
-
-    other = results["conversation/False"]
-    assert other["token_ids"] == [[start, *first], [start, *first]]
-    behind_the_first = [start, *first, END]
-    windows = zip(*(other["prompt"][i:] for i in range(len(behind_the_first))), strict=False)
-    assert tuple(behind_the_first) in set(windows)
-    assert other["stop_reason"] == "</search>"
