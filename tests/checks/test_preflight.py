@@ -7,11 +7,8 @@ import inspect
 import logging
 import os
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -218,16 +215,6 @@ def test_a_tied_head_is_not_trained_apart(tmp_path: Path) -> None:
 # --- the process: other ranks, ports, devices ---
 
 
-@contextmanager
-def taken_port(port: int = 0) -> Iterator[int]:
-    """Have somebody listen on a port: this test, or whoever has it already."""
-    with socket.socket() as taken:
-        with suppress(OSError):
-            taken.bind(("", port))
-            taken.listen()
-        yield port or taken.getsockname()[1]
-
-
 def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         assert_says(preflight.check_process(arguments(port=0)), None)
@@ -245,7 +232,10 @@ def test_a_server_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    with taken_port() as port:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
         expected = f"error: --port {port}: is in use on this machine. ...--vllm_server_port"
         assert_says(preflight.check_process(arguments(port=port)), expected)
         assert waits == []  # what listens is not waited for
@@ -271,27 +261,30 @@ def test_old_connections_to_a_port_are_waited_for() -> None:
         assert time.monotonic() - begin > 0.5
 
 
-def test_a_single_process_gets_a_free_port_where_none_was_named() -> None:
-    """In processes of their own: what one began with cannot be changed later."""
-    code = (
-        "import os\n"
-        "from swift.utils import set_default_ddp_config\n"
-        "from swift_grpo_ext.checks import preflight\n"
-        "set_default_ddp_config()\n"
-        "preflight.choose_master_port()\n"
-        "print(os.environ['MASTER_PORT'])\n"
-    )
-    launchers = ("MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-    env = {name: value for name, value in os.environ.items() if name not in launchers}
-
-    def port(**named: str) -> str:
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=env | named, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()[-1]
-
-    assert port() != "29500"
-    assert port(MASTER_PORT="29500") == "29500"
-    assert port(WORLD_SIZE="1", TORCHELASTIC_RUN_ID="none") == "29500"  # torchrun listens there
+@pytest.mark.parametrize(
+    ("env", "began_with", "is_chosen"),
+    [
+        ({"WORLD_SIZE": "1", "MASTER_PORT": "29500"}, {}, True),
+        ({"WORLD_SIZE": "1", "MASTER_PORT": "29500"}, {"MASTER_PORT": "29500"}, False),
+        ({"WORLD_SIZE": "1", "MASTER_PORT": "7"}, {}, False),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "29500"}, {}, False),
+        # torchrun listens there already.
+        ({"WORLD_SIZE": "1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}, {}, False),
+    ],
+)
+def test_a_single_process_gets_a_free_port_where_none_was_named(
+    env: dict[str, str],
+    began_with: dict[str, str],
+    is_chosen: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    process = SimpleNamespace(environ=lambda: began_with)
+    monkeypatch.setattr(preflight.psutil, "Process", lambda: process)
+    preflight.choose_master_port()
+    assert (os.environ["MASTER_PORT"] != env["MASTER_PORT"]) == is_chosen
 
 
 def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from rich.console import Console
 from rich.text import Text
 
-from swift_grpo_ext.checks.finding import Finding, error
+from swift_grpo_ext.checks.finding import Finding, error, warning
 from swift_grpo_ext.checks.preflight import check_model
 from swift_grpo_ext.tools.check import machine
 from swift_grpo_ext.tools.check.data import check_data, check_template
@@ -87,9 +87,9 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
         with _silence():
             try:
                 findings = list(check())
-            except Exception as e:  # the others still have something to say
+            except Exception as e:  # ours, perhaps: nothing is refused for it
                 text = f"the check itself failed ({type(e).__name__}: {e})."
-                findings = [error("A check", text, "Look at the lines above, or report it.")]
+                findings = [warning("A check", text, "Look at the lines above, or report it.")]
         for finding in findings:
             yield subject, finding
 

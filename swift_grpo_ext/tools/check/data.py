@@ -5,14 +5,16 @@ Each takes a model and data alone; a run's settings need not be whole.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
-from swift_grpo_ext.checks.finding import Findings, error, note, ok
+from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
 from swift_grpo_ext.checks.rows import MEDIA, check_rows
-from swift_grpo_ext.tools.check.settings import Run
+from swift_grpo_ext.tools.check.settings import Run, environment
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
@@ -39,7 +41,7 @@ def check_template(run: Run) -> Findings:
         template = get_template(processor, template_type=args.template)
     except (ValueError, KeyError, OSError) as e:
         text = " ".join(str(e).split())[:300]
-        yield error("template", text, "Give --model_type and --template, as for swift rlhf.")
+        yield warning("template", text, "Give --model_type and --template, as for swift rlhf.")
         return
     words = getattr(args, "stop_words", None) or ()
     try:
@@ -62,8 +64,12 @@ def check_data(run: Run) -> Findings:
     from swift.utils import json_parse_to_dict
 
     columns = json_parse_to_dict(run.train("columns")) if run.train("columns") else None
-    for setting in ("dataset", "val_dataset"):
-        for given in run.train(setting) or ():
+    deletes = run.train("truncation_strategy") == "delete"
+    named = [(s, given) for s in ("dataset", "val_dataset") for given in run.train(s) or ()]
+    # ENV may hold ROOT_IMAGE_DIR; what the shell says wins in ms-swift too.
+    env = {name: str(value) for name, value in environment(run.training).items()}
+    with patch.dict(os.environ, {**env, **os.environ}):
+        for setting, given in named:
             name, path = f"{setting} {given}", DatasetSyntax.parse(given).dataset
             if not Path(path).expanduser().exists():
                 if Path(path).suffix in DATA_SUFFIXES or path.startswith(("/", ".", "~")):
@@ -82,17 +88,14 @@ def check_data(run: Run) -> Findings:
                 remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
                 yield error(name, text, remedy)
                 continue
-            if first:
-                # Here belongs the comparison of rows as training and as vLLM encode them.
-                deletes = run.train("truncation_strategy") == "delete"
-                yield from check_rows(
-                    first, setting=name, expects_media=True, deletes_bad_rows=deletes
-                )
-                with_media = sum(any(row.get(kind) for kind in MEDIA) for row in first)
-                text = f"{with_media} of the first {len(first)} rows hold images, videos or audios."
-                yield note(name, text)
-            else:
+            if not first:
                 yield error(name, "holds no rows that ms-swift can use.", "Name another file.")
+                continue
+            # Here belongs the comparison of rows as training and as vLLM encode them.
+            yield from check_rows(first, setting=name, expects_media=True, deletes_bad_rows=deletes)
+            with_media = sum(any(row.get(kind) for kind in MEDIA) for row in first)
+            text = f"{with_media} of the first {len(first)} rows hold images, videos or audios."
+            yield note(name, text)
 
 
 def model_folder(model: str) -> Path | None:

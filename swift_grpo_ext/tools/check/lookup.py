@@ -14,7 +14,7 @@ from pathlib import Path
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Findings, did_you_mean, error
 from swift_grpo_ext.tools.check.rules import PLUGIN
-from swift_grpo_ext.tools.check.settings import Run, devices_of
+from swift_grpo_ext.tools.check.settings import Run, devices_of, plugins_of
 
 PACKAGES: Mapping[str, Mapping[str, str]] = {
     "reward_funcs": {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"},
@@ -47,7 +47,7 @@ def check_names(run: Run) -> Findings:
     from swift.utils import import_external_file
 
     can_be_imported = True
-    plugins = [p for _, settings in run.sides for p in settings.get("external_plugins") or ()]
+    plugins = [plugin for _, settings in run.sides for plugin in plugins_of(settings)]
     for plugin in dict.fromkeys(plugins):
         path = Path(plugin).expanduser()
         problem = "" if path.is_file() else f"there is no such file in {Path.cwd()}."
@@ -68,7 +68,7 @@ def check_names(run: Run) -> Findings:
             {run.train("multi_turn_scheduler"), run.serve("multi_turn_scheduler")} - {None},
             multi_turns,
         ),
-        "report_to": (run.train("report_to") or (), ()),
+        "report_to": (run.train("report_to") or (), ()),  # transformers knows the names
     }
     for setting, (names, registered) in named.items():
         for name in names:

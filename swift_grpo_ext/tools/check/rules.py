@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from swift_grpo_ext.checks.finding import Finding, Findings, error, note, warning
-from swift_grpo_ext.tools.check.settings import Run, devices_of, environment
+from swift_grpo_ext.tools.check.settings import Run, devices_of, environment, plugins_of
 
 PLUGIN = "grpo_ext.py"
 
@@ -42,8 +42,7 @@ SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIX
 def check_settings(run: Run) -> Findings:
     """Say all that is to be said about a run's settings alone."""
     for side, settings in run.sides:
-        plugins = [PurePath(plugin).name for plugin in settings.get("external_plugins") or ()]
-        if PLUGIN not in plugins:
+        if PLUGIN not in (PurePath(plugin).name for plugin in plugins_of(settings)):
             yield error(
                 "external_plugins",
                 f"{run.name(side)} does not load {PLUGIN}: `swift-grpo-ext plugin-path` tells "

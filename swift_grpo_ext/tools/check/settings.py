@@ -120,6 +120,12 @@ def devices_of(settings: Settings | None) -> list[str]:
     return [part for part in str(value).split(",") if part] if value is not None else []
 
 
+def plugins_of(settings: Settings) -> list[str]:
+    """Return the files that a side imports; ms-swift joins an older flag's (base_args.py)."""
+    names = ("external_plugins", "custom_register_path")
+    return [plugin for name in names for plugin in settings.get(name) or ()]
+
+
 # --- from files ---
 
 

@@ -182,7 +182,7 @@ def test_templates(assets: Path) -> None:
     for settings, expected in (
         ({**tiny, "stop_words": ["</a>"]}, "ok: --template: ...<|im_end|>; stop words: '</a>'."),
         ({**tiny, "stop_words": [""]}, "error: --template: --stop_words holds an empty string"),
-        ({"model": tiny["model"]}, "error: --template: ... Give --model_type and --template"),
+        ({"model": tiny["model"]}, "warning: --template: ... Give --model_type and --template"),
         ({"model": "No-Such/Model"}, ""),
         ({}, ""),
     ):
@@ -215,6 +215,8 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image, text = tmp_path / "good.png", tmp_path / "text.png"
     Image.new("RGB", (56, 56)).save(image)
     text.write_text("not an image")
+    Path("pictures").mkdir()
+    Image.new("RGB", (56, 56)).save("pictures/none.png")
     Path("garbage.jsonl").write_text("no JSON\n")
     Path("text.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     good, broken = write_rows(tmp_path / "a.jsonl", image), write_rows(Path("b.jsonl"), image, text)
@@ -232,6 +234,7 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (broken, {"truncation_strategy": "delete"}, "warning: --dataset ...1 of 2 rows that were"),
         (missing, {}, "error: --dataset ...does not exist... ROOT_IMAGE_DIR"),
+        ("missing.jsonl", {"ENV": {"ROOT_IMAGE_DIR": "pictures"}}, "note: --dataset missing.jsonl"),
         (mapped, {}, "error: --dataset ...holds no rows that ms-swift can use."),
         (mapped, named, "note: --dataset ...1 of the first 1 rows hold images"),
         ("garbage.jsonl", {}, "error: --dataset garbage.jsonl: cannot be read"),
