@@ -80,6 +80,7 @@ def check_process(args: Arguments) -> Findings:
 
 
 def check_server_process(args: RolloutArguments) -> Findings:
+    """Refuse a server among ranks, and one whose port is taken."""
     # ms-swift would take a server that torchrun's variables reach for one of several ranks, and
     # wait for the others until its `--ddp_timeout` of months.
     set_here = [f"{name}={os.environ[name]}" for name in TORCHRUN_NAMES if name in os.environ]

@@ -90,12 +90,12 @@ def _parse(command: str, argv: list[str], ranks: int) -> dict[str, Any]:
     parse_yaml_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if command == "rlhf":
-        # Each rank is taken to have a node of its own: this machine's memory is no matter then.
+        # Each rank is taken to have a node of its own.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         swift.rlhf_trainers.VLLMClient = UnconnectedClient
-        # So are its accelerators: presets of GPU machines let their engines sleep.
+        # It is taken to have accelerators: presets of GPU machines let their engines sleep.
         preflight.check_devices = lambda args: iter(())
     sys.argv = ["swift", *argv]
     # A rollout's module tells a server from a training where it is loaded: not before it is needed.
