@@ -21,6 +21,7 @@ from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
 from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
+from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout import wire
@@ -61,7 +62,6 @@ from swift_grpo_ext.training.prompts import (
     replace_failing_prompts,
     tell_long_prompts,
 )
-from swift_grpo_ext.training.rollouts import SampleRecorder
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one

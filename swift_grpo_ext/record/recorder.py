@@ -1,4 +1,4 @@
-"""Writes each sample down as it is generated."""
+"""Writes each sample down as it is generated, and shows it to listeners."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SampleRecorder:
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
 
     def open(self, *, start_step: int) -> None:
-        """Every rank calls it before samples are drawn; calls after the first do nothing.
+        """Begin a session, on every rank together; calls after the first do nothing.
 
         Args:
             start_step: optimizer step at which the session begins.
@@ -68,12 +68,12 @@ class SampleRecorder:
         num_ranks: int,
         weight_version: int,
     ) -> None:
-        """Write down what was drawn, by a thread; `flush` waits for it.
+        """Write down what was generated, by a thread; `flush` waits for it.
 
         Args:
-            prompts: fingerprints of the samples' prompts.
-            num_ranks: whose samples these are, in order, this rank's first.
-            weight_version: optimizer steps behind the weights that they were drawn with.
+            prompts: hashes of the samples' prompts.
+            num_ranks: how many ranks' samples these are, in order, this rank's first.
+            weight_version: optimizer steps behind the weights that generated them.
         """
         if len(outputs) != len(samples):
             return  # a server's scheduler made several training samples of one: none has a name

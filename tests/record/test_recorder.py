@@ -12,12 +12,12 @@ from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.record.log import SampleLog, record_files
 from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.row import SampleRow, to_rows
 from swift_grpo_ext.rollout.generate import to_rollout_output
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from swift_grpo_ext.training.rollouts import SampleRecorder
 from tests.ranks import ThreadRanks, run_rank_groups
 
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
