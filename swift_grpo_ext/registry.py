@@ -13,7 +13,7 @@ from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import tried_packages, untried, verify
 
 TRAINER = "swift_grpo_ext.training.RolloutGRPOTrainer"
-TRAINING_ARGUMENTS = "swift_grpo_ext.training.RolloutGRPOConfig"
+TRAINING_ARGUMENTS = "swift_grpo_ext.config.RolloutGRPOConfig"
 
 
 @cache

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.training import RolloutGRPOConfig
+from swift_grpo_ext.config import RolloutGRPOConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTH = ["--external_plugins", str(ROOT / "plugins/grpo_ext.py"), "--template", "qwen2_5_vl"]

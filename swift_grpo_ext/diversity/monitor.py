@@ -26,7 +26,8 @@ from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.record.row import SampleRow
 
 if TYPE_CHECKING:
-    from swift_grpo_ext.training.trainer import RolloutGRPOConfig, RolloutGRPOTrainer
+    from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
 logger = get_logger()
 

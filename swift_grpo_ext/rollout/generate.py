@@ -30,7 +30,7 @@ from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
 if TYPE_CHECKING:
     from swift.rl_core.data import OnPolicySample
 
-    from swift_grpo_ext.training.trainer import RolloutGRPOConfig
+    from swift_grpo_ext.config import RolloutGRPOConfig
 
 
 @dataclass(frozen=True, kw_only=True)

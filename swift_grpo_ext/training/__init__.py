@@ -5,6 +5,6 @@ from swift_grpo_ext.upstream.contract import verify
 
 verify(pins.TRAINER)  # before classes build on it
 
-from swift_grpo_ext.training.trainer import RolloutGRPOConfig, RolloutGRPOTrainer  # noqa: E402
+from swift_grpo_ext.training.trainer import RolloutGRPOTrainer  # noqa: E402
 
-__all__ = ["RolloutGRPOConfig", "RolloutGRPOTrainer"]
+__all__ = ["RolloutGRPOTrainer"]

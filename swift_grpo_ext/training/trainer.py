@@ -6,18 +6,17 @@ Each hook takes what it needs from ms-swift, and hands it to a collaborator, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from swift.rlhf_trainers import GRPOConfig, GRPOTrainer
+from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
 from torch import nn
 
-from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
 from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
@@ -68,14 +67,6 @@ from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout,
 from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
 
 logger = get_logger()
-
-
-@dataclass
-class RolloutGRPOConfig(ExtFlags, GRPOConfig):
-    """ms-swift's training arguments for GRPO with our flags."""
-
-    new_special_tokens: list[str] = field(default_factory=list)
-    """ms-swift's own flag; servers must have been given the same tokens."""
 
 
 class RolloutGRPOTrainer(GRPOTrainer):

@@ -13,11 +13,12 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import build_completion_mask_and_seq_lengths
 from torch import Tensor
 
+from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.sharding import ShardRanks
 from swift_grpo_ext.logits.shim import LogitsShim
-from swift_grpo_ext.training import RolloutGRPOConfig, RolloutGRPOTrainer
+from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.arguments import training_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import add_lora, build

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.sampling.groups import sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.training import RolloutGRPOConfig
 from tests.arguments import training_arguments
 
 EPOCHS = 3

@@ -9,9 +9,9 @@ import pytest
 import torch
 from swift.infer_engine.protocol import RequestConfig
 
+from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.training import RolloutGRPOConfig
 from swift_grpo_ext.training.agreement import DisagreementError
 from swift_grpo_ext.training.batch import (
     RolloutGap,
