@@ -286,29 +286,21 @@ def test_lora_on_two_ranks(
     note(family, "lora", gap=gap)
 
 
-def test_videos(family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
-    if family.name not in TAKES["videos"]:
-        pytest.skip("not made for videos")
-    if (family.name, "videos") in UPSTREAM:
-        finished = start(family, model, assets, tmp_path / "refused", prompts=WITH_VIDEOS)
+@pytest.mark.parametrize("kind", ["videos", "audio"])
+def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
+    """A training on such prompts samples no placeholder, or upstream ends it."""
+    if family.name not in TAKES[kind]:
+        pytest.skip(f"not made for {kind}")
+    prompts = WITH_VIDEOS if kind == "videos" else WITH_AUDIO
+    if (family.name, kind) in UPSTREAM:
+        finished = start(family, model, assets, tmp_path / "refused", prompts=prompts)
         assert finished.returncode == 1
         assert REFUSED[family.name] in finished.output
         return
-    note(family, "videos", gap=gap_with(family, WITH_VIDEOS, model, assets, tmp_path / "videos"))
-
-
-def test_audio(family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
-    if family.name not in TAKES["audio"]:
-        pytest.skip("not made for audio")
-    note(family, "audio", gap=gap_with(family, WITH_AUDIO, model, assets, tmp_path / "audio"))
-
-
-def gap_with(family: Family, prompts: list[str], model: Path, assets: Path, folder: Path) -> float:
-    """Of a training on these prompts, which samples no placeholder."""
-    train(family, model, assets, folder, *FROZEN, prompts=prompts)
-    tokens = {i for row in rows_of(folder) for i in row.token_ids}
+    train(family, model, assets, tmp_path / kind, *FROZEN, prompts=prompts)
+    tokens = {i for row in rows_of(tmp_path / kind) for i in row.token_ids}
     assert not tokens.intersection(configured_placeholders(model))
-    return assert_agrees(folder)
+    note(family, kind, gap=assert_agrees(tmp_path / kind))
 
 
 @pytest.fixture(scope="module")
