@@ -32,14 +32,7 @@ import pyarrow.parquet as pq
 
 from swift_grpo_ext.record.log import RecordFile, read_footer, record_files
 from swift_grpo_ext.record.rewards import REWARDS
-from swift_grpo_ext.record.row import (
-    ROUND_COLUMNS,
-    SAMPLES,
-    SampleRow,
-    Table,
-    from_arrow,
-    to_rows,
-)
+from swift_grpo_ext.record.row import ROUND_COLUMNS, SAMPLES, SampleRow, Table, to_rows
 from swift_grpo_ext.sampling.seeding import Phase
 
 logger = logging.getLogger(__name__)
@@ -284,7 +277,7 @@ def _read_row_groups(
                 position = file.first - current.first + group.position
                 rows = source.read_row_group(position, columns=names)
                 rows.validate(full=True)
-                read[group] = from_arrow(rows, table)
+                read[group] = rows.cast(pa.schema([table.schema.field(name) for name in names]))
             except DAMAGE as e:
                 last_row = group.first_row + group.num_rows - 1
                 rows_of_file = f" in rows {group.first_row} to {last_row} of {group.round}"

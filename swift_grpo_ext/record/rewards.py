@@ -1,4 +1,4 @@
-"""How each sample scored, and what became of it: one row beside the sample log's. Pure.
+"""How each sample scored, and what became of it: one row beside the sample's. Pure.
 
 Rows are written when a round is scored and its advantages are known. Rounds that dynamic sampling
 added are written with the round that they served.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
@@ -19,13 +19,16 @@ from swift_grpo_ext.sampling.groups import sample_ids_at
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 
+if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOBatch, GRPOSample
+
 Fate = Literal["trained", "dropped", "evaluated"]
 
 SHOWN_GAP = 0.05
 """Nats from which on a token's gap is recorded: most lie below, so that they cost little."""
 
 MOST_GAPS = 64
-"""Of a completion: the greatest."""
+"""Gaps recorded of a completion: the greatest."""
 
 REWARDS = make_table(
     "rewards",
@@ -52,8 +55,8 @@ class RewardRow:
     """Its name; all turns of a conversation share one score."""
 
     reward: float | None
-    """Sum of the functions' values, weighted by `--reward_weights`; before the KL term of
-    `--kl_in_reward`. None without a value."""
+    """The sum of the functions' values, weighted by `--reward_weights`, before the KL term of
+    `--kl_in_reward`; None where no function gave a value."""
 
     rewards: Sequence[tuple[str, float | None]]
     """Each reward function's name and value; None where it gave none."""
@@ -62,22 +65,21 @@ class RewardRow:
     """None where the sample was dropped."""
 
     gap_mean: float | None = None
-    """Mean |training - rollout| log-probability over the completion's tokens, in nats; None where
-    one of them is unknown, with sequence parallelism, and where the sample was dropped."""
+    """The mean |training - rollout| log-probability over the completion's tokens, in nats; None
+    where one of the two is unknown, with sequence parallelism, and where the sample was dropped."""
 
     gap_max: float | None = None
     """The largest of these, in nats."""
 
     truncated: bool
-    """Whether the length limit ended the completion."""
+    """True if the length limit ended the completion."""
 
     replaced: bool
-    """Whether its prompt replaced one that could not be encoded."""
+    """True if its prompt replaced one that could not be encoded."""
 
     gaps: Sequence[tuple[int, float]] | None = None
-    """Position in the completion and gap in nats of the tokens whose gap is `SHOWN_GAP` or more,
-    at most `MOST_GAPS`; None where gaps are unknown, and where the positions are, in conversations
-    with tokens of the environment."""
+    """Position in the completion and gap in nats of the tokens whose gap is `SHOWN_GAP` or more;
+    None where gaps are unknown, or positions, as in conversations with the environment's tokens."""
 
     fate: Fate
     """`dropped`: dynamic sampling left it out."""
@@ -87,47 +89,50 @@ class RewardRecorder:
     """Writes how this rank's samples scored, once their round is over."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float]) -> None:
-        """Args: of the reward functions, in the order of the values. A name that comes again gets
-        its number: `Accuracy`, `Accuracy_2`."""
-        repeats = [names[: i + 1].count(name) for i, name in enumerate(names)]
-        pairs = zip(names, repeats, strict=True)
-        self._names = [f"{name}_{count}" if count > 1 else name for name, count in pairs]
+        """Take the reward functions' names and weights, in the order of the values.
+
+        A name that comes again gets its number: `Accuracy`, `Accuracy_2`.
+        """
+        self._names = []
+        for number, name in enumerate(names):
+            count = names[: number + 1].count(name)
+            self._names.append(f"{name}_{count}" if count > 1 else name)
         self._weights = weights
         self._drawn: dict[SampleId, RewardRow] = {}
         self._replaced_groups: set[SampleId] = set()
 
     def replaced(self, round_: Round, groups: Iterable[int]) -> None:
-        """These groups of the generation batch that comes next got other prompts."""
+        """Note which groups of the generation batch that comes next got other prompts."""
         self._replaced_groups.update(sample_ids_at(round_, groups, 1))
 
-    def drawn(self, samples: Sequence[Any], values: Sequence[Sequence[float]]) -> None:
-        """Dynamic sampling has scored samples that this rank drew, and may drop them.
+    def drawn(self, samples: Sequence[GRPOSample], values: Sequence[Sequence[float]]) -> None:
+        """Note samples of this rank that dynamic sampling has scored, and may drop.
 
         Args:
-            samples: ms-swift's.
             values: [samples][functions]; NaN where a function gave none.
         """
-        rows = [self._row(*pair, fate="dropped") for pair in zip(samples, values, strict=True)]
-        self._drawn.update((row.sample_id, row) for row in rows)
+        for sample, row_values in zip(samples, values, strict=True):
+            row = self._row(sample, row_values, fate="dropped")
+            self._drawn[row.sample_id] = row
 
     def record(
         self,
         sample_log: SampleLog | None,
-        samples: Sequence[Any],
+        samples: Sequence[GRPOSample],
         values: Sequence[Sequence[float]],
         *,
         fate: Fate,
         extras: Mapping[SampleId, Mapping[str, Any]],
-        all_gather: Callable[[Any], list[Any]],
+        all_gather: Callable[[list[SampleId]], list[list[SampleId]]],
     ) -> list[RewardRow]:
         """Write the scores of a round that is over, and return them; all ranks call it.
 
         Args:
-            sample_log: the log of the samples, of the same session; None for none.
-            samples: ms-swift's, those that this rank goes on with.
-            values: as for `drawn`.
-            fate: of these samples.
-            extras: by sample: `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
+            sample_log: the log of the samples; None for none.
+            samples: those that this rank goes on with.
+            values: [samples][functions]; NaN where a function gave none.
+            fate: what became of these samples.
+            extras: by sample, `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
             all_gather: gives every rank's value; called only where dynamic sampling drew.
         """
         rows: dict[SampleId, RewardRow] = {}
@@ -135,6 +140,7 @@ class RewardRecorder:
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
             rows[row.sample_id] = row
         if self._drawn:  # on all ranks or on none
+            # ms-swift deals the samples out anew: what this rank drew, another may train on.
             kept = {name for names in all_gather(list(rows)) for name in names}
             rows |= {name: row for name, row in self._drawn.items() if name not in kept}
         self._drawn = {}
@@ -145,7 +151,9 @@ class RewardRecorder:
             sample_log.append(in_order, REWARDS)
         return in_order
 
-    def _row(self, sample: Any, values: Sequence[float], *, fate: Fate, **extras: Any) -> RewardRow:
+    def _row(
+        self, sample: GRPOSample, values: Sequence[float], *, fate: Fate, **extras: Any
+    ) -> RewardRow:
         sample_id: SampleId = sample.sample_id
         known = [None if math.isnan(value) else float(value) for value in values]
         weighted = zip(known, self._weights, strict=True)
@@ -162,14 +170,16 @@ class RewardRecorder:
 
 
 def training_scores(
-    samples: Sequence[Any], chunks: Sequence[Sequence[Any]], batches: Sequence[Any]
+    samples: Sequence[GRPOSample],
+    chunks: Sequence[Sequence[GRPOSample]],
+    batches: Sequence[GRPOBatch],
 ) -> dict[SampleId, dict[str, Any]]:
-    """Return what training adds to a sample's score: `RewardRecorder.record`'s `extras`.
+    """Return what training adds to the samples' scores: `extras` of `RewardRecorder.record`.
 
     Args:
-        samples: ms-swift's, with their `advantages`.
+        samples: this rank's, with their `advantages`.
         chunks: the samples of each micro-batch.
-        batches: the micro-batches, ms-swift's `GRPOBatch` with tensors [samples, tokens].
+        batches: the micro-batches, with tensors of [samples, tokens].
     """
     scores: dict[SampleId, dict[str, Any]] = {
         sample.sample_id: {"advantage": float(sample.advantages)} for sample in samples
@@ -178,36 +188,21 @@ def training_scores(
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
         if rollout is None or training is None:
             continue
-        difference = (training - rollout).abs().float() * batch.completion_mask
-        means = difference.sum(1) / batch.completion_mask.sum(1).clamp(min=1)
-        for sample, mean, largest in zip(
-            chunk, means.tolist(), difference.amax(1).tolist(), strict=True
+        mask = batch.completion_mask
+        gaps = (training - rollout).abs().float() * mask
+        counts = mask.sum(1)
+        greatest, places = gaps.topk(min(MOST_GAPS, gaps.shape[1]), dim=1)
+        positions = (mask.cumsum(1) - 1).gather(1, places)
+        means = gaps.sum(1) / counts.clamp(min=1)
+        for sample, count, mean, values, of_values in zip(
+            *(chunk, counts.tolist(), means.tolist(), greatest.tolist(), positions.tolist()),
+            strict=True,
         ):
-            scores[sample.sample_id].update(gap_mean=mean, gap_max=largest)
-        counts = batch.completion_mask.sum(1).tolist()
-        for sample, count, gaps in zip(
-            chunk, counts, _greatest_gaps(difference, batch.completion_mask), strict=True
-        ):
-            if count == sum(map(_num_tokens, sample.response_token_ids)):
-                scores[sample.sample_id]["gaps"] = gaps
+            score = scores[sample.sample_id]
+            score.update(gap_mean=mean, gap_max=values[0])
+            # ms-swift has a lone turn's ids as they are, and a list for each of several turns.
+            turns = sample.response_token_ids
+            if count == sum(1 if isinstance(turn, int) else len(turn) for turn in turns):
+                pairs = zip(of_values, values, strict=True)
+                score["gaps"] = sorted((at, gap) for at, gap in pairs if gap >= SHOWN_GAP)
     return scores
-
-
-def _num_tokens(ids: int | Sequence[int]) -> int:
-    """Of a turn; ms-swift has a lone turn's ids as they are, too."""
-    return 1 if isinstance(ids, int) else len(ids)
-
-
-def _greatest_gaps(difference: Any, mask: Any) -> list[list[tuple[int, float]]]:
-    """Of each sample, `RewardRow.gaps`.
-
-    Args:
-        difference: tensor of [samples, tokens], in nats; 0 outside the mask.
-        mask: of the completion's tokens.
-    """
-    values, places = difference.topk(min(MOST_GAPS, difference.shape[1]), dim=1)
-    positions = (mask.cumsum(1) - 1).gather(1, places)
-    rows = zip(positions.tolist(), values.tolist(), strict=True)
-    return [
-        sorted((at, gap) for at, gap in zip(*row, strict=True) if gap >= SHOWN_GAP) for row in rows
-    ]

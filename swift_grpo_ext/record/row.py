@@ -143,7 +143,7 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
     Raises:
         ValueError: a row's counts disagree, naming the sample; or a value does not fit its column.
     """
-    columns = {}
+    columns, fields = [], []
     values: list[Any]
     for field in table.schema:
         if field.name == "session":
@@ -152,37 +152,19 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
             values = [getattr(row.sample_id, field.name) for row in rows]
         else:
             values = [getattr(row, field.name) for row in rows]
-        is_halved = field.name == "logprobs"
-        columns[field.name] = _halves(values) if is_halved else pa.array(values, field.type)
-    fields = [field.with_type(columns[field.name].type) for field in table.schema]
+        if field.name == "logprobs":
+            values = [lp if lp is None else _rounded(lp) for lp in values]
+            field = field.with_type(pa.list_(pa.float16()))
+        columns.append(pa.array(values, field.type))
+        fields.append(field)
     return pa.table(columns, schema=pa.schema(fields))
 
 
-def _halves(lists: Sequence[Sequence[float] | None]) -> pa.ListArray:
+def _rounded(logprobs: Sequence[float]) -> np.ndarray:
+    values = np.asarray(logprobs, np.float32)
+    steps = np.rint(values * LOGPROB_STEPS) / LOGPROB_STEPS
     with np.errstate(over="ignore"):  # below -65504, 16 bits hold -inf
-        # Row by row: arrays of all rows' 32 bits would double the CPU time, in page faults.
-        halves = [_rounded(values).astype(np.float16) for values in lists]
-    offsets = pa.array(np.cumsum([0, *map(len, halves)]), pa.int32())
-    missing = pa.array([values is None for values in lists])
-    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(halves)), mask=missing)
-
-
-def _rounded(logprobs: Sequence[float] | None) -> np.ndarray:
-    values = np.asarray(() if logprobs is None else logprobs, np.float32)
-    return np.where(values > -1, np.rint(values * LOGPROB_STEPS) / LOGPROB_STEPS, values)
-
-
-def from_arrow(stored: pa.Table, table: Table) -> pa.Table:
-    """Return columns of a file as the table's schema has them: log-probabilities in 32 bits."""
-    for number, field in enumerate(stored.schema):
-        if field.name == "logprobs":
-            lists = stored[field.name].combine_chunks()
-            values = pa.array(lists.values.to_numpy().astype(np.float32))
-            buffers = lists.buffers()[:2]
-            wide = table.schema.field(field.name).type
-            column = pa.Array.from_buffers(wide, len(lists), buffers, children=[values])
-            stored = stored.set_column(number, field.with_type(wide), column)
-    return stored
+        return np.where(values > -1, steps, values).astype(np.float16)
 
 
 def to_rows(table: pa.Table) -> list[SampleRow]:

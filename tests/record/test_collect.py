@@ -22,10 +22,10 @@ from swift_grpo_ext.sampling.seeding import SampleId
 NAME = SampleId(phase="train", step=3, number=0, group=1, index=2)
 
 
-def output(ids: list[int], logprobs: Any = None, **fields: Any) -> RolloutOutput:
+def output(ids: list[int], logprobs: Any = None, text: str = "七", **fields: Any) -> RolloutOutput:
     choice = ChatCompletionResponseChoice(
         index=0,
-        message=ChatMessage(role="assistant", content="七"),
+        message=ChatMessage(role="assistant", content=text),
         finish_reason="stop",
         logprobs=logprobs,
         token_ids=ids,
@@ -58,10 +58,15 @@ def test_ms_swifts_own_answer() -> None:
     assert row_of(output([5, 6])).logprobs is None
 
 
-def test_a_stop_token_is_written_in_digits() -> None:
-    assert row_of(output([5], rollout_infos={"stop_reason": 5})).stop_reason == "5"
-    assert row_of(output([5], rollout_infos={"stop_reason": None})).stop_reason is None
-    assert row_of(output([5])).stop_reason is None
+@pytest.mark.parametrize(("infos", "kept"), [({"stop_reason": 5}, "5"), ({}, None)])
+def test_a_stop_token_is_written_in_digits(infos: dict[str, Any], kept: str | None) -> None:
+    assert row_of(output([5], rollout_infos=infos)).stop_reason == kept
+
+
+def test_lone_surrogates_are_kept_as_escapes() -> None:
+    row = row_of(output([5], text="7\ud83d", rollout_infos={"stop_reason": "\ud83d"}))
+    assert (row.text, row.stop_reason) == ("7\\ud83d", "\\ud83d")
+    assert media_name("\udcff.png") == "\\udcff.png"
 
 
 def test_all_turns_of_a_conversation_that_a_server_led() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,14 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, next_session, record_files
 from swift_grpo_ext.record.reader import index_samples, read_samples
 from swift_grpo_ext.record.row import SAMPLES, SampleRow, to_rows
-from swift_grpo_ext.sampling.seeding import SampleId
 from tests.record.rows import ROW, sample_id, write_session
 
 
@@ -87,11 +83,6 @@ def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
     assert error.max() > 0.0004
 
 
-def test_what_must_be_known_of_a_sample() -> None:
-    nullable = {field.name for field in SAMPLES.schema if field.nullable}
-    assert nullable == {"seed", "finish_reason", "stop_reason", "logprobs"}
-
-
 def test_any_parquet_reader_reads_the_files(tmp_path: Path) -> None:
     """Also what the record's own reader takes from a file's name or its table."""
     path = write_session(tmp_path, [replace(ROW, sample_id=sample_id(1))], session=2, start_step=1)
@@ -99,49 +90,12 @@ def test_any_parquet_reader_reads_the_files(tmp_path: Path) -> None:
     assert (row["session"], row["step"], row["logprobs"]) == (2, 1, ROW.logprobs)
 
 
-ROWS = st.builds(
-    replace,
-    st.just(ROW),
-    sample_id=st.builds(
-        SampleId,
-        phase=st.sampled_from(["train", "eval"]),
-        step=st.integers(0, 3),
-        number=st.integers(0, 2),
-        group=st.integers(0, 3),
-        index=st.integers(0, 3),
-        turn=st.integers(0, 2),
-    ),
-    token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=5),
-    logprobs=st.none(),
-    text=st.text(max_size=20),
-    media=st.lists(st.text(max_size=20), max_size=3),
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    rows=st.lists(ROWS, max_size=12, unique_by=lambda row: row.sample_id),
-    num_ranks=st.integers(1, 3),
-    num_appends=st.integers(1, 3),
-)
-def test_every_row_comes_back_sorted(
-    rows: list[SampleRow], num_ranks: int, num_appends: int
-) -> None:
-    """However rows are spread over ranks and calls."""
-    with tempfile.TemporaryDirectory() as folder:
-        SAMPLES.folder(folder).mkdir()
-        for rank in range(num_ranks):
-            log = open_log(Path(folder), rank=rank)
-            for number in range(num_appends):
-                log.append(rows[rank::num_ranks][number::num_appends])
-            log.flush()
-        read = read_rows(Path(folder))
-    assert read == sorted(rows, key=lambda row: row.sample_id)
-
-
 def test_columns_keep_the_order_of_the_call(tmp_path: Path) -> None:
     write_session(tmp_path, [ROW])
-    assert read_samples(tmp_path).schema == SAMPLES.schema
+    schema = read_samples(tmp_path).schema
+    assert schema == SAMPLES.schema
+    nullable = {field.name for field in schema if field.nullable}
+    assert nullable == {"seed", "finish_reason", "stop_reason", "logprobs"}
     table = read_samples(tmp_path, columns=["text", "step"])
     assert table.to_pylist() == [{"text": "seven", "step": 0}]
     with pytest.raises(KeyError, match="reward"):
