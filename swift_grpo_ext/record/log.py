@@ -220,7 +220,7 @@ class SampleLog:
         name += f"-rounds-{first:06d}-{last:06d}"
         folder = table.folder(self._run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / f"{name}.tmp"
+        unfinished = folder / f".{name}.tmp"  # pandas passes over names that begin so
         try:
             with unfinished.open("w+b") as file:
                 with pq.ParquetWriter(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow.parquet as pq
 import pytest
 
@@ -84,10 +85,10 @@ def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
 
 
 def test_any_parquet_reader_reads_the_files(tmp_path: Path) -> None:
-    """Also what the record's own reader takes from a file's name or its table."""
-    path = write_session(tmp_path, [replace(ROW, sample_id=sample_id(1))], session=2, start_step=1)
-    [row] = pq.ParquetFile(path).read().to_pylist()
-    assert (row["session"], row["step"], row["logprobs"]) == (2, 1, ROW.logprobs)
+    write_session(tmp_path, [replace(ROW, sample_id=sample_id(1))], session=2, start_step=1)
+    (tmp_path / "samples/.unfinished.tmp").write_bytes(b"PAR1")
+    [row] = pandas.read_parquet(tmp_path / "samples").to_dict("records")
+    assert (row["session"], row["step"], row["logprobs"].tolist()) == (2, 1, ROW.logprobs)
 
 
 def test_columns_keep_the_order_of_the_call(tmp_path: Path) -> None:
