@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.record.log import SampleLog, next_session
 from swift_grpo_ext.record.row import SampleRow, sample_row
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+
+if TYPE_CHECKING:
+    from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
+    from swift.rl_core.data import OnPolicySample
 
 
 class SampleRecorder:
@@ -61,9 +65,9 @@ class SampleRecorder:
     def record(
         self,
         sample_ids: Sequence[SampleId],
-        samples: Sequence[Any],
+        samples: Sequence[OnPolicySample | RolloutInferRequest],
         prompts: Sequence[str],
-        outputs: Sequence[Any],
+        outputs: Sequence[RolloutOutput],
         *,
         num_ranks: int,
         weight_version: int,
@@ -77,27 +81,26 @@ class SampleRecorder:
         """
         if len(outputs) != len(samples):
             return  # a server's scheduler made several training samples of one: none has a name
-        seed = self._run_seed
-        drawn = zip(sample_ids, samples, prompts, outputs, strict=True)
-        rows = [
-            sample_row(
-                sample_id, sample, output,
-                seed=None if seed is None else sample_seed(seed, sample_id),
+        rows = []
+        generated = zip(sample_ids, samples, prompts, outputs, strict=True)
+        for number, (sample_id, sample, prompt, output) in enumerate(generated):
+            seed = None if self._run_seed is None else sample_seed(self._run_seed, sample_id)
+            rank = self._ranks.rank + number * num_ranks // len(samples)
+            row = sample_row(
+                sample_id,
+                sample,
+                output,
+                seed=seed,
                 fingerprint=prompt,
-                rank=self._ranks.rank + number * num_ranks // len(samples),
+                rank=rank,
                 weight_version=weight_version,
             )
-            for number, (sample_id, sample, prompt, output) in enumerate(drawn)
-        ]  # fmt: skip
-        self.write(rows)
+            rows.append(row)
+        if self.log is not None:
+            without_logprobs = self._kept == "tokens"  # the listeners get them all the same
+            self.log.append([replace(r, logprobs=None) for r in rows] if without_logprobs else rows)
         for listener in self.listeners:
             listener(rows)
-
-    def write(self, rows: list[SampleRow]) -> None:
-        """Have the sample log write rows, as far as it keeps them."""
-        if self.log is not None:
-            kept = [replace(row, logprobs=None) for row in rows] if self._kept == "tokens" else rows
-            self.log.append(kept)
 
     def flush(self) -> None:
         """Wait until all samples and scores are on disk.
