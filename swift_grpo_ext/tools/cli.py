@@ -60,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("config", nargs="?", type=Path, help="the YAML file of swift rlhf")
     add("--model", help="instead of the file's; with --dataset, no file is needed")
     add("--dataset", nargs="+", default=[], help="instead of the file's")
-    add("--minutes", type=float, default=5.0, help="checks begin within them (%(default)s)")
     add("--output", type=Path, default=Path("output/selftest"), help="folder (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of the table")
 

@@ -136,7 +136,7 @@ def main(output: Path, argv: list[str]) -> None:
         from swift_grpo_ext.tools.selftest.rig import Rig
 
         checks.NUM_COLLISION_SAMPLES = SAMPLES
-        rig = Rig(trainer, float("inf"))
+        rig = Rig(trainer)
 
         def tried(name: str) -> dict[str, Any]:
             # What was generated in health would hide a fault.

@@ -96,7 +96,7 @@ def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:
     with rollout_server(*server_argv(assets), log=tmp_path / "server.log") as port:
         settings |= {"vllm_server_host": ["127.0.0.1"], "vllm_server_port": [port]}
         train.write_text(yaml.safe_dump(settings), encoding="utf-8")
-        argv = [str(train), "--minutes", "30", "--output", str(output)]
+        argv = [str(train), "--output", str(output)]
         with started([*COMMAND, *argv], tmp_path / "log") as running:
             finished = running.wait(1500)
     assert finished.returncode == 0, finished.cause

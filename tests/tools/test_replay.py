@@ -167,8 +167,6 @@ def test_settings_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"use_vllm": False}, "--use_vllm False"),
-        ({"rlhf_type": "dpo"}, "--rlhf_type dpo"),
         ({"tuner_type": "llamapro"}, "--tuner_type llamapro"),
         ({"quant_method": "bnb"}, "--quant_method bnb"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +19,15 @@ from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.selftest import command, worker
 from swift_grpo_ext.tools.selftest.checks import NUM_TENSORS, shared_noise, spread
-from swift_grpo_ext.tools.selftest.command import Part, last_error, plan, read_training, to_argv
-from swift_grpo_ext.tools.selftest.outcome import Flips, NotTriedError, Result, flips
+from swift_grpo_ext.tools.selftest.command import last_error, plan, read_training, to_argv
+from swift_grpo_ext.tools.selftest.outcome import (
+    ALL,
+    SAME_TOKENS,
+    Flips,
+    NotTriedError,
+    Result,
+    flips,
+)
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 
 VOCABULARY = 50
@@ -145,33 +151,38 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def planned(num_devices: int = 1, **settings: Any) -> list[Part]:
-    return plan({**TRAINING, **settings}, num_devices, "cpu", Path("out"))
-
-
-def test_topologies_follow_from_the_devices() -> None:
-    alone, two, tensor = planned()
-    assert (alone.topology, alone.ranks) == ("colocate, ranks: 1, tensor parallel: 1", 1)
-    settings = alone.settings
-    assert not settings.keys() & {"deepspeed", "callbacks", "ENV"}
-    assert (settings["max_steps"], settings["output_dir"]) == (1, "out")
-    assert (settings["per_device_train_batch_size"], settings["num_generations"]) == (4, 4)
-    assert [alone.obstacle, two.obstacle, tensor.obstacle] == [
-        "", *["2 devices are needed, and 1 are there (cpu)"] * 2,
-    ]  # fmt: skip
-    assert [part.obstacle for part in planned(2)] == ["", "", ""]
-    sizes = [(p.ranks, p.settings["vllm_tensor_parallel_size"]) for p in planned(2)]
-    assert sizes == [(1, 1), (2, 1), (2, 2)]
-    assert [p.ranks for p in planned(4, vllm_tensor_parallel_size=4)] == [4, 2, 2]
-    assert [p.ranks for p in planned(1, vllm_tensor_parallel_size=4)] == [1, 2, 2]
-    assert [p.ranks for p in planned(2, vllm_tensor_parallel_size=2)] == [2, 2]
+@pytest.mark.parametrize(
+    ("settings", "topologies"),
+    [
+        ({}, [(1, "1"), (2, "1"), (2, "2")]),
+        ({"vllm_tensor_parallel_size": 2}, [(2, "2"), (2, "1")]),
+        ({"vllm_tensor_parallel_size": 4}, [(4, "4"), (2, "1"), (2, "2")]),
+    ],
+)
+def test_other_engines_are_compared_with_the_users(
+    settings: dict[str, Any], topologies: list[tuple[int, str]]
+) -> None:
+    jobs = plan({**TRAINING, **settings}, Path("out"))
+    words = [dict(zip(job.argv, job.argv[1:], strict=False)) for job in jobs]
+    sizes = [given["--vllm_tensor_parallel_size"] for given in words]
+    assert [*zip([job.ranks for job in jobs], sizes, strict=True)] == topologies
+    assert [job.checks for job in jobs] == [ALL, *[[SAME_TOKENS]] * (len(jobs) - 1)]
+    for given in words:
+        assert not given.keys() & {"--deepspeed", "--callbacks", "--ENV"}
+        assert (given["--max_steps"], given["--output_dir"]) == ("1", "out/run")
+        # A group for each rank.
+        assert given["--per_device_train_batch_size"] == given["--num_generations"] == "4"
+    assert jobs[0].topology == f"colocate, ranks: {sizes[0]}, tensor parallel: {sizes[0]}"
 
 
 def test_a_server_comes_first() -> None:
-    server, alone, *_ = planned(vllm_mode="server", vllm_server_port=[8001])
-    assert (server.topology, server.settings["vllm_server_port"]) == ("server", [8001])
-    assert alone.settings["vllm_mode"] == "colocate"
-    assert "vllm_server_port" not in alone.settings
+    settings = {**TRAINING, "vllm_mode": "server", "vllm_server_port": [8001]}
+    server, alone, *_ = plan(settings, Path("out"))
+    assert (server.topology, server.checks, server.ranks) == ("server", ALL, 1)
+    assert server.argv[server.argv.index("--vllm_server_port") + 1] == "8001"
+    assert alone.argv[alone.argv.index("--vllm_mode") + 1] == "colocate"
+    assert "--vllm_server_port" not in alone.argv
+    assert alone.checks == [SAME_TOKENS]
 
 
 def options(**given: Any) -> argparse.Namespace:
@@ -211,31 +222,19 @@ def test_the_reason_is_the_last_exception_of_a_log(tmp_path: Path) -> None:
     assert last_error(log) == "two | three | four"
 
 
-LATE = "--minutes were over"
-
-
 @pytest.mark.parametrize(
-    ("code", "obstacle", "minutes", "checks", "reason"),
+    ("code", "checks", "reason"),
     [
-        ("emit('seeds'); emit('stops')", "", 1, ["seeds", "stops"], ""),
-        (
-            "emit('seeds'); raise KeyError(1)",
-            "",
-            1,
-            ["seeds"],
-            "its process ended with 1: KeyError: 1",
-        ),
-        ("emit('seeds'); time.sleep(60)", "", 0.1, ["seeds"], LATE),
-        ("", "no GPU", 1, [], "no GPU"),
-        ("", "", 0, [], LATE),
+        ("emit('seeds'); emit('stops')", ["seeds", "stops"], ""),
+        ("emit('seeds'); raise KeyError(1)", ["seeds"], "its process ended with 1: KeyError: 1"),
+        ("emit('seeds'); time.sleep(60)", ["seeds"], "its process did not end within 3 seconds"),
     ],
 )
 def test_a_process_leaves_what_it_has_and_why_no_more(
-    code: str, obstacle: str, minutes: float, checks: list[str], reason: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    code: str, checks: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A small program stands for the worker."""
-    monkeypatch.setattr(command, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(command, "MOST_SECONDS", 3.0)
     program = tmp_path / "worker.py"
     program.write_text(
         "import json, sys, time\n"
@@ -253,11 +252,10 @@ def test_a_process_leaves_what_it_has_and_why_no_more(
 
     original = psutil.Popen
     monkeypatch.setattr(psutil, "Popen", popen)
-    part = Part(topology="t", settings={"model": "m"}, obstacle=obstacle)
-    deadline = time.time() + 60 * minutes
-    results, why = command.run_part(part, True, tmp_path / "part.log", {"A": "1"}, deadline)
-    assert [result.check for result in results] == checks
-    assert {result.topology for result in results} <= {"t"}
+    (tmp_path / "results.jsonl").write_text("of another run")
+    job = plan(TRAINING, tmp_path)[0]
+    results, why = command.run_job(job, tmp_path / "part.log", {"A": "1"})
+    assert [(r.check, r.topology) for r in results] == [(c, job.topology) for c in checks]
     assert why == reason
 
 
@@ -274,17 +272,13 @@ def test_the_command(
     statuses: list[str], reason: str, exit_status: int, num_untried: int,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    checks = [*command.PROMISES][:5]
+    def run_job(job: worker.Job, *_: Any) -> tuple[list[Result], str]:
+        pairs: Any = zip(ALL, statuses, strict=False)
+        return [Result(check=c, topology=job.topology, status=s) for c, s in pairs], reason
 
-    def run_part(part: Part, is_first: bool, *_: Any) -> tuple[list[Result], str]:
-        if not is_first:
-            return [], "1 device"
-        pairs = zip(checks, statuses, strict=False)
-        results: Any = [Result(check=c, topology="t", status=s) for c, s in pairs]  # type: ignore[arg-type]
-        return results, reason
-
-    monkeypatch.setattr(command, "run_part", run_part)
-    given = options(model="m", dataset=["d"], output=tmp_path, minutes=1.0, json=True)
+    monkeypatch.setattr(command, "run_job", run_job)
+    monkeypatch.setattr(command.os, "sched_getaffinity", lambda _: {0})
+    given = options(model="m", dataset=["d"], output=tmp_path, json=True)
     assert command.run(given) == exit_status
     printed = capsys.readouterr()
     if not statuses:
@@ -293,8 +287,10 @@ def test_the_command(
     report = json.loads(printed.out)
     assert report == json.loads((tmp_path / "selftest.json").read_text(encoding="utf-8"))
     untried = [r for r in report["results"] if r["status"] == "could not be tried"]
-    assert len(untried) == num_untried + 2  # two ranks, tensor parallel 2
-    assert {r["check"] for r in untried[-2:]} == {"same tokens"}
+    assert len(untried) == num_untried + 2
+    for result in untried[-2:]:
+        assert result["check"] == SAME_TOKENS
+        assert result["reason"] == "2 devices are needed, and 1 are there (cpu)"
     given.json = False
     command.run(given)
     assert "S1, S3, S5" in " ".join(capsys.readouterr().out.split())

@@ -20,13 +20,11 @@ from swift_grpo_ext.tools.replay.compare import Comparison, Token, compare
 from swift_grpo_ext.tools.replay.run import find_prompt, first_turns, read_run, weights_of
 
 DIFFERENT = (
-    "Tokens differ. Look at the log-probabilities before the difference. If they agree (to about "
-    "1e-5 in float32, 1e-2 in bfloat16), weights and prompt are the same, and rounding has decided "
-    "between two tokens that tied but for their noise: kernels of GPUs whose result depends on the "
-    "batch do that. If not, the sample saw other weights, another prompt, other media files or "
-    "other settings. Neither log nor args.json holds environment variables (set MAX_PIXELS and the "
-    "like as they were), the data set's column `chat_template_kwargs`, or what only a server was "
-    "told (give it with --set)."
+    "Tokens differ. Where the log-probabilities before the difference agree (to about 1e-5 in "
+    "float32, 1e-2 in bfloat16), weights and prompt are the same, and kernels whose result depends "
+    "on the batch have decided a near tie. Otherwise the sample saw other weights, another prompt, "
+    "other media or settings. Neither log nor args.json holds environment variables (set "
+    "MAX_PIXELS and the like as they were) or what only a server was told (give it with --set)."
 )
 
 

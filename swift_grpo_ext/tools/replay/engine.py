@@ -12,21 +12,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from swift.arguments import BaseArguments
 from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import OnPolicySample
 
-from swift_grpo_ext.checks.finding import enforce
-from swift_grpo_ext.checks.preflight import check_model
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
-from swift_grpo_ext.tools.replay.run import ReplayError, Run
+from swift_grpo_ext.tools.replay.run import Run
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -118,18 +114,8 @@ def _make_engine(
 def base_arguments(settings: Mapping[str, Any], model: str, **changes: Any) -> BaseArguments:
     """Build ms-swift's arguments about model, template and data, with the run's values.
 
-    Raises:
-        ValueError: a plugin of the run, or the model, is not there.
+    They load the run's plugins, as their paths are seen from the current folder.
     """
-    plugins = settings.get("external_plugins") or []
-    missing = [plugin for plugin in plugins if not Path(plugin).expanduser().is_file()]
-    if missing:
-        raise ReplayError(
-            f"--external_plugins {' '.join(missing)} of args.json is not there, seen from "
-            f"{Path.cwd()}: run in the folder where the training ran, or leave out what only "
-            "rewards need, with --set 'external_plugins=[\"plugins/grpo_ext.py\"]'."
-        )
-    enforce(check_model(SimpleNamespace(model=model)))
     values = {
         name: value
         for name, value in settings.items()

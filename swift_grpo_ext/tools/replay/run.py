@@ -14,15 +14,6 @@ from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import sample_seed
 
-SEEDED = "only samples that vLLM generated for GRPO have seeds of their own"
-CAN_BE_REPLAYED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "rlhf_type": (("grpo",), SEEDED),
-    "use_vllm": ((True,), SEEDED),
-    "tuner_type": (("full", "lora"), "replay loads checkpoints of `full` and `lora`"),
-    "quant_method": ((None,), "replay loads weights without quantization"),
-}
-"""The values that a setting may have, and why no others."""
-
 
 class ReplayError(ValueError):
     """A group cannot be generated again; the message says why, and what would help."""
@@ -62,10 +53,12 @@ def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
             hint = did_you_mean(name, settings) or "it is an argument of `swift rlhf`."
             raise ReplayError(f"--set {name}: {path} has no such setting; {hint}")
     settings = {**settings, **changes}
-    for name, (allowed, reason) in CAN_BE_REPLAYED.items():
-        value = settings.get(name)
-        if value not in allowed:
-            raise ReplayError(f"--{name} {value}: the run cannot be replayed: {reason}.")
+    for name, allowed in (("tuner_type", ("full", "lora")), ("quant_method", (None,))):
+        if settings.get(name) not in allowed:
+            raise ReplayError(
+                f"--{name} {settings.get(name)}: the run cannot be replayed, which loads whole "
+                "models and LoRA adapters without quantization."
+            )
     return Run(folder=Path(folder), settings=settings)
 
 

@@ -101,7 +101,7 @@ def check_seeds(rig: Rig) -> Finding:
     }
     faults = [f"{how}: {result}" for how, result in same.items() if not result.is_rounding]
     rounds = [rig.first_round]
-    while (len(rounds) + 1) * len(ids) < NUM_COLLISION_SAMPLES and not rig.is_over:
+    while (len(rounds) + 1) * len(ids) < NUM_COLLISION_SAMPLES:
         rounds.append(rig.generate_tokens(rig.ids(len(rounds), len(rig.prompts))))
     rounds.append(rig.generate_tokens(ids, run_seed=trainer.args.seed + 1))
     log10_p, bits = shared_noise(rounds)

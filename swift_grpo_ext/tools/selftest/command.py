@@ -14,9 +14,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,14 @@ from rich.table import Table
 from swift_grpo_ext.checks.preflight import free_port
 from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
 from swift_grpo_ext.tools.check.settings import devices_of, from_command_line, read_settings
-from swift_grpo_ext.tools.selftest.outcome import PROMISES, Result
+from swift_grpo_ext.tools.selftest.outcome import ALL, PROMISES, SAME_TOKENS, Result
 from swift_grpo_ext.tools.selftest.worker import Job
 from swift_grpo_ext.tools.share import PLUGIN_FILE
 from swift_grpo_ext.version import __version__
 
 COLORS = {"holds": "green", "does not hold": "red", "could not be tried": "yellow"}
-GRACE_SECONDS = 60.0
-"""The time that a check has to end once the budget is spent."""
+MOST_SECONDS = 1800.0
+"""The time that a process may take: a large model loads for minutes."""
 
 DEFAULTS: Mapping[str, Any] = {
     "rlhf_type": "grpo",
@@ -76,17 +75,6 @@ ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): .+)", re.MUL
 """The end of a traceback in Python, also of a rank's; torchrun's own errors have no text."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """The settings of one topology."""
-
-    topology: str
-    settings: dict[str, Any]
-    ranks: int = 1
-    obstacle: str = ""
-    """Why it cannot be tried on this machine."""
-
-
 def run(options: argparse.Namespace) -> int:
     """Check, print, and write `selftest.json`.
 
@@ -98,37 +86,34 @@ def run(options: argparse.Namespace) -> int:
         OSError: the output folder cannot be written.
     """
     settings = read_training(options)
+    folder: Path = options.output
+    folder.mkdir(parents=True, exist_ok=True)
     if torch.accelerator.is_available():
         device = str(torch.accelerator.current_accelerator())
         num_devices = len(devices_of(settings)) or torch.accelerator.device_count()
     else:
         device, num_devices = "cpu", len(os.sched_getaffinity(0))  # each core holds a rank
-    folder: Path = options.output
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "first_round.pickle").unlink(missing_ok=True)  # of another run
     env = {
         name: str(value)
         for name, value in (settings.get("ENV") or {}).items()
         if name not in OF_LAUNCHERS
     }
     console = Console(stderr=options.json)
-    deadline = time.time() + 60 * options.minutes
     results: list[Result] = []
-    for number, part in enumerate(plan(settings, num_devices, device, folder / "run")):
-        console.print(f"{part.topology} ...")
-        log = folder / f"part-{number}.log"
-        of_part, reason = run_part(part, number == 0, log, env, deadline)
-        if number == 0 and not of_part:
+    for number, job in enumerate(plan(settings, folder)):
+        console.print(f"{job.topology} ...")
+        measured: list[Result] = []
+        reason = f"{job.ranks} devices are needed, and {num_devices} are there ({device})"
+        if job.ranks <= num_devices:
+            measured, reason = run_job(job, folder / f"part-{number}.log", env)
+        if number == 0 and not measured:
             print(f"swift-grpo-ext selftest: no check can start. {reason}", file=sys.stderr)
             return 2
-        results += of_part
-        done = {result.check for result in of_part}
-        expected = (
-            ["same tokens"] if number else [name for name in PROMISES if name != "same tokens"]
-        )
+        done = {result.check for result in measured}
+        results += measured
         results += [
-            Result(check=check, topology=part.topology, reason=reason)
-            for check in expected
+            Result(check=check, topology=job.topology, reason=reason)
+            for check in job.checks
             if check not in done
         ]
     versions = installed_versions()
@@ -170,60 +155,46 @@ def read_training(options: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def plan(
-    settings: Mapping[str, Any], num_devices: int, device: str, output_dir: Path
-) -> list[Part]:
-    """Return what to run, in this order: the user's own engine first, others to compare with it.
-
-    Args:
-        settings: the training's, as its file has them.
-        device: what the devices are, in words.
-        output_dir: the trainings'.
-    """
-    kept = {name: value for name, value in settings.items() if name not in LEFT_OUT}
-    group_size = settings.get("num_generations", DEFAULTS["num_generations"])
-    changed = {"per_device_train_batch_size": group_size, "output_dir": str(output_dir)}
-    served = {**kept, **CHANGED, **changed}
+def plan(settings: Mapping[str, Any], folder: Path) -> list[Job]:
+    """Return what to run, in this order: the user's own engine first, others to compare with it."""
+    served = {name: value for name, value in settings.items() if name not in LEFT_OUT}
+    served |= {
+        **CHANGED,
+        "per_device_train_batch_size": settings.get("num_generations", 8),
+        "output_dir": str(folder / "run"),
+    }
+    topologies = [("server", 1, served)] if settings.get("vllm_mode") == "server" else []
     size = int(settings.get("vllm_tensor_parallel_size") or 1)
-    first = (size, size) if num_devices >= size else (1, 1)
-    parts = []
-    for ranks, tensor_parallel in dict.fromkeys([first, (2, 1), (2, 2)]):
-        own = {name: value for name, value in served.items() if name not in OF_SERVERS}
-        own |= {"vllm_mode": "colocate", "vllm_tensor_parallel_size": tensor_parallel}
-        obstacle = ""
-        if num_devices < ranks:
-            obstacle = f"{ranks} devices are needed, and {num_devices} are there ({device})"
-        topology = f"colocate, ranks: {ranks}, tensor parallel: {tensor_parallel}"
-        parts.append(Part(topology=topology, settings=own, ranks=ranks, obstacle=obstacle))
-    if settings.get("vllm_mode") == "server":
-        parts.insert(0, Part(topology="server", settings=served))
-    return parts
+    for ranks, tensor_parallel in dict.fromkeys([(size, size), (2, 1), (2, 2)]):
+        colocated = {name: value for name, value in served.items() if name not in OF_SERVERS}
+        colocated |= {"vllm_mode": "colocate", "vllm_tensor_parallel_size": tensor_parallel}
+        name = f"colocate, ranks: {ranks}, tensor parallel: {tensor_parallel}"
+        topologies.append((name, ranks, colocated))
+    return [
+        Job(
+            topology=name,
+            argv=to_argv(of_topology),
+            ranks=ranks,
+            checks=[SAME_TOKENS] if number else ALL,
+            results=str(folder / "results.jsonl"),
+            first_round=str(folder / "round.pickle"),
+        )
+        for number, (name, ranks, of_topology) in enumerate(topologies)
+    ]
 
 
-def run_part(
-    part: Part, is_first: bool, log: Path, env: Mapping[str, str], deadline: float
-) -> tuple[list[Result], str]:
-    """Run the process of a topology.
+def run_job(job: Job, log: Path, env: Mapping[str, str]) -> tuple[list[Result], str]:
+    """Run the process of a topology, with its output in `log`.
 
     Returns:
         The results that the process wrote, and why it wrote no more where it ended early.
     """
-    if part.obstacle or time.time() >= deadline:
-        return [], part.obstacle or "--minutes were over"
-    results = log.with_suffix(".jsonl")
+    results = Path(job.results)
     results.write_text("", encoding="utf-8")
-    job = Job(
-        argv=to_argv(part.settings),
-        topology=part.topology,
-        is_first=is_first,
-        deadline=deadline,
-        results=str(results),
-        first_round=str(log.with_name("first_round.pickle")),
-    )
     port = str(free_port())
     command = [sys.executable, "-m"]
-    if part.ranks > 1:
-        command += ["torch.distributed.run", "--nproc_per_node", str(part.ranks)]
+    if job.ranks > 1:
+        command += ["torch.distributed.run", "--nproc_per_node", str(job.ranks)]
         command += ["--master_port", port, "-m"]
     command += ["swift_grpo_ext.tools.selftest.worker", json.dumps(asdict(job))]
     with log.open("wb") as file:
@@ -236,10 +207,10 @@ def run_part(
             start_new_session=True,
         )
     try:
-        status = process.wait(max(deadline - time.time(), 0) + GRACE_SECONDS)
+        status = process.wait(MOST_SECONDS)
         reason = f"its process ended with {status}: {last_error(log)}" if status else ""
     except psutil.TimeoutExpired:
-        reason = "--minutes were over"
+        reason = f"its process did not end within {MOST_SECONDS:g} seconds"
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             # Ranks of torchrun and engines live in sessions of their own.

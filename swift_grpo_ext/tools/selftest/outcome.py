@@ -21,16 +21,19 @@ from scipy.special import pdtrc
 from swift_grpo_ext.diversity.sample import Sample
 from swift_grpo_ext.tools.replay.compare import first_difference
 
+SAME_TOKENS = "same tokens"
 PROMISES = {
     "prompts": "M3",
     "seeds": "S1, S3, S5, S6, G2",
     "stops": "T1 to T4",
     "weights": "M4, M5",
     "logits": "L1, L4, L6",
-    "same tokens": "S2",
+    SAME_TOKENS: "S2",
 }
-"""The checks, each with the promises that it looks at (docs/promises.md). The last is that of every
-topology but the first, which has all others."""
+"""The checks, each with the promises that it looks at (docs/promises.md)."""
+
+ALL = [check for check in PROMISES if check != SAME_TOKENS]
+"""The checks of the first topology; the others generate the same tokens."""
 
 REMEDIES = {
     "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
@@ -40,7 +43,7 @@ REMEDIES = {
     "weights": "The engine has other weights, stale caches, another prompt, or other numbers "
     "(quantization, --vllm_engine_kwargs) than the trainer: `prompts` says whether it is those.",
     "logits": "Leave out the flags that are named, and report it with selftest.json.",
-    "same tokens": "Report it with selftest.json; until then, train with the first topology.",
+    SAME_TOKENS: "Report it with selftest.json; until then, train with the first topology.",
 }
 """What to do where a promise does not hold."""
 

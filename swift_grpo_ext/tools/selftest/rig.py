@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -44,11 +43,10 @@ class Rig:
 
     Args:
         trainer: the trainer as `swift rlhf` makes it.
-        deadline: seconds since 1970; checks begin before it.
     """
 
-    def __init__(self, trainer: RolloutGRPOTrainer, deadline: float) -> None:
-        self.trainer, self.deadline = trainer, deadline
+    def __init__(self, trainer: RolloutGRPOTrainer) -> None:
+        self.trainer = trainer
         # As the training does before its first step: number types of mixed precision, no DDP yet.
         trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.train()
@@ -58,11 +56,6 @@ class Rig:
             set_expandable_segments(False)
             trainer.engine.engine.wake_up()
         self.update_weights()
-
-    @property
-    def is_over(self) -> bool:
-        """The time is over on rank 0's clock."""
-        return bool(self.trainer.ranks.all_gather(time.time() >= self.deadline)[0])
 
     @property
     def bits(self) -> int:

@@ -17,7 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift_grpo_ext.tools.selftest.outcome import REMEDIES, NotTriedError, Result
+from swift_grpo_ext.tools.selftest.outcome import (
+    ALL,
+    REMEDIES,
+    SAME_TOKENS,
+    NotTriedError,
+    Result,
+)
 
 if TYPE_CHECKING:
     from swift_grpo_ext.tools.selftest.checks import Check
@@ -29,21 +35,20 @@ if TYPE_CHECKING:
 class Job:
     """The work of one process."""
 
+    topology: str
+    """The topology in words, as results name it."""
+
     argv: list[str]
     """The arguments of `swift rlhf`."""
 
-    topology: str
-    is_first: bool
-    """The first topology is checked and saves its round 0; others compare theirs with it."""
-
-    deadline: float
-    """Seconds since 1970."""
-
+    checks: list[str]
     results: str
     """The file for results."""
 
     first_round: str
-    """The file with round 0."""
+    """The file with round 0: the first topology saves it, others compare theirs with it."""
+
+    ranks: int = 1
 
 
 def main(job: Job) -> None:
@@ -77,24 +82,23 @@ def run_with_trainer(argv: Sequence[str], use: Callable[[RolloutGRPOTrainer], No
 
 
 def check_all(job: Job, trainer: RolloutGRPOTrainer) -> None:
-    """Run the job's checks, as long as there is time."""
+    """Run the job's checks, and append the results to its file."""
     from swift_grpo_ext.tools.selftest.checks import CHECKS, check_same_tokens
     from swift_grpo_ext.tools.selftest.rig import Rig
 
-    first_round = Path(job.first_round)
-    checks = CHECKS
-    if not job.is_first:
-        checks = {"same tokens": partial(check_same_tokens, path=first_round)}
     # What keeps a canary from being generated keeps checks from it.
     reason = trainer._reason_against_canary()
-    rig = None if reason else Rig(trainer, job.deadline)
-    if rig is not None and job.is_first and trainer.ranks.rank == 0:
-        first_round.write_bytes(pickle.dumps(rig.first_round))
-    for name, check in checks.items():
-        if rig is None or rig.is_over:
-            result = Result(check=name, reason=reason or "--minutes were over")
-        else:
-            result = attempt(rig, name, check)
+    rig = None if reason else Rig(trainer)
+    first_round = Path(job.first_round)
+    if rig is not None and job.checks == ALL:
+        samples = pickle.dumps(rig.first_round)  # all ranks generate it
+        if trainer.ranks.rank == 0:
+            first_round.write_bytes(samples)
+    checks: dict[str, Check] = {**CHECKS, SAME_TOKENS: partial(check_same_tokens, path=first_round)}
+    for name in job.checks:
+        result = Result(check=name, reason=reason)
+        if rig is not None:
+            result = attempt(rig, name, checks[name])
         if trainer.ranks.rank == 0:
             with Path(job.results).open("a", encoding="utf-8") as f:
                 values = asdict(replace(result, topology=job.topology))
