@@ -100,7 +100,9 @@ def run(options: argparse.Namespace) -> int:
     }
     console = Console(stderr=options.json)
     results: list[Result] = []
-    for number, job in enumerate(plan(settings, folder)):
+    jobs = plan(settings, folder)
+    Path(jobs[0].first_round).unlink(missing_ok=True)  # of another run
+    for number, job in enumerate(jobs):
         console.print(f"{job.topology} ...")
         measured: list[Result] = []
         reason = f"{job.ranks} devices are needed, and {num_devices} are there ({device})"
