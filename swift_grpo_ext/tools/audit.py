@@ -24,7 +24,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ from swift_grpo_ext.diversity.sample import Group, Origin, Sample, group_samples
 from swift_grpo_ext.sampling.seeding import SampleId
 
 COLUMNS = {
+    "phase": ("phase",),  # this project's record: rounds have three columns
+    "number": ("number",),
     "step": ("step", "gen_step", "global_step", "global_steps", "rollout_id", "iteration"),
     "group": ("group_index", "group_id", "group", "uid", "prompt_id"),
     "prompt": ("prompt", "input", "prompts", "messages", "question", "query"),
@@ -103,14 +105,13 @@ def read_dump(paths: Sequence[Path], names: Mapping[str, str]) -> tuple[list[lis
             # generation_batch_size samples, those of earlier steps included (grpo_trainer.py,
             # `_logs`).
             repeats = True
-            for values in zip(*line.values(), strict=False):
+            for values in zip_longest(*line.values()):
                 rows.append(dict(zip(line, values, strict=True)))
     columns = _find_columns({name for row in rows for name in row}, names)
     steps: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        steps[str(row.get(columns.get("step", "")))].append(
-            {key: row.get(name) for key, name in columns.items()}
-        )
+        named = {key: row.get(name) for key, name in columns.items()}
+        steps[str([named.get(key) for key in ("phase", "step", "number")])].append(named)
     return [_to_samples(number, of_step) for number, of_step in enumerate(steps.values())], repeats
 
 
@@ -290,7 +291,7 @@ def _log2_fixed(size: int, common: int, fixed: int) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """Print the verdict; return 1 where noise is shared."""
-    names = {key: name for key in COLUMNS if (name := getattr(options, key))}
+    names = {key: name for key in COLUMNS if (name := getattr(options, key, None))}
     steps, repeats = read_dump(options.file, names)
     result = audit(steps, options.alarm_p, repeats=repeats)
     if options.json:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", help="instead of the file's; with --dataset, no file is needed")
     add("--dataset", nargs="+", default=[], help="instead of the file's")
     add("--output", type=Path, default=Path("output/selftest"), help="folder (%(default)s)")
-    add("--json", action="store_true", help="print JSON instead of the table")
+    add("--json", action="store_true", help="print JSON instead of text")
 
     add = command(init, "copy a preset and its launch script to start from")
     add("directory", type=Path, nargs="?", help="where to")

@@ -293,4 +293,6 @@ def test_the_command(
         assert result["reason"] == "2 devices are needed, and 1 are there (cpu)"
     given.json = False
     command.run(given)
-    assert "S1, S3, S5" in " ".join(capsys.readouterr().out.split())
+    printed_lines = capsys.readouterr().out
+    assert "  could not be tried same tokens (S2)\n      2 devices are needed" in printed_lines
+    assert f"  {statuses[0]:18} prompts (M3)\n" in printed_lines

@@ -21,9 +21,6 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from swift_grpo_ext.checks.preflight import free_port
 from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
@@ -33,7 +30,6 @@ from swift_grpo_ext.tools.selftest.worker import Job
 from swift_grpo_ext.tools.share import PLUGIN_FILE
 from swift_grpo_ext.version import __version__
 
-COLORS = {"holds": "green", "does not hold": "red", "could not be tried": "yellow"}
 MOST_SECONDS = 1800.0
 """The time that a process may take: a large model loads for minutes."""
 
@@ -98,12 +94,11 @@ def run(options: argparse.Namespace) -> int:
         for name, value in (settings.get("ENV") or {}).items()
         if name not in OF_LAUNCHERS
     }
-    console = Console(stderr=options.json)
     results: list[Result] = []
     jobs = plan(settings, folder)
     Path(jobs[0].first_round).unlink(missing_ok=True)  # of another run
     for number, job in enumerate(jobs):
-        console.print(f"{job.topology} ...")
+        print(f"{job.topology} ...", file=sys.stderr)
         measured: list[Result] = []
         reason = f"{job.ranks} devices are needed, and {num_devices} are there ({device})"
         if job.ranks <= num_devices:
@@ -134,8 +129,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(text)
     else:
-        console.print(table(results))
-        console.print(f"written: {folder / 'selftest.json'}", highlight=False)
+        show(results)
+        print(f"\nwritten: {folder / 'selftest.json'}")
     statuses = {result.status for result in results}
     if "does not hold" in statuses:
         return 1
@@ -245,13 +240,16 @@ def last_error(log: Path) -> str:
     return errors[-1] if errors else " | ".join(lines[-3:])
 
 
-def table(results: list[Result]) -> Table:
-    """Return a row for each result."""
-    shown = Table("topology", "check", "promises", "result", "why, and measured")
+def show(results: list[Result]) -> None:
+    """Print the results by topology."""
+    topology = ""
     for result in results:
-        measured = "; ".join(f"{name}: {value}" for name, value in result.values.items())
-        words = [text for text in (result.reason, result.remedy, measured) if text]
-        status = f"[{COLORS[result.status]}]{result.status}[/]"
-        text = escape("\n".join(words))
-        shown.add_row(escape(result.topology), result.check, PROMISES[result.check], status, text)
-    return shown
+        if result.topology != topology:
+            topology = result.topology
+            print(f"\n{topology}")
+        print(f"  {result.status:18} {result.check} ({PROMISES[result.check]})")
+        for text in (result.reason, result.remedy):
+            if text:
+                print(f"      {text}")
+        for name, value in result.values.items():
+            print(f"      {name}: {value}")
