@@ -6,7 +6,7 @@ Writes the JSON and, beside it, the tables as Markdown. A Qwen2 with random weig
 vocabulary and next to nothing else, so that logits are what is measured: forward and backward of
 the sum of all log-probabilities, in float32 on CPU (`--dtype`, `--device cuda`). Each measurement
 has a process of its own; ways take turns within a repetition. Peaks are of torch's allocator,
-beyond the model (`tools/selftest/peak.py`).
+beyond the model (`peak.py`).
 
     python scripts/bench/logits.py --kernels --device cuda --dtype bfloat16 --head-width 3584
 
@@ -36,10 +36,9 @@ from typing import Any
 import psutil
 import torch
 from common import command, environment
+from peak import peak_bytes
 from torch import Tensor
 from tqdm import tqdm
-
-from swift_grpo_ext.tools.selftest.peak import peak_bytes
 
 QWEN_VOCABULARY = 151_936
 HIDDEN = 64

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scripts.bench.peak import peak_bytes
 from swift_grpo_ext.logits.chunked import chunked_logps, token_logps
 from swift_grpo_ext.logits.shared_prompt import pack
 from swift_grpo_ext.logits.shim import LogitsShim
-from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from tests.logits.models import build, inputs_of
 
 CUDA = pytest.param(

@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor
 from trl.trainer.utils import selective_log_softmax
 
+from scripts.bench.peak import peak_bytes
 from swift_grpo_ext.logits.shim import LogitsShim
-from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from tests.logits import models
 
 VOCABULARY, PROMPT, NEW, CHUNK = 16_384, 768, 256, 16

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext.tools.selftest.peak import peak_bytes
+from scripts.bench.peak import peak_bytes
 from swift_grpo_ext.weights import checksums
 from swift_grpo_ext.weights.checksums import (
     ORDERED_BLOCKS,

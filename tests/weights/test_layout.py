@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 from torch import nn
 
+from scripts.bench.peak import peak_bytes
 from swift_grpo_ext.rollout.rank_group import SingleRank
-from swift_grpo_ext.tools.selftest.peak import peak_bytes
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
 from swift_grpo_ext.weights.updates import WeightUpdates
 
