@@ -17,7 +17,7 @@ from swift_grpo_ext.checks.resume import check_resume, last_whole
 from swift_grpo_ext.training.checkpoints import CheckpointError, holds_whole_model, load_whole_model
 from tests.logits.models import add_lora, build
 
-MODELS = ("Qwen2", "Qwen2, tied", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL")
+MODELS = ("Qwen2", "Qwen2, tied", "Qwen2-VL", "Qwen2.5-VL")
 
 
 def other(name: str) -> Any:

@@ -1,20 +1,33 @@
-"""Logits of other positions are never computed, and chunks bound those that are (SPEC L2, L4)."""
+"""Logits of other positions are never computed, and chunks bound those that are: peak memory.
+
+`python -m tests.logits.test_memory` prints a line of JSON: for each model that transformers knows,
+the bytes of each way to its log-probabilities, forward and backward. It runs by itself, so that no
+other test's memory counts.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
+from torch import Tensor
+from trl.trainer.utils import selective_log_softmax
 
-from tests.logits.memory import CHUNK, NAMES, NEW, PROMPT, VOCABULARY
+from scripts.bench.peak import peak_bytes
+from swift_grpo_ext.logits.shim import LogitsShim
+from tests.logits import models
 
 pytestmark = pytest.mark.stack
 
-ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY, PROMPT, NEW, CHUNK = 16_384, 768, 256, 16
+NAMES = ("Qwen2", "VideoLlama3", "swallows keywords")
 POSITION = 4 * VOCABULARY
 """Bytes of the logits of one position."""
 
@@ -22,28 +35,61 @@ POSITION = 4 * VOCABULARY
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, dict[str, int]]:
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.logits.memory"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-m", "tests.logits.test_memory"],
+        cwd=Path(__file__).resolve().parents[2], check=True, capture_output=True, text=True,
+    )  # fmt: skip
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-@pytest.fixture(params=NAMES)
-def peak(request: pytest.FixtureRequest, peaks: dict[str, dict[str, int]]) -> dict[str, int]:
-    if request.param not in peaks:
-        pytest.skip(f"transformers {transformers.__version__} has no {request.param}")
-    return peaks[request.param]
-
-
-def test_other_positions_take_no_memory(peak: dict[str, int]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_take_no_more_memory_than_is_asked_for(
+    name: str, peaks: dict[str, dict[str, int]]
+) -> None:
+    if name not in peaks:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    peak = peaks[name]
     assert peak["chosen"] <= (NEW / (PROMPT + NEW) + 0.05) * peak["all"]
-    # With that arithmetic on the last positions, those of the others at least are saved.
+    # With ms-swift's arithmetic on the last positions, those of the others at least are saved.
     assert peak["all"] - peak["last"] > 0.9 * POSITION * PROMPT
-
-
-def test_chunks_bound_memory(peak: dict[str, int]) -> None:
-    assert CHUNK / NEW < 0.1
+    # A chunk is a 16th of the completion.
     assert peak["chunked"] <= 0.25 * peak["last"]
+
+
+def main() -> None:
+    models.TEXT |= {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "initializer_range": 0.1}
+    has_family = hasattr(transformers, "VideoLlama3Config")
+    known = [name for name in NAMES if name != "VideoLlama3" or has_family]
+    print(json.dumps({name: measure(name) for name in known}))
+
+
+def measure(name: str) -> dict[str, int]:
+    model = models.build(name)
+    inputs = models.inputs_of("Qwen2", (PROMPT + NEW,))
+    targets = inputs["input_ids"][0, PROMPT:]
+    mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+    mask[:, PROMPT - 1 : -1] = True
+    shim = LogitsShim(model, strict=True)
+
+    def upstream(logits: Tensor) -> Tensor:
+        return selective_log_softmax(logits[:, -(NEW + 1) : -1], targets[None])
+
+    def ours(chunk_size: int) -> Tensor:
+        return shim.logps(model, inputs, mask, targets, chunk_size=chunk_size).logps_N
+
+    ways: dict[str, Callable[[], Tensor]] = {
+        "all": lambda: upstream(model(**inputs).logits),
+        "last": lambda: upstream(shim.last(model, inputs, NEW + 1).logits),
+        "chosen": lambda: ours(0),
+        "chunked": lambda: ours(CHUNK),
+    }
+    return {way: peak_of(model, values_of) for way, values_of in ways.items()}
+
+
+def peak_of(model: Any, values_of: Callable[[], Tensor]) -> int:
+    model.zero_grad(set_to_none=True)
+    values_of().sum().backward()  # gradients are there from now on
+    return peak_bytes(lambda: values_of().sum().backward())
+
+
+if __name__ == "__main__":
+    main()

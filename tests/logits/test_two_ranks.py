@@ -1,4 +1,5 @@
-"""Two real ranks: chosen positions and chunks leave values and gradients what they were."""
+"""Two real ranks: chosen positions, chunks and shared prompts leave values and gradients what they
+were."""
 
 from __future__ import annotations
 
@@ -11,20 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.logits import sharded, shared_ranks, two_ranks, zero3
+from tests.logits import two_ranks
 from tests.logits.compare import assert_close
-from tests.logits.sharded import Case
+from tests.logits.two_ranks import Case
 
 pytestmark = pytest.mark.stack
 
-ROOT = Path(__file__).resolve().parents[2]
+PASSES = 2 * two_ranks.STEPS
+FALLS_BACK = {"refuses odd numbers": "7 positions", "insists on all positions": "[2, 12, -1]"}
+"""Models that fail on fewer positions, the first of them on rank 0 alone; with the reason."""
 
 
-def results_of(module: str, folder: Path) -> list[dict[Any, Any]]:
-    """What each rank of a module's two processes wrote."""
+def results_of(folder: Path, *argv: str) -> list[dict[Any, Any]]:
+    """Return what each rank of two processes wrote."""
     finished = subprocess.run(
-        [sys.executable, "-m", module, str(folder)],
-        cwd=ROOT,
+        [sys.executable, "-m", "tests.logits.two_ranks", str(folder), *argv],
+        cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
         timeout=600,
@@ -36,31 +39,54 @@ def results_of(module: str, folder: Path) -> list[dict[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    return results_of("tests.logits.two_ranks", tmp_path_factory.mktemp("ranks"))
+    return results_of(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def results_of_zero3(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: ZeRO-3 itself is not tested")
-    return results_of("tests.logits.zero3", tmp_path_factory.mktemp("zero3"))
+    return results_of(tmp_path_factory.mktemp("zero3"), "zero3")
 
 
 @pytest.mark.parametrize("case", two_ranks.CASES, ids=str)
-def test_replicated(results: list[dict[Any, Any]], case: tuple[int, bool, bool]) -> None:
-    ours, plain = results[0][case]
-    nothing = torch.zeros(1)
-    assert_close((nothing, ours), (nothing, plain))
-
-
-PASSES = 2 * sharded.STEPS
-FALLS_BACK = {"refuses odd numbers": "7 positions", "insists on all positions": "[2, 12, -1]"}
-"""Models that fail on fewer positions, the first of them on rank 0 alone; with the reason."""
-
-
-@pytest.mark.parametrize("case", sharded.CASES, ids=str)
-def test_sharded(results: list[dict[Any, Any]], case: Case) -> None:
+def test_ddp_and_fsdp(results: list[dict[Any, Any]], case: Case) -> None:
     assert_as_unsharded(results, case)
+
+
+@pytest.mark.parametrize("case", two_ranks.ZERO3, ids=str)
+def test_zero3(results_of_zero3: list[dict[Any, Any]], case: Case) -> None:
+    assert_as_unsharded(results_of_zero3, case)
+
+
+def assert_as_unsharded(results: list[dict[Any, Any]], case: Case) -> None:
+    for rank in range(2):
+        assert case in results[rank], f"not run: {results[rank]}"
+        result = results[rank][case]
+        assert "error" not in result, result["error"]
+        assert_close(result["found"], result["expected"])
+        if case.kind.startswith("DDP"):  # each rank by its own rows
+            expected = [calls_of_the_head(case, count) for count in case.counts]
+        else:
+            expected = [calls_of_the_head(case, max(case.counts))] * 2
+        assert result["calls"] == expected
+        reason = FALLS_BACK.get(case.name)
+        assert bool(result["warned"]) == (reason is not None), result["warned"]
+        if reason:
+            is_elsewhere = rank == 1 and case.name == "refuses odd numbers"
+            assert ("on another rank" if is_elsewhere else reason) in result["warned"][-1]
+
+
+def calls_of_the_head(case: Case, count: int) -> int:
+    """Return how often a rank calls it, over all passes."""
+    # A pass in chunks ends with the last position.
+    of_pass = max(1, -(-count // case.chunk_size)) + 1 if case.chunk_size else 1
+    if case.name in FALLS_BACK:
+        return of_pass + PASSES
+    # The backward computes chunks once more.
+    recomputed = (of_pass - 1) * two_ranks.STEPS
+    # What a capped model does to logits takes one more pass to find out.
+    return of_pass * (PASSES + (case.name == "capped")) + recomputed
 
 
 @pytest.mark.parametrize("head", two_ranks.HEADS, ids=str)
@@ -78,56 +104,19 @@ def test_a_head_that_fsdp2_shards_alone(
         assert [told in text for text in result["warned"]] == [True] * is_refused
 
 
-@pytest.mark.parametrize("case", zero3.CASES, ids=str)
-def test_zero3(results_of_zero3: list[dict[Any, Any]], case: Case) -> None:
-    assert_as_unsharded(results_of_zero3, case)
-
-
-def assert_as_unsharded(results: list[dict[Any, Any]], case: Case) -> None:
-    for rank in range(2):
-        assert case in results[rank], f"not run: {results[rank]}"
-        result = results[rank][case]
-        assert "error" not in result, result["error"]
-        assert_close(result["found"], result["expected"])
-        assert result["calls"] == [calls_of_the_head(case)] * 2
-        reason = FALLS_BACK.get(case.name)
-        assert bool(result["warned"]) == (reason is not None), result["warned"]
-        if reason:
-            is_elsewhere = rank == 1 and case.name == "refuses odd numbers"
-            assert ("on another rank" if is_elsewhere else reason) in result["warned"][-1]
-
-
-def calls_of_the_head(case: Case) -> int:
-    """On each rank, over all passes."""
-    # A pass in chunks ends with the last position.
-    of_pass = max(1, -(-max(case.counts) // case.chunk_size)) + 1 if case.chunk_size else 1
-    if case.name in FALLS_BACK:
-        return of_pass + PASSES
-    # The backward computes chunks once more.
-    recomputed = (of_pass - 1) * sharded.STEPS
-    # What a capped model does to logits takes one more pass to find out.
-    return of_pass * (PASSES + (case.name == "capped")) + recomputed
-
-
-@pytest.fixture(scope="module")
-def results_of_sharing(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    return results_of("tests.logits.shared_ranks", tmp_path_factory.mktemp("sharing"))
-
-
-@pytest.mark.parametrize("case", shared_ranks.CASES)
-def test_shared_prompts(results_of_sharing: list[dict[Any, Any]], case: str) -> None:
-    """Only rank 0's batches can be folded in the first step, both ranks' in the second one."""
-    for result in results_of_sharing:
+@pytest.mark.parametrize("case", two_ranks.SHARED_PROMPTS)
+def test_shared_prompts(results: list[dict[Any, Any]], case: str) -> None:
+    """Only rank 0's batches can be packed in the first step, both ranks' in the second one."""
+    for result in results:
         for found, expected in zip(result[case]["found"], result[case]["expected"], strict=True):
             assert_close(found, expected)
-    of_rank_0, of_rank_1 = (result[case]["positions"] for result in results_of_sharing)
-    folded, apart = min(of_rank_0), min(of_rank_1)
-    whole = max(of_rank_0)
+    of_rank_0, of_rank_1 = (result[case]["positions"] for result in results)
+    packed, apart, whole = min(of_rank_0), min(of_rank_1), max(of_rank_0)
     if case == "FSDP2":  # neither makes a further pass before both can
-        assert of_rank_0 == [whole, whole, folded, whole, folded, folded]
-        assert of_rank_1 == [apart, apart, folded, whole, folded, folded]
+        assert of_rank_0 == [whole, whole, packed, whole, packed, packed]
+        assert of_rank_1 == [apart, apart, packed, whole, packed, packed]
     else:
         of_step = 3 if case.endswith("rank 0") else 1 if case.endswith("alone") else 2
-        assert of_rank_0 == [folded, whole, *[folded] * 2 * of_step]
-        own = [folded, whole] if case.endswith("alone") else [folded, whole, folded]
-        assert of_rank_1 == [apart] * (len(of_rank_1) - len(own) - 1) + [*own, folded]
+        assert of_rank_0 == [packed, whole, *[packed] * 2 * of_step]
+        last = [packed, whole] if case.endswith("alone") else [packed, whole, packed]
+        assert of_rank_1 == [apart] * (len(of_rank_1) - len(last) - 1) + [*last, packed]

@@ -1,84 +1,228 @@
-"""Two ranks on CPU (gloo), each with rows of its own: what training by ours and by full logits
-comes to, under DDP and with sharded weights.
+"""Two ranks on CPU (gloo), each with rows of its own: training by ours, replicated or sharded,
+beside training by full logits of unsharded copies of the same model.
 
-    python -m tests.logits.two_ranks FOLDER
+    python -m tests.logits.two_ranks FOLDER [zero3]
 
-Writes `FOLDER/rankR.pt`: for each case of DDP, the two gradients after their reduction; for each
-case of `sharded.py`, what its `compare` returns, or the error; for each of `HEADS`, its `logps`.
+Writes `FOLDER/rankR.pt`, by case: what `compare`, `chunks_of_a_head` and `share_prompts` return; of
+`zero3`, whose process group is DeepSpeed's, those of `ZERO3` alone. A rank that calls a sharded
+module more often than the other waits for ever; here it fails after `WAIT`.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from swift_grpo_ext.logits.shim import LogitsShim
-from tests.logits import models, sharded
+from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
+from tests.logits import models
+from tests.logits.models import RemoteCode
+from tests.logits.test_logps import Ours, Upstream, config_of
+from tests.logits.test_shared_prompt import ROWS, Group, make_pass, positions_of
 from tests.ranks import start_two_processes
 
-CASES = [
-    (chunk_size, lora, find_unused)
-    for chunk_size in (0, 4)
-    for lora in (False, True)
-    for find_unused in (False, True)
-]
-HEADS = [
-    (release, is_alone)
-    for release in ("2.8.0+cu128", "2.10.0", "2.11.0+cpu")
-    for is_alone in (True, False)
-]
-"""A release that torch is taken for, and whether the head is a unit of its own in FSDP2."""
-
 STEPS = 2
+LENGTH = 12
+"""Positions of each of a rank's two rows."""
+
 WAIT = timedelta(seconds=120)
 """A collective that only one rank takes part in fails after it; a busy machine may hold one up."""
 
 
-def run(rank: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=WAIT)
-    torch.set_num_threads(1)
-    results: dict[Any, Any] = {case: compare(rank, *case) for case in CASES}
-    results |= {head: logps(*head) for head in HEADS}
-    for case in sharded.CASES:
-        try:
-            results[tuple(case)] = sharded.compare(rank, case, sharded.gathered_or_fsdp2)
-        except RuntimeError as e:  # the group is lost: each further case would wait
-            results[tuple(case)] = {"error": f"{type(e).__name__}: {e}"}
-            break
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+class Case(NamedTuple):
+    kind: str
+    """DDP, FSDP1, FSDP2 or ZeRO-3."""
+
+    name: str
+    """One of `MODELS`."""
+
+    counts: tuple[int, int]
+    """Completion tokens of each rank."""
+
+    chunk_size: int = 2
 
 
-def compare(rank: int, chunk_size: int, lora: bool, find_unused: bool) -> list[Any]:
-    model = models.build("Qwen2.5-VL", lora=lora)
-    inputs = models.inputs_of("Qwen2.5-VL", (17 - rank, 11 + rank))
-    mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
-    mask[:, 6 : 10 - rank] = True
-    targets = inputs["input_ids"][mask]
-    wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused)
-    shim = LogitsShim(wrapped, strict=True)
+COUNTS = [(7, 2), (3, 0), (0, 0)]
+CASES = [
+    *(Case(kind, "untied", counts) for kind in ("FSDP1", "FSDP2") for counts in COUNTS),
+    *(Case(kind, "untied", (7, 2), chunk_size=0) for kind in ("DDP", "FSDP2")),
+    *(Case("DDP", name, (3, 0)) for name in ("untied", "LoRA", "capped")),
+    Case("DDP, find unused", "untied", (7, 2)),
+    Case("FSDP2", "tied", (0, 7)),
+    Case("FSDP2", "LoRA", (7, 0)),
+    Case("FSDP2", "capped", (7, 2)),
+    Case("FSDP2", "swallows the keyword", (2, 7), chunk_size=0),
+    Case("FSDP2", "refuses odd numbers", (7, 2), chunk_size=0),
+    Case("FSDP2", "insists on all positions", (7, 2)),
+]
+ZERO3 = [
+    *(Case("ZeRO-3", "untied", counts) for counts in COUNTS),
+    Case("ZeRO-3", "untied", (7, 2), chunk_size=0),
+    Case("ZeRO-3", "tied", (0, 7)),
+    Case("ZeRO-3", "LoRA", (7, 0)),
+    Case("ZeRO-3", "capped", (2, 7)),
+]
+HEADS = [("2.8.0+cu128", True), ("2.10.0", True), ("2.10.0", False), ("2.11.0+cpu", True)]
+"""A release that torch is taken for, and whether the head is a unit of its own in FSDP2."""
 
-    def ours() -> Tensor:
-        return shim.logps(wrapped, inputs, mask, targets, chunk_size=chunk_size).logps_N
-
-    def plain() -> Tensor:
-        log_p = wrapped(**inputs).logits[mask].log_softmax(-1)
-        return log_p.gather(-1, targets[:, None])[:, 0]
-
-    return [gradients(model, values_of) for values_of in (ours, plain)]
+SHARED_PROMPTS = ["DDP", "DDP, a pass more on rank 0", "DDP, the loss alone", "FSDP2"]
 
 
-def logps(release: str, is_alone: bool) -> dict[str, Any]:
-    """Log-probabilities of a sharded model in chunks, twice, beside those of the whole one."""
+class RefusingOddNumbers(RemoteCode):
+    """Fails on one rank alone, where that rank chooses an odd number of positions."""
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        logits = self.lm_head(hidden)
+        if logits.shape[1] % 2:
+            raise RuntimeError(f"{logits.shape[1]} positions")
+        return logits
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "untied": lambda: models.build("Qwen2"),
+    "tied": lambda: models.build("Qwen2, tied"),
+    "LoRA": lambda: models.build("Qwen2", lora=True),
+    "capped": lambda: models.build("soft-capped (Gemma2)"),
+    "swallows the keyword": lambda: models.build("names the keyword only"),
+    "refuses odd numbers": models.remote(RefusingOddNumbers),
+    "insists on all positions": lambda: models.build("insists on all positions"),
+}
+
+
+def built(case: Case) -> Any:
+    torch.manual_seed(0)
+    return MODELS[case.name]().train()
+
+
+# --- training ---
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model, wrapped or not, and how it is trained."""
+
+    model: Any
+    backward: Callable[[Tensor], None] = Tensor.backward
+    gradient: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad
+    """Returns the whole gradient of a parameter, after `backward`."""
+
+    finish: Callable[[], None] = lambda: None
+    """Ends a step."""
+
+    def step(self, values_of: Callable[[Any], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the values and gradients of a step, after a pass as for old log-probabilities."""
+        # First: after a pass, FSDP2's root holds whole weights, whose gradients these are not.
+        self.model.zero_grad()
+        with torch.no_grad():
+            without = values_of(self.model)
+        values = values_of(self.model)
+        torch.testing.assert_close(values.detach(), without)
+        self.backward(values.sum())
+        parameters = base_model(self.model).named_parameters()
+        named = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in parameters}
+        gradients = {n: self.gradient(p) for n, p in named.items() if p.requires_grad}
+        self.finish()
+        return values.detach(), {
+            n: g.detach().clone() for n, g in gradients.items() if g is not None
+        }
+
+
+def compare(rank: int, case: Case) -> dict[str, Any]:
+    """Train by ours (`found`) and, whole, by full logits (`expected`): this rank's values, and the
+    gradients. Also how often each rank called the head (`calls`), and what was `warned` of."""
+    batches = [batch(r, count) for r, count in enumerate(case.counts)]
+    plain = [Trained(built(case)).step(lambda model, b=b: plain_logps(model, *b)) for b in batches]
+    mean = {n: torch.stack([gradients[n] for _, gradients in plain]).mean(0) for n in plain[0][1]}
+    trained, calls, warned = wrap(built(case), case), [0], []
+    head = output_embedding(base_model(trained.model))
+    head.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    shim = LogitsShim(trained.model, warn=warned.append)
+    for _ in range(STEPS):
+        found = trained.step(
+            lambda model: shim.logps(model, *batches[rank], chunk_size=case.chunk_size).logps_N
+        )
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(counts, torch.tensor(calls))
+    return {
+        "found": found,
+        "expected": (plain[rank][0], mean),
+        "calls": [int(count) for count in counts],
+        "warned": warned,
+    }
+
+
+def batch(rank: int, count: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Make inputs, the mask of `count` positions scattered over both rows, and the tokens there."""
+    torch.manual_seed(rank)
+    input_ids = torch.randint(3, 150, (2, LENGTH))
+    mask = torch.zeros(2 * LENGTH, dtype=torch.bool)
+    mask[3 * torch.arange(count) + 2] = True
+    return {"input_ids": input_ids}, mask.view(2, LENGTH), input_ids.flatten()[mask]
+
+
+def plain_logps(model: Any, inputs: dict[str, Tensor], mask: Tensor, targets: Tensor) -> Tensor:
+    log_p = model(**inputs).logits[mask].log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0]
+
+
+def wrap(model: Any, case: Case) -> Trained:
+    if case.kind.startswith("DDP"):
+        find_unused = case.kind.endswith("unused")
+        return Trained(DistributedDataParallel(model, find_unused_parameters=find_unused))
+    if case.kind == "FSDP1":
+        return fsdp1(model)
+    if case.kind == "ZeRO-3":
+        return zero3(model)
+    base = base_model(model)
+    is_tied = base.lm_head.weight is base.model.embed_tokens.weight
+    for unit in (*base.model.layers, *([] if is_tied else [base.lm_head]), model):
+        fully_shard(unit)
+    return Trained(model, gradient=lambda p: None if p.grad is None else p.grad.full_tensor())
+
+
+def fsdp1(model: Any) -> Trained:
+    """Wrap the head as a unit of its own, as transformers' policies wrap large ones."""
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
+    whole = FullyShardedDataParallel(model, **options)
+
+    def gradient(parameter: nn.Parameter) -> Tensor | None:
+        with FullyShardedDataParallel.summon_full_params(whole, with_grads=True, writeback=False):
+            return None if parameter.grad is None else parameter.grad.clone()
+
+    return Trained(whole, gradient=gradient)
+
+
+def zero3(model: Any) -> Trained:
+    import deepspeed.comm.torch
+    from deepspeed.utils import safe_get_full_grad
+
+    # The shared-memory operator would be compiled; gloo serves.
+    deepspeed.comm.torch.build_shm_op = lambda: None
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        # 0: small weights travel too, as large ones do.
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    return Trained(engine, engine.backward, safe_get_full_grad, engine.step)
+
+
+def chunks_of_a_head(release: str, is_alone: bool) -> dict[str, Any]:
+    """Compute log-probabilities of an FSDP2 model in chunks, twice, and those of the whole one."""
     model, inputs = models.build("Qwen2"), models.inputs_of("Qwen2")
     mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
     mask[:, 4:10] = True
@@ -97,13 +241,95 @@ def logps(release: str, is_alone: bool) -> dict[str, Any]:
     return {"found": found, "expected": expected, "warned": warned}
 
 
-def gradients(model: Any, values_of: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Of the second of two steps: a reducer that counted amiss in the first fails in it."""
-    for _ in range(STEPS):
-        model.zero_grad(set_to_none=True)
-        values_of().sum().backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+# --- shared prompts ---
+
+
+APART = ((9, 4, 0, 0), (12, 3, 0, 0))
+"""Rows of two prompts: nothing to pack."""
+
+BATCHES = ((ROWS, APART), (ROWS, ROWS))
+"""Of each step, each rank's."""
+
+
+def share_prompts(rank: int, case: str) -> dict[str, Any]:
+    """Take two steps in which the ranks' batches can be packed at different times (`found`), beside
+    ms-swift's over whole models (`expected`); and how many positions the decoder read in each of
+    this rank's passes (`positions`)."""
+    model = models.build("Qwen2")
+    seen = positions_of(model)
+    if case == "FSDP2":
+        for unit in (*model.model.layers, model.lm_head, model):
+            fully_shard(unit)
+        wrapped = model
+    else:
+        wrapped = DistributedDataParallel(model)
+    ours, found, expected = trainer_of(Ours), [], []
+    for batches in BATCHES:
+        batch = Group(batches[rank])
+        model.zero_grad()  # first: after a pass, FSDP2's root holds whole weights
+        # As in ms-swift, passes without gradients see the model without DDP.
+        for _ in range(1 + (case.endswith("rank 0") and rank == 0)):
+            if not case.endswith("alone"):
+                make_pass(ours, model, batch)
+        logps = loss_pass(ours, wrapped, batch)
+        dist.all_reduce(torch.zeros(1))  # as of the round: it has to meet its like
+        found.append((logps, {n: whole(p.grad) for n, p in model.named_parameters()}))
+    for batches in BATCHES:
+        values, gradients = [], []
+        for rows in batches:
+            unsharded = models.build("Qwen2")
+            values.append(loss_pass(trainer_of(Upstream), unsharded, Group(rows)))
+            gradients.append({n: p.grad for n, p in unsharded.named_parameters()})
+        mean = {n: (gradients[0][n] + gradients[1][n]) / 2 for n in gradients[0]}
+        expected.append((values[rank], mean))
+    return {"found": found, "expected": expected, "positions": seen}
+
+
+def trainer_of(host: type[Any]) -> Any:
+    config = config_of(logps_shared_prompt=True)
+    return host(config, keys={"logits_to_keep"}, padding_free=False)
+
+
+def loss_pass(trainer: Any, model: Any, batch: Group) -> Tensor:
+    """Return log-probabilities of completion tokens, after a backward of their sum."""
+    grpo_batch = batch.grpo_batch()
+    logps_BK, _ = trainer._get_per_token_logps_and_entropies_single(
+        model, dict(batch.inputs), grpo_batch
+    )
+    values: Tensor = logps_BK[grpo_batch.completion_mask]
+    values.sum().backward()
+    return values.detach()
+
+
+def whole(gradient: Any) -> Tensor:
+    full: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return full.clone()
+
+
+# --- the processes ---
+
+
+def run(rank: int, folder: str) -> None:
+    is_zero3 = sys.argv[2:] == ["zero3"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=WAIT)
+    torch.set_num_threads(1)
+    results: dict[Any, Any] = {}
+    if not is_zero3:
+        results |= {case: share_prompts(rank, case) for case in SHARED_PROMPTS}
+        results |= {head: chunks_of_a_head(*head) for head in HEADS}
+    for case in ZERO3 if is_zero3 else CASES:
+        try:
+            results[tuple(case)] = compare(rank, case)
+        except RuntimeError as e:  # the group is lost: each further case would wait
+            results[tuple(case)] = {"error": f"{type(e).__name__}: {e}"}
+            break
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["zero3"]:
+        os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     start_two_processes(run)
