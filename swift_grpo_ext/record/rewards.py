@@ -1,4 +1,4 @@
-"""How each sample scored, and what became of it: one row beside the sample's. Pure.
+"""Says how each sample scored and what became of it, in one row beside the sample's. Pure.
 
 Rows are written when a round is scored and its advantages are known. Rounds that dynamic sampling
 added are written with the round that they served.
@@ -49,7 +49,7 @@ REWARDS = make_table(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardRow:
-    """How one sample scored."""
+    """Says how one sample scored, and what became of it."""
 
     sample_id: SampleId
     """Its name; all turns of a conversation share one score."""

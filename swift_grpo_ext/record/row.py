@@ -1,4 +1,4 @@
-"""The tables of a run's record, and a row of the first of them: a completion. Pure.
+"""Defines the tables of a run's record, and the rows of the first: completions. Pure.
 
 Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
 """

@@ -89,12 +89,6 @@ def test_a_round_is_replaced_whole(tmp_path: Path) -> None:
     assert [tuple(row.values()) for row in table.to_pylist()] == [(0, 0, 0, 1), (0, 1, 0, 1)]
 
 
-def test_rounds_of_a_step_are_told_apart(tmp_path: Path) -> None:
-    write(tmp_path, [(0, [sample_id(1, number=n) for n in (0, 1)]), (2, [sample_id(1, number=1)])])
-    table = read_samples(tmp_path, columns=["number", "seed"])
-    assert [tuple(row.values()) for row in table.to_pylist()] == [(0, 0), (1, 1)]
-
-
 def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
     write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(0, 1, 2, 9) + evaluate(1)])
     table = read_samples(tmp_path, columns=["phase", "step"], steps=range(1, 3))
