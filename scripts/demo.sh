@@ -31,6 +31,6 @@ if [ "$steps" = 200 ] && [ $# = 0 ]; then # what the published results are about
   "$PYTHON" examples/digits/experiment.py check --gain-only "$run"
 fi
 
-printf '\nNext, in this folder:\n\n  source %s/bin/activate\n  swift-grpo-ext report %s\n' "$VENV" "$run"
+printf '\nNext, in this folder:\n\n  source %s/bin/activate\n  swift-grpo-ext view %s\n' "$VENV" "$run"
 printf '\nThen: another seed (SEED=1 bash scripts/demo.sh), or data of your own with this preset as the
 start (examples/digits/grpo.yaml).\n'

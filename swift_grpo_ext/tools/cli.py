@@ -75,15 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # --- a run that has been ---
 
-    add = command(report, "a run's curves, alarms and worst groups, as a page")
-    add("run_dir", help="the run's output folder")
-    add("--output", help="folder for report.html and report.png (default: RUN_DIR)")
-
-    add = command(view, "samples, rewards and curves of a run in a browser")
+    add = command(view, "samples, rewards, curves and diversity of a run in a browser")
     add("run_dir", nargs="+", help="a run's output folder, or two to look at together")
     add("--port", type=int, default=8462, help="0: any (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
-    add("--groups", type=int, default=100, help="in that page (default: %(default)s)")
+    add("--groups", type=int, default=40, help="in that page (default: %(default)s)")
     add("--steps", metavar="A:B", default="", help="only these, in that page")
 
     add = command(replay, "generate a logged group again, and compare token by token")
@@ -197,17 +193,11 @@ def flag_table() -> str:
     return "\n".join(lines)
 
 
-def report(options: argparse.Namespace) -> None:
-    from swift_grpo_ext.tools.view.report import write_report
-
-    print(*write_report(options.run_dir, options.output), sep="\n")
-
-
 def view(options: argparse.Namespace) -> None:
     if len(options.run_dir) > 2:
         raise ValueError(f"{len(options.run_dir)} runs: expected one or two.")
     if options.output is not None:
-        from swift_grpo_ext.tools.view.offline import write_page
+        from swift_grpo_ext.tools.view.pages import write_page
 
         print(write_page(options.run_dir, options.output, options.groups, options.steps))
     else:

@@ -9,7 +9,7 @@ import pytest
 
 from swift_grpo_ext.diversity.record import RoundRecord, read_records
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.tools.view.report import write_report
+from swift_grpo_ext.tools.view.pages import write_page
 from tests.stack.processes import PLUGIN, Finished, swift
 from tests.stack.rounds import HOT, write_rows
 
@@ -97,6 +97,6 @@ def test_a_reward_that_favours_one_answer_collapses_the_policy(
     assert {r.verdict for r in records} == {"healthy", "collapse"}
     assert "diversity: collapsed policy" in finished.output
     assert records[0].verdict == "healthy"
-    page = write_report(tmp_path / "run")[0].read_text(encoding="utf-8")
-    assert 'class="card verdict collapse"' in page
+    page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'class="verdict collapse"' in page
     assert "data:image/jpeg" in page

@@ -1,131 +1,291 @@
-"""The curves of a run: from ms-swift's `logging.jsonl`, `diversity.jsonl` and the run's record.
+"""The curves of a run, and how a chart draws them. Pure.
 
-The axis is optimizer steps done, as in `diversity.charts`: a training round of step s stands at
-s + 1, an evaluation at its own step. Pure.
+Their points come from the run's record, ms-swift's `logging.jsonl` and `diversity.jsonl`. All share
+one axis, optimizer steps done: a training round that begins at step s stands at s + 1, where
+ms-swift logs it too; an evaluation stands at its own step.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
-from swift_grpo_ext.diversity.alarms import read_words
-from swift_grpo_ext.diversity.record import read_records
-from swift_grpo_ext.tools.view.charts import PANELS, read_log
-from swift_grpo_ext.tools.view.report import alarm_spans
-from swift_grpo_ext.tools.view.table import PART, Round, Snapshot, numbers
+from swift_grpo_ext.diversity.record import RoundRecord, read_json_lines
+from swift_grpo_ext.tools.view.runs import PART, Snapshot
 
-MAX_POINTS = 1000
-"""Of a curve; of more, evenly spaced ones are shown."""
+MAX_POINTS = 400
+"""Points of a curve, evenly spaced: a chart is about as many pixels wide."""
 
-LOGGED: tuple[tuple[str, str], ...] = (
-    ("loss", r"(eval_)?loss"),
-    ("kl", r"kl|.*_kl|rollout_correction/kl"),
-    ("clip_ratio", r"clip_ratio/(low_mean|high_mean|region_mean)"),
-    ("grad_norm", r"grad_norm"),
-    ("learning_rate", r"learning_rate"),
-    ("no_variance", r"frac_reward_zero_std"),
-    ("clipped", r"completions/clipped_ratio"),
-    ("entropy", r"entropy(/mean)?"),
-    ("time", r"step_time|time/.*|profiling/Time taken: .*|.*_seconds"),
-)
+LOGGED = {
+    "loss": r"(eval_)?loss",
+    "kl": r"kl|.*_kl|rollout_correction/kl",
+    "clip_ratio": r"clip_ratio/(low_mean|high_mean|region_mean)",
+    "grad_norm": r"grad_norm",
+    "learning_rate": r"learning_rate",
+    "no_variance": r"frac_reward_zero_std",
+    "clipped": r"completions/clipped_ratio",
+    "entropy": r"entropy(/mean)?",
+    "time": r"step_time|time/.*|profiling/Time taken: .*|.*_seconds",
+}
 """Panels of what ms-swift logs, by the names in `logging.jsonl`."""
 
-RECORDED = (("length", "num_tokens"), ("surprisal", "surprisal"), ("gap", "gap_mean"))
-"""Panels of the record's columns."""
+DIVERSITY = {
+    "copies": ("unique_ratio", "groups_with_duplicates", "common_mode"),
+    "likeness": ("edit_similarity", "self_bleu"),
+    "ngrams": ("distinct_1", "distinct_2", "distinct_3"),
+    "effective": ("vendi", "distinct_answers"),
+    "correct": ("correct_vendi", "correct_answers"),
+    "passes": ("pass_at_1", "pass_at_4", "pass_at_16", "equal_rewards"),
+    "surprisal": ("surprisal",),
+    "length_spread": ("length_spread",),
+}
+"""Panels of the monitor's metrics."""
 
-Curve = dict[str, Any]
-"""`name`, `points` [[step, value], ...], and of the record `band` [[step, low, high], ...]: the
-10th and the 90th percentile of the groups' means."""
+SHARES = ("copies", "likeness", "ngrams", "passes")
+"""Panels of values between 0 and 1: all of that range is drawn, so that noise looks small."""
+
+WIDTH, HEIGHT = 460, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
+"""Sizes of a chart and of the margins around its axes, in the chart's own units."""
+
+NUM_COLOURS = 6
+SMOOTHED_FROM = 30
+"""Points from which on a curve is drawn pale behind its moving average."""
+
+SMOOTHED_OVER = 9
+"""Points that the moving average takes around each."""
+
+Point = tuple[float, float]
 
 
-def make_panels(run_dir: Path, snapshot: Snapshot) -> dict[str, Any]:
-    """`panels`: a list of `key`, `curves`, and the `title` in both languages where the report has
-    it; `alarms`: spans of steps with their kind."""
-    log, records = read_log(run_dir), read_records(run_dir)
-    trained = [r for r in records if r.phase == "train"]
-    panels: list[dict[str, Any]] = [{"key": "reward", "curves": _rewards(snapshot)}]
-    panels += [
-        {"key": key, "curves": _recorded(snapshot, {key: column})} for key, column in RECORDED
-    ]
-    for key, pattern in LOGGED:
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A named line of one run."""
+
+    name: str
+    points: list[Point]
+    """(step, value), by step."""
+
+    band: list[tuple[float, float, float]] = field(default_factory=list)
+    """(step, low, high): the 10th and the 90th percentile of the groups' means."""
+
+
+Panels = dict[str, list[Curve]]
+"""Curves that share a vertical axis, by the key of the panel's title in `words.json`."""
+
+
+def run_panels(run_dir: Path, snapshot: Snapshot) -> Panels:
+    """Return rewards, lengths and gaps of the record, and what ms-swift logs; no empty panel."""
+    parts = {name: PART + name for name in snapshot.functions}
+    panels = {
+        "reward": [
+            *_recorded(snapshot, {"reward": "reward", **parts}),
+            *_recorded(snapshot, {"eval reward": "reward"}, phase="eval"),
+        ],
+        "length": _recorded(snapshot, {"length": "num_tokens"}),
+        "gap": _recorded(snapshot, {"gap": "gap_mean"}),
+    }
+    log = read_log(run_dir)
+    for key, pattern in LOGGED.items():
         names = dict.fromkeys(name for row in log for name in row if re.fullmatch(pattern, name))
-        curves = [_curve(name, [(row["step"], row.get(name)) for row in log]) for name in names]
-        panels.append({"key": key, "curves": curves})
-    for key, kinds, _, _ in PANELS:
-        curves = [_curve(k, [(r.steps_done, r.metrics.get(k)) for r in trained]) for k in kinds]
-        if key not in dict(RECORDED):
-            panels.append({"key": key, "title": read_words()[key], "curves": curves})
-    for panel in panels:
-        panel["curves"] = [curve for curve in panel["curves"] if curve["points"]]
-    alarms = [{"first": s.first, "last": s.last, "kind": s.kind} for s in alarm_spans(records)]
-    return {"panels": [panel for panel in panels if panel["curves"]], "alarms": alarms}
+        panels[key] = [
+            _curve(name, ((row["step"], row.get(name)) for row in log)) for name in names
+        ]
+    return _without_empty(panels)
 
 
-def _rewards(snapshot: Snapshot) -> list[Curve]:
-    columns = {"reward": "reward", **{name: PART + name for name in snapshot.functions}}
-    curves = _recorded(snapshot, columns)
-    evaluated = _recorded(snapshot, {"eval reward": "reward"}, phase="eval")
-    return curves + evaluated
+def diversity_panels(records: Sequence[RoundRecord]) -> Panels:
+    """Return the monitor's metrics and the collision test of the training rounds."""
+    training = [record for record in records if record.phase == "train"]
+    panels = {
+        key: [
+            _curve(name, ((r.steps_done, r.metrics.get(name)) for r in training)) for name in names
+        ]
+        for key, names in DIVERSITY.items()
+    }
+    tested = ((r.steps_done, -r.log10_p) for r in training if r.num_pairs)
+    panels["collision"] = [_curve("-log10 p", tested)]
+    return _without_empty(panels)
 
 
-def _recorded(snapshot: Snapshot, columns: Mapping[str, str], phase: str = "train") -> list[Curve]:
-    """Means of columns over each step's rounds, with bands over groups."""
-    of_step: dict[int, list[Round]] = defaultdict(list)
-    for found in snapshot.rounds:
-        if found.name.phase == phase:
-            of_step[found.name.step + (phase == "train")].append(found)
-    steps = evenly_spaced(sorted(of_step))
+def _without_empty(panels: Panels) -> Panels:
+    filled = {key: [c for c in curves if c.points] for key, curves in panels.items()}
+    return {key: curves for key, curves in filled.items() if curves}
+
+
+def read_log(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the training lines of ms-swift's `logging.jsonl`, with their `step`; where a resumed
+    run took a step again, the last. [] where there is no file."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_json_lines(Path(run_dir) / "logging.jsonl", dict):
+        done = str(row.get("global_step/max_steps", "")).partition("/")[0]
+        if done.isdecimal() and "loss" in row:
+            rows = {step: kept for step, kept in rows.items() if step < int(done)}
+            rows[int(done)] = {**row, "step": int(done)}
+    return list(rows.values())
+
+
+def _recorded(snapshot: Snapshot, columns: dict[str, str], phase: str = "train") -> list[Curve]:
+    """Return the means of columns over each step's groups, with bands; by the curves' names."""
+    groups = snapshot.groups.filter(pc.equal(snapshot.groups["phase"], phase))
+    all_steps = groups["step"].to_numpy() + (phase == "train")
     curves = []
     for name, column in columns.items():
+        means = groups[column].cast("float64").to_numpy()
+        is_known = np.isfinite(means)
+        order = np.argsort(all_steps[is_known], kind="stable")
+        steps, starts = np.unique(all_steps[is_known][order], return_index=True)
+        of_step = np.split(means[is_known][order], starts[1:])
         points, band = [], []
-        for step in steps:
-            means = np.concatenate([group_means(r, column) for r in of_step[step]])
-            if len(means):
-                points.append((step, float(means.mean())))
-                low, high = np.quantile(means, (0.1, 0.9)).tolist()
-                band.append([step, _rounded(low), _rounded(high)])
-        curves.append({**_curve(name, points), "band": band})
+        for step, values in evenly_spaced(list(zip(steps.tolist(), of_step, strict=False))):
+            points.append((step, float(values.mean())))
+            low, high = np.quantile(values, (0.1, 0.9)).tolist()
+            band.append((step, low, high))
+        curves.append(Curve(name=name, points=points, band=band))
     return curves
 
 
-def group_means(of_round: Round, column: str) -> np.ndarray:
-    """The mean of a column over each group's samples; groups without a value are left out."""
-    if column not in of_round.group_means:
-        of_round.group_means[column] = _group_means(of_round, column)
-    return of_round.group_means[column]
-
-
-def _group_means(of_round: Round, column: str) -> np.ndarray:
-    if column not in of_round.rows.schema.names:
-        return np.empty(0)
-    values = numbers(of_round.rows[column])
-    known = np.isfinite(values)
-    _, groups = np.unique(of_round.rows["group"].to_numpy()[known], return_inverse=True)
-    return np.bincount(groups, values[known]) / np.bincount(groups)
-
-
-def _curve(name: str, points: Sequence[tuple[float, Any]]) -> Curve:
-    known = [
-        [step, _rounded(float(value))]
-        for step, value in points
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    ]
-    return {"name": name, "points": evenly_spaced(sorted(known))}
+def _curve(name: str, points: Iterable[tuple[float, Any]]) -> Curve:
+    known = [(x, y) for x, y in points if isinstance(y, (int, float)) and math.isfinite(y)]
+    return Curve(name=name, points=evenly_spaced(sorted(known)))
 
 
 def evenly_spaced(values: list[Any]) -> list[Any]:
-    """At most `MAX_POINTS` of them, first and last included."""
+    """Return at most `MAX_POINTS` of some values, the first and the last among them."""
     if len(values) <= MAX_POINTS:
         return values
     return [values[i] for i in np.linspace(0, len(values) - 1, MAX_POINTS).round().astype(int)]
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
+# --- drawing ---
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values between `low` and `high` to places between `start` and `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return place and label of about five round values."""
+        rough = (self.high - self.low) / 4
+        power = 10 ** math.floor(math.log10(rough))
+        size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+        numbers = range(math.ceil(self.low / size), math.floor(self.high / size) + 1)
+        return [(self(number * size), f"{number * size:.4g}") for number in numbers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One panel's curves, of one run or of two, as the macro `chart` of `parts.html` draws them."""
+
+    key: str
+    curves: list[tuple[int, Curve]]
+    """With the number of each curve's run."""
+
+    alarms: Sequence[dict[str, Any]]
+    """Steps that are shaded: `first`, `last` and `kind`."""
+
+    run_names: Sequence[str]
+    x: Scale
+    y: Scale
+
+    @property
+    def colours(self) -> dict[str, int]:
+        """The number of each curve's colour, by its name."""
+        names = dict.fromkeys(curve.name for _, curve in self.curves)
+        return {name: number % NUM_COLOURS for number, name in enumerate(names)}
+
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        """Return the `d` of an SVG path; a single point becomes a dot."""
+        if len(points) == 1:
+            points = [points[0], points[0]]
+        return "M" + "L".join(f"{self.x(step)} {self.y(value)}" for step, value in points)
+
+    def band(self, curve: Curve) -> str:
+        """Return the `d` of a curve's band; empty for two runs, whose bands would hide curves."""
+        if len(self.run_names) > 1 or len(curve.band) < 2:
+            return ""
+        low = [(step, low) for step, low, _ in curve.band]
+        high = [(step, high) for step, _, high in curve.band]
+        return self.path(high + low[::-1]) + "Z"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the page's script needs to tell the values at a step."""
+        prefixes = [f"{name} " if len(self.run_names) > 1 else "" for name in self.run_names]
+        return {
+            "axis": [self.x.low, self.x.high, self.x.start, self.x.end, WIDTH],
+            "curves": [
+                {
+                    "name": prefixes[run] + curve.name,
+                    "points": [(step, float(f"{value:.5g}")) for step, value in curve.points],
+                }
+                for run, curve in self.curves
+            ],
+        }
+
+
+def make_charts(
+    panels_of_runs: Sequence[Panels], run_names: Sequence[str], alarms: Sequence[dict[str, Any]]
+) -> list[Chart]:
+    """Return one chart per panel that any of the runs has.
+
+    All have one axis of steps, so that what happened at the same time stands at the same place.
+    """
+    curves_of: dict[str, list[tuple[int, Curve]]] = defaultdict(list)
+    for run, panels in enumerate(panels_of_runs):
+        for key, curves in panels.items():
+            curves_of[key] += [(run, curve) for curve in curves]
+    steps = [step for found in curves_of.values() for _, c in found for step, _ in c.points]
+    steps += [alarm[end] for alarm in alarms for end in ("first", "last")]
+    return [
+        Chart(
+            key=key,
+            curves=curves,
+            alarms=alarms,
+            run_names=run_names,
+            x=Scale(min(steps) - 0.5, max(steps) + 0.5, LEFT, WIDTH - RIGHT),
+            y=Scale(*_value_limits(key, [curve for _, curve in curves]), HEIGHT - BOTTOM, TOP),
+        )
+        for key, curves in curves_of.items()
+    ]
+
+
+def _value_limits(key: str, curves: Sequence[Curve]) -> tuple[float, float]:
+    """Return the ends of a chart's vertical axis, with room around the curves."""
+    if key in SHARES:
+        return -0.03, 1.03
+    values = [value for curve in curves for _, value in curve.points]
+    values += [end for curve in curves for _, *ends in curve.band for end in ends]
+    low, high = min(values), max(values)
+    is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal but for rounding
+    room = (abs(high) * 0.1 or 1.0) if is_flat else (high - low) * 0.05
+    return low - room, high + room
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Return the moving average, at the ends over the points that are there; [] for few points,
+    whose curve is plain enough."""
+    if len(points) < SMOOTHED_FROM:
+        return []
+    window = np.ones(SMOOTHED_OVER)
+    sums = np.convolve([value for _, value in points], window, mode="same")
+    counts = np.convolve(np.ones(len(points)), window, mode="same")
+    return list(zip([step for step, _ in points], (sums / counts).tolist(), strict=True))

@@ -1,37 +1,67 @@
-"""One group as a page shows it: prompt, images, completions token by token, and how to draw it
-again."""
+"""One group as a page shows it: its prompt and images, and its completions token by token."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.compute as pc
+from PIL import Image, UnidentifiedImageError
 
+from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
-from swift_grpo_ext.tools.replay.compare import first_difference
-from swift_grpo_ext.tools.view import media
 from swift_grpo_ext.tools.view.queries import describe, read_messages
-from swift_grpo_ext.tools.view.table import Follower, Round, Snapshot
+from swift_grpo_ext.tools.view.runs import Follower, Snapshot
 
 MAX_TOKENS = 20_000
-"""Of one completion, token by token; the rest is left out, and the page says so."""
+"""Tokens of one completion that are shown; the page says where more are left out."""
 
-Piece = tuple[str, int, float | None]
-"""A text, how many tokens it is made of, and their log-probability in nats (None: unknown)."""
+TYPES = {
+    "PNG": "image/png",
+    "JPEG": "image/jpeg",
+    "WEBP": "image/webp",
+    "GIF": "image/gif",
+    "BMP": "image/bmp",
+}
+"""The formats that browsers show; others are served as PNG. None of them can hold a script."""
+
+MAX_PIXELS = 100_000_000
+THUMBNAIL = 112
+"""Pixels of a small image's longer side."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
+class NoImageError(ValueError):
+    """A medium cannot be shown; the message says why."""
+
+
+class Piece(NamedTuple):
+    """A part of a completion: mostly one token."""
+
+    text: str
+    is_shared: bool = False
+    """True in the beginning that another completion has, too."""
+
+    logprob: float | None = None
+    """The sum over the piece's tokens, in nats; None where it is unknown or infinite."""
+
+    gap: float = 0.0
+    """The largest |training - rollout| log-probability of the piece's tokens, in nats; 0 below what
+    the record keeps."""
+
+
 class RunView:
-    """A run, with what its groups need beside the record."""
+    """A run with what the pages of its groups need beside the record: tokenizer and images."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self.follower = Follower(run_dir)
@@ -46,12 +76,8 @@ class RunView:
         return self.follower.snapshot
 
     @cached_property
-    def limits(self) -> dict[str, int] | None:
-        return media.processor_limits(self.run_dir, self.follower.settings)
-
-    @cached_property
     def decode(self) -> Decode | None:
-        """From the tokenizer of a checkpoint, or of the model; None where neither is here."""
+        """The tokenizer of a checkpoint, or of the model; None where neither is on this machine."""
         from tokenizers import Tokenizer
 
         model = Path(str(self.follower.settings.get("model", "")))
@@ -63,99 +89,121 @@ class RunView:
             return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
         return None
 
-    def group(self, name: RoundName, group: int) -> dict[str, Any]:
-        """Raises KeyError where the record has no such group."""
-        snapshot = self.snapshot
-        of_round = snapshot.round(name)
-        rows = of_round.rows.filter(pc.equal(of_round.rows["group"], group)).to_pylist()
-        if not rows or snapshot.index is None:
-            raise KeyError(f"{name} {group}")
-        [tokens] = snapshot.index.read_rounds([name], [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs"])
-        tokens = tokens.filter(pc.equal(tokens["group"], group)).to_pylist()
-        has_turns = any(t["turn"] for t in tokens)  # positions count over all of them
-        gaps = {} if has_turns else self._gaps(name, group)
-        of_sample = {(t["index"], t["turn"]): t for t in tokens}
-        found = [of_sample[row["index"], row["turn"]] for row in rows]
-        shared = shared_lengths([t["token_ids"] for t in found])
-        prompt, names = of_round.prompts[rows[0]["fingerprint"]]
-        return {
-            "round": ".".join(map(str, name)),
-            "group": group,
-            "prompt": read_messages(prompt),
-            "media": [self.medium(medium) for medium in names],
-            "samples": [
-                {
-                    **describe(of_round, row),
-                    **self._tokens(t, num_shared),
-                    "gaps": gaps.get(row["index"]),
-                }
-                for row, t, num_shared in zip(rows, found, shared, strict=True)
-            ],
-            "replay": self.replay_command(name, group),
-        }
+    def group(
+        self, name: RoundName, group: int, earlier: Sequence[tuple[RoundName, int, int]] = ()
+    ) -> dict[str, Any]:
+        """Return a group as `group.html` shows it.
 
-    def _gaps(self, name: RoundName, group: int) -> dict[int, dict[int, float]]:
-        """By a sample's index, the gaps of tokens by position (`RewardRow.gaps`)."""
-        scores = self.snapshot.scores
-        if scores is None or name not in scores.rounds:
-            return {}
-        [rows] = scores.read_rounds([name], ["group", "index", "gaps"])
-        found = rows.filter(pc.equal(rows["group"], group)).to_pylist()
-        return {row["index"]: dict(row["gaps"]) for row in found if row["gaps"] is not None}
+        Args:
+            earlier: round, group and index of samples of other groups that stand beside it, as far
+                as the record still has them.
 
-    def _tokens(self, row: dict[str, Any], num_shared: int) -> dict[str, Any]:
-        ids, logprobs = row["token_ids"][:MAX_TOKENS], row["logprobs"]
-        return {
-            "pieces": pieces(ids, logprobs, self.decode) if self.decode else None,
-            "num_shared": num_shared,
-            "is_cut": len(row["token_ids"]) > MAX_TOKENS,
-        }
-
-    def medium(self, name: str) -> dict[str, Any]:
-        """What is known of one: its file's name, sizes in pixels, or why it cannot be shown."""
-        answer: dict[str, Any] = {"name": os.path.basename(name)[:200]}  # noqa: PTH119 (no path)
-        try:
-            size = media.image_size(name)
-        except media.NoImageError as e:
-            return {**answer, "problem": str(e)}
-        seen = media.seen_size(*size, self.limits) if self.limits else None
-        return {**answer, "size": size, "seen": seen}
-
-    def medium_name(self, name: RoundName, group: int, number: int) -> str:
-        """The name of an image of a group's prompt; raises KeyError or IndexError."""
-        of_round = self.snapshot.round(name)
-        return _media_of(of_round, group)[number]
-
-    def replay_command(self, name: RoundName, group: int) -> str:
+        Raises:
+            KeyError: the record has no such group.
+        """
+        samples = self._samples(name, group)
+        gaps = self._gaps(name, group, samples)
+        for sample in samples:
+            sample["gaps"] = gaps.get(sample["index"], {})
+        prompt = self.snapshot.rounds[name].prompts[samples[0]["fingerprint"]]
+        for other, number, index in earlier:
+            with suppress(KeyError):
+                samples += [s for s in self._samples(other, number) if s["index"] == index]
+        # Without a tokenizer, the texts tell which beginnings are shared.
+        unit = "text" if self.decode is None else "token_ids"
+        shared = shared_lengths([sample[unit] for sample in samples])
+        for sample, num_shared in zip(samples, shared, strict=True):
+            sample["is_earlier"] = (sample["round"], sample["group"]) != (_text(name), group)
+            sample["is_cut"] = len(sample["token_ids"]) > MAX_TOKENS
+            if self.decode is None:
+                text = sample["text"]
+                sample["pieces"] = [
+                    Piece(text[:num_shared], is_shared=True),
+                    Piece(text[num_shared:]),
+                ]
+            else:
+                sample["pieces"] = pieces(
+                    sample["token_ids"][:MAX_TOKENS],
+                    sample["logprobs"],
+                    self.decode,
+                    num_shared,
+                    sample.get("gaps", {}),
+                )
         phase = "" if name.phase == "train" else f" --phase {name.phase}"
         place = f"--round {name.step}.{name.number} --group {group}{phase}"
-        return f"swift-grpo-ext replay {shlex.quote(str(self.run_dir))} {place}"
+        return {
+            "round": _text(name),
+            "group": group,
+            "prompt": read_messages(prompt.text),
+            "media": prompt.media,
+            "samples": samples,
+            "has_tokens": self.decode is not None,
+            "replay": f"swift-grpo-ext replay {shlex.quote(str(self.run_dir))} {place}",
+        }
+
+    def _samples(self, name: RoundName, group: int) -> list[dict[str, Any]]:
+        """Return a group's samples by index and turn, with their tokens; raises KeyError."""
+        snapshot = self.snapshot
+        rows = snapshot.rounds[name].rows
+        rows = rows.filter(pc.equal(rows["group"], group))
+        if not rows.num_rows or snapshot.samples is None:
+            raise KeyError(f"{_text(name)} {group}")
+        columns = [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs"]
+        [tokens] = snapshot.samples.read_rounds([name], columns)
+        tokens = tokens.filter(pc.equal(tokens["group"], group))
+        pairs = zip(rows.to_pylist(), tokens.to_pylist(), strict=True)
+        return [{**describe(snapshot, row), **of_row} for row, of_row in pairs]
+
+    def _gaps(
+        self, name: RoundName, group: int, samples: Sequence[dict[str, Any]]
+    ) -> dict[int, dict[int, float]]:
+        """Return, by a sample's index, the gaps of its tokens by position (`RewardRow.gaps`)."""
+        scores = self.snapshot.scores
+        has_turns = any(sample["turn"] for sample in samples)  # positions count over all of them
+        if scores is None or name not in scores.rounds or has_turns:
+            return {}
+        [rows] = scores.read_rounds([name], ["group", "index", "gaps"])
+        rows = rows.filter(pc.equal(rows["group"], group))
+        return {row["index"]: dict(row["gaps"] or ()) for row in rows.to_pylist()}
+
+    def medium_name(self, name: RoundName, group: int, number: int) -> str:
+        """Return the name of one medium of a group's prompt; raises KeyError or IndexError."""
+        of_round = self.snapshot.rounds[name]
+        at = pc.index(of_round.rows["group"], group).as_py()
+        if at < 0 or number < 0:
+            raise KeyError(group)
+        return of_round.prompts[of_round.rows["fingerprint"][at].as_py()].media[number]
 
 
-def _media_of(of_round: Round, group: int) -> list[str]:
-    at = pc.index(of_round.rows["group"], group).as_py()
-    if at < 0:
-        raise KeyError(group)
-    return of_round.prompts[of_round.rows["fingerprint"][at].as_py()][1]
+def _text(name: RoundName) -> str:
+    return ".".join(map(str, name))
 
 
-def shared_lengths(completions: Sequence[Sequence[int]]) -> list[int]:
-    """Of each completion, how many tokens its beginning shares with another one's at most.
+def shared_lengths(completions: Sequence[Sequence[int] | str]) -> list[int]:
+    """Return how many tokens (or characters) of each completion's beginning another one shares, at
+    most.
 
     In sorted order, a completion shares most with one of its neighbours.
     """
     order = sorted(range(len(completions)), key=lambda number: list(completions[number]))
     shared = [0] * len(completions)
     for one, other in pairwise(order):
-        position = first_difference(completions[one], completions[other])
-        common = len(completions[one]) if position is None else position
+        pairs = enumerate(zip_longest(completions[one], completions[other]))
+        differing = (position for position, (a, b) in pairs if a != b)
+        common = next(differing, len(completions[one]))
         shared[one], shared[other] = max(shared[one], common), max(shared[other], common)
     return shared
 
 
-def pieces(ids: Sequence[int], logprobs: Sequence[float] | None, decode: Decode) -> list[Piece]:
-    """The text of each token. Tokens that hold parts of a character only make one piece."""
-    found: list[Piece] = []
+def pieces(
+    ids: Sequence[int],
+    logprobs: Sequence[float] | None,
+    decode: Decode,
+    num_shared: int = 0,
+    gaps: dict[int, float] | None = None,
+) -> list[Piece]:
+    """Return the text of each token; tokens that hold parts of a character only make one piece."""
+    parts: list[Piece] = []
     start = 0
     for end in range(1, len(ids) + 1):
         # Behind its predecessor, as some tokenizers take a first token's leading space away.
@@ -165,7 +213,56 @@ def pieces(ids: Sequence[int], logprobs: Sequence[float] | None, decode: Decode)
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end - start < 4 and end < len(ids):
             continue
         known = logprobs[start:end] if logprobs else []
-        total = sum(known) if known and all(map(math.isfinite, known)) else None
-        found.append((text, end - start, total))
+        is_known = bool(known) and all(map(math.isfinite, known))
+        parts.append(
+            Piece(
+                text=text,
+                is_shared=end <= num_shared,
+                logprob=sum(known) if is_known else None,
+                gap=max((gaps or {}).get(position, 0.0) for position in range(start, end)),
+            )
+        )
         start = end
-    return found
+    return parts
+
+
+def image_bytes(name: str, *, is_small: bool = False) -> tuple[bytes, str]:
+    """Return an image's content and its type.
+
+    A page names an image by its prompt's group and its number there, never by a path: only what the
+    run's own record names is read, and only if it is an image. Nothing is fetched from elsewhere.
+
+    Args:
+        name: as the record has it; a relative one is looked for where the page was started.
+        is_small: return a JPEG of at most `THUMBNAIL` pixels a side.
+
+    Raises:
+        NoImageError: it is no image on this machine, or it is too large.
+    """
+    path = media_content(name)
+    if not isinstance(path, Path):
+        raise NoImageError("The record holds its digest or its address only.")
+    try:
+        if not path.is_file():  # to open a pipe could wait for ever
+            raise FileNotFoundError
+        with Image.open(path) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise NoImageError(f"{image.width} x {image.height} pixels are too many to show.")
+            image.load()
+            if image.format in TYPES and not is_small:
+                return path.read_bytes(), TYPES[image.format]
+            shown = image.convert("RGB")
+    except FileNotFoundError as e:
+        raise NoImageError(f"{path.name[:80]} is not on this machine.") from e
+    except NoImageError:
+        raise
+    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError,
+            SyntaxError) as e:  # fmt: skip
+        raise NoImageError(f"{path.name[:80]} is no image that can be read.") from e
+    buffer = io.BytesIO()
+    if is_small:
+        shown.thumbnail((THUMBNAIL, THUMBNAIL))
+        shown.save(buffer, "JPEG", quality=85)
+        return buffer.getvalue(), "image/jpeg"
+    shown.save(buffer, "PNG")
+    return buffer.getvalue(), "image/png"

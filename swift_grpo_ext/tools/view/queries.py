@@ -1,10 +1,13 @@
-"""Questions to a `Snapshot`: which samples, in which order; which groups. Pure."""
+"""Questions to a `Snapshot`, as the addresses of pages ask them: which samples, which groups. Pure.
+
+A filter is a URL's values: `steps=10:20`, `min_reward=0.5`, `truncated=true`, `text=seven`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,80 +15,81 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from swift_grpo_ext.record.reader import RoundName
-from swift_grpo_ext.tools.view.table import EXACT, MAX_GROUP, Round, Snapshot, parse_round
+from swift_grpo_ext.tools.view.runs import GROUP_KEYS, PART, Snapshot
 
-SORTS = ("reward", "advantage", "num_tokens", "surprisal", "gap_mean", "gap_max")
 RANGES = ("reward", "advantage", "num_tokens", "surprisal", "gap_max")
-MAX_ROWS = 500
-"""Of one answer."""
+"""Columns that a least and a greatest value bound; a sample without a value is out of all."""
+
+EXACT = ("phase", "finish_reason", "stop_reason", "fate", "truncated")
+"""Columns that are filtered by equality."""
+
+MAX_VALUES = 50
+"""Values of such a column in a menu."""
 
 MAX_TEXT = 400
 """Characters of a completion in a list."""
 
 
 class BadQueryError(ValueError):
-    """A value of a query cannot be used; says which, and what was expected."""
+    """A value of a filter cannot be used; the message says which, and what was expected."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Query:
-    """Which samples, in which order; `read_query` makes it from a URL's values."""
-
-    steps: tuple[float, float] = (-np.inf, np.inf)
-    ranges: Mapping[str, tuple[float, float]]
-    """Least and greatest value by column; samples without a value are out of every range."""
-
-    exact: Mapping[str, str]
-    truncated: bool | None = None
-    text: str = ""
-    is_regex: bool = False
-    """RE2's syntax, which no pattern can make slow."""
-
-    in_prompt: bool = False
-    group: tuple[RoundName, int] | None = None
-    sort: str = ""
-    """Empty for the newest round first."""
-
-    descending: bool = False
+def parse_round(text: str) -> RoundName:
+    """Read `train.3.0`; raises ValueError."""
+    phase, step, number = text.split(".")
+    return RoundName(phase, int(step), int(number))
 
 
-def read_query(values: Mapping[str, str]) -> Query:
-    """Raises BadQueryError."""
-    sort = values.get("sort", "")
-    if sort not in ("", *SORTS):
-        raise BadQueryError(f"sort={sort}: expected one of {', '.join(SORTS)}.")
-    ranges = {
-        name: (
-            _number(values, f"min_{name}", -np.inf),
-            _number(values, f"max_{name}", np.inf),
-        )
-        for name in RANGES
-        if values.get(f"min_{name}") or values.get(f"max_{name}")
-    }
+def parse_steps(text: str) -> tuple[float, float]:
+    """Read `10:20`, `10:`, `:20` or `10` as the first and the last step; raises BadQueryError."""
+    first, colon, last = text.partition(":")
     try:
-        low, colon, high = values.get("steps", "").partition(":")
-        steps = (float(low or -np.inf), float((high if colon else low) or np.inf))
-        group = None
-        if values.get("round"):
-            group = parse_round(values["round"]), int(values.get("group") or -1)
-    except (ValueError, TypeError) as e:
-        raise BadQueryError(
-            f"steps={values.get('steps', '')} round={values.get('round', '')}: expected steps such "
-            "as 10:20, and a round such as train.3.0."
-        ) from e
-    truncated = {"yes": True, "no": False}.get(values.get("truncated", ""))
-    return Query(
-        steps=steps,
-        ranges=ranges,
-        exact={name: values[name] for name in EXACT if values.get(name)},
-        truncated=truncated,
-        text=values.get("text", ""),
-        is_regex=bool(values.get("regex")),
-        in_prompt=bool(values.get("in_prompt")),
-        group=group,
-        sort=sort,
-        descending=bool(values.get("descending")),
-    )
+        return float(first or -np.inf), float((last if colon else first) or np.inf)
+    except ValueError as e:
+        raise BadQueryError(f"steps={text}: expected steps such as 10:20.") from e
+
+
+def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:
+    """Return the numbers of the rows of `snapshot.table` that a filter lets pass.
+
+    Args:
+        values: those of a URL; `sort=reward` sorts by a column of `RANGES`, `sort=-reward` puts the
+            greatest first. Rows without a value come last. Without `sort`, the newest come first.
+
+    Raises:
+        BadQueryError: a value is no number, no column, or no regular expression.
+    """
+    table = snapshot.table
+    conditions = []
+    bounds = {"step": parse_steps(values.get("steps", ""))}
+    for column in RANGES:
+        bounds[column] = (
+            _number(values, f"min_{column}", -np.inf),
+            _number(values, f"max_{column}", np.inf),
+        )
+    for column, (low, high) in bounds.items():
+        if (low, high) != (-np.inf, np.inf):
+            conditions.append(pc.greater_equal(table[column], low))
+            conditions.append(pc.less_equal(table[column], high))
+    for column in EXACT:
+        if values.get(column):
+            conditions.append(pc.equal(table[column].cast(pa.utf8()), values[column]))
+    if values.get("text"):
+        conditions.append(_holds_text(snapshot, values))
+    if conditions:
+        masks = [condition.fill_null(False).to_numpy() for condition in conditions]
+        rows = np.flatnonzero(reduce(np.logical_and, masks))
+    else:
+        rows = np.arange(table.num_rows)
+
+    column = values.get("sort", "").removeprefix("-")
+    if column not in ("", *RANGES):
+        raise BadQueryError(f"sort={column}: expected one of {', '.join(RANGES)}.")
+    if column:
+        keys = table[column].combine_chunks().take(pa.array(rows))
+        order = "descending" if values["sort"].startswith("-") else "ascending"
+        rows = rows[pc.array_sort_indices(keys, order=order).to_numpy()]
+    return rows
 
 
 def _number(values: Mapping[str, str], name: str, default: float) -> float:
@@ -95,187 +99,106 @@ def _number(values: Mapping[str, str], name: str, default: float) -> float:
         raise BadQueryError(f"{name}={values[name]}: expected a number.") from e
 
 
-def matching(snapshot: Snapshot, query: Query) -> np.ndarray:
-    """Numbers of the rows that match, in the query's order; rows without the value that they are
-    sorted by come last.
+def _holds_text(snapshot: Snapshot, values: Mapping[str, str]) -> pa.ChunkedArray:
+    """Tell which rows' completions, or prompts with `in_prompt`, hold a text or match a pattern,
+    in lower or upper case. The syntax is RE2's, which no pattern can make slow."""
+    match = pc.match_substring_regex if values.get("regex") else pc.match_substring
+    table, text = snapshot.table, values["text"]
+    try:
+        if not values.get("in_prompt"):
+            return match(table["text"], text, ignore_case=True)
+        prompts = snapshot.prompts  # each is looked at once, and not once a sample
+        texts = pa.array([prompt.text for prompt in prompts.values()], pa.utf8())
+        hashes = pa.array(prompts, pa.utf8()).filter(match(texts, text, ignore_case=True))
+        return pc.is_in(table["fingerprint"], value_set=hashes)
+    except pa.ArrowInvalid as e:
+        raise BadQueryError(f"text={text}: no regular expression ({e}).") from e
+
+
+def facets(snapshot: Snapshot) -> dict[str, list[tuple[str, int]]]:
+    """Return the values of the `EXACT` columns with their numbers of samples, most frequent first,
+    for menus."""
+    menus = {}
+    for name in EXACT:
+        counts = pc.value_counts(snapshot.table[name].cast(pa.utf8())).to_pylist()
+        known = [(c["values"], c["counts"]) for c in counts if c["values"] is not None]
+        menus[name] = sorted(known, key=lambda pair: -pair[1])[:MAX_VALUES]
+    return menus
+
+
+def list_samples(snapshot: Snapshot, rows: np.ndarray) -> list[dict[str, Any]]:
+    """Return some rows of `snapshot.table` as a page shows them, with the beginnings of texts."""
+    samples = []
+    for number in rows.tolist():
+        [row] = snapshot.table.slice(number, 1).to_pylist()
+        sample = describe(snapshot, row)
+        sample["is_cut"] = len(sample["text"]) > MAX_TEXT
+        sample["text"] = sample["text"][:MAX_TEXT]
+        samples.append(sample)
+    return samples
+
+
+def describe(snapshot: Snapshot, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with its round's name, its reward functions' values under `parts`, and the
+    number of its prompt's media."""
+    parts = {name: row[PART + name] for name in snapshot.functions if PART + name in row}
+    place = f"{row['phase']}.{row['step']}.{row['number']}"
+    num_media = len(snapshot.prompts[row["fingerprint"]].media)
+    return {**row, "round": place, "parts": parts, "num_media": num_media}
+
+
+def list_groups(
+    snapshot: Snapshot, of_round: RoundName | None = None, steps: str = "", limit: int = 50
+) -> list[dict[str, Any]]:
+    """Return the groups of a round in their order; without a round, `limit` groups of the run whose
+    rewards lie furthest apart (by standard deviation), the widest first.
 
     Raises:
-        BadQueryError: the pattern is no regular expression.
+        BadQueryError: `steps` cannot be read.
     """
-    found = np.flatnonzero(_mask(snapshot, query))
-    if not query.sort:
-        return found
-    values = snapshot.numbers(query.sort)[found]
-    order = np.argsort(-values if query.descending else values, kind="stable")
-    return found[order]
+    groups = snapshot.groups
+    if of_round is not None:
+        is_here = [pc.equal(groups[key], value) for key, value in of_round._asdict().items()]
+        rows = groups.filter(reduce(pc.and_, is_here)).sort_by("group")
+    else:
+        first, last = parse_steps(steps)
+        is_here = [pc.greater_equal(groups["step"], first), pc.less_equal(groups["step"], last)]
+        rows = groups.filter(pc.and_(*is_here))
+        order = pc.array_sort_indices(rows["spread"].combine_chunks(), order="descending")
+        rows = rows.take(order[:limit])
+    listed = []
+    for group in rows.to_pylist():
+        prompt = snapshot.prompts[group["fingerprint"]]
+        group["round"] = ".".join(str(group[key]) for key in GROUP_KEYS[:3])
+        group["prompt"] = read_messages(prompt.text)[-1]["content"][:160]
+        group["num_media"] = len(prompt.media)
+        listed.append(group)
+    return listed
 
 
-def _mask(snapshot: Snapshot, query: Query) -> np.ndarray:
-    table = snapshot.table
-    mask = np.ones(table.num_rows, bool)
-    if query.steps != (-np.inf, np.inf):
-        steps = snapshot.numbers("step")
-        mask &= (steps >= query.steps[0]) & (steps <= query.steps[1])
-    for name, (low, high) in query.ranges.items():
-        values = snapshot.numbers(name)
-        mask &= (values >= low) & (values <= high)
-    for name, value in query.exact.items():
-        mask &= _to_numpy(pc.equal(table[name], value))
-    if query.truncated is not None:
-        mask &= _to_numpy(pc.equal(table["truncated"], query.truncated))
-    if query.group is not None:
-        mask &= _of_group(snapshot, *query.group)
-    if query.text:
-        mask &= _with_text(snapshot, query)
-    return mask
+def pick_groups(snapshot: Snapshot, steps: str, count: int) -> list[tuple[RoundName, int]]:
+    """Return up to `count` groups: a quarter are those whose rewards lie furthest apart, the others
+    are spread evenly over the steps.
 
-
-def _to_numpy(values: pa.ChunkedArray) -> np.ndarray:
-    return pc.fill_null(values, False).to_numpy()
-
-
-def _of_group(snapshot: Snapshot, name: RoundName, group: int) -> np.ndarray:
-    mask = np.zeros(snapshot.table.num_rows, bool)
-    for number, found in enumerate(snapshot.rounds):
-        if found.name == name:
-            rows = slice(*snapshot.starts[number : number + 2])
-            mask[rows] = True if group < 0 else found.rows["group"].to_numpy() == group
-    return mask
-
-
-def _with_text(snapshot: Snapshot, query: Query) -> np.ndarray:
-    try:
-        if not query.in_prompt:
-            return _to_numpy(_match(snapshot.table["text"], query))
-        prompts = {k: text for r in snapshot.rounds for k, (text, _) in r.prompts.items()}
-        texts = pa.chunked_array([pa.array(prompts.values(), pa.utf8())])
-        found = pa.array(prompts.keys(), pa.utf8()).filter(_match(texts, query).combine_chunks())
-        return _to_numpy(pc.is_in(snapshot.table["fingerprint"], value_set=found))
-    except pa.ArrowInvalid as e:
-        raise BadQueryError(f"text={query.text}: no regular expression ({e}).") from e
-
-
-def _match(texts: pa.ChunkedArray, query: Query) -> pa.ChunkedArray:
-    match = pc.match_substring_regex if query.is_regex else pc.match_substring
-    return match(texts, query.text, ignore_case=True)
-
-
-def list_samples(snapshot: Snapshot, query: Query, offset: int, limit: int) -> dict[str, Any]:
-    """How many samples match, and some of them."""
-    found = matching(snapshot, query)
-    page = found[offset : offset + min(limit, MAX_ROWS)].tolist()
-    rows = [describe(*pair, text_length=MAX_TEXT) for pair in snapshot.rows(page)]
-    return {"count": len(found), "offset": offset, "rows": rows, "version": snapshot.version}
-
-
-def describe(
-    of_round: Round, row: dict[str, Any], text_length: int | None = None
-) -> dict[str, Any]:
-    """A row for the page: its round's name, `parts`, and how many media its prompt has."""
-    parts = {name: row.pop(name) for name in list(row) if name.startswith("part:")}
-    row["parts"] = {name[5:]: value for name, value in parts.items()}
-    row["round"] = ".".join(map(str, of_round.name))
-    row["seed"] = None if row["seed"] is None else str(row["seed"])  # 63 bits: JavaScript has 53
-    row["num_media"] = len(of_round.prompts[row["fingerprint"]][1])
-    row["is_cut"] = text_length is not None and len(row["text"]) > text_length
-    row["text"] = row["text"][:text_length]
-    return row
-
-
-def list_rounds(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Oldest first."""
-    return [r.summary for r in reversed(snapshot.rounds)]
-
-
-def list_groups(of_round: Round) -> list[dict[str, Any]]:
-    """The groups of a round, with the mean and the spread of their rewards."""
-    rows = of_round.rows.select(["group", "fingerprint", "reward", "text", "truncated"]).to_pydict()
-    groups: dict[int, dict[str, Any]] = {}
-    for group, key, reward, text, truncated in zip(*rows.values(), strict=True):
-        found = groups.setdefault(
-            group, {"group": group, "rewards": [], "texts": set(), "truncated": 0, "key": key}
-        )
-        found["rewards"].append(reward)
-        found["texts"].add(text)
-        found["truncated"] += bool(truncated)
-    return [_group(of_round, groups[group]) for group in sorted(groups)]
-
-
-def _group(of_round: Round, found: dict[str, Any]) -> dict[str, Any]:
-    prompt, media = of_round.prompts[found["key"]]
-    known = [reward for reward in found["rewards"] if reward is not None]
-    return {
-        "group": found["group"],
-        "samples": len(found["rewards"]),
-        "rewards": found["rewards"],
-        "reward": float(np.mean(known)) if known else None,
-        "spread": float(np.std(known)) if known else None,
-        "distinct": len(found["texts"]),
-        "truncated": found["truncated"],
-        "prompt": last_words(prompt)[:160],
-        "num_media": len(media),
-    }
-
-
-def last_words(prompt: str) -> str:
-    """The last message of a prompt as it was logged."""
-    messages = read_messages(prompt)
-    return messages[-1]["content"] if messages else ""
+    Raises:
+        BadQueryError: `steps` cannot be read.
+    """
+    by_spread = list_groups(snapshot, steps=steps, limit=snapshot.groups.num_rows)
+    places = [(parse_round(group["round"]), int(group["group"])) for group in by_spread]
+    best, others = places[: count // 4], sorted(places[count // 4 :])
+    num_others = min(count - len(best), len(others))
+    at = np.linspace(0, len(others) - 1, num_others).round().astype(int)
+    return best + [others[i] for i in at]
 
 
 def read_messages(prompt: str) -> list[dict[str, str]]:
-    """Role and content; a prompt that is no list of messages is one without role."""
+    """Return role and content of each message; a prompt that is no list of messages is one message
+    without a role."""
     try:
-        found = json.loads(prompt)
-        return [
-            {
-                "role": str(message["role"]),
-                "content": content
-                if isinstance(content := message["content"], str)
-                else json.dumps(content, ensure_ascii=False),
-            }
-            for message in found
-        ]
+        messages = [(message["role"], message["content"]) for message in json.loads(prompt)]
     except (ValueError, TypeError, KeyError):
-        return [{"role": "", "content": prompt}]
-
-
-def most_different(snapshot: Snapshot, query: Query, count: int = 1) -> list[dict[str, Any]]:
-    """Groups whose matching samples have rewards that lie furthest apart (standard deviation);
-    without rewards, lengths."""
-    rows = np.sort(matching(snapshot, query))
-    of_round = np.searchsorted(snapshot.starts, rows, side="right") - 1
-    values = snapshot.numbers("reward")[rows]
-    if not np.isfinite(values).any():
-        values = snapshot.numbers("num_tokens")[rows]
-    known = np.isfinite(values)
-    keys = (of_round * MAX_GROUP + snapshot.numbers("group")[rows].astype(np.int64))[known]
-    values = values[known]
-    groups, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    means = np.bincount(inverse, values) / counts
-    spreads = np.sqrt(np.bincount(inverse, (values - means[inverse]) ** 2) / counts)
+        messages = [("", prompt)]
     return [
-        {
-            "round": ".".join(map(str, snapshot.rounds[groups[at] // MAX_GROUP].name)),
-            "group": int(groups[at] % MAX_GROUP),
-            "spread": float(spreads[at]),
-        }
-        for at in np.argsort(-spreads, kind="stable")[:count]
+        {"role": str(r), "content": c if isinstance(c, str) else json.dumps(c, ensure_ascii=False)}
+        for r, c in messages or [("", "")]
     ]
-
-
-def pick(snapshot: Snapshot, query: Query, count: int) -> Sequence[tuple[RoundName, int]]:
-    """Up to `count` groups with matching samples: the most different ones, and others evenly."""
-    rows = matching(snapshot, query)
-    of_round = np.searchsorted(snapshot.starts, rows, side="right") - 1
-    keys = of_round * MAX_GROUP + snapshot.numbers("group")[rows].astype(np.int64)
-    _, firsts = np.unique(keys, return_index=True)
-    keys = keys[np.sort(firsts)]  # in the query's order
-    if query.sort:
-        keys = keys[:count]
-    elif len(keys) > count:
-        best = most_different(snapshot, query, count // 4)
-        at = np.linspace(0, len(keys) - 1, count - len(best)).round().astype(int)
-        evenly = [(snapshot.rounds[k // MAX_GROUP].name, int(k % MAX_GROUP)) for k in keys[at]]
-        return list(dict.fromkeys([(parse_round(b["round"]), b["group"]) for b in best] + evenly))
-    return [(snapshot.rounds[k // MAX_GROUP].name, int(k % MAX_GROUP)) for k in keys]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.rewards import REWARDS, RewardRow
@@ -18,12 +20,12 @@ from tests.record.rows import ROW, sample_id
 HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
 
 
-def make_rows(step: int, *, num_groups: int = 2) -> list[SampleRow]:
+def make_rows(step: int, *, num_groups: int = 2, phase: str = "train") -> list[SampleRow]:
     """Rows of a round: sample i of group g has tokens [7, g, i] and text `gG iI sS`."""
     return [
         replace(
             ROW,
-            sample_id=sample_id(step, group=group, index=index),
+            sample_id=sample_id(step, phase, group=group, index=index),
             seed=2**62 + 100 * step + 10 * group + index,
             weight_version=step,
             token_ids=[7, group, index],
@@ -86,3 +88,10 @@ def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run_dir / "logging.jsonl").write_text(text, encoding="utf-8")
     return run_dir
+
+
+def add_tokenizer(run_dir: Path) -> None:
+    """Give the run a checkpoint whose tokenizer calls token n `wn`."""
+    tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(8)}, unk_token="w0"))
+    (run_dir / "checkpoint-1").mkdir()
+    tokenizer.save(str(run_dir / "checkpoint-1/tokenizer.json"))

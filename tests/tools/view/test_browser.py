@@ -1,4 +1,4 @@
-"""The page in headless Chromium: filters, sorting, keys, a run that goes on, hostile text."""
+"""The pages in headless Chromium: filters, keys, a run that goes on, hostile text, phones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
-from swift_grpo_ext.tools.view.offline import write_page
+from swift_grpo_ext.tools.view.pages import write_page
 from tests.tools.view.chrome import Chrome, needs_browser
-from tests.tools.view.runs import HOSTILE, Writer, make_rows, make_run
+from tests.tools.view.runs import HOSTILE, Writer, add_tokenizer, make_rows, make_run
 
 pytestmark = needs_browser
 ROWS = "ol.samples li"
@@ -73,51 +71,41 @@ def page(chrome: Chrome, served: Served) -> Iterator[Chrome]:
     assert chrome.problems == []
 
 
-def test_filter_and_sort(page: Chrome) -> None:
-    page.fill("#search", "i1 s2")
+def test_filters_and_groups(page: Chrome) -> None:
+    page.fill("input[name=text]", "i1 s2")
     page.until("document.querySelector('#count').innerText.startsWith('2 of')")
     assert all("i1 s2" in text for text in page.texts(ROWS))
-    page.click("#clear")
-    page.until("document.querySelector('#search').value === ''")
-    page.fill("select[name=sort]", "reward")
-    page.until("location.hash.includes('sort=reward')")
-    page.click("input[name=descending]")
-    page.until(f"document.querySelector('{ROWS} .reward b').innerText === '1'")
-    rewards = [float(text) for text in page.texts(f"{ROWS} .reward b")]
-    assert rewards == sorted(rewards, reverse=True)
-    page.fill("#search", "(")
-    page.click("input[name=regex]")
-    page.until("document.querySelector('[role=alert]')")
-    assert "no regular expression" in page.texts("[role=alert]")[0]
-
-
-def test_a_group_by_keys(page: Chrome) -> None:
-    page.run("document.body.focus()")
-    page.key("d")  # the most different group
+    page.click("summary")
+    page.fill("select[name=phase]", "train")
+    page.until("location.search.includes('phase=train')")
+    assert "regex" not in page.run("location.search")
+    page.until("document.querySelector('details').open && document.body.dataset.ready")
+    page.key("2")
+    page.until("document.querySelectorAll('ol.groups li').length >= 2")
+    page.key("d")  # where rewards differ most
+    page.until("location.search.includes('different')")
+    page.click("ol.groups a")
     page.until("document.querySelectorAll('.completion').length >= 2")
     assert "Group 1" in page.texts("h1")[0]
-    assert page.texts("#replay")[0].startswith("swift-grpo-ext replay ")
     page.until("document.querySelector('.images img').naturalWidth === 56")
     page.key("p")
     page.until("document.querySelector('h1').innerText.includes('Group 0')")
     assert "Question 0?" in page.texts(".prompt")[0]
-    page.key("2")
-    page.until("document.querySelectorAll('ol.groups li').length === 2")
-    page.key("j")
-    page.run("document.activeElement.click()")
-    page.until("document.querySelector('.completion')")
 
 
-def test_values_of_curves_by_keys(page: Chrome) -> None:
+def test_values_of_curves(page: Chrome) -> None:
     page.key("3")
-    page.until("document.querySelector('[data-panel=loss]')")
-    page.run("document.querySelector('[data-panel=loss]').focus()")
-    read = "document.querySelector('[data-panel=loss]').parentElement.querySelector('output')"
+    page.until("document.querySelector('[data-panel=loss]') && document.body.dataset.ready")
+    page.run("document.querySelector('[data-panel=loss] svg').focus()")
     page.key("Home")
-    assert page.run(f"{read}.innerText") == "step 1: one loss 0.5000 · two loss 0.5000"
+    assert page.texts("[data-panel=loss] output") == ["1 · one loss 0.5 · two loss 0.5"]
     page.key("ArrowRight")
     page.key("ArrowRight")
-    assert page.run(f"{read}.innerText") == "step 3: one loss 0.1667"
+    assert page.texts("[data-panel=loss] output") == ["3 · one loss 0.16667"]
+    page.run("""(svg => { const box = svg.getBoundingClientRect(); svg.dispatchEvent(
+        new PointerEvent('pointermove', {clientX: box.left + box.width / 2})) })(
+        document.querySelector('[data-panel=loss] svg'))""")
+    assert page.texts("[data-panel=loss] output") == ["2 · one loss 0.25 · two loss 0.25"]
 
 
 def test_a_run_that_goes_on_and_hostile_text(page: Chrome, served: Served) -> None:
@@ -132,24 +120,9 @@ def test_a_run_that_goes_on_and_hostile_text(page: Chrome, served: Served) -> No
     assert page.run("document.querySelectorAll('main script, main img[src=x]').length") == 0
 
 
-def test_languages_themes_and_phones(page: Chrome) -> None:
-    theme = page.run("document.documentElement.dataset.theme")
-    page.click("#theme")
-    assert {theme, page.run("document.documentElement.dataset.theme")} == {"light", "dark"}
-    page.click("#language")
-    page.until("document.documentElement.lang === 'zh'")
-    assert page.texts("nav a") == ["样本", "轮次", "曲线"]
-    page.resize(390, 844, phone=True)
-    for name, found in (("samples", ROWS), ("rounds", "ol.groups"), ("curves", ".panels figure")):
-        page.run(f"location.hash = '#{name}'")
-        page.until(f"document.querySelector('{found}')")
-        assert page.run("document.documentElement.scrollWidth - innerWidth") <= 0, name
-    page.resize(1280, 900)
-    page.click("#language")
-
-
 OVERFLOWING = """[...document.querySelectorAll("header, main, header *, main *")].filter(e => {
   if (e.closest("svg, select") || e.matches("input, br")) return false;
+  if (!e.getClientRects().length) return false;  // the other language, another section
   const box = e.getBoundingClientRect(), around = e.parentElement.getBoundingClientRect();
   return e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== "inline"
     || box.right > around.right + 1 || box.left < around.left - 1;
@@ -190,15 +163,15 @@ def test_nothing_runs_over_its_box(width: int, wordy: str, chrome: Chrome) -> No
     chrome.resize(width, 900)
     chrome.open(wordy)
     pages = {
-        "samples": ROWS, "rounds": "ol.groups li", "curves": ".panels figure",
-        "group?round=train.3.0&group=1&index=0": ".completion",
+        "diversity-0": ".verdict", "groups-0": "ol.groups li", "curves-0": ".panels figure",
+        "group-0-train.3.0-1": ".completion",
     }  # fmt: skip
     for language in ("en", "zh"):
         while chrome.run("document.documentElement.lang") != language:
             chrome.click("#language")
         for page, found in pages.items():
             chrome.run(f"location.hash = '#{page}'")
-            chrome.until(f"document.querySelector('{found}')")
+            chrome.until(f"document.querySelector('main:target {found}')")
             where = (page, language, width)
             assert chrome.run("document.documentElement.scrollWidth") <= width, where
             assert chrome.run(OVERFLOWING) == [], where
@@ -206,43 +179,41 @@ def test_nothing_runs_over_its_box(width: int, wordy: str, chrome: Chrome) -> No
     chrome.resize(1280, 900)
 
 
-def test_tokens_are_coloured_by_their_own_gap(chrome: Chrome, tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
-    words = {f"w{number}": number for number in range(8)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    (run_dir / "checkpoint-1").mkdir()
-    tokenizer.save(str(run_dir / "checkpoint-1/tokenizer.json"))
-    chrome.open(write_page([run_dir], tmp_path / "page.html").as_uri())
-    chrome.run("location.hash = '#group?run=0&round=train.1.0&group=1'")
-    chrome.click("input[name=colour][value=gap]")
-    depths = "[...document.querySelector('.tokens').children].map(e => e.style.cssText)"
-    assert chrome.run(depths) == [f"--depth: {gap:.3f};" for gap in (0, 0.25, 0)]
-    chrome.run("document.querySelector('.tokens').children[1].click()")
-    assert chrome.texts("#token")[0].endswith("gap 0.250 nats")
+def test_lists_fit_a_phone(page: Chrome) -> None:
+    page.resize(400, 844, phone=True)
+    page.click("#language")
+    for key, found in (("1", ROWS), ("2", "ol.groups li")):
+        page.key(key)
+        page.until(f"document.querySelector('{found}') && document.body.dataset.ready")
+        assert page.run("document.documentElement.scrollWidth") <= 400
+        assert page.texts("nav a[data-key]") == ["样本", "组", "曲线", "多样性"]
+        assert page.run(OVERFLOWING) == []
+    page.click("#language")
+    page.resize(1280, 900)
 
 
 def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
-    """The same page from a file, without a server; filters work on what it holds."""
+    """The page opens from a file, without a server and without the run."""
     run_dir = make_run(tmp_path / "run")
-    Writer(run_dir, session=1, start_step=3).write(
-        [replace(row, text=f"{HOSTILE}</script>") for row in make_rows(3)]
-    )
+    add_tokenizer(run_dir)
+    rows = [replace(row, text=f"{HOSTILE}</script>") for row in make_rows(3)]
+    Writer(run_dir, session=1, start_step=3).write(rows)
     page = write_page([run_dir], tmp_path / "page.html", num_groups=6)
     shutil.rmtree(run_dir)
     chrome.problems.clear()
     chrome.open(page.as_uri())
-    chrome.until(f"document.querySelectorAll('{ROWS}').length >= 10")
-    chrome.until("document.querySelector('ol.samples img').naturalWidth === 56")
-    chrome.fill("#search", "i1")
-    chrome.until(f"document.querySelectorAll('{ROWS}').length < 10")
-    assert all("i1" in text for text in chrome.texts(f"{ROWS} .text"))
-    chrome.click("#clear")
-    chrome.until("document.querySelector('#search').value === ''")
-    chrome.click("#different")
-    chrome.until("document.querySelector('.completion')")
-    assert chrome.texts("h1") == ["Round train.3.0 · Group 1"]  # of equals, the newest
-    chrome.run("location.hash = '#curves'")
-    chrome.until("document.querySelector('[data-panel=loss]')")
+    chrome.until("document.querySelector('main:target .verdict')")
+    chrome.key("3")
+    images = "[...document.querySelectorAll('main:target ol.groups img')]"
+    chrome.until(f"{images}.some(image => image.naturalWidth === 56)")
+    chrome.click("main:target ol.groups a")
+    chrome.until("document.querySelector('main:target .tokens')")
+    token = "getComputedStyle(document.querySelector('main:target .tokens').children[1])"
+    by_logprob = chrome.run(f"{token}.backgroundColor")
+    chrome.click("main:target .by-gap")
+    by_gap = chrome.run(f"{token}.backgroundColor")
+    assert by_gap.startswith("rgba(150, 40, 160,")
+    assert by_logprob != by_gap
     assert chrome.run("window.stolen") is None
     assert chrome.run("performance.getEntriesByType('resource').length") == 0
     assert chrome.problems == []

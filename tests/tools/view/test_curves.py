@@ -1,4 +1,4 @@
-"""Curves of a run that the monitor watched, with its alarms."""
+"""Curves of a run, and how charts draw them."""
 
 from __future__ import annotations
 
@@ -8,44 +8,130 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.tools.view import curves
-from swift_grpo_ext.tools.view.curves import make_panels
-from swift_grpo_ext.tools.view.table import Follower
+from swift_grpo_ext.tools.view.curves import (
+    Curve,
+    Scale,
+    diversity_panels,
+    make_charts,
+    read_log,
+    run_panels,
+    smooth,
+)
+from swift_grpo_ext.tools.view.runs import Follower
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
-from tests.tools.view.runs import Writer, make_rows
+from tests.tools.view.runs import Writer, make_rows, make_run
 
 
-def test_diversity_and_alarms(tmp_path: Path) -> None:
-    """Round 2 drew what round 0 drew: after it, three optimizer steps are done."""
-    records = make_watched_run(tmp_path, frozen_rounds())
-    follower = Follower(tmp_path)
+def write_log(run_dir: Path, *lines: dict[str, object] | str) -> None:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (run_dir / "logging.jsonl").write_text("\n".join(texts), encoding="utf-8")
+
+
+def test_panels_of_a_run(tmp_path: Path) -> None:
+    """Group 0 has rewards 0 and 0, group 1 has 0 and 1: the means lie between 0 and 0.5."""
+    follower = Follower(make_run(tmp_path / "run"))
+    Writer(tmp_path / "run", session=1, start_step=3).write(
+        [*make_rows(3), *make_rows(3, phase="eval")]
+    )
     follower.refresh()
-    found = make_panels(tmp_path, follower.snapshot)
-    assert found["alarms"] == [{"first": 3, "last": 3, "kind": "broken"}]
-    panels = {panel["key"]: panel for panel in found["panels"]}
-    expected = [[r.steps_done, r.metrics["vendi"]] for r in records]
-    [vendi, *_] = panels["effective"]["curves"]
-    assert vendi["name"] == "vendi"
-    assert vendi["points"] == [[step, pytest.approx(value, rel=1e-4)] for step, value in expected]
-    assert len(panels["effective"]["title"]) == 2
-    assert panels["loss"]["curves"][0]["points"] == [[1, 0], [2, 0], [3, 0]]
+    panels = run_panels(tmp_path / "run", follower.snapshot)
+    assert list(panels) == ["reward", "length", "gap", "loss", "kl", "grad_norm"]
+    assert [curve.name for curve in panels["reward"]] == [
+        "reward", "Accuracy", "Format", "eval reward",
+    ]  # fmt: skip
+    assert panels["reward"][0].points == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.25)]
+    assert panels["reward"][0].band[0] == pytest.approx((1, 0.05, 0.45))
+    assert panels["reward"][3].points == [(3, 0.25)]  # an evaluation stands at its own step
+    assert panels["length"][0].points[0] == (1, 3)
+    assert panels["loss"][0].points == [(1, 0.5), (2, 0.25), (3, pytest.approx(1 / 6))]
+
+
+def test_panels_of_the_monitor(tmp_path: Path) -> None:
+    records = make_watched_run(tmp_path, frozen_rounds())
+    panels = diversity_panels(records)
+    expected = [(step + 1, records[step].metrics["vendi"]) for step in range(3)]
+    assert panels["effective"][0] == Curve(name="vendi", points=expected)
+    assert panels["collision"][0].points[2] == (3, -records[2].log10_p)
+    assert diversity_panels([]) == {}
+
+
+def test_the_log_of_a_resumed_run(tmp_path: Path) -> None:
+    """The steps that it took again count as the second time; what is damaged is left out."""
+    taken = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7)]
+    lines = [{"loss": 0, "kl": kl, "global_step/max_steps": f"{s}/9"} for s, kl in taken]
+    write_log(tmp_path, *lines, {"eval_loss": 1}, '{"loss": 0, "re')
+    assert [(row["step"], row["kl"]) for row in read_log(tmp_path)] == [(1, 0.1), (2, 0.7)]
 
 
 def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    Writer(tmp_path).write(make_rows(0))
-    lines = [
-        {"loss": value, "global_step/max_steps": f"{step}/3"}
-        for step, value in enumerate([float("nan"), 0.5, float("inf")], 1)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "logging.jsonl").write_text(text, encoding="utf-8")
-    follower = Follower(tmp_path)
-    follower.refresh()
-    panels = {p["key"]: p["curves"] for p in make_panels(tmp_path, follower.snapshot)["panels"]}
-    assert [curve["points"] for curve in panels["loss"]] == [[[2, 0.5]]]
-    assert {"kl", "copies"}.isdisjoint(panels)
+    values = [float("nan"), 0.5, float("inf"), "0.5", None]
+    lines = [{"loss": v, "global_step/max_steps": f"{s}/9"} for s, v in enumerate(values, 1)]
+    write_log(tmp_path, *lines)
+    assert run_panels(tmp_path, Follower(tmp_path).snapshot) == {
+        "loss": [Curve(name="loss", points=[(2, 0.5)])]
+    }
 
 
 def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curves, "MAX_POINTS", 5)
     assert curves.evenly_spaced(list(range(101))) == [0, 25, 50, 75, 100]
+    assert curves.evenly_spaced([1, 2, 3, 4, 5]) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0, 1, "0 0.5 1"),
+        (-0.03, 1.03, "0 0.5 1"),
+        (0.5, 40.5, "10 20 30 40"),
+        (3, 4, "3 3.5 4"),
+        (-2e-5, 6e-5, "-2e-05 0 2e-05 4e-05 6e-05"),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, labels: str) -> None:
+    ticks = Scale(low, high, 100, 20).ticks()
+    assert [label for _, label in ticks] == labels.split()
+    for place, label in ticks:
+        assert place == pytest.approx(100 - 80 * (float(label) - low) / (high - low), abs=0.06)
+
+
+def test_smoothing_keeps_a_line_and_halves_noise() -> None:
+    assert smooth([(step, 1.0) for step in range(29)]) == []  # so few need none
+    assert smooth([(step, 2.0 * step) for step in range(30)])[4:26] == [
+        (step, pytest.approx(2.0 * step)) for step in range(4, 26)
+    ]
+    assert smooth([(step, float(step == 0)) for step in range(30)])[0] == (0, pytest.approx(0.2))
+
+
+def test_charts_of_two_runs() -> None:
+    """One axis of steps for all, one colour for a name, the second run's curves apart."""
+    line = Curve(name="loss", points=[(1, 0.0), (9, 1.0)], band=[(1, 0.0, 0.5), (9, 1.0, 1.0)])
+    dot = Curve(name="kl", points=[(4, 0.5)])
+    panels = [{"loss": [line]}, {"copies": [dot], "loss": [dot, line]}]
+    alarm = {"first": 10, "last": 11, "kind": "broken"}
+    loss, copies = make_charts(panels, ["one", "two"], [alarm])
+    assert (loss.key, copies.key) == ("loss", "copies")
+    assert {(c.x.low, c.x.high) for c in (loss, copies)} == {(0.5, 11.5)}
+    assert (copies.y.low, copies.y.high) == (-0.03, 1.03)
+    assert (loss.y.low, loss.y.high) == pytest.approx((-0.05, 1.05))
+    assert [(run, curve.name) for run, curve in loss.curves] == [
+        (0, "loss"), (1, "kl"), (1, "loss"),
+    ]  # fmt: skip
+    assert loss.colours == {"loss": 0, "kl": 1}
+    assert loss.data["curves"][1] == {"name": "two kl", "points": [(4, 0.5)]}
+    assert loss.data["axis"] == [0.5, 11.5, 46, 452, 460]
+    assert loss.band(line) == ""
+    [alone] = make_charts(panels[:1], ["one"], [])
+    assert alone.x(0.5) == 46
+    assert alone.x(9.5) == 452
+    assert alone.path(line.points) == "M68.6 160.7L429.4 15.3"
+    assert alone.band(line) == "M68.6 88.0L429.4 15.3L429.4 15.3L68.6 160.7Z"
+    assert alone.path([(5, 0.0)]) == "M249.0 160.7L249.0 160.7"
+    assert alone.data["curves"][0]["name"] == "loss"
+
+
+@pytest.mark.parametrize(("value", "limits"), [(2.0, (1.8, 2.2)), (0.0, (-1.0, 1.0))])
+def test_a_flat_curve_has_room(value: float, limits: tuple[float, float]) -> None:
+    [chart] = make_charts([{"kl": [Curve(name="kl", points=[(1, value), (2, value)])]}], ["a"], [])
+    assert (chart.y.low, chart.y.high) == pytest.approx(limits)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import io
 import math
+import os
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from swift_grpo_ext.record.reader import RoundName
-from swift_grpo_ext.tools.view import media
-from swift_grpo_ext.tools.view.group import RunView, pieces, shared_lengths
-from tests.tools.view.runs import make_run
+from swift_grpo_ext.tools.view import group
+from swift_grpo_ext.tools.view.group import (
+    NoImageError,
+    RunView,
+    image_bytes,
+    pieces,
+    shared_lengths,
+)
+from tests.tools.view.runs import add_tokenizer, make_run
 
 
 @pytest.mark.parametrize(
@@ -22,6 +28,7 @@ from tests.tools.view.runs import make_run
         ([[1, 2, 3], [1, 2, 4], [5]], [2, 2, 0]),
         ([[1, 2], [1, 2], [1, 2, 3]], [2, 2, 2]),
         ([[1, 9], [2, 9], [1, 8, 7], [1, 8, 6]], [1, 0, 2, 2]),
+        (["seven", "several", "nine"], [4, 4, 0]),
         ([[1]], [0]),
         ([], []),
     ],
@@ -36,68 +43,93 @@ def test_pieces_hold_whole_characters() -> None:
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
 
-    found = pieces(list(content), [-float(i) for i in range(len(content))], decode)
-    assert [(text, count) for text, count, _ in found] == [
-        ("a", 1), ("七", 3), ("👍", 4), ("b", 1), ("\N{REPLACEMENT CHARACTER}", 1),
-    ]  # fmt: skip
-    assert [logprob for _, _, logprob in found] == [0.0, -6.0, -22.0, -8.0, -9.0]
-    assert sum(count for _, count, _ in found) == len(content)
+    logprobs = [-float(i) for i in range(len(content))]
+    assert pieces(list(content), logprobs, decode, 5, {2: 0.5, 3: 0.25, 8: 0.125}) == [
+        ("a", True, 0.0, 0.0),
+        ("七", True, -6.0, 0.5),
+        ("👍", False, -22.0, 0.0),
+        ("b", False, -8.0, 0.125),
+        ("\N{REPLACEMENT CHARACTER}", False, -9.0, 0.0),
+    ]
 
 
 def test_unknown_and_infinite_log_probabilities_are_none() -> None:
     for logprobs in (None, [-math.inf, math.nan]):
-        assert [p[2] for p in pieces([65, 66], logprobs, lambda ids: "x" * len(ids))] == [None] * 2
+        parts = pieces([65, 66], logprobs, lambda ids: "x" * len(ids))
+        assert [part.logprob for part in parts] == [None] * 2
 
 
 def test_a_first_token_keeps_its_space() -> None:
     def decode(ids: list[int]) -> str:  # as sentencepiece: no space at the beginning
         return "".join(f" w{i}" for i in ids)[1:]
 
-    assert [p[0] for p in pieces([1, 2], None, decode)] == ["w1", " w2"]
+    assert [part.text for part in pieces([1, 2], None, decode)] == ["w1", " w2"]
 
 
-@pytest.mark.parametrize("size", [(28, 28), (1000, 20), (4000, 3000), (57, 113), (10, 10)])
-@pytest.mark.parametrize(("low", "high"), [(3136, 12_845_056), (4 * 28 * 28, 256 * 28 * 28)])
-def test_the_size_that_the_model_saw(size: tuple[int, int], low: int, high: int) -> None:
-    limits = {"factor": 28, "min_pixels": low, "max_pixels": high, "first_pixels": 0}
-    height, width = smart_resize(size[1], size[0], 28, low, high)
-    assert media.seen_size(*size, limits) == (width, height)
+def test_a_group(tmp_path: Path) -> None:
+    run = RunView(make_run(tmp_path / "a run"))
+    run.follower.refresh()
+    group = run.group(RoundName("train", 1, 0), 1, earlier=[(RoundName("train", 0, 0), 1, 1)])
+    assert group["prompt"] == [{"role": "user", "content": "<image>Question 1?"}]
+    assert group["media"] == [str(tmp_path / "a run/images/1.png")]
+    assert group["replay"] == f"swift-grpo-ext replay '{tmp_path}/a run' --round 1.0 --group 1"
+    assert [(s["round"], s["index"], s["is_earlier"]) for s in group["samples"]] == [
+        ("train.1.0", 0, False),
+        ("train.1.0", 1, False),
+        ("train.0.0", 1, True),
+    ]
+    # Without a tokenizer, the texts tell what is shared.
+    assert [[p.text for p in s["pieces"]] for s in group["samples"]] == [
+        ["g1 i", "0 s1"],
+        ["g1 i1 s", "1"],
+        ["g1 i1 s", "0"],
+    ]
+    for name, number in (("train", 1, 0), 7), (("train", 9, 0), 0):
+        with pytest.raises(KeyError):
+            run.group(RoundName(*name), number)
 
 
-def test_a_groups_page(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "a run")
-    checkpoint = run_dir / "checkpoint-2"
-    checkpoint.mkdir()
-    size = {"shortest_edge": 3136, "longest_edge": 12845056}
-    names = {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "patch_size": 14}
-    config = {"image_processor": {**names, "size": size}}
-    (checkpoint / "processor_config.json").write_text(json.dumps(config), encoding="utf-8")
+def test_a_group_token_by_token(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    add_tokenizer(run_dir)
     run = RunView(run_dir)
     run.follower.refresh()
-    found = run.group(RoundName("train", 1, 0), 1)
-    assert found["prompt"] == [{"role": "user", "content": "<image>Question 1?"}]
-    assert found["media"] == [{"name": "1.png", "size": (56, 28), "seen": (84, 56)}]
-    assert [s["num_shared"] for s in found["samples"]] == [2, 2]
-    assert [s["pieces"] for s in found["samples"]] == [None, None]  # no tokenizer
-    assert [s["gaps"] for s in found["samples"]] == [{1: 0.25}, {1: 0.25}]
-    assert found["replay"] == f"swift-grpo-ext replay '{run_dir}' --round 1.0 --group 1"
-    with pytest.raises(KeyError):
-        run.group(RoundName("train", 1, 0), 7)
+    samples = run.group(RoundName("train", 1, 0), 1)["samples"]
+    assert samples[1]["pieces"] == [
+        ("w7", True, -0.5, 0.0),
+        (" w1", True, -0.25, 0.25),
+        (" w1", False, -1.0, 0.0),
+    ]
 
 
-def test_images_in_three_sizes(tmp_path: Path) -> None:
-    name = str(make_run(tmp_path / "run") / "images/0.png")
-    limits = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 10**7, "first_pixels": 0}
-    content, kind = media.image_bytes(name, "full", limits)
-    assert (content, kind) == (Path(name).read_bytes(), "image/png")
-    for size, expected in (("seen", (84, 56)), ("small", (56, 28))):
-        path = tmp_path / size
-        path.write_bytes(media.image_bytes(name, size, limits)[0])
-        with Image.open(path) as image:
-            assert image.size == expected
+@pytest.mark.parametrize(("is_small", "kind", "size"), [
+    (False, "PNG", (560, 280)), (True, "JPEG", (112, 56)),
+])  # fmt: skip
+def test_images_in_two_sizes(
+    tmp_path: Path, is_small: bool, kind: str, size: tuple[int, int]
+) -> None:
+    for name in ("a.png", "a.tiff"):  # what browsers do not show is made a PNG
+        Image.new("RGBA", (560, 280)).save(tmp_path / name)
+        content, media_type = image_bytes(str(tmp_path / name), is_small=is_small)
+        with Image.open(io.BytesIO(content)) as image:
+            assert (image.format, image.size) == (kind, size)
+        assert media_type == f"image/{kind.lower()}"
 
 
-@pytest.mark.parametrize("name", ["https://example.com/a.png", "blake2b:00", "gone.png", "\0", "."])
-def test_what_is_no_local_image_is_refused(name: str) -> None:
-    with pytest.raises(media.NoImageError):
-        media.image_bytes(name, "full", None)
+def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "MAX_PIXELS", 99)
+    Image.new("RGB", (10, 10)).save(tmp_path / "large.png")
+    (tmp_path / "text.png").write_text("no image")
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, message in {
+        "https://example.com/a.png": "its digest or its address only",
+        "gone.png": "gone.png is not on this machine",
+        "pipe.png": "not on this machine",
+        ".": "not on this machine",
+        "\0": "not on this machine|can be read",
+        "text.png": "text.png is no image that can be read",
+        "large.png": "10 x 10 pixels are too many",
+    }.items():
+        path = name if "://" in name or "\0" in name else str(tmp_path / name)
+        with pytest.raises(NoImageError, match=message):
+            image_bytes(path)

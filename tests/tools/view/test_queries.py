@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.tools.view import queries
-from swift_grpo_ext.tools.view.table import Follower, Snapshot
+from swift_grpo_ext.tools.view.runs import Follower, Snapshot
 from tests.tools.view.runs import Writer, make_rows
 
 
@@ -30,11 +30,10 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     return follower.snapshot
 
 
-def found(snapshot: Snapshot, **values: str) -> list[str]:
-    """step.group.index of the samples, in order."""
-    answer = queries.list_samples(snapshot, queries.read_query(values), 0, 50)
-    assert answer["count"] == len(answer["rows"])
-    return [f"{r['step']}.{r['group']}.{r['index']}" for r in answer["rows"]]
+def names(snapshot: Snapshot, **values: str) -> list[str]:
+    """Return step.group.index of the samples that match, in order."""
+    samples = queries.list_samples(snapshot, queries.matching(snapshot, values))
+    return [f"{s['step']}.{s['group']}.{s['index']}" for s in samples]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +42,8 @@ def found(snapshot: Snapshot, **values: str) -> list[str]:
         ({"steps": "1"}, "1.0.0 1.0.1 1.1.0 1.1.1"),
         ({"steps": "1:2", "min_reward": "0.5"}, "1.1.1"),
         ({"steps": ":0", "max_reward": "0.5"}, "0.0.0 0.0.1 0.1.0"),
-        ({"steps": "2:", "truncated": "yes"}, "2.0.1"),
-        ({"steps": "2:", "truncated": "no"}, "2.0.0 2.1.0"),
+        ({"steps": "2:", "truncated": "true"}, "2.0.1"),
+        ({"steps": "2:", "truncated": "false"}, "2.0.0 2.1.0"),
         ({"finish_reason": "length"}, "1.0.0"),
         ({"fate": "trained", "steps": "2"}, "2.0.0 2.0.1 2.1.0"),
         ({"text": "G1 I0"}, "2.1.0 1.1.0 0.1.0"),
@@ -52,23 +51,16 @@ def found(snapshot: Snapshot, **values: str) -> list[str]:
         ({"text": "g. i1", "steps": "0"}, ""),
         ({"text": "g. i1", "regex": "1", "steps": "0"}, "0.0.1 0.1.1"),
         ({"text": "question 1", "in_prompt": "1", "steps": "0"}, "0.1.0 0.1.1"),
-        ({"round": "train.1.0", "group": "1"}, "1.1.0 1.1.1"),
-        ({"steps": "2", "sort": "reward", "descending": "1"}, "2.0.0 2.0.1 2.1.0 2.1.1"),
+        ({"steps": "2", "sort": "-reward"}, "2.0.0 2.0.1 2.1.0 2.1.1"),
         ({"steps": "1", "sort": "surprisal"}, "1.0.0 1.1.0 1.0.1 1.1.1"),
-        ({"steps": "1", "sort": "surprisal", "descending": "1"}, "1.1.1 1.0.1 1.1.0 1.0.0"),
+        ({"steps": "1", "sort": "-surprisal"}, "1.1.1 1.0.1 1.1.0 1.0.0"),
+        ({"steps": "2", "sort": "reward"}, "2.0.0 2.0.1 2.1.0 2.1.1"),
+        ({"steps": "3:"}, ""),
         ({"min_surprisal": "0.58"}, "2.1.1 1.1.1 0.1.1"),
     ],
 )  # fmt: skip
 def test_filters_and_orders(snapshot: Snapshot, values: dict[str, str], expected: str) -> None:
-    assert found(snapshot, **values) == expected.split()
-
-
-def test_pages(snapshot: Snapshot) -> None:
-    query = queries.read_query({})
-    pages = [queries.list_samples(snapshot, query, offset, 5) for offset in (0, 5, 10)]
-    assert [len(page["rows"]) for page in pages] == [5, 5, 2]
-    names = [(r["round"], r["group"], r["index"]) for page in pages for r in page["rows"]]
-    assert len(set(names)) == pages[0]["count"] == 12
+    assert names(snapshot, **values) == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +69,6 @@ def test_pages(snapshot: Snapshot) -> None:
         ({"sort": "text"}, "sort=text: expected one of reward"),
         ({"min_reward": "much"}, "min_reward=much: expected a number"),
         ({"steps": "a:b"}, "steps=a:b"),
-        ({"round": "train"}, "a round such as train.3.0"),
         ({"text": "(", "regex": "1"}, r"text=\(: no regular expression"),
     ],
 )
@@ -85,42 +76,70 @@ def test_bad_queries_say_what_was_expected(
     snapshot: Snapshot, values: dict[str, str], message: str
 ) -> None:
     with pytest.raises(queries.BadQueryError, match=message):
-        queries.matching(snapshot, queries.read_query(values))
+        queries.matching(snapshot, values)
 
 
-def test_a_row_keeps_all_of_its_seed(snapshot: Snapshot) -> None:
-    [row] = queries.list_samples(snapshot, queries.read_query({"finish_reason": "length"}), 0, 1)[
-        "rows"
-    ]
-    assert row["seed"] == str(2**62 + 100)
-    assert row["parts"] == {"Accuracy": 0.0, "Format": 1.0}
+def test_a_sample_as_a_list_shows_it(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "MAX_TEXT", 5)
+    rows = queries.matching(snapshot, {"finish_reason": "length"})
+    [sample] = queries.list_samples(snapshot, rows)
+    assert sample["seed"] == 2**62 + 100
+    assert sample["parts"] == {"Accuracy": 0.0, "Format": 1.0}
+    assert (sample["round"], sample["num_media"]) == ("train.1.0", 1)
+    assert (sample["text"], sample["is_cut"]) == ("g0 i0", True)
 
 
-def test_groups_of_a_round(snapshot: Snapshot) -> None:
-    groups: list[dict[str, Any]] = queries.list_groups(snapshot.rounds[1])
+def test_menus(snapshot: Snapshot) -> None:
+    menus = queries.facets(snapshot)
+    assert menus["finish_reason"] == [("stop", 11), ("length", 1)]
+    assert sorted(menus["truncated"]) == [("false", 6), ("true", 5)]
+    assert menus["stop_reason"] == []
+
+
+def test_groups_of_a_round_and_of_the_run(snapshot: Snapshot) -> None:
+    groups = queries.list_groups(snapshot, RoundName("train", 1, 0))
     assert [(g["group"], g["reward"], g["spread"], g["distinct"]) for g in groups] == [
         (0, 0.0, 0.0, 2),
         (1, 0.5, 0.5, 2),
     ]
-    assert groups[1]["prompt"] == "<image>Question 1?"
-
-
-def test_most_different_and_a_selection(snapshot: Snapshot) -> None:
-    query = queries.read_query({})
-    best = queries.most_different(snapshot, query, 5)
-    assert [(g["round"], g["group"], g["spread"]) for g in best[:2]] == [
-        ("train.1.0", 1, 0.5),
+    assert (groups[1]["prompt"], groups[1]["num_media"]) == ("<image>Question 1?", 1)
+    different = queries.list_groups(snapshot, limit=3)
+    assert [(g["round"], g["group"], g["spread"]) for g in different] == [
+        ("train.1.0", 1, 0.5),  # of equals, the newest first
         ("train.0.0", 1, 0.5),
+        ("train.2.0", 0, 0.0),  # group 1 has one reward
     ]
-    assert best[2]["spread"] == 0
-    picked = queries.pick(snapshot, query, 4)
-    assert picked[0] == (("train", 1, 0), 1)  # the most different one
-    assert (("train", 2, 0), 0) in picked  # the newest
-    assert len(picked) == len(set(picked)) <= 4
-    assert len(queries.pick(snapshot, query, 100)) == 6
+    assert [g["step"] for g in queries.list_groups(snapshot, steps="2")] == [2, 2]
 
 
-def test_prompts_that_are_no_messages() -> None:
-    assert queries.read_messages("Hello") == [{"role": "", "content": "Hello"}]
-    parts = '[{"role": "user", "content": [{"type": "image"}]}]'
-    assert queries.read_messages(parts) == [{"role": "user", "content": '[{"type": "image"}]'}]
+@pytest.mark.parametrize(
+    ("steps", "count", "expected"),
+    [
+        ("", 4, "1.1 0.0 1.0 2.1"),
+        ("", 100, "0.0 0.1 1.0 1.1 2.0 2.1"),
+        ("1:", 1, "1.0"),
+        ("7:", 4, ""),
+    ],
+)
+def test_a_selection(snapshot: Snapshot, steps: str, count: int, expected: str) -> None:
+    """A quarter are the most different groups; the others are spread over the steps."""
+    picked = queries.pick_groups(snapshot, steps, count)
+    places = [f"{name.step}.{group}" for name, group in picked]
+    if count == 100:
+        places.sort()
+    assert places == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("Hello", {"role": "", "content": "Hello"}),
+        ("[]", {"role": "", "content": ""}),
+        (
+            '[{"role": "user", "content": [{"type": "image"}]}]',
+            {"role": "user", "content": '[{"type": "image"}]'},
+        ),
+    ],
+)
+def test_prompts(prompt: str, message: dict[str, str]) -> None:
+    assert queries.read_messages(prompt) == [message]

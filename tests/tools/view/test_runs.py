@@ -8,14 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from swift_grpo_ext.record.reader import RoundName
-from swift_grpo_ext.tools.view import table
-from swift_grpo_ext.tools.view.table import Follower, mean_surprisal
+from swift_grpo_ext.tools.view import runs
+from swift_grpo_ext.tools.view.runs import Follower, mean_surprisal
 from tests.tools.view.runs import Writer, make_rows, make_run
 
 
 def names(follower: Follower) -> list[tuple[str, int, int]]:
-    return [tuple(found.name) for found in follower.snapshot.rounds]
+    return [tuple(name) for name in follower.snapshot.rounds]
 
 
 def test_rounds_come_newest_first_with_their_scores(tmp_path: Path) -> None:
@@ -25,28 +24,30 @@ def test_rounds_come_newest_first_with_their_scores(tmp_path: Path) -> None:
     snapshot = follower.snapshot
     assert (snapshot.is_whole, snapshot.problem) == (True, "")
     assert snapshot.functions == ["Accuracy", "Format"]
-    newest = snapshot.rounds[0]
-    assert newest.summary == {"round": "train.2.0", "samples": 4, "groups": 2, "reward": 0.25}
-    [(_, row)] = snapshot.rows([3])
+    row = snapshot.table.slice(3, 1).to_pylist()[0]
     assert (row["group"], row["index"], row["reward"], row["advantage"]) == (1, 1, 1.0, 0.5)
+    assert row["part:Accuracy"] == 1.0
     assert row["surprisal"] == pytest.approx((0.5 + 0.25 + 1.0) / 3)
-    assert snapshot.facets["finish_reason"] == [["stop", 12]]
+    assert snapshot.prompts[row["fingerprint"]].media == [str(tmp_path / "run/images/1.png")]
+    group = snapshot.groups.slice(1, 1).to_pylist()[0]
+    assert (group["step"], group["group"], group["samples"], group["distinct"]) == (2, 1, 2, 2)
+    assert (group["reward"], group["spread"], group["rewards"]) == (0.5, 0.5, [0.0, 1.0])
 
 
 def test_a_run_is_followed(tmp_path: Path) -> None:
     writer, follower = Writer(tmp_path), Follower(tmp_path)
     writer.write(make_rows(0))
     assert follower.refresh()
-    first = follower.snapshot.rounds[0]
+    [first] = follower.snapshot.rounds.values()
     assert not follower.refresh()  # nothing is new
     rows = make_rows(1)
     writer.write(rows, scored=False)
     assert follower.refresh()
-    assert np.isnan(follower.snapshot.numbers("reward")[:4]).all()
+    assert follower.snapshot.table["reward"].to_pylist() == [None] * 4 + [0, 0, 0, 1]
     writer.score(rows)
     assert follower.refresh()
-    assert follower.snapshot.numbers("reward")[:4].tolist() == [0, 0, 0, 1]
-    assert follower.snapshot.rounds[1] is first  # what did not change is not read again
+    assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1] * 2
+    assert follower.snapshot.rounds["train", 0, 0] is first  # what did not change is not read again
 
 
 def test_a_resumed_session_supersedes(tmp_path: Path) -> None:
@@ -55,24 +56,22 @@ def test_a_resumed_session_supersedes(tmp_path: Path) -> None:
     Writer(tmp_path / "run", session=1, start_step=1).write(make_rows(1, num_groups=1))
     assert follower.refresh()
     assert names(follower) == [("train", 1, 0), ("train", 0, 0)]
-    assert follower.snapshot.rounds[0].rows.num_rows == 2
+    assert follower.snapshot.rounds["train", 1, 0].rows.num_rows == 2
 
 
 def test_blocks_are_published_as_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "BLOCK_ROUNDS", 1)
-    monkeypatch.setattr(table, "FIRST_ROUNDS", 2)
-    seen: list[tuple[int, int, bool]] = []
+    monkeypatch.setattr(runs, "BLOCK_ROUNDS", 1)
+    seen: list[tuple[int, bool]] = []
 
     class Recording(Follower):
         def _publish(self, *args: object, **kwargs: object) -> None:
-            super()._publish(*args, **kwargs)  # type: ignore[arg-type]
-            scored = np.isfinite(self.snapshot.numbers("reward")).sum()
-            seen.append((len(self.snapshot.rounds), int(scored), self.snapshot.is_whole))
+            super()._publish(*args, **kwargs)
+            seen.append((self.snapshot.table.num_rows, self.snapshot.is_whole))
 
     Recording(make_run(tmp_path / "run")).refresh()
-    assert seen == [(2, 0, False), (2, 4, False), (2, 8, False), (3, 12, True)]
+    assert seen == [(4, False), (8, False), (12, True)]
 
 
 def test_a_folder_without_record_has_a_problem_until_it_has_one(tmp_path: Path) -> None:
@@ -83,7 +82,6 @@ def test_a_folder_without_record_has_a_problem_until_it_has_one(tmp_path: Path) 
     Writer(tmp_path).write(make_rows(0))
     assert follower.refresh()
     assert (follower.snapshot.problem, follower.snapshot.table.num_rows) == ("", 4)
-    assert follower.snapshot.round(RoundName("train", 0, 0)).rows.num_rows == 4
 
 
 def test_mean_surprisal_of_lists_that_are_empty_or_missing() -> None:

@@ -1,0 +1,302 @@
+"""A run's pages as HTML: from the server, or all in one file that opens offline.
+
+Every page is whole: style, script and (offline) images are inside it, and its policy lets no other
+script run. Completions are hostile text; the templates escape all text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from swift_grpo_ext.diversity.alarms import read_words
+from swift_grpo_ext.diversity.record import read_records
+from swift_grpo_ext.tools.view import curves, diversity, queries
+from swift_grpo_ext.tools.view.group import NoImageError, RunView, image_bytes
+from swift_grpo_ext.tools.view.queries import parse_round
+from swift_grpo_ext.tools.view.runs import warn_once
+from swift_grpo_ext.version import __version__
+
+HERE = Path(__file__).parent
+PAGE_ROWS = 50
+SHOWN_SETTINGS = ("model", "seed", "num_generations", "temperature", "learning_rate", "beta")
+
+Address = Callable[..., str]
+
+
+@cache
+def words() -> dict[str, list[str]]:
+    """Return all words by key as [English, Chinese]: the page's, and those of alarms."""
+    return {**read_words(), **json.loads((HERE / "words.json").read_text(encoding="utf-8"))}
+
+
+def both(texts: Sequence[str]) -> Markup:
+    """Return English and Chinese, of which the page shows the one that its reader chose."""
+    return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(*texts)
+
+
+def word(key: str, default: str = "") -> Markup | str:
+    """Return the words of a key in both languages; of a key without words, such as the name of a
+    metric, `default` or the key itself."""
+    return both(words()[key]) if key in words() else default or key
+
+
+def label(key: str) -> str:
+    """Return both languages for where no markup can stand, such as a menu."""
+    return " · ".join(dict.fromkeys(words().get(key, [key])))
+
+
+def number(value: float | None) -> str:
+    """Return a number as the page shows it."""
+    if value is None:
+        return "–"
+    if float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.3f}"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("swift_grpo_ext.tools.view"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = (HERE / "static/script.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.filters["number"] = number
+    environment.globals.update(
+        t=word,
+        both=both,
+        label=label,
+        script=Markup(script),
+        style=Markup((HERE / "static/style.css").read_text(encoding="utf-8")),
+        policy=(
+            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+            "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'self'"
+        ),
+        version=__version__,
+        basename=os.path.basename,
+        ranges=queries.RANGES,
+        smooth=curves.smooth,
+    )
+    return environment
+
+
+def address(page: str, run: int, **values: Any) -> str:
+    """Return the address of a served page, seen from another one."""
+    return f"../{run}/{page}?{urlencode(values)}"
+
+
+def image_address(run: int, round: str, group: int, number: int, size: str = "full") -> str:
+    return address("image", run, round=round, group=group, number=number, size=size)
+
+
+def render(
+    template: str, runs: Sequence[RunView], run: int = 0, *, url: Address = address,
+    image: Address = image_address, **values: Any,
+) -> str:  # fmt: skip
+    """Return a page.
+
+    Args:
+        run: the number of the run that it shows.
+        url: gives the address of a page by name, number of its run, and values.
+        image: gives the address of an image by run, round, group, number and size.
+        values: what the template shows.
+    """
+    return _environment().get_template(template).render(
+        runs=runs,
+        run=run,
+        url=url,
+        image=image,
+        page=template.removesuffix(".html"),
+        state=state_of(runs),
+        **values,
+    )  # fmt: skip
+
+
+def state_of(runs: Sequence[RunView]) -> str:
+    """Return a text that changes when what is read of the runs does."""
+    parts = [f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'}" for run in runs]
+    return " ".join(parts)
+
+
+# --- what each page shows ---
+
+
+def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of `samples.html`: one page of the samples that match, or the problem."""
+    snapshot = run.snapshot
+    problem = snapshot.problem
+    rows = queries.matching(snapshot, {})[:0]
+    offset = 0
+    try:
+        rows = queries.matching(snapshot, query)
+        offset = max(int(query.get("offset") or 0), 0)
+    except ValueError as e:
+        problem = str(e)
+    return {
+        "query": query,
+        "problem": problem,
+        "count": len(rows),
+        "offset": offset,
+        "next_offset": offset + PAGE_ROWS if offset + PAGE_ROWS < len(rows) else None,
+        "samples": queries.list_samples(snapshot, rows[offset : offset + PAGE_ROWS]),
+        "facets": queries.facets(snapshot),
+        "settings": {name: run.follower.settings.get(name) for name in SHOWN_SETTINGS},
+    }
+
+
+def groups_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of `groups.html`: the groups of a round, the newest if none is named, or
+    with `different` those whose rewards differ most in the whole run.
+
+    Raises:
+        LookupError, ValueError: there is no such round.
+    """
+    snapshot = run.snapshot
+    names = [".".join(map(str, name)) for name in snapshot.rounds]
+    shown = query.get("round") or (names[0] if names else "")
+    is_different = bool(query.get("different"))
+    if shown and shown not in names:
+        raise LookupError(shown)
+    at = names.index(shown) if shown else 0
+    of_round = None if is_different or not shown else parse_round(shown)
+    return {
+        "names": names,
+        "shown": shown,
+        "is_different": is_different,
+        "later": names[at - 1] if at > 0 else None,
+        "earlier": names[at + 1] if at + 1 < len(names) else None,
+        "groups": queries.list_groups(snapshot, of_round) if names else [],
+        "problem": snapshot.problem,
+        "is_live": not query.get("round"),
+    }
+
+
+def group_values(runs: Sequence[RunView], run: int, name: str, number: int) -> dict[str, Any]:
+    """Return the values of `group.html`; raises LookupError or ValueError where there is none."""
+    of_round = parse_round(name)
+    group = runs[run].group(of_round, number)
+    numbers = [g["group"] for g in queries.list_groups(runs[run].snapshot, of_round)]
+    at = numbers.index(number)
+    others = []
+    for i, other in enumerate(runs):
+        if i != run:
+            with suppress(KeyError):
+                others.append((other.name, other.group(of_round, number)))
+    return {
+        "group": group,
+        "earlier_group": numbers[at - 1] if at else None,
+        "later_group": numbers[at + 1] if at + 1 < len(numbers) else None,
+        "others": others,
+        "missing": [r.name for i, r in enumerate(runs) if i != run and r.name not in dict(others)],
+    }
+
+
+def curves_values(runs: Sequence[RunView]) -> dict[str, Any]:
+    """Return the values of `curves.html`."""
+    panels = [curves.run_panels(run.run_dir, run.snapshot) for run in runs]
+    records = [record for run in runs for record in read_records(run.run_dir)]
+    spans = diversity.alarm_spans(records)
+    return {"charts": curves.make_charts(panels, [run.name for run in runs], spans)}
+
+
+def diversity_values(run: RunView) -> dict[str, Any]:
+    """Return the values of `diversity.html`."""
+    records = read_records(run.run_dir)
+    panels = [curves.diversity_panels(records)]
+    return {
+        "verdict": diversity.overall_verdict(records),
+        "facts": diversity.facts(records),
+        "alarms": diversity.list_alarms(records),
+        "charts": curves.make_charts(panels, [run.name], diversity.alarm_spans(records)),
+        "groups": diversity.worst_groups(run, records),
+    }
+
+
+# --- one file ---
+
+
+def write_page(
+    run_dirs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    num_groups: int = 40,
+    steps: str = "",
+) -> Path:
+    """Write diversity, curves and a selection of groups as one page; return its path.
+
+    Args:
+        num_groups: how many groups of the first run it holds at most, as `queries.pick_groups`
+            selects them, each with the second run's group at the same place.
+        steps: only groups of these, such as `10:20`.
+
+    Raises:
+        FileNotFoundError: a folder is not there, or holds neither samples nor a log.
+        ValueError: `steps` cannot be read.
+        OSError: the page cannot be written.
+    """
+    runs = open_runs(run_dirs)
+    for run in runs:
+        run.follower.refresh()
+        if run.snapshot.problem and not curves.read_log(run.run_dir):
+            raise FileNotFoundError(run.snapshot.problem)
+    picked = queries.pick_groups(runs[0].snapshot, steps, num_groups)
+    groups = [group_values(runs, 0, ".".join(map(str, name)), group) for name, group in picked]
+
+    def page_address(page: str, run: int, **values: Any) -> str:
+        place = f"-{values['round']}-{values['group']}" if page == "group" else ""
+        return f"#{page}-{run}{place}"
+
+    @cache
+    def data_uri(name: str, *, is_small: bool) -> str:
+        try:
+            content, kind = image_bytes(name, is_small=is_small)
+        except NoImageError:
+            return ""
+        return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+    def embedded_image(run: int, round: str, group: int, number: int, size: str = "full") -> str:
+        name = runs[run].medium_name(parse_round(round), group, number)
+        return data_uri(name, is_small=True)
+
+    by_place = {
+        (group["round"], group["group"]): group
+        for name, _ in picked
+        for group in queries.list_groups(runs[0].snapshot, name)
+    }
+    page = render(
+        "saved.html",
+        runs,
+        url=page_address,
+        image=embedded_image,
+        curves=curves_values(runs),
+        diversities=[diversity_values(run) for run in runs],
+        listed=[by_place[g["group"]["round"], g["group"]["group"]] for g in groups],
+        groups=groups,
+    )
+    path = Path(output)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def open_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[RunView]:
+    """Return the runs of some folders; raises FileNotFoundError where one is not there."""
+    for run_dir in run_dirs:
+        if not Path(run_dir).is_dir():
+            raise FileNotFoundError(f"{run_dir} is no folder: give the --output_dir of a run.")
+    warn_once()
+    return [RunView(run_dir) for run_dir in run_dirs]

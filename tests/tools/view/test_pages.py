@@ -1,0 +1,108 @@
+"""Pages as HTML: the words, numbers, and the page that is saved."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from swift_grpo_ext.tools.view.pages import HERE, label, number, word, words, write_page
+from tests.diversity.runs import frozen_rounds
+from tests.diversity.runs import make_run as make_watched_run
+from tests.tools.view.runs import HOSTILE, Writer, add_tokenizer, make_rows, make_run
+
+
+class Page(HTMLParser):
+    """What a page loads, which tags it opens, and which places in it are named and asked for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: set[str] = set()
+        self.ids: set[str] = set()
+        self.asked: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.tags.append(tag)
+        self.loaded |= {
+            values[name].partition(",")[0] for name in ("src", "srcset") if name in values
+        }
+        self.loaded |= {values["href"]} if tag == "link" else set()
+        self.ids |= {values["id"]} if "id" in values else set()
+        self.asked |= {values["href"].removeprefix("#")} if tag == "a" else set()
+
+
+def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    rows = [replace(row, text=f"{HOSTILE}</script>") for row in make_rows(3)]
+    rows = [replace(row, media=["https://example.com/8.png"]) for row in rows]
+    Writer(run_dir, session=1, start_step=3).write(rows)
+    path = write_page([run_dir, make_run(tmp_path / "two", 1)], tmp_path / "page.html", 6, "1:")
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.loaded == {"data:,", "", "data:image/jpeg;base64"}  # the URL is named, not fetched
+    assert page.tags.count("script") == 1
+    assert page.asked == page.ids & page.asked
+    assert {"diversity-0", "curves-1", "group-0-train.3.0-1"} <= page.ids
+    assert "group-0-train.0.0-1" not in page.ids
+    text = path.read_text(encoding="utf-8")
+    assert 'two <span lang="en">has no such group' in text
+    assert "8.png" in text
+
+
+def test_a_saved_page_of_a_run_with_frozen_noise(tmp_path: Path) -> None:
+    make_watched_run(tmp_path, frozen_rounds())
+    text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'class="verdict broken"' in text
+    assert text.count('class="alarm broken"') == text.count("data-panel=")
+    assert "Sample 0" in text
+    assert 'class="completion earlier"' in text
+
+
+def test_tokens_carry_their_values(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", 1)
+    add_tokenizer(run_dir)
+    text = write_page([run_dir], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '<i class="shared" style="--p:0.10" title="-0.500">w7</i>' in text
+    assert '<i style="--p:0.20" title="-1.000"> w1</i>' in text
+    assert '<i class="shared" style="--p:0.05;--g:0.25" title="-0.250 ± 0.250"> w1</i>' in text
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="samples does not exist"):
+        write_page([tmp_path], tmp_path / "page.html")
+    with pytest.raises(FileNotFoundError, match="gone is no folder: give the --output_dir"):
+        write_page([tmp_path / "gone"], tmp_path / "page.html")
+
+
+def test_all_words_are_there_in_both_languages() -> None:
+    """Each key that a template names has words, and each pair has Chinese in it."""
+    chinese = re.compile(r"[一-鿿]")
+    same = r"of|language|prompt|log10_p|curve_(vendi|self_bleu|distinct_.|pass_at_.*|-log10 p)"
+    assert [k for k, pair in words().items() if not chinese.search(pair[1])
+            and not re.fullmatch(same, k)] == []  # fmt: skip
+    texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
+    asked = {key for text in texts for key in re.findall(r'\bt\("(\w+)"\)', text)}
+    assert asked - set(words()) == set()
+    assert str(word("of")) == '<span lang="en">of</span><span lang="zh">/</span>'
+    assert (word("curve_x", "x"), word("x")) == ("x", "x")
+    assert (label("reward"), label("prompt"), label("stop")) == (
+        "Reward · 奖励",
+        "Prompt · prompt",
+        "stop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"), (0, "0"), (12345.0, "12,345"), (-0.5, "-0.500"), (0.00051, "5.1e-04"),
+        (float("inf"), "inf"),
+    ],
+)  # fmt: skip
+def test_numbers(value: float | None, text: str) -> None:
+    assert number(value) == text
