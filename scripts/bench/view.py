@@ -17,8 +17,6 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlencode
 
 import numpy as np
 import psutil
@@ -33,14 +31,18 @@ GROUP_SIZE = 8
 WORDS = np.array(
     ["the", "digit", "seven", "looks", "like", "two", "strokes", "answer", "nine", "or"]
 )
-QUERIES: dict[str, dict[str, Any]] = {
-    "newest": {},
-    "best first": {"sort": "reward", "descending": 1},
-    "longest first": {"sort": "num_tokens", "descending": 1},
-    "steps and reward": {"steps": "100:200", "min_reward": 0.9},
-    "truncated": {"truncated": "yes"},
-    "text": {"text": "seven looks like nine"},
-    "regex, sorted": {"text": r"two \w+ answer", "regex": 1, "sort": "surprisal", "descending": 1},
+PAGES = {
+    "newest": "samples",
+    "best first": "samples?sort=-reward",
+    "longest first": "samples?sort=-num_tokens",
+    "steps and reward": "samples?steps=100:200&min_reward=0.9",
+    "truncated": "samples?truncated=true",
+    "text": "samples?text=seven+looks+like+nine",
+    "regex, sorted": r"samples?text=two+\w%2B+answer&regex=1&sort=-surprisal",
+    "groups of a round": "groups",
+    "most different": "groups?different=1",
+    "one group": "group?round=train.100.0&group=3",
+    "curves": "curves",
 }
 
 
@@ -121,23 +123,14 @@ def measure(run_dir: Path) -> None:
             match = re.search(r"http://\S+", server.stdout.readline())
             assert match, "the server printed no address"
             url = match[0]
-            while not get(url, "0/samples", {})["rows"]:
+            while 'class="thumb"' not in get(url, "0/samples"):
                 time.sleep(0.02)
             told("first page", start, server.pid)
-            while get(url, "0/samples", {})["rows"][0]["reward"] is None:
-                time.sleep(0.02)
-            told("with rewards", start, server.pid)
-            while not get(url, "state", {})["runs"][0]["is_whole"]:
+            while "…" in get(url, "state"):
                 time.sleep(0.1)
-            state = get(url, "state", {})["runs"][0]
             told("all read", start, server.pid)
-            print(f"{'samples':20} {state['samples']:,}")
-            for name, query in QUERIES.items():
-                timed(name, url, "0/samples", query)
-            place = {"round": "train.100.0", "group": 3}
-            timed("one group", url, "0/group", place)
-            timed("most different", url, "0/different", {})
-            timed("curves", url, "0/curves", {})
+            for name, page in PAGES.items():
+                timed(name, url, f"0/{page}")
             status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
             peak = re.search(r"VmHWM:\s+(\d+)", status)
             print(f"{'memory':20} {int(peak[1]) / 1e6 if peak else 0:6.2f} GB at most")
@@ -153,22 +146,22 @@ def told(name: str, start: float, pid: int) -> None:
     print(f"{name:20} {seconds:6.2f} s, {cpu.user + cpu.system:.2f} s of CPU")
 
 
-def timed(name: str, url: str, path: str, query: dict[str, Any]) -> None:
-    """Prints the seconds of the first and of a second call."""
+def timed(name: str, url: str, page: str) -> None:
+    """Prints the seconds of the first and of a second call, and how many samples there were."""
     seconds = []
-    answer: dict[str, Any] = {}
+    text = ""
     for _ in range(2):
         start = time.perf_counter()
-        answer = get(url, path, query)
+        text = get(url, page)
         seconds.append(time.perf_counter() - start)
-    count = f"{answer['count']:,} samples" if "count" in answer else ""
-    print(f"{name:20} {seconds[0]:6.2f} s, again {seconds[1]:.2f} s  {count}")
+    count = re.search(r'id="count">([\d,]+)', text)
+    samples = f"{count[1]} samples" if count else ""
+    print(f"{name:20} {seconds[0]:6.2f} s, again {seconds[1]:.2f} s  {samples}")
 
 
-def get(url: str, path: str, query: dict[str, Any]) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}api/{path}?{urlencode(query)}", timeout=120) as answer:
-        found: dict[str, Any] = json.load(answer)
-        return found
+def get(url: str, page: str) -> str:
+    with urllib.request.urlopen(f"{url}{page}", timeout=120) as answer:
+        return str(answer.read().decode())
 
 
 if __name__ == "__main__":

@@ -3,5 +3,5 @@
 Rounds in, alarms out. `sample` is one completion as the statistics take it. `metrics` measures how
 samples differ, `outcomes` how the correct ones do; `collision` tests whether each was drawn with
 its own noise; `analyzer` makes records of rounds, `alarms` their words, and `record` keeps them in
-a file. `monitor` is ms-swift's callback. `report` is `swift-grpo-ext report`, with `charts`.
+a file. `monitor` is ms-swift's callback.
 """

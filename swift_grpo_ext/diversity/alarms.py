@@ -1,4 +1,4 @@
-"""The words of alarms, in English and Chinese, for the log and the report. Pure.
+"""The words of alarms, in English and Chinese, for the log and the run's page. Pure.
 
 `words.json` holds all words as [English, Chinese].
 """
@@ -18,7 +18,7 @@ from swift_grpo_ext.diversity.record import RoundRecord, round_name
 ENGLISH, CHINESE = LANGUAGES = (0, 1)
 LOW_32_BITS = 2**32
 MAX_LINE_COLLISIONS = 2
-"""Named in the log; the report names all that the record holds."""
+"""Named in the log; the page names all that the record holds."""
 
 MAX_NAMED_ORIGINS = 4
 

@@ -46,10 +46,10 @@ def both(texts: Sequence[str]) -> Markup:
     return Markup('<span lang="en">{}</span><span lang="zh">{}</span>').format(*texts)
 
 
-def word(key: str, default: str = "") -> Markup | str:
-    """Return the words of a key in both languages; of a key without words, such as the name of a
-    metric, `default` or the key itself."""
-    return both(words()[key]) if key in words() else default or key
+def word(key: str) -> Markup | str:
+    """Return the words of a key in both languages; a key without words, such as the name of a
+    reward function, as it is."""
+    return both(words()[key]) if key in words() else key
 
 
 def label(key: str) -> str:
