@@ -79,7 +79,7 @@ def test_filters_and_groups(page: Chrome) -> None:
     page.fill("select[name=phase]", "train")
     page.until("location.search.includes('phase=train')")
     assert "regex" not in page.run("location.search")
-    page.until("document.querySelector('details').open && document.body.dataset.ready")
+    page.until("document.querySelector('details').open")
     page.key("2")
     page.until("document.querySelectorAll('ol.groups li').length >= 2")
     page.key("d")  # where rewards differ most
@@ -95,7 +95,7 @@ def test_filters_and_groups(page: Chrome) -> None:
 
 def test_values_of_curves(page: Chrome) -> None:
     page.key("3")
-    page.until("document.querySelector('[data-panel=loss]') && document.body.dataset.ready")
+    page.until("document.querySelector('[data-panel=loss]')")
     page.run("document.querySelector('[data-panel=loss] svg').focus()")
     page.key("Home")
     assert page.texts("[data-panel=loss] output") == ["1 · one loss 0.5 · two loss 0.5"]
@@ -184,7 +184,7 @@ def test_lists_fit_a_phone(page: Chrome) -> None:
     page.click("#language")
     for key, found in (("1", ROWS), ("2", "ol.groups li")):
         page.key(key)
-        page.until(f"document.querySelector('{found}') && document.body.dataset.ready")
+        page.until(f"document.querySelector('{found}')")
         assert page.run("document.documentElement.scrollWidth") <= 400
         assert page.texts("nav a[data-key]") == ["样本", "组", "曲线", "多样性"]
         assert page.run(OVERFLOWING) == []
