@@ -25,7 +25,6 @@ from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.tools.view import curves, diversity, queries
 from swift_grpo_ext.tools.view.group import NoImageError, RunView, image_bytes
 from swift_grpo_ext.tools.view.queries import parse_round
-from swift_grpo_ext.tools.view.runs import warn_once
 from swift_grpo_ext.version import __version__
 
 HERE = Path(__file__).parent
@@ -298,5 +297,4 @@ def open_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[RunView]:
     for run_dir in run_dirs:
         if not Path(run_dir).is_dir():
             raise FileNotFoundError(f"{run_dir} is no folder: give the --output_dir of a run.")
-    warn_once()
     return [RunView(run_dir) for run_dir in run_dirs]

@@ -8,7 +8,6 @@ log-probabilities stay on disk: a sample takes its text and about 120 bytes.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -122,7 +121,7 @@ class Follower:
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self.run_dir = Path(run_dir)
         self.snapshot = Snapshot(version=0)
-        self._files: dict[Path, int] | None = None
+        self._files: set[Path] | None = None
         self._rounds: dict[RoundName, Round] = {}
 
     @cached_property
@@ -137,8 +136,8 @@ class Follower:
     def refresh(self) -> bool:
         """Read what is new on disk; return True if anything was."""
         folders = [table.folder(self.run_dir) for table in (SAMPLES, REWARDS)]
-        paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-        files = {path: path.stat().st_size for path in paths}
+        # A file never changes; what is new has a new name.
+        files = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
         if files == self._files:
             return False
         try:
@@ -227,22 +226,3 @@ _EMPTY = _with_scores(
     pa.schema([*_COLUMNS, ("surprisal", pa.float64())]).empty_table(),
     None,
 )
-
-
-class _Once(logging.Filter):
-    """Lets each message of the reader pass once: the same damage is met at every refresh."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        is_new = message not in self._seen
-        self._seen.add(message)
-        return is_new
-
-
-def warn_once() -> None:
-    """Let the reader's warnings about a file come once, however often it is read."""
-    logging.getLogger(index_samples.__module__).addFilter(_Once())
