@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import pyarrow.compute as pc
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -29,7 +29,6 @@ from swift_grpo_ext.version import __version__
 
 HERE = Path(__file__).parent
 PAGE_ROWS = 50
-SHOWN_SETTINGS = ("model", "seed", "num_generations", "temperature", "learning_rate", "beta")
 
 Address = Callable[..., str]
 
@@ -155,7 +154,6 @@ def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
         "next_offset": offset + PAGE_ROWS if offset + PAGE_ROWS < len(rows) else None,
         "samples": queries.list_samples(snapshot, rows[offset : offset + PAGE_ROWS]),
         "facets": queries.facets(snapshot),
-        "settings": {name: run.follower.settings.get(name) for name in SHOWN_SETTINGS},
     }
 
 
@@ -190,19 +188,19 @@ def group_values(runs: Sequence[RunView], run: int, name: str, number: int) -> d
     """Return the values of `group.html`; raises LookupError or ValueError where there is none."""
     of_round = parse_round(name)
     group = runs[run].group(of_round, number)
-    numbers = [g["group"] for g in queries.list_groups(runs[run].snapshot, of_round)]
+    numbers = pc.unique(runs[run].snapshot.rounds[of_round].rows["group"]).to_pylist()
     at = numbers.index(number)
-    others = []
-    for i, other in enumerate(runs):
-        if i != run:
-            with suppress(KeyError):
-                others.append((other.name, other.group(of_round, number)))
+    others: list[tuple[str, dict[str, Any] | None]] = []
+    for other in (*runs[:run], *runs[run + 1 :]):
+        try:
+            others.append((other.name, other.group(of_round, number)))
+        except KeyError:
+            others.append((other.name, None))
     return {
         "group": group,
         "earlier_group": numbers[at - 1] if at else None,
         "later_group": numbers[at + 1] if at + 1 < len(numbers) else None,
         "others": others,
-        "missing": [r.name for i, r in enumerate(runs) if i != run and r.name not in dict(others)],
     }
 
 
@@ -254,7 +252,6 @@ def write_page(
         if run.snapshot.problem and not curves.read_log(run.run_dir):
             raise FileNotFoundError(run.snapshot.problem)
     picked = queries.pick_groups(runs[0].snapshot, steps, num_groups)
-    groups = [group_values(runs, 0, ".".join(map(str, name)), group) for name, group in picked]
 
     def page_address(page: str, run: int, **values: Any) -> str:
         place = f"-{values['round']}-{values['group']}" if page == "group" else ""
@@ -272,11 +269,6 @@ def write_page(
         name = runs[run].medium_name(parse_round(round), group, number)
         return data_uri(name, is_small=True)
 
-    by_place = {
-        (group["round"], group["group"]): group
-        for name, _ in picked
-        for group in queries.list_groups(runs[0].snapshot, name)
-    }
     page = render(
         "saved.html",
         runs,
@@ -284,8 +276,8 @@ def write_page(
         image=embedded_image,
         curves=curves_values(runs),
         diversities=[diversity_values(run) for run in runs],
-        listed=[by_place[g["group"]["round"], g["group"]["group"]] for g in groups],
-        groups=groups,
+        listed=picked,
+        groups=[group_values(runs, 0, group["round"], group["group"]) for group in picked],
     )
     path = Path(output)
     path.write_text(page, encoding="utf-8")

@@ -176,16 +176,16 @@ def list_groups(
     return listed
 
 
-def pick_groups(snapshot: Snapshot, steps: str, count: int) -> list[tuple[RoundName, int]]:
+def pick_groups(snapshot: Snapshot, steps: str, count: int) -> list[dict[str, Any]]:
     """Return up to `count` groups: a quarter are those whose rewards lie furthest apart, the others
     are spread evenly over the steps.
 
     Raises:
         BadQueryError: `steps` cannot be read.
     """
-    by_spread = list_groups(snapshot, steps=steps, limit=snapshot.groups.num_rows)
-    places = [(parse_round(group["round"]), int(group["group"])) for group in by_spread]
-    best, others = places[: count // 4], sorted(places[count // 4 :])
+    groups = list_groups(snapshot, steps=steps, limit=snapshot.groups.num_rows)
+    best, others = groups[: count // 4], groups[count // 4 :]
+    others.sort(key=lambda group: [group[key] for key in GROUP_KEYS])
     num_others = min(count - len(best), len(others))
     at = np.linspace(0, len(others) - 1, num_others).round().astype(int)
     return best + [others[i] for i in at]

@@ -124,7 +124,7 @@ def test_groups_of_a_round_and_of_the_run(snapshot: Snapshot) -> None:
 def test_a_selection(snapshot: Snapshot, steps: str, count: int, expected: str) -> None:
     """A quarter are the most different groups; the others are spread over the steps."""
     picked = queries.pick_groups(snapshot, steps, count)
-    places = [f"{name.step}.{group}" for name, group in picked]
+    places = [f"{group['step']}.{group['group']}" for group in picked]
     if count == 100:
         places.sort()
     assert places == expected.split()
