@@ -109,57 +109,33 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(NUM_RANKS)]
 
 
-def of_main(seen: list[dict[str, Seen]], what: str) -> list[Any]:
-    return [of_rank["main"][what] for of_rank in seen]
-
-
-def of_tensor_parallel(seen: list[dict[str, Seen]], what: str) -> list[Any]:
-    return [seen[rank]["tensor parallel"][what] for rank in TENSOR_PARALLEL]
-
-
-def test_only_rank_0_asks_the_servers(seen: list[dict[str, Seen]]) -> None:
-    assert of_main(seen, "rank") == [0, 1, 2]
-    assert of_main(seen, "asks") == [True, False, False]
-
-
-def test_all_ranks_know_all_parts(seen: list[dict[str, Seen]]) -> None:
-    """So that all make the same plan."""
-    assert of_main(seen, "told") == [["parts of 0", "parts of 1", "parts of 2"]] * NUM_RANKS
-
-
-def test_rows_reach_the_asking_rank_only(seen: list[dict[str, Seen]]) -> None:
-    """G2: images do not travel to ranks that have no use for them."""
-    rows = ["row of 0", "row of 1", "row of 2"]
-    assert of_main(seen, "rows") == [(rows, 3), ([], 0), ([], 0)]
-
-
-def test_samples_reach_their_own_rank_only(seen: list[dict[str, Seen]]) -> None:
-    assert of_main(seen, "share") == [([f"samples of {r}"], 1) for r in range(NUM_RANKS)]
-
-
-def test_a_failure_of_the_asking_rank_reaches_every_rank(seen: list[dict[str, Seen]]) -> None:
+def test_rank_0_alone_calls_the_servers(seen: list[dict[str, Seen]]) -> None:
+    """All ranks know all parts, rows reach rank 0 alone, and each sample its own rank (G2)."""
     told = ("RolloutError", "The rollout failed on rank 0: ConnectionError: server 1 is gone")
-    assert of_main(seen, "failed") == [("ConnectionError", "server 1 is gone"), told, told]
+    for rank in range(NUM_RANKS):
+        rows = [f"row of {r}" for r in range(NUM_RANKS)]
+        assert seen[rank]["main"] == {
+            "rank": rank,
+            "asks": rank == 0,
+            "told": ["parts of 0", "parts of 1", "parts of 2"],
+            "rows": ([], 0) if rank else (rows, NUM_RANKS),
+            "share": ([f"samples of {rank}"], 1),
+            "failed": told if rank else ("ConnectionError", "server 1 is gone"),
+            "after": 10 + rank,  # in step after a failure
+        }
 
 
-def test_ranks_stay_in_step_after_a_failure(seen: list[dict[str, Seen]]) -> None:
-    assert of_main(seen, "after") == [10, 11, 12]
-
-
-def test_all_ranks_of_a_tensor_parallel_engine_ask(seen: list[dict[str, Seen]]) -> None:
-    """Ranks 1 and 2 of the training are ranks 0 and 1 of the engine."""
-    assert of_tensor_parallel(seen, "rank") == [0, 1]
-    assert of_tensor_parallel(seen, "asks") == [True, True]
-    assert of_tensor_parallel(seen, "told") == [["parts of 1", "parts of 2"]] * 2
-    assert of_tensor_parallel(seen, "rows") == [(["row of 1", "row of 2"], 2)] * 2
-
-
-def test_each_tensor_parallel_rank_takes_its_share(seen: list[dict[str, Seen]]) -> None:
-    assert of_tensor_parallel(seen, "share") == [(["samples of 1"], 0), (["samples of 2"], 0)]
-
-
-def test_a_tensor_parallel_failure_is_everyones_own(seen: list[dict[str, Seen]]) -> None:
-    assert of_tensor_parallel(seen, "failed") == [("ValueError", "too long")] * 2
+def test_all_ranks_of_a_tensor_parallel_engine_call_it(seen: list[dict[str, Seen]]) -> None:
+    """Ranks 1 and 2 of the training are ranks 0 and 1 of the engine; no sample travels."""
+    for number, rank in enumerate(TENSOR_PARALLEL):
+        assert seen[rank]["tensor parallel"] == {
+            "rank": number,
+            "asks": True,
+            "told": ["parts of 1", "parts of 2"],
+            "rows": (["row of 1", "row of 2"], 2),
+            "share": ([f"samples of {rank}"], 0),
+            "failed": ("ValueError", "too long"),
+        }
 
 
 def test_a_process_with_an_engine_of_its_own_exchanges_with_itself() -> None:

@@ -80,29 +80,6 @@ def test_a_server_with_two_replicas_gets_twice_as_much(capacities: list[float]) 
     assert sizes == [30 * capacity / sum(capacities) for capacity in capacities]
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(1, 1000), min_size=1, max_size=12, unique=True),
-    capacities_of_replicas,
-    st.randoms(use_true_random=False),
-)
-def test_the_order_of_requests_does_not_change_their_replicas(
-    costs: list[float], capacities: list[float], random: Any
-) -> None:
-    shuffled = random.sample(costs, len(costs))
-
-    def by_replica(costs: list[float]) -> list[set[float]]:
-        return [{costs[i] for i in share} for share in balance(costs, capacities)]
-
-    assert by_replica(shuffled) == by_replica(costs)
-
-
-@settings(deadline=None)
-@given(costs_of_requests, capacities_of_replicas)
-def test_the_unit_of_costs_does_not_count(costs: list[float], capacities: list[float]) -> None:
-    assert balance([cost * 4.0 for cost in costs], capacities) == balance(costs, capacities)
-
-
 @pytest.mark.parametrize("costs", [[], [1.0]])
 def test_no_replica_is_an_error(costs: list[float]) -> None:
     with pytest.raises(ValueError, match="No replica is left to serve requests"):
@@ -132,20 +109,3 @@ def test_costs_by_example(
     request_: dict[str, Any], count: int, max_tokens: int, tokens: float
 ) -> None:
     assert estimate_cost(request_, count, max_tokens) == tokens
-
-
-@settings(deadline=None)
-@given(st.integers(0, 500), st.integers(0, 3), st.integers(1, 64), st.integers(1, 4096))
-def test_costs_grow_with_all_that_costs(
-    length: int, num_images: int, count: int, max_tokens: int
-) -> None:
-    def cost(length: int, num_images: int, count: int, max_tokens: int) -> float:
-        messages = [{"role": "user", "content": "a" * length}]
-        request = {"messages": messages, "images": ["a.png"] * num_images}
-        return estimate_cost(request, count, max_tokens)
-
-    base = cost(length, num_images, count, max_tokens)
-    assert base < cost(length + 1, num_images, count, max_tokens)
-    assert base < cost(length, num_images + 1, count, max_tokens)
-    assert base < cost(length, num_images, count + 1, max_tokens)
-    assert base < cost(length, num_images, count, max_tokens + 1)
