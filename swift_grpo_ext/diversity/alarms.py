@@ -25,33 +25,33 @@ MAX_NAMED_ORIGINS = 4
 
 @cache
 def read_words() -> dict[str, list[str]]:
-    """All words by key: English, Chinese."""
+    """Return all words by key as [English, Chinese]."""
     path = Path(__file__).with_name("words.json")
     words: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
     return words
 
 
 def alarm_line(record: RoundRecord, num_rounds: int) -> str:
-    """One line for the log: verdict, round, cause, remedy, and who is concerned.
+    """Write one line for the log: verdict, round, cause, remedy, and who is concerned.
 
     Args:
-        record: of the round, with its remedy.
+        record: the round's, with its remedy.
         num_rounds: collapsed rounds in a row; not read for broken randomness.
     """
     in_a_row = f", {num_rounds} rounds in a row" if record.verdict == "collapse" else ""
-    found = record.collisions[:MAX_LINE_COLLISIONS] if record.verdict == "broken" else []
+    named = record.collisions[:MAX_LINE_COLLISIONS] if record.verdict == "broken" else []
     words = [
         f"diversity: {read_words()[record.verdict][ENGLISH]} in {record.round_name}{in_a_row}:",
         describe_cause(record, ENGLISH),
         read_words()[record.remedy][ENGLISH],
-        *(describe_collision(collision, ENGLISH) for collision in found),
+        *(describe_collision(collision, ENGLISH) for collision in named),
     ]
-    num_more = len(record.collisions) - len(found) if found else 0
+    num_more = len(record.collisions) - len(named) if named else 0
     return " ".join([*words, f"And {num_more} more." if num_more else ""]).strip()
 
 
 def describe_cause(record: RoundRecord, language: int) -> str:
-    """Why the round is an alarm, with its figures."""
+    """Say why the round is an alarm, with its figures."""
     return read_words()[f"cause_{record.verdict}"][language].format(
         p=format_p(record.log10_p),
         copied=record.metrics["copied_ratio"],
@@ -60,7 +60,7 @@ def describe_cause(record: RoundRecord, language: int) -> str:
 
 
 def describe_collision(collision: dict[str, Any], language: int) -> str:
-    """Who shares what (an entry of `RoundRecord.collisions`)."""
+    """Say who shares what (an entry of `RoundRecord.collisions`)."""
     earlier = collision["earlier"][-1:]
     return read_words()[f"collision_{collision['kind']}"][language].format(
         samples=_name(collision["samples"], collision["num_samples"], language),
@@ -73,7 +73,7 @@ def describe_collision(collision: dict[str, Any], language: int) -> str:
 
 
 def _name(origins: Sequence[dict[str, Any]], num_origins: int, language: int) -> str:
-    """Groups, samples, ranks and replicas."""
+    """Name samples by group, rank and replica."""
     words, named = read_words(), []
     for origin in origins[:MAX_NAMED_ORIGINS]:
         sample_id, replica = origin["sample_id"], origin["replica"]
@@ -97,10 +97,10 @@ def _describe_seeds(origins: Sequence[dict[str, Any]], language: int) -> str:
 
 
 def remedy_of(record: RoundRecord, seed_mode: str) -> str:
-    """Key of the remedy.
+    """Return the key of the remedy.
 
     Args:
-        record: of a round with an alarm.
+        record: a round with an alarm.
         seed_mode: `--rollout_seed_mode`.
     """
     if record.verdict == "collapse":
@@ -114,8 +114,8 @@ def remedy_of(record: RoundRecord, seed_mode: str) -> str:
 
 
 def alarm_streaks(records: Sequence[RoundRecord]) -> list[list[RoundRecord]]:
-    """Rounds in a row of one phase and verdict, training first; those without any alarm left out.
-    A collapse so begins with the rounds that `--diversity_patience` waited for."""
+    """Return rounds in a row of one phase and verdict, training first; those without any alarm are
+    left out. A collapse so begins with the rounds that the analyzer's patience waited for."""
     by_phase = sorted(records, key=lambda r: r.phase == "eval")
     streaks = (list(s) for _, s in groupby(by_phase, key=lambda r: (r.phase, r.verdict)))
     return [streak for streak in streaks if any(record.alarm for record in streak)]

@@ -1,8 +1,8 @@
 """Where a completion ends: stop settings, and cutting token ids and text to them. Pure.
 
 A completion ends with the token that completes a stop string, or with a stop token, whichever comes
-first (SPEC T1). All tokens up to that one are kept (T2); the text ends at the end of the stop
-string, or right before it (T3), also where the last token runs past it.
+first (docs/promises.md, T1). All tokens up to that one are kept (T2); the text ends at the end of
+the stop string, or right before it (T3), also where the last token runs past it.
 
 A stop string is looked for in the text of the sampled tokens, special tokens included and never in
 the prompt. Of several, the one that is complete first counts; of those that are complete at the
@@ -40,7 +40,7 @@ class Stops:
     stop string that is this special token."""
 
     hidden: frozenset[int] = frozenset()
-    """Those of `tokens` that the text never shows: the template's own end of a turn."""
+    """Stop tokens that the text never shows: the template's own end of a turn."""
 
     include: bool = True
     """Whether the text ends with what stopped it, or right before it."""
@@ -68,7 +68,7 @@ class Ending:
     """What matched; None where nothing did, and all tokens are kept."""
 
     def text(self, token_ids: Sequence[int], decode: Decode) -> str:
-        """The text of a completion, ending."""
+        """Return the text of the completion that ends here."""
         return decode(token_ids[: self.num_text_tokens]).removesuffix(self.trailing_text)
 
 
@@ -80,7 +80,7 @@ def make_stops(
     end_ids: Iterable[int] = (),
     include: bool = True,
 ) -> Stops:
-    """Settings as they are given, sorted into what is looked for in text and what by token id.
+    """Sort settings as they are given into what is looked for in text and what by token id.
 
     Args:
         words: stop strings, the user's first. One that is a special token stands for that token
@@ -101,18 +101,19 @@ def make_stops(
 
 
 def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Ending:
-    """Where a completion ends.
+    """Find where a completion ends.
 
     Args:
-        token_ids: that were sampled. What comes after the end (padding, tokens that an engine
+        token_ids: the sampled tokens. What comes after the end (padding, tokens that an engine
             sampled too many) does not matter.
         decode: gives the text of any first part of `token_ids`.
+        stops: what ends it.
     """
     later = range(stops.min_tokens, len(token_ids))
     length = next((i + 1 for i in later if token_ids[i] in stops.tokens), None)
-    found = _first_stop_string(token_ids[:length], decode, stops)
-    if found is not None:
-        num_tokens, match, text = found
+    first = _first_stop_string(token_ids[:length], decode, stops)
+    if first is not None:
+        num_tokens, match, text = first
         rest = text[match.end if stops.include else match.start :]
         return Ending(num_tokens, num_tokens, trailing_text=rest, reason=match.string)
     if length is None:
@@ -134,10 +135,9 @@ class Match(NamedTuple):
 
 
 def find(text: str, strings: Sequence[str], start: int = 0) -> Match | None:
-    """The stop string that is complete first; None where there is none.
+    """Return the stop string that is complete first; None where there is none.
 
-    Args:
-        start: it must end after so many characters.
+    It must end after `start` characters.
     """
     matches = []
     for string in strings:
@@ -150,7 +150,8 @@ def find(text: str, strings: Sequence[str], start: int = 0) -> Match | None:
 def _first_stop_string(
     token_ids: Sequence[int], decode: Decode, stops: Stops
 ) -> tuple[int, Match, str] | None:
-    """The number of tokens that first hold a whole stop string, the string, and their text."""
+    """Return the number of tokens that first hold a whole stop string, the string, and their
+    text. A bisection: longer parts of a completion hold whatever shorter ones hold."""
     if not stops.strings or len(token_ids) <= stops.min_tokens:
         return None
     start = _length_shown(token_ids[: stops.min_tokens], decode)
@@ -160,21 +161,22 @@ def _first_stop_string(
         match = find(text, stops.strings, start)
         return None if match is None else (num_tokens, match, text)
 
-    found = look(len(token_ids))
+    first = look(len(token_ids))
     few, enough = stops.min_tokens, len(token_ids)
     middle = enough - 1  # an engine that stopped in time needs no more than this look
-    while found is not None and few < middle:
+    while first is not None and few < middle:
         earlier = look(middle)
         if earlier is None:
             few = middle
         else:
-            found, enough = earlier, middle
+            first, enough = earlier, middle
         middle = (few + enough) // 2
-    return found
+    return first
 
 
 def _length_shown(token_ids: Sequence[int], decode: Decode) -> int:
-    """Characters that vLLM has of these tokens: it holds those back that end within a character."""
+    """Count the characters that vLLM has of these tokens: it holds back those tokens that end
+    within a character."""
     for number in range(len(token_ids), 0, -1):
         text = decode(token_ids[:number])
         if not text.endswith(INCOMPLETE):
@@ -183,8 +185,8 @@ def _length_shown(token_ids: Sequence[int], decode: Decode) -> int:
 
 
 def _unfinished(token_ids: Sequence[int], decode: Decode) -> str:
-    """What the text without the last token ends with, and with it no longer does: the bytes of a
-    character that the last token completes."""
+    """Return the bytes of a character that the last token completes: the text without that token
+    ends with them, as U+FFFD, and the text with it does not."""
     before = decode(token_ids[:-1])
     trailing_text = before[len(before.rstrip(INCOMPLETE)) :]
     return "" if not trailing_text or decode(token_ids).startswith(before) else trailing_text
@@ -197,13 +199,13 @@ def check_stops(
     vocabulary_size: int,
     response_prefix: str = "",
 ) -> None:
-    """Refuse settings that cannot be meant (SPEC T5).
+    """Refuse settings that cannot be meant (docs/promises.md, T5).
 
     Args:
         words: `--stop_words`.
         token_ids: `--stop_token_ids`.
         vocabulary_size: number of the tokenizer's tokens, added ones included.
-        response_prefix: with which the prompt template begins every response.
+        response_prefix: the text with which the prompt template begins every response.
 
     Raises:
         ValueError: names the setting, the value received, what was expected and the remedy.

@@ -1,12 +1,12 @@
-"""Stops as ms-swift's templates and answers have them: the rule of `stops` for every engine."""
+"""The stop rule for ms-swift's templates and answers, the same for every engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from swift.infer_engine.protocol import ChatCompletionResponseChoice
+from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutOutput
 
 from swift_grpo_ext.stops.rule import (
     Ending,
@@ -17,8 +17,13 @@ from swift_grpo_ext.stops.rule import (
     make_stops,
 )
 
+if TYPE_CHECKING:
+    from swift.arguments import RLHFArguments
+    from swift.template import StdTemplateInputs, Template
+    from transformers import PreTrainedTokenizerBase
+
 STOP_REASON = "stop_reason"
-"""Its key in `rollout_infos`, where reward functions find it."""
+"""Key in `rollout_infos`, where reward functions find what stopped a completion."""
 
 
 @dataclass
@@ -29,13 +34,9 @@ class StoppedChoice(ChatCompletionResponseChoice):
 
 
 class TemplateStops:
-    """Stop settings and cuts for one template; made once an engine.
+    """Stop settings and cuts for one template of ms-swift; made once an engine."""
 
-    Args:
-        template: of ms-swift, with its tokenizer.
-    """
-
-    def __init__(self, template: Any) -> None:
+    def __init__(self, template: Template) -> None:
         self._template = template
         self._tokenizer = template.tokenizer
         self.special_ids = special_ids(self._tokenizer)
@@ -44,7 +45,7 @@ class TemplateStops:
     def stops(
         self, words: Sequence[str], token_ids: Sequence[int] = (), *, include: bool = True
     ) -> Stops:
-        """The settings of one request.
+        """Return the settings of one request.
 
         Args:
             words: stop strings, those of the template and the engine behind the user's.
@@ -63,15 +64,17 @@ class TemplateStops:
         return find_ending(token_ids, self.decode, stops)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """All of the tokens' text, special tokens too."""
+        """Return all of the tokens' text, special tokens too."""
         text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, spaces_between_special_tokens=False
         )
         return str(text)
 
-    def text(self, token_ids: Sequence[int], ending: Ending, template_inputs: Any) -> Any:
-        """What ms-swift's template makes of a completion, ending. No text for a few templates that
-        generate images, which are left as they are."""
+    def text(
+        self, token_ids: Sequence[int], ending: Ending, template_inputs: StdTemplateInputs | None
+    ) -> str:
+        """Return what ms-swift's template makes of a completion that ends so: its text. A few
+        templates generate images, which are left as they are."""
         visible = list(token_ids[: ending.num_text_tokens])
         if visible and visible[-1] in self.end_ids:
             # The end of a stop string: the template would leave it out.
@@ -81,15 +84,17 @@ class TemplateStops:
         return text.removesuffix(ending.trailing_text) if isinstance(text, str) else text
 
 
-def special_ids(tokenizer: Any) -> dict[str, int]:
-    """The tokenizer's special tokens, those of `--new_special_tokens` included, by their text."""
-    found = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    named = (str(token) for token in tokenizer.all_special_tokens)
-    return {**{token: tokenizer.convert_tokens_to_ids(token) for token in named}, **found}
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the tokenizer's special tokens, those of `--new_special_tokens` included, by their
+    text."""
+    named = [str(token) for token in tokenizer.all_special_tokens]
+    ids = dict(zip(named, tokenizer.convert_tokens_to_ids(named), strict=True))
+    added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    return {**ids, **added}
 
 
-def end_ids(template: Any) -> frozenset[int]:
-    """The tokens with which the template ends a turn, which ms-swift leaves out of every text.
+def end_ids(template: Template) -> frozenset[int]:
+    """Return the tokens with which the template ends a turn, which ms-swift leaves out of texts.
 
     An end that is several tokens is a stop string like another, and shows.
     """
@@ -103,10 +108,10 @@ def end_ids(template: Any) -> frozenset[int]:
     return frozenset(i for i in ids if isinstance(i, int))
 
 
-def check_stop_settings(args: Any) -> None:
-    """Refuse what is wrong with any template, before a model is loaded.
+def check_stop_settings(args: RLHFArguments) -> None:
+    """Refuse settings that are wrong with any template, before a model is loaded.
 
-    `args` are those of `swift rlhf`, once the model's directory is known. Raises as `check_stops`.
+    The model's directory is known already. Raises as `check_stops`.
     """
     size = 0
     if args.stop_token_ids:
@@ -117,7 +122,7 @@ def check_stop_settings(args: Any) -> None:
     check_stops(args.stop_words or (), args.stop_token_ids, vocabulary_size=size)
 
 
-def check_template_stops(args: Any, template: Any) -> None:
+def check_template_stops(args: RLHFArguments, template: Template) -> None:
     """Refuse stop settings that cannot be meant with this template; raises as `check_stops`."""
     check_stops(
         args.stop_words or (),
@@ -128,17 +133,21 @@ def check_template_stops(args: Any, template: Any) -> None:
 
 
 def with_stop_reason(
-    choice: ChatCompletionResponseChoice, text: Any, finish_reason: Any, reason: StopReason
+    choice: ChatCompletionResponseChoice,
+    text: str,
+    finish_reason: str | None,
+    reason: StopReason,
 ) -> StoppedChoice:
-    """A choice of ms-swift's with its text up to its end, and why it ended."""
+    """Return ms-swift's choice with its text up to its end, and why it ended."""
     choice.message.content = text
     ended = {"finish_reason": finish_reason, "stop_reason": reason}
     return StoppedChoice(**{**vars(choice), **ended})
 
 
-def record_stop_reason(output: Any) -> Any:
-    """Put what stopped a `RolloutOutput`'s last turn where reward functions find it."""
-    choices = getattr(getattr(output, "response", None), "choices", None) or ()
+def record_stop_reason(output: RolloutOutput) -> RolloutOutput:
+    """Put what stopped the last turn of a `RolloutOutput` where reward functions find it. Anything
+    else (a failure) passes through."""
+    choices = output.response.choices if isinstance(output, RolloutOutput) else ()
     if choices and isinstance(choices[0], StoppedChoice):
         output.rollout_infos[STOP_REASON] = choices[0].stop_reason
     return output

@@ -18,31 +18,9 @@ from swift_grpo_ext.stops.rule import INCOMPLETE, Stops, find_ending
 
 WORDS = ["</search>", ">", "\n", " ", ": ", "案", "结束。", "龘", "😀", "🫠", "a", "aa", "ab",
          "<|im_end|>", "a<|box_end|>", "</tool_call>", " the"]  # fmt: skip
-TEXTS = [
-    "</",
-    "search",
-    ">\n\n",
-    ">",
-    "</search>\n",
-    "答案",
-    "结束",
-    "。",
-    "龘",
-    "😀",
-    "🫠",
-    " ☃",
-    "a",
-    "aa",
-    "ab",
-    "b",
-    " the",
-    "<|im_end|>",
-    "<|box_end|>",
-    "</tool_call>",
-    "s",
-    ":",
-    " ",
-]
+TEXTS = ["</", "search", ">\n\n", ">", "</search>\n", "答案", "结束", "。", "龘", "😀", "🫠", " ☃",
+         "a", "aa", "ab", "b", " the", "<|im_end|>", "<|box_end|>", "</tool_call>", "s", ":",
+         " "]  # fmt: skip
 """Encoded, they are tokens that overlap with the words, and parts of characters."""
 
 PROMPT = "<|im_start|>user\nWhich </search>?<|im_end|>\n<|im_start|>assistant\n"
@@ -129,25 +107,24 @@ def test_the_same_ends_and_texts(
         assert (found.num_tokens, found.text(token_ids, decode), found.reason) == theirs
 
 
-def test_vllm_draws_on_where_a_stop_string_is_complete_within_a_character(tokenizer: Any) -> None:
+RESULT, COLON, CUT_SNOWMAN, ITS_END, SEARCH = 2077, 25, 25125, 225, 9284
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "stops", "theirs", "ours"),
+    [
+        # Complete within a character: vLLM generates on.
+        ([RESULT, COLON, CUT_SNOWMAN, ITS_END, RESULT], Stops(strings=(": ",)), 4, 3),
+        # The second token begins with the stop string and ends within a character: what vLLM held
+        # back counts after the least number of tokens.
+        ([COLON, CUT_SNOWMAN, COLON, SEARCH], Stops(strings=(" ",), min_tokens=2), 3, 3),
+    ],
+)
+def test_where_vllm_holds_text_back(
+    tokenizer: Any, token_ids: list[int], stops: Stops, theirs: int, ours: int
+) -> None:
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids)))
 
-    result, colon, cut_snowman, its_end = 2077, 25, 25125, 225
-    stops = Stops(strings=(": ",))
-    token_ids = [result, colon, cut_snowman, its_end, result]
-    assert what_vllm_finds(tokenizer, token_ids, stops)[0] == 4
-    assert find_ending(token_ids, decode, stops).num_tokens == 3
-
-
-def test_a_stop_string_that_vllm_held_back_counts_after_the_least_number(tokenizer: Any) -> None:
-    """The second token begins with the stop string and ends within a character."""
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids)))
-
-    colon, cut_snowman, search = 25, 25125, 9284
-    stops = Stops(strings=(" ",), min_tokens=2)
-    token_ids = [colon, cut_snowman, colon, search]
-    assert what_vllm_finds(tokenizer, token_ids, stops)[0] == 3
-    assert find_ending(token_ids, decode, stops).num_tokens == 3
+    assert what_vllm_finds(tokenizer, token_ids, stops)[0] == theirs
+    assert find_ending(token_ids, decode, stops).num_tokens == ours

@@ -1,4 +1,4 @@
-"""The cutting rule, against brute force on small alphabets and against exact cases (SPEC T1-T5)."""
+"""The cutting rule, against brute force on small alphabets and against exact cases."""
 
 from __future__ import annotations
 
@@ -91,20 +91,13 @@ def test_a_cut_is_what_brute_force_finds(token_ids: list[int], stops: Stops) -> 
 
 @settings(deadline=None, max_examples=300)
 @given(completions, completions, stop_settings)
-def test_what_comes_after_the_end_does_not_matter(
+def test_what_comes_after_the_end_does_not_matter_and_no_earlier_token_would_have_done(
     token_ids: list[int], later: list[int], stops: Stops
 ) -> None:
     found = find_ending(token_ids, decode, stops)
     if found.reason is not None:
         assert find_ending([*token_ids, *later], decode, stops) == found
         assert find_ending(token_ids[: found.num_tokens], decode, stops) == found
-
-
-@settings(deadline=None, max_examples=300)
-@given(completions, stop_settings)
-def test_no_earlier_token_would_have_done(token_ids: list[int], stops: Stops) -> None:
-    found = find_ending(token_ids, decode, stops)
-    if found.reason is not None:
         assert find_ending(token_ids[: found.num_tokens - 1], decode, stops).reason is None
 
 
@@ -154,16 +147,12 @@ def test_special_tokens_stop_by_their_ids_and_are_named_as_given() -> None:
     # The template's own end of a turn never shows.
     ended = ids_of("</", "<|end|>", "<|end|>")
     assert find_ending(ended, decode, stops) == Ending(num_tokens=2, num_text_tokens=1, reason=EOS)
+    # A string counts before a token that ends with it.
+    both = make_stops([">"], ids_of(">\n\n"), special_ids={})
+    found = find_ending(ids_of("a", ">\n\n"), decode, both)
+    assert (found.reason, found.text(ids_of("a", ">\n\n"), decode)) == (">", "a>")
     bare = make_stops(["<|tool|>"], special_ids=ids, include=False)
     assert find_ending(completion, decode, bare).text(completion, decode) == "</"
-
-
-def test_a_string_counts_before_a_token_that_ends_with_it() -> None:
-    token = ids_of(">\n\n")[0]
-    stops = make_stops([">"], [token], special_ids={})
-    completion = ids_of("a", ">\n\n")
-    found = find_ending(completion, decode, stops)
-    assert (found.reason, found.text(completion, decode)) == (">", "a>")
 
 
 def test_nothing_is_decoded_to_find_stop_tokens() -> None:
@@ -220,8 +209,5 @@ def test_settings_that_cannot_be_meant_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_stops(words, token_ids, vocabulary_size=100, response_prefix=prefix)
-
-
-def test_other_settings_are_taken() -> None:
     check_stops(["</a>", " ", "\n\n"], [0, 99], vocabulary_size=100, response_prefix="<think>")
     check_stops([], [], vocabulary_size=1)

@@ -129,18 +129,6 @@ def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
     assert labels_of(encoded) == [*first, *answer]
 
 
-def test_ms_swift_trains_on_ends_of_turns_that_were_not_sampled(trained: Any) -> None:
-    """What `only_sampled_tokens` is for. Where answers are text, its labels are right, and kept."""
-    messages = [{"role": role, "content": "?"} for role in ("user", "assistant") * 2]
-    sample = OnPolicySample(messages=messages, response_token_ids=[SEARCH, [5, END_OF_TURN]])
-    assert labels_of(encode_sample(sample, trained))[5:7] == [END_OF_TURN, LINE_BREAK]
-    as_text = OnPolicySample(messages=messages)
-    theirs = encode_sample(as_text, trained)
-    with only_sampled_tokens(trained, [sample, as_text]):
-        assert encode_sample(as_text, trained) == theirs
-    assert encode_sample(as_text, trained) == theirs
-
-
 def labels_of(encoded: dict[str, Any]) -> list[int]:
     return [label for label in encoded["labels"] if label != -100]
 
@@ -148,33 +136,30 @@ def labels_of(encoded: dict[str, Any]) -> list[int]:
 # --- texts (T3) ---
 
 
-def text_of(template: Any, token_ids: list[int], words: list[str], **fields: Any) -> tuple:
+@pytest.mark.parametrize(
+    ("token_ids", "words", "fields", "text", "reason"),
+    [
+        # The end of the turn never shows,
+        ([*SEARCH, END_OF_TURN], [], {}, f"{SEARCH_TEXT}\n\n", "<|im_end|>"),
+        ([*SEARCH, END_OF_TURN], [], {"include": False}, f"{SEARCH_TEXT}\n\n", "<|im_end|>"),
+        # but as the end of a stop string.
+        ([*SEARCH[:4], END_OF_TURN], ["search<|im_end|>"], {}, " find it</search<|im_end|>",
+         "search<|im_end|>"),
+        # The template's prefix stands before the text, and is not searched.
+        (SEARCH, ["</search>"], {"prefix": "</search>\n"}, f"</search>\n{SEARCH_TEXT}", "</search>"),
+    ],
+)  # fmt: skip
+def test_texts(
+    template: Any, token_ids: list[int], words: list[str], fields: dict[str, Any], text: str,
+    reason: str,
+) -> None:  # fmt: skip
+    prefix = {"response_prefix": fields.pop("prefix", "")}
+    inputs = StdTemplateInputs(messages=[], chat_template_kwargs=prefix)
     stops = TemplateStops(template)
-    inputs = fields.pop("inputs", None)
-    settings = stops.stops(words, fields.pop("stop_token_ids", ()), **fields)
-    ending = stops.find_ending(token_ids, settings)
-    return stops.text(token_ids, ending, inputs), ending.reason
-
-
-@pytest.mark.parametrize("include", [True, False])
-def test_the_end_of_the_turn_never_shows(template: Any, include: bool) -> None:
-    words = [*template.template_meta.stop_words]
-    ended = [*SEARCH, END_OF_TURN]
-    text, reason = text_of(template, ended, words, include=include)
-    assert (text, reason) == (f"{SEARCH_TEXT}\n\n", "<|im_end|>")
-
-
-def test_a_stop_string_that_ends_with_the_end_of_the_turn_shows(template: Any) -> None:
-    ended = [*SEARCH[:4], END_OF_TURN]
-    words = ["search<|im_end|>", *template.template_meta.stop_words]
-    text, reason = text_of(template, ended, words)
-    assert (text, reason) == (" find it</search<|im_end|>", "search<|im_end|>")
-
-
-def test_the_templates_prefix_stands_before_the_text_and_is_not_searched(template: Any) -> None:
-    inputs = StdTemplateInputs(messages=[], chat_template_kwargs={"response_prefix": "</search>\n"})
-    text, reason = text_of(template, SEARCH, ["</search>"], inputs=inputs)
-    assert (text, reason) == (f"</search>\n{SEARCH_TEXT}", "</search>")
+    ending = stops.find_ending(
+        token_ids, stops.stops([*words, *template.template_meta.stop_words], **fields)
+    )
+    assert (stops.text(token_ids, ending, inputs), ending.reason) == (text, reason)
 
 
 def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
@@ -210,29 +195,24 @@ def test_the_end_of_a_turn_is_one_token(
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("words", "token_ids", "message"),
     [
-        ({"stop_words": ["</a>", ""]}, "--stop_words holds an empty string"),
-        ({"stop_token_ids": [151666]}, r"--stop_token_ids 151666: .* the ids 0 to 151665"),
+        (["</a>", ""], [], "--stop_words holds an empty string"),
+        ([], [151666], r"--stop_token_ids 151666: .* the ids 0 to 151665"),
+        (["</think>"], [151665], r"--stop_words '</think>' stands in '<think>"),
     ],
 )
 def test_settings_are_checked_against_the_template(
-    template: Any, args: dict[str, Any], message: str
-) -> None:
+    template: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], token_ids: list[int],
+    message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(template, "response_prefix", "<think>\n\n</think>\n\n")
+    args = SimpleNamespace(stop_words=words, stop_token_ids=token_ids)
     with pytest.raises(ValueError, match=message):
-        check_template_stops(
-            SimpleNamespace(**{"stop_words": [], "stop_token_ids": [], **args}), template
-        )
-
-
-def test_a_stop_string_in_the_response_prefix_is_refused(
-    template: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+        check_template_stops(args, template)
+    monkeypatch.setattr(template, "response_prefix", "")
     args = SimpleNamespace(stop_words=["</think>"], stop_token_ids=[151665])
     check_template_stops(args, template)
-    monkeypatch.setattr(template, "response_prefix", "<think>\n\n</think>\n\n")
-    with pytest.raises(ValueError, match=r"--stop_words '</think>' stands in '<think>"):
-        check_template_stops(args, template)
 
 
 # --- answers ---
@@ -262,4 +242,5 @@ def test_each_sample_of_a_request_says_what_stopped_it() -> None:
 def test_an_answer_of_ms_swifts_own_is_left_alone() -> None:
     output = record_stop_reason(RolloutOutput(response=response_of(choice(0))))
     assert output.rollout_infos == {}
-    assert record_stop_reason(ValueError("failed")).args == ("failed",)
+    failure = ValueError("failed")
+    assert record_stop_reason(failure) is failure
