@@ -17,6 +17,7 @@ import pytest
 
 from swift_grpo_ext.tools.audit import _log2_fixed, audit, read_dump
 from swift_grpo_ext.tools.cli import main
+from tests.tools.view.runs import Writer, make_rows
 
 GROUP_SIZE, NUM_GROUPS, NUM_STEPS, VOCABULARY = 4, 6, 3, 8
 Step = list[list[list[int]]]
@@ -247,6 +248,18 @@ def test_damaged_lines_are_left_out(
     status, found = audited([path], capsys)
     assert (status, found["num_samples"]) == (0, GROUP_SIZE * NUM_GROUPS * NUM_STEPS)
     assert str(path) in caplog.messages[0]
+
+
+def test_this_projects_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Phase, step and number name a round: evaluations at a step are no part of its training."""
+    evaluated = [
+        replace(row, sample_id=replace(row.sample_id, phase="eval")) for row in make_rows(0)
+    ]
+    writer = Writer(tmp_path)
+    for of_round in (evaluated, make_rows(0), make_rows(1)):
+        writer.write(of_round, scored=False)
+    _, found = audited(sorted((tmp_path / "samples").glob("*.parquet")), capsys)
+    assert (found["num_steps"], found["num_groups"], found["num_with_logprobs"]) == (3, 6, 12)
 
 
 def test_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
