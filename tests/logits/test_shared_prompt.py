@@ -25,86 +25,78 @@ from swift_grpo_ext.logits.shared_prompt import (
 )
 from swift_grpo_ext.logits.shim import base_model
 from tests.logits.compare import assert_close
-from tests.logits.models import IMAGE, IMAGES, VISION_END, VISION_START, build, patches
+from tests.logits.models import IMAGE, IMAGES, VISION_END, VISION_START, build
 from tests.logits.test_logps import Batch, Ours, Upstream, config_of, run
 from tests.ranks import ThreadRanks, run_rank_groups
 
 WIDE = 10_000
-"""Of a model: tokens cost, and pairs of them next to nothing."""
+"""A model so wide that tokens cost, and pairs of them next to nothing."""
+
+APART = {(0, 1)}
 
 
-def layout(
-    ids: list[list[int]], predicts: list[list[int]], *, width: int = WIDE, media: Any = None
-) -> Any:
-    """Of rows of token ids, in which 0 is padding."""
-    tokens = torch.tensor(ids)
-    wanted = torch.tensor(predicts).bool()
+@pytest.mark.parametrize(
+    ("ids", "predicts", "other_media", "rows", "positions", "segments", "predicted"),
+    [
+        (
+            [[7, 8, 9, 1, 2, 0], [7, 8, 9, 3, 0, 0], [7, 8, 9, 4, 5, 6]],
+            [[0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0]],
+            *(set(), [[7, 8, 9, 1, 9, 9, 4, 5]], [[0, 1, 2, 3, 2, 2, 3, 4]]),
+            *([[0, 0, 1, 1, 2, 3, 3, 3]], [[0, 0, 1, 1, 1, 1, 1, 1]]),
+        ),
+        # Padding on the left; an answer of its environment between two completions.
+        (
+            [[0, 0, 0, 7, 8, 1, 2], [7, 8, 3, 4, 5, 6, 9]],
+            [[0, 0, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 0]],
+            *(set(), [[7, 8, 1, 8, 3, 4, 5, 6]], [[0, 1, 2, 1, 2, 3, 4, 5]]),
+            *([[0, 1, 1, 2, 2, 2, 2, 2]], [[0, 1, 1, 1, 1, 0, 0, 1]]),
+        ),
+        # Two prompts; the second row ends in nothing.
+        (
+            [[7, 8, 1, 2], [7, 8, 3, 0], [6, 8, 1, 0]],
+            [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0]],
+            *(set(), [[7, 8, 1, 8], [6, 8, 7, 7]], [[0, 1, 2, 1], [0, 1, 0, 0]]),
+            *([[0, 1, 1, 2], [0, 1, -1, -1]], [[0, 1, 1, 1], [0, 1, 0, 0]]),
+        ),
+        # Nothing says where the prompt of a sample without a completion ends: it stands by itself.
+        (
+            [[7, 8, 9], [7, 8, 9], [7, 8, 9]],
+            [[0, 1, 0], [0, 1, 0], [0, 0, 0]],
+            *(set(), [[7, 8, 8], [7, 8, 7]], [[0, 1, 1], [0, 1, 0]]),
+            *([[0, 1, 2], [0, 0, -1]], [[0, 1, 1], [0, 0, 0]]),
+        ),
+        ([[7, 8, 9], [7, 8, 9]], [[0, 1, 0], [0, 0, 0]], set(), None, None, None, None),
+        # One prompt with other images is another prompt.
+        (
+            [[7, 8, 1], [7, 8, 2], [7, 8, 3]],
+            [[0, 1, 0]] * 3,
+            *(APART, [[7, 8, 7], [7, 8, 8]], [[0, 1, 0], [0, 1, 1]]),
+            *([[0, 1, -1], [0, 1, 2]], [[0, 1, 0], [0, 1, 1]]),
+        ),
+        ([[7, 8, 1], [7, 8, 2]], [[0, 1, 0]] * 2, APART, None, None, None, None),
+    ],
+)
+def test_samples_lie_behind_their_prompt(
+    ids: Any, predicts: Any, other_media: Any, rows: Any, positions: Any, segments: Any,
+    predicted: Any,
+) -> None:  # fmt: skip
+    tokens, wanted = torch.tensor(ids), torch.tensor(predicts).bool()
     samples = samples_of(tokens, tokens > 0, wanted)
-    return layout_of(samples, media or (lambda a, b: True), width)
-
-
-def test_samples_lie_behind_their_prompt() -> None:
-    ids = [[7, 8, 9, 1, 2, 0], [7, 8, 9, 3, 0, 0], [7, 8, 9, 4, 5, 6]]
-    predicts = [[0, 0, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0]]
-    found = layout(ids, predicts)
-    assert found.take(torch.tensor(ids)).tolist() == [[7, 8, 9, 1, 9, 9, 4, 5]]
-    assert found.segments.tolist() == [[0, 0, 1, 1, 2, 3, 3, 3]]
-    assert found.positions.tolist() == [[0, 1, 2, 3, 2, 2, 3, 4]]
-    assert found.take_mask(torch.tensor(predicts).bool()).tolist() == [
-        [False, False, True, True, True, True, True, True]
-    ]
-    seen = [row.nonzero().flatten().tolist() for row in found.attention_mask()[0, 0]]
-    assert seen == [
-        [0],
-        [0, 1],
-        [0, 1, 2],
-        [0, 1, 2, 3],
-        [0, 1, 4],
-        [0, 1, 5],
-        [0, 1, 5, 6],
-        [0, 1, 5, 6, 7],
-    ]
-
-
-def test_padding_on_the_left_and_what_lies_between_turns() -> None:
-    """The second row has two completions, with an answer of its environment between them."""
-    ids = [[0, 0, 0, 7, 8, 1, 2], [7, 8, 3, 4, 5, 6, 9]]
-    predicts = [[0, 0, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 0]]
-    found = layout(ids, predicts)
-    assert found.take(torch.tensor(ids)).tolist() == [[7, 8, 1, 8, 3, 4, 5, 6]]
-    assert found.positions.tolist() == [[0, 1, 2, 1, 2, 3, 4, 5]]
-    assert found.take_mask(torch.tensor(predicts).bool())[0].int().tolist() == [
-        0, 1, 1, 1, 1, 0, 0, 1,
-    ]  # fmt: skip
-
-
-def test_each_prompt_has_a_row_and_a_row_ends_in_nothing() -> None:
-    ids = [[7, 8, 1, 2], [7, 8, 3, 0], [6, 8, 1, 0], [6, 8, 4, 0], [6, 8, 5, 0]]
-    predicts = [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]]
-    found = layout(ids, predicts)
-    assert found.segments.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
-    assert found.samples == [[0, 1], [2, 3, 4]]
-    short = layout([*ids[:2], ids[2]], predicts[:3])
-    assert short.segments.tolist() == [[0, 1, 1, 2], [0, 1, -1, -1]]
-    assert short.attention_mask()[1, 0].int().tolist() == [
-        [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1],
-    ]  # fmt: skip
-
-
-def test_a_sample_without_a_completion_has_a_place_and_predicts_nothing() -> None:
-    found = layout([[7, 8, 9], [7, 8, 9]], [[0, 1, 0], [0, 0, 0]])
-    # Nothing says where its prompt ends: it stands by itself.
-    assert found is None
-    found = layout([[7, 8, 9], [7, 8, 9], [7, 8, 9]], [[0, 1, 0], [0, 1, 0], [0, 0, 0]])
-    assert found.samples == [[0, 1], [2]]
-    assert int(found.take_mask(torch.tensor([[0, 1, 0], [0, 1, 0], [0, 0, 0]]).bool()).sum()) == 2
-
-
-def test_one_prompt_with_other_images_is_another_prompt() -> None:
-    ids, predicts = [[7, 8, 1], [7, 8, 2], [7, 8, 3]], [[0, 1, 0]] * 3
-    found = layout(ids, predicts, media=lambda a, b: (a, b) != (0, 1))
-    assert found.samples == [[0], [1, 2]]
-    assert layout(ids[:2], predicts[:2], media=lambda a, b: False) is None
+    found = layout_of(samples, lambda a, b: (a, b) not in other_media, WIDE)
+    if rows is None:
+        assert found is None
+        return
+    assert found is not None
+    assert found.take(tokens).tolist() == rows
+    assert found.positions.tolist() == positions
+    assert found.segments.tolist() == segments
+    assert found.take_mask(wanted).int().tolist() == predicted
+    mask = found.attention_mask()[:, 0]
+    for row, of_row in enumerate(segments):
+        for a, seeing in enumerate(of_row):
+            for b, seen in enumerate(of_row):
+                expected = a == b or (seeing >= 0 and b <= a and seen in (0, seeing))
+                assert bool(mask[row, a, b]) == expected
 
 
 @pytest.mark.parametrize(
@@ -200,16 +192,11 @@ class Group(Batch):
                 image = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
                 ids[row, first : first + 6] = image
 
-    def see(self, model: Any, *, size: int) -> Group:
-        """An image for each group, with the positions that ms-swift's template gives them."""
-        seen: dict[int, Any] = {}
-        each = [seen.setdefault(row[0], patches(1, size)) for row in self.rows]
-        return self._look_at(model, each)
-
-    def see_tools(
-        self, model: Any, pixels: Callable[[int], dict[str, Tensor]], *, alike: bool
+    def see(
+        self, model: Any, pixels: Callable[[int], dict[str, Tensor]], *, alike: bool = False
     ) -> Group:
-        """As `see`, with an image in each answer of a tool too; alike, or each another."""
+        """Give each group an image, and one to each answer of a tool (alike, or each another), with
+        the positions that ms-swift's template gives them."""
         ids, mask = self.inputs["input_ids"], self.inputs["attention_mask"]
         seen: dict[int, Any] = {}
         given, each = pixels(1), []
@@ -220,9 +207,6 @@ class Group(Batch):
                 image = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
                 ids[row, first : first + 6] = image
                 each.append(given if alike else pixels(1))
-        return self._look_at(model, each)
-
-    def _look_at(self, model: Any, each: list[dict[str, Tensor]]) -> Group:
         self.inputs |= {k: torch.cat([image[k] for image in each]) for k in each[0]}
         if "image_grid_thw" not in self.inputs:
             return self
@@ -271,9 +255,10 @@ def informed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("chunk_size", [0, 4])
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("side", "chunk_size", "attention"),
+    [("right", 0, "sdpa"), ("right", 4, "eager"), ("left", 4, "sdpa"), ("left", 0, "eager")],
+)
 def test_text_as_ms_swift_but_for_rounding(
     side: str, chunk_size: int, attention: str, warned: list[str], informed: list[str]
 ) -> None:
@@ -286,22 +271,22 @@ def test_text_as_ms_swift_but_for_rounding(
     found, ours, _ = run(Ours, model, batch, keys=keys, **flags)
     assert_close(found, expected)
     assert torch.allclose(ours, theirs.where(ours != 0, 0.0), atol=1e-5)
-    folded, whole = seen[-1], 5 * max(map(sum, ROWS))
-    assert seen == [folded, whole, folded]
-    assert folded < whole
-    assert f"Qwen2ForCausalLM read {folded} positions in the place of {whole}" in informed[-1]
+    packed, whole = seen[-1], 5 * max(map(sum, ROWS))
+    assert seen == [packed, whole, packed]
+    assert packed < whole
+    assert f"Qwen2ForCausalLM read {packed} positions in the place of {whole}" in informed[-1]
     assert not warned
 
 
-@pytest.mark.parametrize(("name", "size"), [("Qwen2-VL", 1176), ("Qwen2.5-VL", 1176)])
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL"])
 @pytest.mark.parametrize("trains_tower", [False, True], ids=["lora", "tower"])
 def test_images_as_ms_swift_but_for_rounding(
-    name: str, size: int, trains_tower: bool, warned: list[str]
+    name: str, trains_tower: bool, warned: list[str]
 ) -> None:
     """The tower sees the image of a group once, and its gradient is that of G."""
     model = build(name, lora=True)
     model.get_base_model().model.visual.requires_grad_(trains_tower)
-    batch = SeeingGroup(ROWS).see(model, size=size)
+    batch = SeeingGroup(ROWS[:2] + ROWS[3:]).see(model, IMAGES[name][1])
     expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
     patches_seen: list[int] = []
     model.get_base_model().model.visual.register_forward_pre_hook(
@@ -309,7 +294,7 @@ def test_images_as_ms_swift_but_for_rounding(
     )
     found, _, _ = run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
     assert_close(found, expected, 5e-5)
-    assert patches_seen == [2 * 16, 5 * 16, 2 * 16]  # the first batch is held against the whole
+    assert patches_seen == [2 * 16, 4 * 16, 2 * 16]  # the first batch is held against the whole
     assert not warned
 
 
@@ -322,7 +307,7 @@ TOOL_ROWS = ((9, 2, 7, 3), (9, 4, 7, 2), (9, 5, 0, 0), (9, 1, 7, 0), (9, 3, 7, 1
 def test_images_of_tools_stay_the_samples_own(name: str, alike: bool, warned: list[str]) -> None:
     """Also where neighbours were given one image: each has placeholders for its own."""
     model = build(name, lora=True)
-    batch = SeeingGroup(TOOL_ROWS).see_tools(model, IMAGES[name][1], alike=alike)
+    batch = SeeingGroup(TOOL_ROWS).see(model, IMAGES[name][1], alike=alike)
     expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
     seen = positions_of(model)
     found, _, _ = run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
@@ -334,7 +319,7 @@ def test_images_of_tools_stay_the_samples_own(name: str, alike: bool, warned: li
 def test_images_that_nothing_is_learned_from_keep_their_tower_in_use(warned: list[str]) -> None:
     """A rank that does not call a tower, which others call, would leave them waiting."""
     model, rows = build("Qwen2.5-VL", lora=True), ((9, 2, 7, 0), (9, 2, 7, 0))
-    batch = Group(rows).see_tools(model, IMAGES["Qwen2.5-VL"][1], alike=True)
+    batch = Group(rows).see(model, IMAGES["Qwen2.5-VL"][1], alike=True)
     num_calls: list[int] = []
     model.get_base_model().model.visual.register_forward_pre_hook(lambda *_: num_calls.append(1))
     run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
@@ -344,8 +329,8 @@ def test_images_that_nothing_is_learned_from_keep_their_tower_in_use(warned: lis
 
 def test_equal_words_with_other_images_stay_apart() -> None:
     model = build("Qwen2.5-VL", lora=True)
-    batch = SeeingGroup(ROWS).see(model, size=1176)
-    batch.inputs["pixel_values"] = torch.randn(5 * 16, 1176)
+    batch = SeeingGroup(ROWS[:2] + ROWS[3:]).see(model, IMAGES["Qwen2.5-VL"][1])
+    batch.inputs["pixel_values"] = torch.randn(4 * 16, 1176)
     seen = positions_of(model)
     run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
     assert seen == [batch.inputs["input_ids"].numel()]
@@ -353,7 +338,7 @@ def test_equal_words_with_other_images_stay_apart() -> None:
 
 @pytest.mark.parametrize("holds_elsewhere", [False, True])
 def test_no_rank_that_shares_weights_makes_a_further_pass_by_itself(holds_elsewhere: bool) -> None:
-    """As long as another rank's batch could not be folded, this one has ms-swift's pass."""
+    """As long as another rank's batch could not be packed, this one has ms-swift's pass."""
     inputs, asked, passes = Group(ROWS).inputs, [], []
     wanted = torch.zeros_like(inputs["input_ids"]).bool()
     wanted[:, 8:10] = True
@@ -369,7 +354,7 @@ def test_no_rank_that_shares_weights_makes_a_further_pass_by_itself(holds_elsewh
 
     shared = SharedPrompt(build("Qwen2"), pytest.fail, lambda _: None, 0.01)
     found = [shared.pack(inputs, wanted, logps_of, Shards()) for _ in range(2)]
-    assert [folded is not None for folded in found] == [holds_elsewhere] * 2
+    assert [packed is not None for packed in found] == [holds_elsewhere] * 2
     assert len(passes) == 2 * holds_elsewhere
     assert asked == [True, True]
 
@@ -470,8 +455,8 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
 
     run_rank_groups(2, work)
     whole = Group(ROWS).inputs["input_ids"].numel()
-    folded = seen[0][0]
-    assert seen == [[folded, whole, folded, folded, whole, whole], [folded, whole, whole, whole]]
+    packed = seen[0][0]
+    assert seen == [[packed, whole, packed, packed, whole, whole], [packed, whole, whole, whole]]
     other, own = sorted(warned)
     assert "nats apart in the mean on this rank" in own
     assert "from here on: on another rank" in other
@@ -491,7 +476,7 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
         ("remote code", {}, {}, "takes no position_ids"),
     ],
 )
-def test_what_cannot_be_folded(
+def test_what_cannot_be_packed(
     name: str, changed: dict[str, Any], inputs: dict[str, Any], told: str
 ) -> None:
     model = build(name)

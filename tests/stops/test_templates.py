@@ -146,7 +146,8 @@ def labels_of(encoded: dict[str, Any]) -> list[int]:
         ([*SEARCH[:4], END_OF_TURN], ["search<|im_end|>"], {}, " find it</search<|im_end|>",
          "search<|im_end|>"),
         # The template's prefix stands before the text, and is not searched.
-        (SEARCH, ["</search>"], {"prefix": "</search>\n"}, f"</search>\n{SEARCH_TEXT}", "</search>"),
+        (SEARCH, ["</search>"], {"prefix": "</search>\n"}, f"</search>\n{SEARCH_TEXT}",
+         "</search>"),
     ],
 )  # fmt: skip
 def test_texts(
