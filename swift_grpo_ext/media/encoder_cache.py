@@ -47,11 +47,6 @@ class Output(NamedTuple):
     leaves: list[Any]
     structure: pytree.TreeSpec
 
-    @property
-    def num_bytes(self) -> int:
-        """How much memory its tensors take."""
-        return sum(leaf.nbytes for leaf in self.leaves if isinstance(leaf, Tensor))
-
 
 @dataclass
 class Call:
@@ -93,7 +88,7 @@ class EncoderCache:
 
     def __init__(self, max_gb: float, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
         self._max_bytes = int(max_gb * BYTES_PER_GB)
-        self._outputs: dict[Hashable, Output] = {}
+        self.outputs: dict[Hashable, Output] = {}
         self._num_bytes = 0
         self.num_encoded = 0
         """How many images went through a tower since ranks last agreed."""
@@ -117,7 +112,7 @@ class EncoderCache:
 
     def forget(self) -> None:
         """Forget all images. Call it outside of a forward, where sharded weights show as such."""
-        self._outputs.clear()
+        self.outputs.clear()
         self._num_bytes = 0
         for tower in self.towers:
             tower.leave_if_sharded()
@@ -138,19 +133,14 @@ class EncoderCache:
                 logger.warning(f"--encoder_cache_gb has no effect on {tower.name}: {problem}")
         return sum(counts)
 
-    def encode(
-        self, keys: Sequence[Hashable], run: Callable[[Sequence[int]], list[Output]]
-    ) -> list[Output]:
-        """Return an output for each key; `run` makes those of the images with given numbers."""
-        new = {key: number for number, key in enumerate(keys) if key not in self._outputs}
-        made = dict(zip(new, run([*new.values()]), strict=True)) if new else {}
+    def add(self, made: dict[Hashable, Output]) -> None:
+        """Hold as many new outputs as fit."""
         self.num_encoded += len(made)
-        outputs = [made[key] if key in made else self._outputs[key] for key in keys]
         for key, output in made.items():
-            if self._num_bytes + output.num_bytes <= self._max_bytes:
-                self._outputs[key] = output
-                self._num_bytes += output.num_bytes
-        return outputs
+            num_bytes = sum(leaf.nbytes for leaf in output.leaves if isinstance(leaf, Tensor))
+            if self._num_bytes + num_bytes <= self._max_bytes:
+                self.outputs[key] = output
+                self._num_bytes += num_bytes
 
 
 def frozen_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -281,14 +271,15 @@ class FrozenTower:
 
     def _encode(self, call: Call) -> Any:
         """Return what the tower says of all images of a call; it is run on the new ones."""
-        images = call.images()
-
-        def run(numbers: Sequence[int]) -> list[Output]:
-            grids = [call.grids[n] for n in numbers]
-            return self._run([images[n] for n in numbers], grids, call.rest)
-
-        keys = [(id(self._tower), key) for key in image_keys(call)]
-        outputs = self._cache.encode(keys, run)
+        images, held = call.images(), self._cache.outputs
+        keys: list[Hashable] = [(id(self._tower), key) for key in image_keys(call)]
+        made: dict[Hashable, Output] = {}
+        if new := {key: number for number, key in enumerate(keys) if key not in held}:
+            numbers = [*new.values()]
+            shown, grids = [images[n] for n in numbers], [call.grids[n] for n in numbers]
+            made = dict(zip(new, self._run(shown, grids, call.rest), strict=True))
+        outputs = [made[key] if key in made else held[key] for key in keys]
+        self._cache.add(made)
         leaves = [
             torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
             for parts in zip(*(output.leaves for output in outputs), strict=True)

@@ -1,4 +1,6 @@
-"""Which files, addresses and sizes of pictures a request to `swift rollout` may name (SPEC F5, F7).
+"""Refuse files, addresses and sizes of pictures that a request to `swift rollout` may not name.
+
+See docs/promises.md, F5 and F7.
 
 Symptom: `SWIFT_MEDIA_ALLOWED_DIRS` keeps callers of `swift deploy` from files elsewhere on the
 server's disk; `swift rollout` opens whatever a request names, and fetches from any address. It
@@ -8,12 +10,14 @@ Upstream: ms-swift 4.6, utils/media_utils.py (`SafeMediaPath`), utils/url_utils.
 has no such rules.
 Adaptation: ms-swift makes its list of media from a request, and the same rules judge the list
 before a replica gets the request. Only a string that begins as ms-swift fetches it counts as a URL;
-what can be a path is one (`data:/../..` names a file).
-The header of each picture that is there is read, and none is decoded. Replicas fetch what a request
-names: there, each hop of a fetch is judged too (a public address may send on to a private one), and
-the picture that came.
+what can be a path is one (`data:/../..` names a file). The header of each picture that is there is
+read, and none is decoded. Replicas fetch what a request names: there, each hop of a fetch is judged
+too (a public address may send on to a private one), and the picture that came.
 Can go when `swift rollout` asks `SafeMediaPath` and `SafeUrlFetcher`.
 """
+
+# Names that no file can have raise in pathlib, and are "not there" in os.path:
+# ruff: noqa: PTH100, PTH110, PTH111, PTH113, PTH118
 
 from __future__ import annotations
 
@@ -25,7 +29,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, wraps
 from io import BytesIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,15 +46,18 @@ LONGEST_PATH = 4096
 """Linux's PATH_MAX. A longer string is base64."""
 
 HEADER_CHARACTERS = 2**16
-"""Of base64, in which most pictures say their size: 0.1 ms, where all of 1 MB takes 1.5."""
+"""Start of base64 in which most pictures say their size: 0.1 ms, where all of 1 MB takes 1.5."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
 
 def check_media(request: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, which begins with the field, for what a request may not name: a file
-    outside the directories that `SWIFT_MEDIA_ALLOWED_DIRS` lists (where it is set), a private
-    address (unless `SWIFT_ALLOW_INTERNAL_URL` is set), a picture that is too large.
+    """Judge all media that a request names.
+
+    Raises:
+        ValueError: beginning with the field, for a file outside the directories that
+            `SWIFT_MEDIA_ALLOWED_DIRS` lists (where it is set), a private address (unless
+            `SWIFT_ALLOW_INTERNAL_URL` is set), a picture that is too large.
     """
     for field, text in _media(request):
         try:
@@ -67,11 +73,11 @@ def _check(text: str) -> None:
         return
     if os.environ.get(VARIABLE) and hasattr(swift.utils, "SafeMediaPath"):
         for path in _paths(text):
-            swift.utils.SafeMediaPath.check(str(path))
+            swift.utils.SafeMediaPath.check(path)
     # As ms-swift opens it (template/vision_utils.py, `load_file`).
     path = vision_utils._check_path(text)
     if path is not None:
-        _check_pixels(Path(path))
+        _check_pixels(path)
         return
     content = text.partition(";base64,")[2] if text.startswith("data:") else text
     for part in (content[:HEADER_CHARACTERS], content):
@@ -80,10 +86,13 @@ def _check(text: str) -> None:
                 return
 
 
-def _check_pixels(picture: BytesIO | Path) -> bool:
-    """Raise `ValueError` where a picture has more pixels than Pillow's limit, as its header says;
-    return whether it is one that Pillow knows."""
-    if isinstance(picture, Path) and not picture.is_file():
+def _check_pixels(picture: BytesIO | str) -> bool:
+    """Return whether Pillow knows it as a picture, by its header.
+
+    Raises:
+        ValueError: it has more pixels than Pillow's limit.
+    """
+    if isinstance(picture, str) and not os.path.isfile(picture):
         return False
     try:
         with Image.open(picture) as image:
@@ -103,7 +112,7 @@ def _check_pixels(picture: BytesIO | Path) -> bool:
 
 @cache
 def check_redirects() -> None:
-    """Let ms-swift judge each address that this process fetches media from. For replicas."""
+    """Let ms-swift judge each address that this process, of a replica, fetches media from."""
     if not hasattr(swift.utils, "SafeUrlFetcher"):
         return
 
@@ -157,8 +166,8 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(list(value.values()))
 
 
-def _paths(text: str) -> list[Path]:
-    """The files that a text may stand for; none for URLs and content.
+def _paths(text: str) -> list[str]:
+    """Return the files that a text may stand for; none for URLs and content.
 
     One that does not exist counts too: an answer must not tell whether it does.
 
@@ -171,32 +180,16 @@ def _paths(text: str) -> list[Path]:
     if len(text) > LONGEST_PATH:
         return []
     name = text[scheme.end() :] if scheme and scheme[1].lower() == "file" else text
-    root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths
-    candidates = [Path(name), _expanded(Path(name)), _expanded(Path(root or "", name))]
+    root = os.environ.get("ROOT_IMAGE_DIR", "")  # ms-swift's own setting, for relative paths
+    paths = [name, os.path.expanduser(name), os.path.expanduser(os.path.join(root, name))]
     # ms-swift takes `..` away by itself, and so leaves folders that do not exist.
-    candidates += [Path(os.path.abspath(path)) for path in candidates]  # noqa: PTH100
-    existing = [path for path in candidates if _exists(path)]
-    is_content = _is_base64(text) or re.match(r"data:(.+?);base64,", text)
-    return existing or ([] if is_content else [Path(name)])
-
-
-def _expanded(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError:  # no such user
-        return path
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # longer than a name can be
-        return False
-
-
-def _is_base64(text: str) -> bool:
+    paths += [os.path.abspath(path) for path in paths]
+    if existing := [path for path in paths if os.path.exists(path)]:
+        return existing
+    if re.match(r"data:(.+?);base64,", text):
+        return []
     try:
         base64.b64decode(text, validate=True)
     except ValueError:
-        return False
-    return True
+        return [name]
+    return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -166,37 +166,24 @@ def test_a_tower_of_whole_images(asked: dict[str, Any]) -> None:
     assert model.calls() == [4, 2, 1, 2]
 
 
-def test_a_value_or_a_shape_makes_another_image() -> None:
+def test_what_an_output_depends_on() -> None:
+    """A value, a shape and the precision; what a pass is given is its own."""
     model = qwen()
     [a] = images(WIDE)
     b = a.clone()
     b[3, 5] += 1e-3
     EncoderCache(1.0, model)
-    ours = see(model, [a, b, a], [WIDE, WIDE, TALL])
+    first = rows_of(see(model, [a, b, a], [WIDE, WIDE, TALL]))
     assert model.calls() == [2, 1, 3]
-    parts = rows_of(ours).split(8)
+    parts = first.clone().split(8)
     assert not torch.equal(parts[0], parts[1])
     assert not torch.equal(parts[0], parts[2])
-
-
-def test_what_a_pass_is_given_is_its_own() -> None:
-    model = qwen()
-    [a] = images(WIDE)
-    EncoderCache(1.0, model)
-    first = rows_of(see(model, [a], [WIDE]))
-    kept = first.clone()
     first.zero_()
-    assert torch.equal(rows_of(see(model, [a], [WIDE])), kept)
-
-
-def test_precision_is_part_of_how_an_image_is_seen() -> None:
-    model = qwen()
-    [a] = images(WIDE)
-    EncoderCache(1.0, model)
-    full = rows_of(see(model, [a], [WIDE]))
     with torch.autocast("cpu", torch.bfloat16):
         assert rows_of(see(model, [a], [WIDE])).dtype == torch.bfloat16
-    assert torch.equal(rows_of(see(model, [a], [WIDE])), full)
+    model.calls()
+    assert torch.equal(rows_of(see(model, [a], [WIDE])), parts[0])
+    assert model.calls() == []
 
 
 def test_no_graph_runs_through_a_frozen_tower() -> None:
@@ -209,32 +196,20 @@ def test_no_graph_runs_through_a_frozen_tower() -> None:
     assert not rows_of(see(model, [a], [WIDE])).requires_grad
 
 
-def test_what_is_trained_is_left_alone() -> None:
-    model = qwen(frozen=False)
-    cache = EncoderCache(1.0, model)
-    assert cache.towers == []
+def test_what_is_trained_or_adapted_is_left_alone() -> None:
+    """Also where a callback unfreezes it later. The reference pass switches adapters off."""
     [a] = images(WIDE)
-    rows_of(see(model, [a, a], [WIDE, WIDE])).sum().backward()
-    assert model.calls() == [2]
-    assert model.visual.patch_embed.proj.weight.grad is not None
-
-
-def test_what_a_callback_unfreezes_is_trained() -> None:
-    model = qwen()
-    cache = EncoderCache(1.0, model)
-    assert [tower.name for tower in cache.towers] == ["visual"]
-    model.visual.requires_grad_(True)
-    [a] = images(WIDE)
-    assert rows_of(see(model, [a, a], [WIDE, WIDE])).requires_grad
-    assert model.calls() == [2]
-
-
-def test_adapters_change_what_a_frozen_tower_says() -> None:
-    """The reference pass switches them off."""
-    model = qwen()
-    inject_adapter_in_model(LoraConfig(target_modules=["proj"]), model.visual)
-    model.visual.requires_grad_(False)
-    assert EncoderCache(1.0, model).towers == []
+    trained, unfrozen, adapted = qwen(frozen=False), qwen(), qwen()
+    inject_adapter_in_model(LoraConfig(target_modules=["proj"]), adapted.visual)
+    adapted.visual.requires_grad_(False)
+    caches = [EncoderCache(1.0, model) for model in (trained, unfrozen, adapted)]
+    assert [[tower.name for tower in cache.towers] for cache in caches] == [[], ["visual"], []]
+    assert [cache.is_on for cache in caches] == [False, True, False]
+    unfrozen.visual.requires_grad_(True)
+    for model in (trained, unfrozen):
+        rows_of(see(model, [a, a], [WIDE, WIDE])).sum().backward()
+        assert model.calls() == [2]
+        assert model.visual.patch_embed.proj.weight.grad is not None
 
 
 def room_for(num_images: float) -> float:
@@ -243,25 +218,18 @@ def room_for(num_images: float) -> float:
     return num_images * sum(leaf.nbytes for leaf in pytree.tree_leaves(output)) / BYTES_PER_GB
 
 
-@pytest.mark.parametrize(("num_images", "calls"), [(0, [4]), (0.01, [2, 1, 2]), (0.9, [2, 1, 2])])
-def test_the_bound(num_images: float, calls: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_images", "first", "second"),
+    [(0, [4], [4]), (0.01, [2, 1, 2], [2]), (1.1, [2, 1, 2], [1]), (2.1, [2, 1, 2], [])],
+)
+def test_the_bound(num_images: float, first: list[int], second: list[int]) -> None:
     """What does not fit is made once a call."""
     model = qwen()
     a, b = images(WIDE, WIDE)
     EncoderCache(room_for(num_images), model)
-    see(model, [a, a, b, b], [WIDE] * 4)
-    assert model.calls() == calls
-    see(model, [a, a, b, b], [WIDE] * 4)
-    assert model.calls() == [4 if num_images == 0 else 2]
-
-
-def test_a_bound_that_takes_one_image() -> None:
-    model = qwen()
-    a, b = images(WIDE, WIDE)
-    EncoderCache(room_for(1.1), model)
-    for _ in range(2):
-        see(model, [a, b], [WIDE] * 2)
-    assert model.calls() == [2, 1, 2, 1]
+    for calls in (first, second):
+        see(model, [a, a, b, b], [WIDE] * 4)
+        assert model.calls() == calls
 
 
 def test_a_tower_whose_weights_ranks_share_is_left_alone(
@@ -343,124 +311,97 @@ def test_a_late_failure_joins_what_was_to_be_joined_late(monkeypatch: pytest.Mon
     assert set(seen) == {Tensor}
 
 
-class Mixing(nn.Module):
-    """Sees all images of a call at once."""
+class Stub(nn.Module):
+    """A tower that says what it was given; `forward` is the given function."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.num_calls = 0
+        type(self).forward = forward  # type: ignore[assignment]
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        return pixel_values.flatten(1) - pixel_values.mean() * self.scale
-
-
-class Pooling(Mixing):
-    """Says one thing of all images."""
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        return pixel_values.mean() * self.scale
+    def say(self, values: Tensor) -> Tensor:
+        self.num_calls += 1
+        return values.flatten(1) * self.scale
 
 
-@pytest.mark.parametrize("tower", [Mixing, Pooling])
-def test_a_tower_that_mixes_images_is_left_alone(tower: Any, warnings: list[str]) -> None:
-    model = nn.Module()
-    model.visual = tower()
-    model.model_meta = Counted(Mixing()).model_meta
-    shown = torch.randn(4, 3, 8, 8)
+def stub(forward: Callable[..., Tensor]) -> Counted:
+    """A model whose tower has a class, and so a signature, of its own."""
+    model = Counted(type(forward.__name__, (Stub,), {})(forward))
+    model.visual.forward = partial(forward, model.visual)
+    return model
+
+
+def mixing(self: Any, pixel_values: Tensor) -> Tensor:
+    return pixel_values.flatten(1) - pixel_values.mean() * self.scale
+
+
+def pooling(self: Any, pixel_values: Tensor) -> Tensor:
+    return pixel_values.mean() * self.scale
+
+
+@pytest.mark.parametrize("forward", [mixing, pooling])
+def test_a_tower_that_mixes_images_is_left_alone(forward: Any, warnings: list[str]) -> None:
+    """One sees all images of a call at once, the other says one thing of all."""
+    model, shown = stub(forward), torch.randn(4, 3, 8, 8)
     expected = model.visual(shown)
     cache = EncoderCache(1.0, model)
     for _ in range(2):
         assert torch.equal(model.visual(pixel_values=shown), expected)
         cache.agree(alone)
     [told] = warnings
-    assert f"--encoder_cache_gb has no effect on visual: what {tower.__name__} says" in told
+    assert f"--encoder_cache_gb has no effect on visual: what {forward.__name__} says" in told
 
 
-def test_calls_of_another_kind_pass(warnings: list[str]) -> None:
-    """Audio towers take lengths beside their values."""
-    model = qwen()
-    EncoderCache(1.0, model)
-    [a] = images(WIDE)
-    lengths = torch.tensor([32, 32])
-    model.visual(torch.cat([a, a]), grid_thw=torch.tensor([WIDE, WIDE]), lengths=lengths)
-    assert model.calls() == [2]
-    assert warnings == []
+def dasheng(self: Any, x: Tensor, x_length: Tensor | None = None) -> Tensor:
+    """MiDashengLM calls `audio_encoder(input_values, audio_length)`."""
+    return self.say(x)
 
 
-class Stated(nn.Module):
-    """A tower that says what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
-        self.num_calls = 0
-
-    def saying(self, values: Tensor, *others: Any) -> Tensor:
-        self.num_calls += 1
-        return values.flatten(1) * self.scale
+def moon_vit(self: Any, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
+    """Kimi-VL calls `vision_tower(pixel_values, image_grid_hws)`."""
+    return self.say(pixel_values)
 
 
-class Dasheng(Stated):
-    """MiDashengLM's: `audio_encoder(input_values, audio_length)`."""
-
-    def forward(self, x: Tensor, x_length: Tensor | None = None) -> Tensor:
-        return self.saying(x, x_length)
+def deep_clip(self: Any, x: Tensor, patch_embeds: Tensor) -> Tensor:
+    """DeepSeek-OCR calls `vision_model(patches, local_features_1)`."""
+    return self.say(x)
 
 
-class MoonVit(Stated):
-    """Kimi-VL's: `vision_tower(pixel_values, image_grid_hws)`."""
-
-    def forward(self, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
-        return self.saying(pixel_values, grid_hws)
+def ernie(self: Any, hidden_states: Tensor, grid_thw: Tensor, lengths: Any = None) -> Tensor:
+    """Ernie 4.5 VL is called with its grid by position; audio towers take lengths too."""
+    return self.say(hidden_states)
 
 
-class DeepClip(Stated):
-    """DeepSeek-OCR's: `vision_model(patches, local_features_1)`."""
-
-    def forward(self, x: Tensor, patch_embeds: Tensor) -> Tensor:
-        return self.saying(x, patch_embeds)
-
-
-class OfGrids(Stated):
-    def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:
-        return self.saying(hidden_states, grid_thw)
+ONE, TWO = [1, 2, 2], [[1, 2, 2]] * 2
 
 
 @pytest.mark.parametrize(
-    ("tower", "given"),
+    ("forward", "given", "num_calls"),
     [
-        (Dasheng, (torch.randn(2, 16), torch.tensor([16, 12]))),
-        (Dasheng, (torch.randn(8, 16), torch.tensor([[1, 2, 2], [1, 2, 2]]))),
-        (MoonVit, (torch.randn(8, 3, 2, 2), torch.tensor([[2, 2], [2, 2]]))),
-        (DeepClip, (torch.randn(2, 3, 4, 4), torch.randn(2, 8, 2, 2))),
-        (OfGrids, (torch.randn(8, 16), torch.tensor([[1.0, 2, 2], [1, 2, 2]]))),
-        (OfGrids, (torch.randn(8, 16), torch.tensor([[1, 2, 2], [1, 2, 1]]))),
-        (OfGrids, (torch.randn(8, 16), torch.tensor([[2, 2], [2, 2]]))),
-        (OfGrids, (torch.randn(8, 16), torch.tensor(8))),
-        (OfGrids, (torch.randn(8, 16), [[1, 2, 2], [1, 2, 2]])),
+        (dasheng, (torch.randn(2, 16), torch.tensor([16, 12])), 1),
+        (dasheng, (torch.randn(8, 16), torch.tensor(TWO)), 1),
+        (moon_vit, (torch.randn(8, 3, 2, 2), torch.tensor([[2, 2], [2, 2]])), 1),
+        (deep_clip, (torch.randn(2, 3, 4, 4), torch.randn(2, 8, 2, 2)), 1),
+        (ernie, (torch.randn(8, 16), torch.tensor(TWO).float()), 1),
+        (ernie, (torch.randn(8, 16), torch.tensor([ONE, [1, 2, 1]])), 1),
+        (ernie, (torch.randn(8, 16), torch.tensor([[2, 2], [2, 2]])), 1),
+        (ernie, (torch.randn(8, 16), torch.tensor(8)), 1),
+        (ernie, (torch.randn(8, 16), TWO), 1),
+        (ernie, (torch.randn(8, 16), torch.tensor(TWO), torch.ones(2)), 1),
+        (ernie, (torch.randn(8, 16), torch.tensor(TWO)), 3),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_only_a_grid_of_images_is_one(tower: Any, given: Any, warnings: list[str]) -> None:
+def test_only_a_grid_of_images_is_one(
+    forward: Any, given: Any, num_calls: int, warnings: list[str]
+) -> None:
     """By position a second argument is what the tower's own signature calls it."""
-    model = Counted(tower())
-    model.visual.forward = partial(tower.forward, model.visual)
-    expected = model.visual(*given)
+    model = stub(forward)
     cache = EncoderCache(1.0, model)
-    assert torch.equal(model.visual(*given), expected)
-    assert model.visual.num_calls == 2
+    assert torch.equal(model.visual(*given), given[0].flatten(1))
+    assert model.visual.num_calls == num_calls
     cache.agree(alone)
     assert not warnings
-
-
-def test_a_grid_by_position() -> None:
-    """As transformers calls the tower of Ernie 4.5 VL."""
-    model = Counted(OfGrids())
-    model.visual.forward = partial(OfGrids.forward, model.visual)
-    shown = torch.randn(4, 16).repeat(3, 1)
-    EncoderCache(1.0, model)
-    assert torch.equal(model.visual(shown, torch.tensor([[1, 2, 2]] * 3)), shown)
-    assert model.visual.num_calls == 3
 
 
 def test_positions_of_the_text_pass_by() -> None:

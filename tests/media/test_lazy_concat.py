@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from swift_grpo_ext.media.encoder_cache import Call, image_keys
 from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
@@ -23,31 +23,28 @@ def group() -> Any:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "num_distinct"),
     [
-        lambda x: x,
-        lambda x: x.to("cpu:0"),
-        lambda x: x.type(torch.bfloat16),
-        lambda x: x.to(torch.float64).detach(),
-        lambda x: torch.cat([x, x], dim=0),
-        lambda x: torch.cat([x, torch.ones(1, 3)]),
-        copy.deepcopy,
+        (lambda x: x, 2),
+        (lambda x: x.to("cpu:0"), 2),
+        (lambda x: x.type(torch.bfloat16), 2),
+        (lambda x: x.to(torch.float64).detach(), 2),
+        (lambda x: torch.cat([x, x], dim=0), 2),
+        (lambda x: torch.cat([x, torch.ones(1, 3)]), 3),
+        (copy.deepcopy, 2),
     ],
 )
-def test_what_moves_or_extends_it_joins_nothing(change: Any) -> None:
+def test_what_moves_or_extends_it_joins_nothing(change: Any, num_distinct: int) -> None:
     changed, expected = change(group()), change(JOINED)
     assert isinstance(changed, LazyConcat)
-    assert len(changed.distinct) <= 3 < 4 <= len(changed.order) + 1
+    assert len(changed.distinct) == num_distinct
     assert (changed.shape, changed.dtype) == (expected.shape, expected.dtype)
     assert changed.device == expected.device
     assert torch.equal(changed, expected)
 
 
-def test_a_group_holds_its_image_once_wherever_it_goes() -> None:
-    eight = torch.concat([LazyConcat([IMAGE.detach()]) for _ in range(8)])
-    assert [len(x.distinct) for x in (eight, eight.to("cpu:0"), eight.half())] == [1, 1, 1]
-    assert eight.shape == (32, 3)
-    assert eight.distinct[0].data_ptr() == IMAGE.data_ptr()
+def test_a_group_holds_the_memory_of_its_image_once() -> None:
+    assert [part.data_ptr() for part in group().distinct] == [IMAGE.data_ptr(), OTHER.data_ptr()]
 
 
 @pytest.mark.parametrize(
@@ -69,14 +66,6 @@ def test_whatever_reads_it_gets_the_joined_values(read: Any) -> None:
     ours, theirs = read(group()), read(JOINED)
     assert type(ours) is type(theirs)
     assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
-
-
-def test_a_trained_layer_gets_the_gradient_of_the_joined_values() -> None:
-    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
-    ours(group()).sum().backward()
-    theirs(JOINED).sum().backward()
-    assert isinstance(ours.weight.grad, Tensor)
-    assert torch.equal(ours.weight.grad, theirs.weight.grad)  # type: ignore[arg-type]
 
 
 def test_what_is_written_to_it_stays_and_reaches_no_part() -> None:
