@@ -124,7 +124,7 @@ class MediaCache:
         try:
             with self._sharing(template), ExitStack() as stack:
                 if joins_late:
-                    stack.enter_context(before_collating(template, join_late))
+                    stack.enter_context(before_collating(template, _join_late))
                 yield
             for entry in list(self._held):
                 entry.check()
@@ -422,7 +422,7 @@ def replaced(owner: Any, name: str, wrap: Callable[..., Any]) -> Iterator[Callab
             setattr(owner, name, own)
 
 
-def join_late(batch: list[dict[str, Any]]) -> None:
+def _join_late(batch: list[dict[str, Any]]) -> None:
     """Let the patches of encoded samples be collated to a `LazyConcat`."""
     for encoded in batch:
         for key in COLLATED:

@@ -205,10 +205,6 @@ class FrozenTower:
 
         tower.forward = forward
 
-    def remove(self) -> None:
-        """Give the tower its own `forward` back."""
-        self._tower.forward = self._upstream
-
     def switch_off(self, problem: str) -> None:
         """Leave all further calls as they are."""
         self.is_off, self.problem = True, problem
