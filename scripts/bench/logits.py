@@ -7,12 +7,6 @@ vocabulary and next to nothing else, so that logits are what is measured: forwar
 the sum of all log-probabilities, in float32 on CPU (`--dtype`, `--device cuda`). Each measurement
 has a process of its own; ways take turns within a repetition. Peaks are of torch's allocator,
 beyond the model (`peak.py`).
-
-    python scripts/bench/logits.py --kernels --device cuda --dtype bfloat16 --head-width 3584
-
-compares what computes log-probabilities from hidden states: full logits with TRL's
-`selective_log_softmax`, our chunks, and Liger's fused head and cross-entropy where it is installed;
-with the card's bandwidth as the limit. `--head-width 3584` is that of a 7B.
 """
 
 from __future__ import annotations
@@ -25,9 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -83,16 +75,11 @@ def main() -> None:
         help="of other cases than the first; with Qwen's own, ms-swift takes 19 GB")  # fmt: skip
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
-    add("--kernels", action="store_true", help="heads alone, against TRL's and Liger's kernels")
-    add("--head-width", type=int, default=HIDDEN, help="hidden size, with --kernels")
     add("--output", type=Path, help="FILE.json; FILE.md is written beside it")
     add("--turn", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.turn:
         print(json.dumps(measure(**json.loads(options.turn))))
-        return
-    if options.kernels:
-        print(kernels(options))
         return
     cases = [
         (Case("one long prompt", (4096,), 1024), WAYS),
@@ -232,76 +219,6 @@ def make_upstream(*, has_keyword: bool) -> Callable[..., tuple[Tensor, Any]]:
     )
     own = GRPOTrainer._get_logps_via_local_forward
     return lambda *args: own(trainer, *args)
-
-
-# --- heads alone ---
-
-
-def kernels(options: argparse.Namespace) -> str:
-    """Forward and backward from hidden states, a table for each number of tokens."""
-    torch.set_default_device(options.device)
-    dtype = getattr(torch, options.dtype)
-    vocabulary, width = options.sweep_vocabulary, options.head_width
-    head = torch.nn.Linear(width, vocabulary, bias=False, dtype=dtype)
-    text = [f"{options.dtype} on {options.device}, vocabulary {vocabulary}, head of {width}"]
-    for length in options.lengths:
-        hidden = torch.randn(length, width, dtype=dtype, requires_grad=True)
-        targets = torch.randint(vocabulary, (length,))
-        rows = []
-        for name, sum_of_logps in head_ways(head, options.chunk_size).items():
-            work = partial(backward, sum_of_logps, hidden, targets)
-            work()
-            seconds = min(timed(work) for _ in range(2 * TURNS))
-            peak = f"{peak_bytes(work) / 2**30:.2f}"
-            rows.append([name, f"{1e3 * seconds:.2f}", f"{length / seconds:,.0f}", peak])
-        # Logits and their gradient, written and read; the weight for each of three products.
-        moved = (4 * length * vocabulary + 3 * vocabulary * width) * dtype.itemsize
-        if limit := bandwidth():
-            seconds = moved / limit
-            rows.append(
-                ["the card's bandwidth", f"{1e3 * seconds:.2f}", f"{length / seconds:,.0f}"]
-            )
-        text.append(f"## {length} tokens\n\n{table('way, ms, tokens / s, peak GiB', rows)}")
-    return "\n\n".join(text)
-
-
-def backward(way: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor) -> None:
-    way(hidden, targets).backward()
-
-
-def head_ways(
-    head: torch.nn.Linear, chunk_size: int
-) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """The sum of log-probabilities of targets [N] from hidden states [N, H], by way."""
-    from trl.trainer.utils import selective_log_softmax
-
-    from swift_grpo_ext.logits.chunked import chunked_logps
-
-    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "full logits, TRL's selective_log_softmax": lambda hidden, targets: selective_log_softmax(
-            head(hidden), targets
-        ).sum(),
-        f"ours, chunks of {chunk_size}": lambda hidden, targets: chunked_logps(
-            head, hidden, targets, chunk_size=chunk_size
-        ).logps_N.sum(),
-    }
-    with suppress(ImportError):
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-        ways["Liger's fused head and cross-entropy"] = lambda hidden, targets: (
-            -loss(head.weight, hidden, targets)
-        )
-    return ways
-
-
-def bandwidth() -> float | None:
-    """Of the card's memory, in bytes a second, as its clock and bus say; None without a card."""
-    if not torch.cuda.is_available():
-        return None
-    card = torch.cuda.get_device_properties(0)
-    clock, bus = (getattr(card, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
-    return 2.0 * clock * 1e3 * bus / 8 or None
 
 
 def timed(work: Callable[[], None]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -140,53 +139,3 @@ def test_empty_chunks_are_added(num_chunks: int, calls: list[int]) -> None:
     for a, b in zip(backward(logps, head, hidden), expected, strict=True):
         assert torch.equal(a, b)
     assert found == [*calls, *reversed(calls)]
-
-
-class ReleasedHead(nn.Module):
-    """A frozen head whose weight is there during its own passes only, as ZeRO-3 has it."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.whole = head.weight.detach()
-        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.weight.data = self.whole
-        logits = _Gathering.apply(_SavingLinear.apply(hidden, self.weight), self)
-        self.weight.data = torch.empty(0)
-        return logits
-
-
-class _SavingLinear(torch.autograd.Function):
-    """Saves the weight itself, and no view of it, as DeepSpeed's does (zero/linear.py)."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return hidden @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.saved_tensors[0], None
-
-
-class _Gathering(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, head: ReleasedHead) -> Tensor:
-        ctx.head = head
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.head.weight.data = ctx.head.whole
-        return gradient, None
-
-
-def test_a_frozen_weight_that_is_released_between_passes() -> None:
-    """LoRA with ZeRO-3: autograd holds a frozen weight itself, not its value."""
-    head, hidden, targets = problem(11)
-    head.bias = None
-    (expected,) = torch.autograd.grad(token_logps(head(hidden), targets).logps_N.sum(), hidden)
-    in_chunks = chunked_logps(ReleasedHead(head), hidden, targets, chunk_size=4)
-    (found,) = torch.autograd.grad(in_chunks.logps_N.sum(), hidden)
-    torch.testing.assert_close(found, expected)
