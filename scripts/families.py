@@ -1,4 +1,4 @@
-"""Makes the tables of docs/families.md: what was seen of each family of models.
+"""Makes the tables of docs/support.md: what was seen of each family of models.
 
     python scripts/families.py --run qwen3_vl    # trains it (minutes); no name: all families
     python scripts/families.py --write           # the tables, from what was found
@@ -21,7 +21,7 @@ from compat.table import write_into
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-PAGE = ROOT / "docs/families.md"
+PAGE = ROOT / "docs/support.md"
 RESULTS = ROOT / "scripts/bench/results/families.json"
 TESTS = "tests/stack/test_families.py"
 
@@ -104,7 +104,7 @@ def _gap(family: str, run: str, runs: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", nargs="*", metavar="NAME", help="train these families, or all")
-    parser.add_argument("--write", action="store_true", help="into docs/families.md")
+    parser.add_argument("--write", action="store_true", help="into docs/support.md")
     arguments = parser.parse_args()
     status = 0
     if arguments.run is not None:

@@ -1,6 +1,5 @@
-"""What the pages name is there: links, flags, commands, files, messages; and their code runs.
-
-`test_translations` holds both languages against each other.
+"""The pages' links, flags, commands, files and messages exist, their code runs, and both languages
+have the same sections, code, tables and numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ import argparse
 import ast
 import dataclasses
 import doctest
-import importlib.util
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -18,17 +16,18 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.flags import flag_names
+from swift_grpo_ext.record.rewards import REWARDS
+from swift_grpo_ext.record.row import SAMPLES
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools import cli
-from tests.documents import Page, is_relative, originals
+from tests.documents import TRANSLATED, Page, drift, is_relative
 from tests.newest import is_newest
 from tests.record.rows import ROW, sample_id, write_session
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "examples", "plugins", "scripts", "swift_grpo_ext", "tests")
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))])
+TRANSLATIONS = [page for page in PAGES if page.stem.endswith(TRANSLATED)]
 
 
 def name_of(path: Path) -> str:
@@ -39,7 +38,7 @@ def name_of(path: Path) -> str:
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
     for section in Page(page).sections:
-        for link in filter(is_relative, section.links + section.images):
+        for link in filter(is_relative, section.links):
             path, anchor = Page(page).target(link)
             has_anchor = not anchor or Page(path).number_of(anchor) is not None
             if not path.exists() or not path.is_relative_to(ROOT) or not has_anchor:
@@ -48,132 +47,84 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
-FOREIGN_FLAGS = {"shm-size", "ipc", "no-deps", "ntasks-per-node", "extra-index-url", "markdown",
-                 "hypothesis-profile"}  # fmt: skip
-"""Of docker, pip, Slurm and pytest."""
-
-
-def code_of(page: Path) -> Iterator[tuple[str, str]]:
-    for section in Page(page).sections:
-        for text in section.code:
-            yield section.title, text
+FOREIGN_FLAGS = {"shm-size", "ipc", "no-deps", "ntasks-per-node", "markdown", "hypothesis-profile"}
+"""Flags of docker, pip, Slurm and pytest."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 @pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
-def test_flags_exist(page: Path) -> None:
-    unknown = {
-        f"{title!r}: --{name}"
-        for title, text in code_of(page)
-        for name in FLAG.findall(text)
-        if name not in known_flags()
-    }
-    assert unknown == set()
+def test_flags_and_commands_exist(page: Path) -> None:
+    commands, flags = known_commands()
+    for section in Page(page).sections:
+        for text in section.code:
+            assert set(FLAG.findall(text)) <= flags, section.title
+            assert set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) <= commands
 
 
 @cache
-def known_flags() -> frozenset[str]:
-    """Ours, ms-swift's, and the options of our commands and scripts."""
+def known_commands() -> tuple[frozenset[str], frozenset[str]]:
+    """Return our commands; and all flags: ours, ms-swift's, those of our commands and scripts."""
     from swift.arguments import RLHFArguments, RolloutArguments
 
-    classes = (RLHFArguments, RolloutArguments)
-    upstream = {field.name for args in classes for field in dataclasses.fields(args)}
-    parsers = subcommands().values()
-    commands = {o[2:] for p in parsers for o in p._option_string_actions if o.startswith("--")}
+    parsers: dict[str, argparse.ArgumentParser] = {}
+
+    def parse_nothing(parser: argparse.ArgumentParser, _: object) -> None:
+        actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        parsers.update(actions[0].choices)
+        raise OSError("as far as needed")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", parse_nothing)
+        with pytest.raises(OSError, match="as far as needed"):
+            cli.main([])
+    options = {option for parser in parsers.values() for option in parser._option_string_actions}
+    fields = [*dataclasses.fields(RLHFArguments), *dataclasses.fields(RolloutArguments)]
     scripts = {
-        name
+        flag
         for folder in ("scripts", "examples")
         for script in (ROOT / folder).rglob("*")
         if script.suffix in (".py", ".sh")
-        for name in FLAG.findall(script.read_text(encoding="utf-8"))
+        for flag in FLAG.findall(script.read_text(encoding="utf-8"))
     }
-    return frozenset({*flag_names(), *upstream, *commands, *scripts, *FOREIGN_FLAGS})
-
-
-@cache
-def subcommands() -> dict[str, argparse.ArgumentParser]:
-    commands = argparse.ArgumentParser().add_subparsers()
-    for add in cli.COMMANDS:
-        add(commands)
-    return dict(commands.choices)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_exist(page: Path) -> None:
-    named = {
-        command
-        for _, text in code_of(page)
-        for command in re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)
-    }
-    assert named <= subcommands().keys()
+    flags = {*flag_names(), *(field.name for field in fields), *(o.strip("-") for o in options)}
+    return frozenset(parsers), frozenset({*flags, *scripts, *FOREIGN_FLAGS})
 
 
 OURS = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)}|\.ci)/[\w./*-]*")
-LOOKS_LIKE_FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*\.(?:html|jsonl?|md|png|py|sh|toml|txt|ya?ml)")
-UPSTREAM = ("peft", "swift", "transformers", "trl", "vllm")
-WRITTEN = {
-    *("adapter_config.json", "args.json", "completions.jsonl", "config.json", "diversity.jsonl"),
-    *("evaluation.json", "logging.jsonl", "page.html", "report.html", "report.png"),
-    *("selftest.html", "selftest.json", "tokenizer.json", "trainer_state.json"),
-    *("train.jsonl", "samples.jsonl", "samples.parquet", "launch.sh", "exact.py"),
-}
-"""By a run, or by its user."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_exist(page: Path) -> None:
+    """Paths in code that begin with a folder of ours, and modules by their room."""
+    rooms = {path.name for path in (ROOT / "swift_grpo_ext").iterdir() if path.is_dir()}
     missing = []
     for section in Page(page).sections:
         named = {path.rstrip(".") for text in section.code for path in OURS.findall(text)}
-        missing += [f"{section.title!r}: {path}" for path in named if not _is_there(ROOT, path)]
-        files = {s for s in section.spans if LOOKS_LIKE_FILE.fullmatch(s) and s not in named}
-        missing += [f"{section.title!r}: {f}" for f in files if not _is_known(f, page.parent)]
+        named |= {
+            f"swift_grpo_ext/{span}"
+            for span in section.spans
+            if re.fullmatch(r"\w+/[\w/]+\.py", span) and span.partition("/")[0] in rooms
+        }
+        # launch.sh takes the beginning of a preset's name.
+        missing += [path for path in named if not any(ROOT.glob(path.rstrip("*/") + "*"))]
     assert sorted(missing) == []
-
-
-def _is_there(folder: Path, path: str) -> bool:
-    """Also the beginning of a name, as launch.sh takes it, and with wildcards."""
-    return any(folder.glob(path.rstrip("/"))) or any(folder.glob(path.rstrip("*") + "*"))
-
-
-def _is_known(file: str, folder: Path) -> bool:
-    if file in WRITTEN or file.startswith(("output/", "run/")):
-        return True
-    package, _, path = file.partition("/")
-    if package in UPSTREAM and path:
-        if not is_newest(package):
-            return True
-        spec = importlib.util.find_spec(package)  # loads nothing
-        roots = (spec.submodule_search_locations or []) if spec else []
-        return spec is None or any((Path(root) / path).exists() for root in roots)
-    if folder != ROOT and any(folder.rglob(file)):
-        return True
-    return any(_is_there(root, file) for root in (ROOT, ROOT / "swift_grpo_ext", folder))
-
-
-# --- messages on the pages are those of the code ---
 
 
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:
     """First columns of its tables; `...` stands for what a message is given."""
-    messages = list(our_messages())
+    texts = list(our_texts())
     unknown = [
-        named
+        message
         for section in Page(ROOT / "docs/troubleshooting.md").sections
-        for table in section.tables
-        for row in table[1:]
-        for named in row[0].spans
-        if not any(map(_pattern(named).search, messages))
+        for row in section.rows
+        for message in row[0]
+        if not any(re.search(re.escape(message).replace(r"\.\.\.", ".*"), t, re.S) for t in texts)
     ]
     assert unknown == []
 
 
-def _pattern(message: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, message.split("..."))), re.DOTALL)
-
-
-def our_messages() -> Iterator[str]:
-    """Every text in the package, f-strings with `{}` for what they are given."""
+def our_texts() -> Iterator[str]:
+    """Yield every text in the package, f-strings with `{}` for what they are given."""
     for module in (ROOT / "swift_grpo_ext").rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
@@ -183,17 +134,19 @@ def our_messages() -> Iterator[str]:
                 yield node.value
 
 
-# --- the code on the pages runs ---
+def test_the_columns_of_the_record_are_on_the_page() -> None:
+    sections = {section.title: section for section in Page(ROOT / "docs/internals.md").sections}
+    named = sections["The record"].spans
+    assert {*SAMPLES.schema.names, *REWARDS.schema.names} <= named.keys()
 
 
-@pytest.mark.parametrize("page", originals(ROOT), ids=name_of)
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in TRANSLATIONS], ids=name_of)
 def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a page, in order, where a run has left a sample log in `output/my-run`."""
+    """Blocks of a page, in order, where a run has left its record in `output/my-run`."""
+    places = (sample_id(s, group=g, index=i) for s in range(4) for g in range(6) for i in range(3))
     rows = [
         dataclasses.replace(ROW, sample_id=p, seed=sample_seed(42, p), weight_version=p.step)
-        for p in (
-            sample_id(s, group=g, index=i) for s in range(4) for g in range(6) for i in range(3)
-        )
+        for p in places
     ]
     write_session(tmp_path / "output/my-run", rows)
     monkeypatch.chdir(tmp_path)
@@ -203,9 +156,16 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
         for language, text in section.blocks:
             where = f"{name_of(page)}, {section.title!r}"
             if language == "python":
-                exec(compile(ast.parse(text), where, "exec"), names)
+                exec(compile(text, where, "exec"), names)
             elif language == "pycon":
                 test = doctest.DocTestParser().get_doctest(text, names, where, str(page), 0)
                 runner.run(test, clear_globs=False)
                 names = test.globs
     assert runner.failures == 0
+
+
+@pytest.mark.parametrize("translation", TRANSLATIONS, ids=name_of)
+def test_the_translation_has_not_drifted(translation: Path) -> None:
+    original = translation.with_stem(translation.stem.removesuffix(TRANSLATED))
+    assert drift(Page(original), Page(translation)) == []
+    assert Page(original).sections[1].links[0] == translation.name

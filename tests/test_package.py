@@ -40,7 +40,7 @@ def test_an_address_is_named_where_it_is_known(setup_file: Any) -> None:
     targets = re.findall(r"\]\(([^)]+)\)", named["long_description"])
     assert len(targets) > 20
     assert all(target.startswith("https://") for target in targets)
-    assert f"![Reward of ten seeds]({URL}/raw/HEAD/" in named["long_description"]
+    assert f"]({URL}/raw/HEAD/docs/img/view_group.png)" in named["long_description"]
 
 
 def test_without_an_address_none_is_made_up(setup_file: Any) -> None:

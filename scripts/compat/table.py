@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md and the READMEs, each between its two marks."""
+"""The tables of docs/support.md and the READMEs, each between its two marks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compat.environment import PYTHON, ROOT, STACKS, SWIFT, Cell
 from compat.trial import STACK_TESTS, Counts, Trial
 
 BEGIN, END = "<!-- compatibility: begin -->", "<!-- compatibility: end -->"
-PAGE = ROOT / "docs/compatibility.md"
+PAGE = ROOT / "docs/support.md"
 READMES = [ROOT / name for name in ("README.md", "README_CN.md")]
 
 PARTS = ("unit", *STACK_TESTS)

@@ -77,7 +77,7 @@ def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None
             if changed:
                 logger.info_once(
                     "ms-swift's template writes other line breaks beside media for training than "
-                    "for vLLM, or vLLM merges them (docs/families.md): training has those that the "
+                    "for vLLM, or vLLM merges them (docs/support.md): training has those that the "
                     "rollout saw.",
                     hash_id="line_breaks",
                 )
@@ -147,7 +147,7 @@ def _remedy(args: Any, template: Any, prompt_ids: Sequence[int]) -> str:
     )
     return (
         f"{settings}Where ms-swift's template writes another prompt for vLLM than for training "
-        "(docs/families.md), --rollout_mismatch warn trains on its prompt all the same."
+        "(docs/support.md), --rollout_mismatch warn trains on its prompt all the same."
     )
 
 

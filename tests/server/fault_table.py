@@ -3,7 +3,7 @@ pure.
 
     python -m tests.server.fault_table [--chinese]
 
-prints it for `docs/faults.md` and `docs/faults_CN.md`.
+prints it for `docs/launching.md` and `docs/launching_CN.md`.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_restarts_end_with_their_budget() -> None:
     assert len(first.every_process) == 3
 
 
-@pytest.mark.parametrize(("page", "chinese"), [("faults", False), ("faults_CN", True)])
+@pytest.mark.parametrize(("page", "chinese"), [("launching", False), ("launching_CN", True)])
 def test_the_page_holds_the_table(page: str, chinese: bool) -> None:
     """`python -m tests.server.fault_table` prints it."""
     text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Families of models on real processes: what docs/families.md says.
+"""Families of models on real processes: what docs/support.md says.
 
 Each family trains all weights on one rank, LoRA on two, and against a server. The
 prompts hold the image first, last, between words, twice, and not at all. Weights want nothing more
@@ -42,7 +42,7 @@ WITH_IMAGES = [
     "Which digits are there?",
 ]
 NOT_TAKEN = {"llava_onevision": (" <image>", ""), "gemma3": ("<image>\n", "<image>")}
-"""What ms-swift or vLLM fails at (docs/families.md), and what prompts hold in its place."""
+"""What ms-swift or vLLM fails at (docs/support.md), and what prompts hold in its place."""
 
 WITH_VIDEOS = [
     *(f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),

@@ -37,7 +37,7 @@ ALL = [check for check in PROMISES if check != SAME_TOKENS]
 
 REMEDIES = {
     "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
-    "like (docs/families.md has what ms-swift's templates write differently).",
+    "like (docs/support.md has what ms-swift's templates write differently).",
     "seeds": "Report it with selftest.json; until then, one replica and rank tell where.",
     "stops": "Report it with selftest.json: completions go on behind, or end before, their stops.",
     "weights": "The engine has other weights, stale caches, another prompt, or other numbers "
