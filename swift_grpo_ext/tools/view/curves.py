@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,6 @@ class Curve:
     points: list[Point]
     """(step, value), by step."""
 
-    band: list[tuple[float, float, float]] = field(default_factory=list)
-    """(step, low, high): the 10th and the 90th percentile of the groups' means."""
-
 
 Panels = dict[str, list[Curve]]
 """Curves that share a vertical axis, by the key of the panel's title in `words.json`."""
@@ -135,23 +132,14 @@ def read_log(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _recorded(snapshot: Snapshot, columns: dict[str, str], phase: str = "train") -> list[Curve]:
-    """Return the means of columns over each step's groups, with bands; by the curves' names."""
-    groups = snapshot.groups.filter(pc.equal(snapshot.groups["phase"], phase))
-    all_steps = groups["step"].to_numpy() + (phase == "train")
-    curves = []
-    for name, column in columns.items():
-        means = groups[column].cast("float64").to_numpy()
-        is_known = np.isfinite(means)
-        order = np.argsort(all_steps[is_known], kind="stable")
-        steps, starts = np.unique(all_steps[is_known][order], return_index=True)
-        of_step = np.split(means[is_known][order], starts[1:])
-        points, band = [], []
-        for step, values in evenly_spaced(list(zip(steps.tolist(), of_step, strict=False))):
-            points.append((step, float(values.mean())))
-            low, high = np.quantile(values, (0.1, 0.9)).tolist()
-            band.append((step, low, high))
-        curves.append(Curve(name=name, points=points, band=band))
-    return curves
+    """Return the means of columns over each step's groups, by the curves' names."""
+    rows = snapshot.groups.filter(pc.equal(snapshot.groups["phase"], phase))
+    of_steps = rows.group_by("step").aggregate([(c, "mean") for c in columns.values()])
+    steps = of_steps["step"].to_numpy() + (phase == "train")
+    return [
+        _curve(name, zip(steps.tolist(), of_steps[f"{column}_mean"].to_pylist(), strict=True))
+        for name, column in columns.items()
+    ]
 
 
 def _curve(name: str, points: Iterable[tuple[float, Any]]) -> Curve:
@@ -218,14 +206,6 @@ class Chart:
             points = [points[0], points[0]]
         return "M" + "L".join(f"{self.x(step)} {self.y(value)}" for step, value in points)
 
-    def band(self, curve: Curve) -> str:
-        """Return the `d` of a curve's band; empty for two runs, whose bands would hide curves."""
-        if len(self.run_names) > 1 or len(curve.band) < 2:
-            return ""
-        low = [(step, low) for step, low, _ in curve.band]
-        high = [(step, high) for step, _, high in curve.band]
-        return self.path(high + low[::-1]) + "Z"
-
     @property
     def data(self) -> dict[str, Any]:
         """What the page's script needs to tell the values at a step."""
@@ -273,7 +253,6 @@ def _value_limits(key: str, curves: Sequence[Curve]) -> tuple[float, float]:
     if key in SHARES:
         return -0.03, 1.03
     values = [value for curve in curves for _, value in curve.points]
-    values += [end for curve in curves for _, *ends in curve.band for end in ends]
     low, high = min(values), max(values)
     is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal but for rounding
     room = (abs(high) * 0.1 or 1.0) if is_flat else (high - low) * 0.05

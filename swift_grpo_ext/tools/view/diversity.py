@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from swift_grpo_ext.diversity import alarms
-from swift_grpo_ext.diversity.collision import format_p
 from swift_grpo_ext.diversity.record import RoundRecord
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.tools.view.group import RunView
@@ -28,18 +27,6 @@ def overall_verdict(records: Sequence[RoundRecord]) -> str:
     alarming = {r.verdict for r in records if r.alarm}
     alarming |= {"unknown" for r in records if r.verdict == "unknown"}
     return next((v for v in VERDICTS if v in alarming), "healthy" if records else "none")
-
-
-def facts(records: Sequence[RoundRecord]) -> list[tuple[str, str]]:
-    """Return key and value of what the whole run comes to."""
-    verdicts = [r.verdict for r in records]
-    return [
-        ("rounds_watched", f"{len(records):,}"),
-        ("samples_watched", f"{sum(r.num_samples for r in records):,}"),
-        ("broken_rounds", str(verdicts.count("broken"))),
-        ("collapse_rounds", str(verdicts.count("collapse"))),
-        ("lowest_p", format_p(min((r.log10_p for r in records), default=0.0))),
-    ]
 
 
 def alarm_spans(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.compute as pc
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.record.reader import RoundName
@@ -22,21 +22,9 @@ from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.tools.view.queries import describe, read_messages
 from swift_grpo_ext.tools.view.runs import Follower, Snapshot
 
-MAX_TOKENS = 20_000
-"""Tokens of one completion that are shown; the page says where more are left out."""
-
-TYPES = {
-    "PNG": "image/png",
-    "JPEG": "image/jpeg",
-    "WEBP": "image/webp",
-    "GIF": "image/gif",
-    "BMP": "image/bmp",
-}
-"""The formats that browsers show; others are served as PNG. None of them can hold a script."""
-
 MAX_PIXELS = 100_000_000
-THUMBNAIL = 112
-"""Pixels of a small image's longer side."""
+SIDES = {"small": 112, "full": 2048}
+"""Pixels of a shown image's longer side, at most."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -114,7 +102,6 @@ class RunView:
         shared = shared_lengths([sample[unit] for sample in samples])
         for sample, num_shared in zip(samples, shared, strict=True):
             sample["is_earlier"] = (sample["round"], sample["group"]) != (_text(name), group)
-            sample["is_cut"] = len(sample["token_ids"]) > MAX_TOKENS
             if self.decode is None:
                 text = sample["text"]
                 sample["pieces"] = [
@@ -123,7 +110,7 @@ class RunView:
                 ]
             else:
                 sample["pieces"] = pieces(
-                    sample["token_ids"][:MAX_TOKENS],
+                    sample["token_ids"],
                     sample["logprobs"],
                     self.decode,
                     num_shared,
@@ -226,15 +213,15 @@ def pieces(
     return parts
 
 
-def image_bytes(name: str, *, is_small: bool = False) -> tuple[bytes, str]:
-    """Return an image's content and its type.
+def image_bytes(name: str, size: str) -> bytes:
+    """Return an image as PNG, which can hold no script.
 
     A page names an image by its prompt's group and its number there, never by a path: only what the
     run's own record names is read, and only if it is an image. Nothing is fetched from elsewhere.
 
     Args:
         name: as the record has it; a relative one is looked for where the page was started.
-        is_small: return a JPEG of at most `THUMBNAIL` pixels a side.
+        size: a key of `SIDES`.
 
     Raises:
         NoImageError: it is no image on this machine, or it is too large.
@@ -244,25 +231,16 @@ def image_bytes(name: str, *, is_small: bool = False) -> tuple[bytes, str]:
         raise NoImageError("The record holds its digest or its address only.")
     try:
         if not path.is_file():  # to open a pipe could wait for ever
-            raise FileNotFoundError
+            raise NoImageError(f"{path.name[:80]} is not on this machine.")
         with Image.open(path) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise NoImageError(f"{image.width} x {image.height} pixels are too many to show.")
-            image.load()
-            if image.format in TYPES and not is_small:
-                return path.read_bytes(), TYPES[image.format]
             shown = image.convert("RGB")
-    except FileNotFoundError as e:
-        raise NoImageError(f"{path.name[:80]} is not on this machine.") from e
     except NoImageError:
         raise
-    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError,
-            SyntaxError) as e:  # fmt: skip
+    except (OSError, ValueError, Image.DecompressionBombError, SyntaxError) as e:
         raise NoImageError(f"{path.name[:80]} is no image that can be read.") from e
+    shown.thumbnail((SIDES[size], SIDES[size]))
     buffer = io.BytesIO()
-    if is_small:
-        shown.thumbnail((THUMBNAIL, THUMBNAIL))
-        shown.save(buffer, "JPEG", quality=85)
-        return buffer.getvalue(), "image/jpeg"
     shown.save(buffer, "PNG")
-    return buffer.getvalue(), "image/png"
+    return buffer.getvalue()

@@ -218,7 +218,6 @@ def diversity_values(run: RunView) -> dict[str, Any]:
     panels = [curves.diversity_panels(records)]
     return {
         "verdict": diversity.overall_verdict(records),
-        "facts": diversity.facts(records),
         "alarms": diversity.list_alarms(records),
         "charts": curves.make_charts(panels, [run.name], diversity.alarm_spans(records)),
         "groups": diversity.worst_groups(run, records),
@@ -258,16 +257,15 @@ def write_page(
         return f"#{page}-{run}{place}"
 
     @cache
-    def data_uri(name: str, *, is_small: bool) -> str:
+    def data_uri(name: str) -> str:
         try:
-            content, kind = image_bytes(name, is_small=is_small)
+            content = image_bytes(name, "small")
         except NoImageError:
             return ""
-        return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
     def embedded_image(run: int, round: str, group: int, number: int, size: str = "full") -> str:
-        name = runs[run].medium_name(parse_round(round), group, number)
-        return data_uri(name, is_small=True)
+        return data_uri(runs[run].medium_name(parse_round(round), group, number))
 
     page = render(
         "saved.html",

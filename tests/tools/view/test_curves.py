@@ -41,7 +41,6 @@ def test_panels_of_a_run(tmp_path: Path) -> None:
         "reward", "Accuracy", "Format", "eval reward",
     ]  # fmt: skip
     assert panels["reward"][0].points == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.25)]
-    assert panels["reward"][0].band[0] == pytest.approx((1, 0.05, 0.45))
     assert panels["reward"][3].points == [(3, 0.25)]  # an evaluation stands at its own step
     assert panels["length"][0].points[0] == (1, 3)
     assert panels["loss"][0].points == [(1, 0.5), (2, 0.25), (3, pytest.approx(1 / 6))]
@@ -106,7 +105,7 @@ def test_smoothing_keeps_a_line_and_halves_noise() -> None:
 
 def test_charts_of_two_runs() -> None:
     """One axis of steps for all, one colour for a name, the second run's curves apart."""
-    line = Curve(name="loss", points=[(1, 0.0), (9, 1.0)], band=[(1, 0.0, 0.5), (9, 1.0, 1.0)])
+    line = Curve(name="loss", points=[(1, 0.0), (9, 1.0)])
     dot = Curve(name="kl", points=[(4, 0.5)])
     panels = [{"loss": [line]}, {"copies": [dot], "loss": [dot, line]}]
     alarm = {"first": 10, "last": 11, "kind": "broken"}
@@ -121,12 +120,10 @@ def test_charts_of_two_runs() -> None:
     assert loss.colours == {"loss": 0, "kl": 1}
     assert loss.data["curves"][1] == {"name": "two kl", "points": [(4, 0.5)]}
     assert loss.data["axis"] == [0.5, 11.5, 46, 452, 460]
-    assert loss.band(line) == ""
     [alone] = make_charts(panels[:1], ["one"], [])
     assert alone.x(0.5) == 46
     assert alone.x(9.5) == 452
     assert alone.path(line.points) == "M68.6 160.7L429.4 15.3"
-    assert alone.band(line) == "M68.6 88.0L429.4 15.3L429.4 15.3L68.6 160.7Z"
     assert alone.path([(5, 0.0)]) == "M249.0 160.7L249.0 160.7"
     assert alone.data["curves"][0]["name"] == "loss"
 

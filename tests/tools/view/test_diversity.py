@@ -7,7 +7,6 @@ from pathlib import Path
 
 from swift_grpo_ext.tools.view.diversity import (
     alarm_spans,
-    facts,
     list_alarms,
     overall_verdict,
     worst_groups,
@@ -27,7 +26,6 @@ def test_verdict_of_a_run(tmp_path: Path) -> None:
     assert overall_verdict(records) == "collapse"
     assert overall_verdict(records[:1]) == "healthy"  # one odd round is no alarm
     assert overall_verdict([]) == "none"
-    assert dict(facts(records))["collapse_rounds"] == "3"
 
 
 def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:

@@ -102,18 +102,12 @@ def test_a_group_token_by_token(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("is_small", "kind", "size"), [
-    (False, "PNG", (560, 280)), (True, "JPEG", (112, 56)),
-])  # fmt: skip
-def test_images_in_two_sizes(
-    tmp_path: Path, is_small: bool, kind: str, size: tuple[int, int]
-) -> None:
-    for name in ("a.png", "a.tiff"):  # what browsers do not show is made a PNG
-        Image.new("RGBA", (560, 280)).save(tmp_path / name)
-        content, media_type = image_bytes(str(tmp_path / name), is_small=is_small)
-        with Image.open(io.BytesIO(content)) as image:
-            assert (image.format, image.size) == (kind, size)
-        assert media_type == f"image/{kind.lower()}"
+@pytest.mark.parametrize(("size", "expected"), [("full", (2048, 1024)), ("small", (112, 56))])
+def test_images_in_two_sizes(tmp_path: Path, size: str, expected: tuple[int, int]) -> None:
+    Image.new("RGBA", (4096, 2048), "red").save(tmp_path / "a.tiff")
+    with Image.open(io.BytesIO(image_bytes(str(tmp_path / "a.tiff"), size))) as image:
+        assert (image.format, image.size) == ("PNG", expected)
+        assert image.getpixel((9, 9)) == (255, 0, 0)
 
 
 def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,4 +126,4 @@ def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.M
     }.items():
         path = name if "://" in name or "\0" in name else str(tmp_path / name)
         with pytest.raises(NoImageError, match=message):
-            image_bytes(path)
+            image_bytes(path, "full")

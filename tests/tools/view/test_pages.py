@@ -44,7 +44,7 @@ def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
     Writer(run_dir, session=1, start_step=3).write(rows)
     path = write_page([run_dir, make_run(tmp_path / "two", 1)], tmp_path / "page.html", 6, "1:")
     page = Page(path.read_text(encoding="utf-8"))
-    assert page.loaded == {"data:,", "", "data:image/jpeg;base64"}  # the URL is named, not fetched
+    assert page.loaded == {"data:,", "", "data:image/png;base64"}  # the URL is named, not fetched
     assert page.tags.count("script") == 1
     assert page.asked == page.ids & page.asked
     assert {"diversity-0", "curves-1", "group-0-train.3.0-1"} <= page.ids
