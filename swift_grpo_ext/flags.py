@@ -46,7 +46,7 @@ class RolloutFlags:
     encoder_cache_gb: float = 0.0
     """Gigabytes of accelerator memory, in each training process, for what a frozen vision tower
     makes of a round's images: each is encoded once, not G times in each pass. 0 encodes as ms-swift
-    does. Without an accelerator the default is 1. `swift-grpo-ext selftest` says what it gains."""
+    does. Without an accelerator the default is 1. `swift-grpo-ext selftest` compares both."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""The experiment's tables, as Markdown: what the READMEs hold word for word."""
+"""The experiment's tables, as Markdown."""
 
 from __future__ import annotations
 
