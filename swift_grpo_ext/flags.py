@@ -34,10 +34,6 @@ class RolloutFlags:
     weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads
     it too. The lesser value of both sides counts."""
 
-    rollout_restarts: int = 3
-    """How often `swift rollout` starts a replica anew after it has lost one, in all. It draws again
-    once it has the weights of the next update. Only `swift rollout` reads it."""
-
     media_cache_gb: float = 4.0
     """Gigabytes of memory, in each training process, for decoded and processed images and videos,
     kept by content for rollout, training and later epochs. The default is what vLLM's own cache
@@ -108,7 +104,6 @@ EXPECTED = {
     "encoder_cache_gb": "number of gigabytes, or 0 for ms-swift's passes",
     "sample_log_gb": "number of gigabytes, or 0 for no bound",
     "logps_chunk_size": "number of positions, 0 for no chunks, or `auto`",
-    "rollout_restarts": "number of restarts, or 0 for none",
     "diversity_alarm_p": "probability between 0 and 1, such as 1e-6",
 }
 
@@ -209,7 +204,6 @@ def check_flags(flags: ExtFlags) -> None:
         "encoder_cache_gb": 0 <= flags.encoder_cache_gb < float("inf"),
         "sample_log_gb": 0 <= flags.sample_log_gb < float("inf"),
         "logps_chunk_size": re.fullmatch("auto|[0-9]+", str(flags.logps_chunk_size)),
-        "rollout_restarts": flags.rollout_restarts >= 0,
         "diversity_alarm_p": 0 < flags.diversity_alarm_p < 1,
     }
     for name, is_within in within.items():

@@ -71,8 +71,8 @@ def test_an_unknown_flag_is_named_with_the_nearest(parser: HfArgumentParser) -> 
 
 
 def test_a_bad_value_raises_instead_of_printing_all_usage(parser: HfArgumentParser) -> None:
-    with pytest.raises(ValueError, match=r"--rollout_restarts.*invalid int value: 'many'"):
-        parser.parse_known_args(["--rollout_restarts", "many"])
+    with pytest.raises(ValueError, match=r"--diversity_alarm_p.*invalid float value: 'many'"):
+        parser.parse_known_args(["--diversity_alarm_p", "many"])
 
 
 def test_registering_twice_is_harmless() -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-SERVER_FLAGS = ("rollout_timeout", "rollout_restarts")
+SERVER_FLAGS = ("rollout_timeout",)
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
 ENGINE_FLAGS_OF_SERVERS = (
     *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),

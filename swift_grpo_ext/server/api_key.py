@@ -1,14 +1,11 @@
 """The API key of `swift rollout`: kept out of the log, and taken as a training can send it.
 
-Symptom: `--api_key` is printed with the command line and with the arguments, and stands in the
-arguments that every worker gets. No training can use such a server: ms-swift's client sends no
-header, and connects before plugins are imported.
-Upstream: ms-swift 4.6, cli/main.py, pipelines/base.py, rlhf_trainers/vllm_client.py,
-pipelines/infer/rollout.py (`_require_api_key`: `Bearer` only; 4.5 has none).
-Adaptation: the key is read from the environment too, and the arguments hold a mask. The server
-takes `Basic` with the key as the password as well, which `requests`, and with it ms-swift's client,
-sends to every host that stands in the user's netrc.
-Can go when ms-swift's client sends a key, and its log leaves it out.
+ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key` with the command line and the
+arguments, and hands it to every worker. Here the key is read from the environment too, and the
+arguments hold a mask. ms-swift's server takes `Bearer` only (4.5 has no key), which its client does
+not send, as it connects before plugins are imported; here it takes `Basic` with the key as the
+password as well, which `requests`, and with it ms-swift's client, sends to every host that stands
+in the user's netrc.
 """
 
 from __future__ import annotations
@@ -16,23 +13,19 @@ from __future__ import annotations
 import base64
 import os
 import secrets
-from collections.abc import Awaitable, Callable
-from functools import cache
-from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import HTTPException, Request
+from swift.arguments import RLHFArguments, RolloutArguments
 from swift.utils import get_logger
-
-from swift_grpo_ext.upstream.patches import patch
 
 logger = get_logger()
 
 VARIABLE = "VLLM_API_KEY"
-"""vLLM's own name for it."""
+"""The environment variable of vLLM's own server."""
 
 MASK = "***"
-"""What the arguments hold in its place: ms-swift asks whether there is a key, and prints it."""
+"""What the arguments hold in the key's place: ms-swift asks whether there is a key, and prints
+it."""
 
 REMEDY = (
     "Give a training the key by a line `machine HOST login swift password KEY` in ~/.netrc, or in "
@@ -42,11 +35,11 @@ REMEDY = (
 _kept: str | None = None
 
 
-def take(args: Any, *, on_command_line: bool) -> None:
+def take(args: RolloutArguments, *, on_command_line: bool) -> None:
     """Keep the key of a server for this process, and take it out of arguments and environment.
 
     Args:
-        args: ms-swift's `RolloutArguments`; their `api_key` wins over the environment's.
+        args: their `api_key` wins over the environment's.
         on_command_line: whether it was given there, or in YAML, which ms-swift makes one of.
 
     Raises:
@@ -75,12 +68,9 @@ def take(args: Any, *, on_command_line: bool) -> None:
     _kept, args.api_key = key, MASK
 
 
-def check_urls(args: Any) -> None:
-    """Raise `ValueError` for a key in the servers' URLs, which stand in the log and in args.json.
-
-    Args:
-        args: ms-swift's `RLHFArguments`.
-    """
+def check_urls(args: RLHFArguments) -> None:
+    """Raise `ValueError` for a key in the servers' URLs, which stand in the log and in
+    args.json."""
     for url in args.vllm_server_base_url or ():
         if urlsplit(url).password is not None:
             host = urlsplit(url).hostname
@@ -90,8 +80,8 @@ def check_urls(args: Any) -> None:
             )
 
 
-def key_of(args: Any) -> str | None:
-    """The key that a server asks for; None where it asks for none.
+def key_of(args: RolloutArguments) -> str | None:
+    """Return the key that a server asks for, or None where it asks for none.
 
     Raises:
         ValueError: it was taken out of these arguments in another process.
@@ -107,8 +97,8 @@ def key_of(args: Any) -> str | None:
 
 
 def is_authorized(authorization: str, key: str) -> bool:
-    """Whether a request's `Authorization` holds the key: `Bearer KEY`, or `Basic` (RFC 7617) with
-    any user and the key as the password."""
+    """Return whether a request's `Authorization` holds the key: `Bearer KEY`, or `Basic` (RFC 7617)
+    with any user and the key as the password."""
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() == "basic":
         try:
@@ -119,28 +109,3 @@ def is_authorized(authorization: str, key: str) -> bool:
     elif scheme.lower() != "bearer":
         return False
     return secrets.compare_digest(given.encode(), key.encode())
-
-
-def require_api_key(server: Any) -> Callable[[Request], Awaitable[None]]:
-    """What raises 401 for a request to `server` without its key."""
-    key = key_of(server.args)
-
-    async def check(request: Request) -> None:
-        authorization = request.headers.get("Authorization", "")
-        if key is not None and not is_authorized(authorization, key):
-            what = "the API key is not this server's" if authorization else "the API key is missing"
-            raise HTTPException(
-                status_code=401,
-                detail=f"401 Unauthorized: {what}. {REMEDY}.",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-    return check
-
-
-@cache
-def install() -> None:
-    """Let `swift rollout` ask for the key so. Call before a server is made."""
-    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
-
-    patch(SwiftRolloutDeploy, _require_api_key=lambda self: require_api_key(self))

@@ -8,13 +8,16 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import requests
 from requests.adapters import HTTPAdapter
+from swift.arguments import RLHFArguments
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
-from swift.utils import get_logger
+from swift.rlhf_trainers import vllm_client
+from swift.utils import get_current_device, get_logger
 from urllib3.exceptions import NewConnectionError
 
 from swift_grpo_ext.rollout import wire
@@ -29,8 +32,16 @@ from swift_grpo_ext.rollout.dispatch import (
 from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.server.api_key import REMEDY
-from swift_grpo_ext.server.new_tokens import check_served_tokens
-from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts
+from swift_grpo_ext.server.lease import Leaseholder
+from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.weight_sync import (
+    bounded_broadcasts,
+    bounded_rendezvous,
+    connect_client,
+)
+
+if TYPE_CHECKING:
+    from swift.rlhf_trainers.vllm_client import VLLMClient, VLLMInferClient
 
 logger = get_logger()
 
@@ -47,26 +58,59 @@ BACKOFF = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each further try after a connection that failed."""
 
 REPEATABLE = ("/infer/", "/get_", "/reset_", "/close_communicator/", CHECKSUMS_PATH)
-"""In the paths of requests that may be sent twice: their answers are the same (SPEC S2)."""
+"""In the paths of requests that may be sent twice: their answers are the same
+(docs/promises.md, S2)."""
 
 CALLERS_FAULTS = (400, 413, 415, 422)
 """Statuses of requests that no server can answer."""
-
-OF_SERVERS = ("base_urls", "hosts", "sessions", "group_ports")
-"""Lists of ms-swift's client, with an entry for each server."""
 
 Answer = tuple[list[Completion], list[int]]
 """The samples of a request, their numbers as arrays, and its prompt's token ids."""
 
 
-class RolloutServers:
-    """Sends requests to the servers of a connected `VLLMClient`, and reads their packed answers.
+@dataclass
+class Server:
+    """A server, and what ms-swift's client has for it."""
 
-    Another server answers what one cannot: the tokens are the same (SPEC S2). A server that does
-    not answer at all is dropped, until it answers again before a weight update (SPEC F4).
+    name: str
+    """`server 0 (URL)`: its number stays what it was when others are lost."""
+
+    url: str
+    session: requests.Session
+    host: str
+    group_port: int | None
+    communicator: Any = None
+    """The trainer's end of the weights' group; of vLLM, or `GlooCommunicator`."""
+
+    replicas: int = 0
+    members: list[str] = field(default_factory=list)
+    """The weights' group: names of the server's start and of its replicas' starts."""
+
+
+def connect_servers(client: VLLMClient, args: RLHFArguments) -> RolloutServers:
+    """Return the servers of ms-swift's connected client, each with the plugin, leased to this
+    training."""
+    Leaseholder(client, args.output_dir).keep()
+    connect = partial(_connect, timeout=args.rollout_timeout)
+    return RolloutServers(client, args.rollout_timeout, connect, args.new_special_tokens)
+
+
+def _connect(client: VLLMClient, timeout: float) -> None:
+    """Make the communicator of a client that knows one server; each wait has `timeout` seconds."""
+    with bounded_rendezvous(vllm_client, timeout):
+        client.init_communicator(device=get_current_device())
+    if not has_accelerator():
+        connect_client(client, timeout)
+
+
+class RolloutServers:
+    """Sends requests to the servers of a connected client, and reads their packed answers.
+
+    Another server answers what one cannot: the tokens are the same (docs/promises.md, S2). A server
+    that does not answer at all is dropped, until it answers again before a weight update (F4).
 
     Args:
-        client: ms-swift's client; its sessions and addresses are used.
+        client: ms-swift's; its sessions and addresses are used, and kept to the living servers.
         timeout: seconds that a replica has for an answer (`--rollout_timeout`).
         connect: makes the communicator of a client that knows one server; for weights.
         new_special_tokens: of the training; each server must have been given the same.
@@ -78,30 +122,35 @@ class RolloutServers:
 
     def __init__(
         self,
-        client: Any,
+        client: VLLMInferClient,
         timeout: float,
-        connect: Callable[[Any], None] | None = None,
+        connect: Callable[[VLLMClient], None] | None = None,
         new_special_tokens: Sequence[str] = (),
     ) -> None:
-        self._client = client
-        self._connect = connect
-        for session in client.sessions:
-            session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
+        self._client: Any = client
+        self._connect, self._timeout = connect, timeout
+        self._new_special_tokens = list(new_special_tokens)
+        numbers = range(len(client.base_urls))
+        ports = getattr(client, "group_ports", [None for _ in numbers])
+        communicators = getattr(client, "pynccl_comms", [None for _ in numbers])
+        lists = (client.base_urls, client.sessions, client.hosts, ports, communicators)
+        self._servers = [
+            Server(f"server {number} ({url})", url, *of_server)
+            for number, (url, *of_server) in zip(numbers, zip(*lists, strict=True), strict=True)
+        ]
+        self._dropped: list[Server] = []
+        for server in self._servers:
+            server.session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
             for scheme in ("http://", "https://"):
-                session.mount(scheme, _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout))
-        self._new_special_tokens = new_special_tokens
-        self._timeout = timeout
-        self._urls = list(client.base_urls)
-        self._dropped: dict[str, tuple[Any, ...]] = {}
-        """Servers that were lost: URL to host, session and group port."""
+                server.session.mount(scheme, _BoundedAdapter(wire.TRAINER_TIMEOUTS * timeout))
+        for server in self._servers:
+            server.replicas, server.members = self._identify(server)
+            server.session.headers[wire.INSTANCE_HEADER] = server.members[0]
 
-        known = [self._identify(url) for url in client.base_urls]
-        self.replicas = [replicas for replicas, _ in known]
-        self._members = [members for _, members in known]
-        """Of each server, as the weights' group has them: names of its start and its replicas'."""
-
-        for session, (_, members) in zip(client.sessions, known, strict=True):
-            session.headers[wire.INSTANCE_HEADER] = members[0]
+    @property
+    def replicas(self) -> list[int]:
+        """How many replicas each server has."""
+        return [server.replicas for server in self._servers]
 
     # --- rollouts ---
 
@@ -111,7 +160,7 @@ class RolloutServers:
         metadatas: Sequence[RequestMetadata],
         config: RequestConfig,
     ) -> list[Answer]:
-        """The samples of each request, in the order of the requests.
+        """Return the samples of each request, in the order of the requests.
 
         A request for one `replica` goes to the server that has it, which is told its own number.
 
@@ -119,92 +168,75 @@ class RolloutServers:
             RolloutError: a request is at fault, or no server is left that could answer; names the
                 sample or the servers, and the causes.
         """
-        messages, costs, addresses = [], [], []
-        counts = zip(self._client.base_urls, self.replicas, strict=True)
-        replicas: dict[int | None, tuple[str | None, int | None]]
-        replicas = dict(enumerate((url, k) for url, count in counts for k in range(count)))
+        addresses = [(s.url, number) for s in self._servers for number in range(s.replicas)]
+        messages, costs, urls = [], [], []
         for request, metadata in zip(requests, metadatas, strict=True):
+            url, number = None, None
+            if metadata.replica is not None and metadata.replica < len(addresses):
+                url, number = addresses[metadata.replica]
             fields = asdict(request)
-            url, own_number = replicas.get(metadata.replica, (None, None))
-            wire.write_metadata(fields["data_dict"], replace(metadata, replica=own_number))
-            addresses.append(url)
+            wire.write_metadata(fields["data_dict"], replace(metadata, replica=number))
+            # Once, since images stand in it: every server that is tried gets these bytes.
             messages.append(_as_json(fields, metadata))
             costs.append(estimate_cost(fields, metadata.count, config.max_tokens or 0))
-
-        def workers() -> dict[str, float]:
-            return dict(zip(self._client.base_urls, map(float, self.replicas), strict=True))
+            urls.append(url)
+        end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
 
         def send(url: str, share: list[int]) -> list[Answer]:
-            own = [messages[i] for i in share]
-            return self._infer(url, own, [metadatas[i] for i in share], config)
+            server = self._server_at(url)
+            body = b'{"infer_requests": [' + b", ".join(messages[i] for i in share) + end
+            answers = self._request(server, "post", "infer/", data=body)
+            if not isinstance(answers, list) or len(answers) != len(share):
+                count = len(answers) if isinstance(answers, list) else "no list of"
+                raise WorkerError(f"{server.name} gave {count} answers to {len(share)} requests.")
+            try:
+                return [
+                    wire.unpack_answer(answer["rollout_infos"][wire.KEY], metadatas[i], server.name)
+                    for i, answer in zip(share, answers, strict=True)
+                ]
+            except (WireError, KeyError, TypeError) as e:
+                raise WorkerError(f"{server.name} gave an answer that makes no sense: {e}") from e
+
+        def workers() -> dict[str, float]:
+            return {server.url: float(server.replicas) for server in self._servers}
+
+        def on_failure(url: str, error: WorkerError) -> None:
+            self._note_failure(self._server_at(url), error)
 
         try:
-            return dispatch(costs, workers, send, self._note_failure, addresses)
+            return dispatch(costs, workers, send, on_failure, urls)
         except (NoWorkerError, RequestError) as e:
             raise RolloutError(str(e)) from e
 
-    def _infer(
-        self,
-        url: str,
-        messages: list[bytes],
-        metadatas: list[RequestMetadata],
-        config: RequestConfig,
-    ) -> list[Answer]:
-        name = self._name(url)
-        body = b'{"infer_requests": [%b], "request_config": %b}'
-        body %= b", ".join(messages), json.dumps(asdict(config)).encode()
-        answers = self._request(url, "post", "infer/", data=body)
-        if not isinstance(answers, list) or len(answers) != len(messages):
-            count = len(answers) if isinstance(answers, list) else "no list of"
-            raise WorkerError(f"{name} gave {count} answers to {len(messages)} requests.")
-        try:
-            return [
-                wire.unpack_answer(answer["rollout_infos"][wire.KEY], metadata, name)
-                for answer, metadata in zip(answers, metadatas, strict=True)
-            ]
-        except (WireError, KeyError, TypeError) as e:
-            raise WorkerError(f"{name} gave an answer that makes no sense: {e}") from e
+    def _server_at(self, url: str) -> Server:
+        return next(server for server in self._servers if server.url == url)
 
-    def _note_failure(self, url: str, error: WorkerError) -> None:
+    def _note_failure(self, server: Server, error: WorkerError) -> None:
         logger.warning(f"{error} Others draw its groups, if there are any.")
-        if isinstance(error, WorkerLostError) and len(self._client.base_urls) > 1:
-            self._drop(self._client.base_urls.index(url))
+        if isinstance(error, WorkerLostError) and len(self._servers) > 1:
+            self._dropped.append(server)
+            self._use([other for other in self._servers if other is not server])
 
-    def _lists(self) -> tuple[list[Any], ...]:
-        """What is held for each server."""
-        c = self._client
-        return (
-            *(getattr(c, name) for name in OF_SERVERS),
-            *(c.pynccl_comms, self.replicas, self._members),
-        )
-
-    def _drop(self, server: int) -> None:
-        """Send a server neither requests nor weights, until it answers again."""
-        host, session, port = (values[server] for values in self._lists()[1:4])
-        self._dropped[self._client.base_urls[server]] = (host, session, port)
-        for values in self._lists():
-            del values[server]
-        self._client.num_servers -= 1
-
-    def _take_back(self) -> None:
-        """Take servers back that were dropped, and are healthy again."""
-        for url in list(self._dropped):
-            try:
-                is_healthy = requests.get(f"{url}/health/", timeout=SECONDS_TO_LOOK).ok
-            except requests.RequestException:
-                is_healthy = False
-            if is_healthy:
-                logger.warning(f"{self._name(url)} answers again.")
-                new = (url, *self._dropped.pop(url), None, 0, [])
-                for values, value in zip(self._lists(), new, strict=True):
-                    values.append(value)
-                self._client.num_servers += 1
+    def _use(self, servers: list[Server]) -> None:
+        """Send requests and weights to these servers; ms-swift's client has a list for each of
+        their attributes."""
+        self._servers = servers
+        client = self._client
+        client.num_servers = len(servers)
+        client.base_urls = [server.url for server in servers]
+        client.sessions = [server.session for server in servers]
+        client.hosts = [server.host for server in servers]
+        client.group_ports = [server.group_port for server in servers]
+        client.pynccl_comms = [server.communicator for server in servers]
 
     # --- weights ---
 
     def reconnect(self, *, again: bool = False) -> bool:
-        """Before weights are sent: drop servers that are lost, and connect again to those that were
-        started anew or have other replicas. Returns whether there were any.
+        """Connect to the servers as they are now, before weights are sent, and return whether a
+        group was made anew.
+
+        Servers that were dropped and are healthy again are taken back; those that are lost are
+        dropped; those that were started anew, or have other replicas, get a new group.
 
         Args:
             again: connect to all, since an update has failed.
@@ -212,169 +244,170 @@ class RolloutServers:
         Raises:
             RolloutError: no server is left.
         """
-        self._take_back()
-        before = list(self._client.pynccl_comms)
-        for url in list(self._client.base_urls):
+        for server in list(self._dropped):
             try:
-                self._reconnect_if_changed(url, again)
+                is_healthy = requests.get(f"{server.url}/health/", timeout=SECONDS_TO_LOOK).ok
+            except requests.RequestException:
+                is_healthy = False
+            if is_healthy:
+                logger.warning(f"{server.name} answers again.")
+                self._dropped.remove(server)
+                server.replicas, server.members = 0, []  # its group is gone
+                self._use([*self._servers, server])
+        has_changed = False
+        for server in list(self._servers):
+            try:
+                has_changed |= self._reconnect_if_changed(server, again)
             except WorkerLostError as e:
-                if len(self._client.base_urls) == 1:
+                if len(self._servers) == 1:
                     raise RolloutError(str(e)) from e
-                self._note_failure(url, e)
-        return any(comm not in before for comm in self._client.pynccl_comms)
+                self._note_failure(server, e)
+        return has_changed
 
-    def _reconnect_if_changed(self, url: str, again: bool) -> None:
+    def _reconnect_if_changed(self, server: Server, again: bool) -> bool:
         for tries_left in reversed(range(TRIES_TO_CONNECT)):
-            replicas, members = self._identify(url, wait=True)
+            replicas, members = self._identify(server, wait=True)
             if replicas == 0:
-                raise WorkerLostError(f"{self._name(url)} has no replica left.")
-            server = self._client.base_urls.index(url)
-            if members == self._members[server] and not again:
-                return
-            self._tell_change(server, replicas, members)
+                raise WorkerLostError(f"{server.name} has no replica left.")
+            if members == server.members and not again:
+                return False
+            if members[0] != server.session.headers.get(wire.INSTANCE_HEADER):
+                change = "was started anew; it is given the weights."
+            elif replicas < server.replicas:
+                change = f"has {replicas} of {server.replicas} replicas left; weights go to these."
+            else:
+                change = f"is connected anew; weights go to its {replicas} replicas."
+            logger.warning(f"{server.name} {change}")
             try:
-                self._reconnect(server, replicas, members)
-                return
+                self._make_group(server, members[0])
             except (RequestError, WireError):
                 raise
             except Exception as e:  # of a store, or ms-swift's own: it has no kinds of its own
-                lost = f"{self._name(url)}: the weights' group was not made ({e})."
+                lost = f"{server.name}: the weights' group was not made ({e})."
                 if tries_left == 0:
                     raise WorkerLostError(lost) from e
                 logger.warning(f"{lost} It is tried again.")
                 again = True
+            else:
+                server.replicas, server.members = replicas, members
+                break
+        return True
 
-    def _tell_change(self, server: int, replicas: int, members: list[str]) -> None:
-        name, before = self._name(self._client.base_urls[server]), self.replicas[server]
-        if members[0] != self._client.sessions[server].headers.get(wire.INSTANCE_HEADER):
-            logger.warning(f"{name} was started anew; it is given the weights.")
-        elif replicas < before:
-            logger.warning(f"{name} has {replicas} of {before} replicas left; weights go to these.")
-        else:
-            logger.warning(f"{name} is connected anew; weights go to its {replicas} replicas.")
-
-    def _reconnect(self, server: int, replicas: int, members: list[str]) -> None:
-        client = self._client
-        alone = copy.copy(client)
-        alone.num_servers = 1
-        for name in OF_SERVERS:
-            setattr(alone, name, [getattr(client, name)[server]])
-        client.sessions[server].headers[wire.INSTANCE_HEADER] = members[0]
-        self._request(client.base_urls[server], "post", "close_communicator/")
-        client.pynccl_comms[server] = None  # it holds on to the store of the group that was
+    def _make_group(self, server: Server, instance: str) -> None:
+        """Make the weights' group with a server anew."""
         assert self._connect is not None
+        server.session.headers[wire.INSTANCE_HEADER] = instance
+        self._request(server, "post", "close_communicator/")
+        # The old communicator holds on to the store of the group that was, and with it to its port.
+        server.communicator = None
+        self._use(self._servers)
+        alone = copy.copy(self._client)
+        alone.num_servers = 1
+        alone.base_urls, alone.hosts = [server.url], [server.host]
+        alone.sessions, alone.group_ports = [server.session], [server.group_port]
         self._connect(alone)
-        client.pynccl_comms[server] = alone.pynccl_comms[0]
-        self.replicas[server], self._members[server] = replicas, members
+        [server.communicator] = alone.pynccl_comms
+        self._use(self._servers)
 
     def bounded(self) -> AbstractContextManager[None]:
-        """Bounds what is broadcast to servers meanwhile."""
+        """Bound what is broadcast to servers meanwhile."""
         return bounded_broadcasts(self._client.pynccl_comms, self._timeout)
 
     def loaded_checksums(self) -> list[tuple[str, dict[str, str]]]:
-        """What each worker of each server loaded in the last update, with the worker's name.
+        """Return what each worker of each server loaded in the last update, with the worker's name.
 
         Raises:
             WorkerError: a server does not tell.
         """
         return [
-            (f"worker {number} of {self._name(url)}", weight_checksums)
-            for url in self._client.base_urls
-            for number, weight_checksums in enumerate(self._request(url, "get", CHECKSUMS_PATH))
+            (f"worker {number} of {server.name}", checksums)
+            for server in self._servers
+            for number, checksums in enumerate(self._request(server, "get", CHECKSUMS_PATH))
         ]
 
     # --- one server ---
 
-    def _identify(self, url: str, *, wait: bool = False) -> tuple[int, list[str]]:
-        """How many replicas it has, and the names of its start and of theirs.
+    def _identify(self, server: Server, *, wait: bool = False) -> tuple[int, list[str]]:
+        """Return how many replicas a server has, and the members of its group.
 
         Args:
             wait: for replicas that are being started, where there is no other.
         """
         deadline = time.monotonic() + self._timeout
         while True:
-            ours = self._request(url, "post", "get_engine_type/").get(wire.KEY)
+            ours = self._request(server, "post", "get_engine_type/").get(wire.KEY)
             if ours is None:
                 raise WireError(
-                    f"{self._name(url)} runs without swift-grpo-ext: start it with the plugin file "
+                    f"{server.name} runs without swift-grpo-ext: start it with the plugin file "
                     "that this training uses (swift rollout --external_plugins ... ), or train "
                     "with --rollout_seed_mode engine."
                 )
-            wire.check_version(ours, self._name(url))
-            tokens = ours.get("new_special_tokens", [])
-            check_served_tokens(self._new_special_tokens, tokens, self._name(url))
-            is_over = not (wait and ours.get("starting")) or time.monotonic() > deadline
-            if int(ours["replicas"]) or is_over:
-                return int(ours["replicas"]), [str(ours["instance"]), *ours.get("members", ())]
+            wire.check_version(ours, server.name)
+            theirs = ours.get("new_special_tokens", [])
+            if theirs != self._new_special_tokens:  # ids follow the order of the flag
+                raise ValueError(
+                    f"{server.name} was started with --new_special_tokens "
+                    f"{' '.join(theirs) or '(none)'}, this training with "
+                    f"{' '.join(self._new_special_tokens) or '(none)'}: the same ids would be "
+                    "other tokens. Give both the same, in the same order."
+                )
+            is_over = not (wait and ours["starting"]) or time.monotonic() > deadline
+            if ours["replicas"] or is_over:
+                return int(ours["replicas"]), [str(ours["instance"]), *ours["members"]]
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def _request(self, url: str, method: str, path: str, **kwargs: Any) -> Any:
-        """A server's answer.
+    def _request(self, server: Server, method: str, path: str, data: bytes | None = None) -> Any:
+        """Return a server's answer.
 
         Raises:
             WorkerLostError: it does not answer, or has no replica left.
-            RequestError: it refuses the request itself (SPEC F5).
+            RequestError: it refuses the request itself (docs/promises.md, F5).
             WorkerError: it answers something else.
         """
-        session = self._client.sessions[self._client.base_urls.index(url)]
-        name, number = self._name(url), uuid.uuid4().hex
-        headers = {wire.MESSAGE_HEADER: number}
-        if "data" in kwargs:
-            headers["Content-Type"] = "application/json"
+        name, number = server.name, uuid.uuid4().hex
+        headers = {wire.MESSAGE_HEADER: number, "Content-Type": "application/json"}
+        url = f"{server.url}/{path}"
         try:
-            response = getattr(session, method)(f"{url}/{path}", headers=headers, **kwargs)
+            response = server.session.request(method, url, headers=headers, data=data)
         except requests.RequestException as e:
             raise WorkerLostError(f"{name} does not answer ({type(e).__name__}: {e}).") from e
-        if response.headers.get(wire.MESSAGE_HEADER, number) != number:
+        if response.headers.get(wire.MESSAGE_HEADER) not in (None, number):
             raise WorkerLostError(f"{name} gave the answer to another request.")
-        if response.status_code != 200:
-            raise _refusal(name, response)
+        status, text = response.status_code, response.text[:2000] if not response.ok else ""
+        if status in CALLERS_FAULTS:
+            raise RequestError(f"{name} refused the request ({status}): {text}")
+        if status != 200:
+            if status == 401 and REMEDY not in text:
+                text += f" {REMEDY}."
+            kind = WorkerLostError if status == 503 else WorkerError
+            raise kind(f"{name} answered {status}: {text}")
         try:
             return response.json()
         except ValueError as e:
             raise WorkerError(f"{name} answered with no JSON ({e}).") from e
 
-    def _name(self, url: str) -> str:
-        return f"server {self._urls.index(url)} ({url})"
-
 
 def _as_json(fields: dict[str, Any], metadata: RequestMetadata) -> bytes:
-    """A request's fields. Once, since images stand in it: every server that is tried gets it.
+    """Return a request's fields as JSON.
 
     Raises:
         RolloutError: the row holds a value that JSON has no word for, such as NaN; names it.
     """
-    try:
-        return json.dumps(fields, allow_nan=False).encode()
-    except (TypeError, ValueError) as e:
-        wrong = next(name for name, value in fields.items() if not _has_json(value))
-        raise RolloutError(
-            f"{metadata.sample_id}: the row's `{wrong}` cannot be sent to a server ({e}); "
-            "expected text, finite numbers, lists and objects. Mend or drop the row."
-        ) from e
-
-
-def _has_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _refusal(name: str, response: requests.Response) -> Exception:
-    status, text = response.status_code, response.text[:2000]
-    if status in CALLERS_FAULTS:
-        return RequestError(f"{name} refused the request ({status}): {text}")
-    if status == 401 and REMEDY not in text:
-        text += f" {REMEDY}."
-    kind = WorkerLostError if status == 503 else WorkerError
-    return kind(f"{name} answered {status}: {text}")
+    parts = []
+    for name, value in fields.items():
+        try:
+            parts.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
+        except (TypeError, ValueError) as e:
+            raise RolloutError(
+                f"{metadata.sample_id}: the row's `{name}` cannot be sent to a server ({e}); "
+                "expected text, finite numbers, lists and objects. Mend or drop the row."
+            ) from e
+    return f"{{{', '.join(parts)}}}".encode()
 
 
 class _BoundedAdapter(HTTPAdapter):
-    """Bounds each request, and sends it again where a connection fails; ms-swift's client sets no
-    limit, and gives up at once.
+    """Bounds each request, and sends it again where a connection fails or a server is busy;
+    ms-swift's client sets no limit, and gives up at once.
 
     Args:
         timeout: seconds for a request, all tries included.
@@ -384,7 +417,9 @@ class _BoundedAdapter(HTTPAdapter):
         self._timeout = timeout
         super().__init__()
 
-    def send(self, request: Any, *args: Any, **kwargs: Any) -> requests.Response:
+    def send(
+        self, request: requests.PreparedRequest, *args: Any, **kwargs: Any
+    ) -> requests.Response:
         deadline, given = time.monotonic() + self._timeout, kwargs.get("timeout")
         for pause in (*BACKOFF, None):
             left = max(deadline - time.monotonic(), 0.001)
@@ -402,8 +437,8 @@ class _BoundedAdapter(HTTPAdapter):
         raise AssertionError("unreachable")
 
 
-def _may_repeat(request: Any, error: requests.ConnectionError) -> bool:
-    """Whether a request may be sent again: it never left, or its answer stays the same."""
+def _may_repeat(request: requests.PreparedRequest, error: requests.ConnectionError) -> bool:
+    """Return whether a request may be sent again: it never left, or its answer stays the same."""
     cause = getattr(error.args[0] if error.args else None, "reason", None)
     never_left = isinstance(error, requests.ConnectTimeout) or isinstance(cause, NewConnectionError)
     return never_left or any(part in request.path_url for part in REPEATABLE)

@@ -54,8 +54,8 @@ from swift_grpo_ext.training.batch import (
     rollouts_own_prompts,
     switch_off_dropout,
 )
-from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
+from swift_grpo_ext.training.compare import encoded_batch, mean_gaps
 from swift_grpo_ext.training.prompts import (
     GroupWarnings,
     replace_failing_prompts,
@@ -64,7 +64,7 @@ from swift_grpo_ext.training.prompts import (
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
-from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
+from swift_grpo_ext.weights.sync import WeightCanary, WeightSync
 
 logger = get_logger()
 
@@ -112,7 +112,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         limit = gap_limit(bits, config.temperature)
         agree = lambda holds: all(self.ranks.all_gather(holds))  # noqa: E731
         self._logps = CompletionLogps(config, template, auto, agree, limit)
-        self._canary = WeightCanary(config, self.ranks, off=self._reason_against_canary())
+        off = self._reason_against_canary()
+        self._canary = WeightCanary(config.rollout_mismatch, self.ranks, limit, off)
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
         num_dropouts = switch_off_dropout(self.model)
@@ -147,9 +148,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
                 self.model, template=upstream.template, max_batch_size=0
             )
         elif self._settings.generates and self.vllm_mode == "server" and self.ranks.rank == 0:
+            from swift_grpo_ext.server.client import connect_servers
+
             servers = connect_servers(self.vllm_client, self.args)
         self._servers = servers
-        self._weights = WeightUpdates(self.ranks, servers)
+        self._weights = WeightSync(self.ranks, servers)
 
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext.rollout import engine
@@ -285,7 +288,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
             config = self._get_request_config()
             own = int(self.vllm_mode == "colocate")
             num_engines = sum(self._servers.replicas) if self._servers else own
-            self._canary.draw(samples, config, num_engines, self._draw_canary)
+            self._canary.generate(samples, config, num_engines, self._draw_canary)
             outputs, uneven = generate(
                 sample_ids,
                 prompts,
@@ -377,7 +380,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
         self._encoder_cache.forget()
         with self._media.in_training(self.template):
-            canary_gap = self._canary.judge(self, self.state.global_step)
+            canary_gap = self._canary.judge(
+                partial(encoded_batch, self), partial(mean_gaps, self), self.state.global_step
+            )
         if canary_gap is not None:
             self._metrics[self._mode]["rollout_gap/canary"].append(canary_gap)
         check_counts_of(samples)

@@ -38,17 +38,19 @@ from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from PIL.ExifTags import Base
-from swift.infer_engine.infer_engine import InferEngine
-from swift.infer_engine.protocol import RolloutInferRequest
-from swift.rl_core.data import OnPolicySample
-from swift.template import Template
 from swift.utils import get_logger
 
 from swift_grpo_ext.upstream.patches import patch
+
+if TYPE_CHECKING:
+    from swift.infer_engine.infer_engine import InferEngine
+    from swift.infer_engine.protocol import RolloutInferRequest
+    from swift.rl_core.data import OnPolicySample
+    from swift.template import Template
 
 logger = get_logger()
 

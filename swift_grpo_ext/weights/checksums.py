@@ -1,8 +1,8 @@
-"""Whether the weights that an engine was given are those of the trainer (SPEC M4).
+"""The weights that an engine was given must be those of the trainer (docs/promises.md, M4).
 
 Each side takes a checksum of every tensor that it sends or loads, under the name that crosses the
-wire. Checksums that differ name the tensors that were lost, or changed on the way.
-Tensors that did not travel, since both sides hold the same memory, need none.
+wire. Checksums that differ name the tensors that were lost, or changed on the way. Tensors that did
+not travel, since both sides hold the same memory, need none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WeightUpdateError(RuntimeError):
 
 
 def weight_checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightChecksums:
-    """What is known of these tensors once they are gone; one synchronization for all of them."""
+    """Return the checksums of these tensors, after one synchronization for all of them."""
     labels = []
     sums = []
     for name, tensor in tensors:
@@ -49,14 +49,14 @@ def weight_checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightCheck
 
 
 def plain_name(name: str) -> str:
-    """A weight's name without what tells that adapters lie over it: ms-swift adds or drops that on
-    the way to an engine which holds adapters apart (`--vllm_enable_lora`). An adapter's own name
-    stays, in which it tells two matrices of experts apart."""
+    """Return a weight's name without `base_layer`, which says that adapters lie over it: ms-swift
+    adds or drops that on the way to an engine which holds adapters apart (`--vllm_enable_lora`). An
+    adapter's own name stays, in which it tells two matrices of experts apart."""
     return name if ".lora_" in name else name.replace(".base_layer.", ".")
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number of 64 bits, as an int64 [], that no change of a single bit leaves as it is.
+    """Return a number of 64 bits, as an int64 [], that changes with every single bit.
 
     sum over words i of word_i * odd_i, modulo 2^64, over the tensor's bytes as 64-bit words, in
     blocks of 4 KiB: odd_i is 2 b + 1 for a word of block b, and (2 b + 1)(2 j + 1) for word j of
@@ -93,7 +93,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _order_sums(blocks_BN: torch.Tensor) -> torch.Tensor:
-    """sum over j of word_j * 2 j, [B]."""
+    """Return sum over j of word_j * 2 j, [B]."""
     return (blocks_BN * _even_numbers(blocks_BN.shape[1], blocks_BN.device)).sum(1)
 
 
@@ -121,17 +121,15 @@ def weight_checksums_in_background(
 class Loads(list[tuple[str, torch.Tensor]]):
     """The tensors that a vLLM model's `load_weights` was given and has taken."""
 
-    filled: set[str] | None
-    """Names of the model's parameters that it says it filled; None where it does not say."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.filled = set()
+        self.filled: set[str] | None = set()
+        """Names of the model's parameters that it says it filled; None where it does not say."""
 
 
 @contextmanager
 def recorded_loads(model: Any) -> Iterator[Loads]:
-    """What `model.load_weights` takes. Tensors count as lost where it filled nothing with them."""
+    """Record what `model.load_weights` takes; tensors with which it filled nothing are lost."""
     load, had_own = model.load_weights, "load_weights" in vars(model)
     loads = Loads()
 
@@ -154,8 +152,8 @@ def recorded_loads(model: Any) -> Iterator[Loads]:
 
 
 def unfilled(model: torch.nn.Module, filled: set[str] | None, config: Any) -> list[str]:
-    """A model's parameters that an update of all weights has left as they were, as vLLM itself
-    looks for them when it loads from disk.
+    """Return a model's parameters that an update of all weights has left as they were, as vLLM
+    itself looks for them when it loads from disk.
 
     Args:
         filled: see `Loads`; [] where the model does not say.
@@ -170,25 +168,23 @@ def unfilled(model: torch.nn.Module, filled: set[str] | None, config: Any) -> li
 def compare_tensors(
     sent: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], who: str
 ) -> None:
-    """`compare`, where both sides are at hand: only what is not the same memory is read.
+    """Compare tensors of which both sides are at hand: only what is not the same memory is read.
 
     Raises:
         WeightUpdateError: the engine was given something else; names tensors.
     """
+
+    def place(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
     sent, loaded = ({plain_name(n): t for n, t in side.items()} for side in (sent, loaded))
-    shared = {
-        name for name in sent if name in loaded and _memory(sent[name]) == _memory(loaded[name])
-    }
+    shared = {name for name in sent if name in loaded and place(sent[name]) == place(loaded[name])}
     same = dict.fromkeys(shared, "the same memory")
-
-    def known(side: Mapping[str, torch.Tensor]) -> WeightChecksums:
-        return same | weight_checksums((name, t) for name, t in side.items() if name not in shared)
-
-    compare(known(sent), known(loaded), who)
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    compare(
+        same | weight_checksums((n, t) for n, t in sent.items() if n not in shared),
+        same | weight_checksums((n, t) for n, t in loaded.items() if n not in shared),
+        who,
+    )
 
 
 def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> None:
@@ -201,7 +197,7 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
     """
     received = dict(received)
     if fault := received.pop(ADAPTER_FAULT, None):
-        raise WeightUpdateError(f"{who} does not draw with the trainer's adapter. {fault}")
+        raise WeightUpdateError(f"{who} does not generate with the trainer's adapter. {fault}")
     faults = {
         "of its parameters were left as they were": received.pop(UNFILLED, "").split(),
         "did not arrive": [name for name in sent if name not in received],

@@ -1,15 +1,15 @@
 """Weights in the layout of checkpoints, which vLLM loads.
 
-Symptom: Qwen3-VL-MoE dies at the first weight update with a bare `AssertionError`, or, where twice
-the experts' width is the hidden size, goes on with wrong weights. transformers (5.19,
-`conversion_mapping.py`) keeps experts transposed against their checkpoints, vLLM transposes what it
-loads, and ms-swift (4.6.0, `rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes
-renamings only. This can go when ms-swift undoes transpositions.
+Without `checkpoint_layout` Qwen3-VL-MoE dies at the first weight update with a bare
+`AssertionError`, or, where twice the experts' width is the hidden size, goes on with wrong weights:
+transformers (5.19, `conversion_mapping.py`) keeps experts transposed against their checkpoints,
+vLLM transposes what it loads, and ms-swift (4.6.0,
+`rlhf_trainers/utils.py::revert_runtime_names_to_checkpoint`) undoes renamings only.
 
-Symptom: a training of GLM-4.5V, or of another model whose router has a bias of its own, stops at
-its first weight update: the bias was "left as it was". It is a buffer in transformers, a parameter
-in vLLM, and ms-swift (4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends parameters.
-`checkpoint_buffers` can go when ms-swift sends what a checkpoint has.
+Without `checkpoint_buffers` GLM-4.5V, or another model whose router has a bias of its own, stops at
+its first weight update, as the bias was "left as it was": it is a buffer in transformers and a
+parameter in vLLM, and ms-swift (4.6.0, `rollout_mixin.py::_collect_state_dict_for_vllm`) sends
+parameters. Both can go when ms-swift sends what a checkpoint has.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def checkpoint_buffers(model: Any) -> StateDict:
 
 
 def _transpositions(model: Any) -> Iterable[tuple[re.Pattern[str], tuple[int, int]]]:
-    """Which tensors were transposed at loading, and along which dimensions.
+    """Yield patterns of tensors that were transposed at loading, with the two dimensions.
 
     Conversions that merge or split tensors are not among them: vLLM takes their runtime layout.
     """

@@ -1,21 +1,16 @@
 """Weight updates at the engine's end: loaded, and recorded as checksums for the trainer.
 
-The trainer (`updates.py`) sends tensors and compares their checksums (`checksums.py`) with those
-that each worker recorded here. vLLM imports this module in every process that holds a worker, the
-async engine's own too, where no other part of the plugin is.
+The trainer (`sync.py`) sends tensors and compares their checksums (`checksums.py`) with those that
+each worker recorded here. vLLM imports this module in every process that holds a worker, the async
+engine's own too, where no other part of the plugin is.
 
-Symptom: a failed update is only logged, and rollouts go on from old weights. A replica's rank in
-the group is its number at the start, which leaves a hole where a replica has ended. A worker waits
-up to 5 minutes for a trainer that does not come. Without an accelerator ms-swift's `synchronize()`
-calls torch.cuda all the same, and vLLM's CPU layers pack their weights and drop the originals, so
-that `model.load_weights` fails (`'Parameter' object has no attribute 'weight_loader'`).
-Upstream: ms-swift 4.6, pipelines/infer/rollout.py, `WeightSyncWorkerExtension`; vLLM 0.32,
-model_executor/layers/utils.py (`dispatch_cpu_unquantized_gemm`).
-Adaptation: a worker records what it has loaded. The server gives each replica its number among the
-living ones, and the bound of its waits. A CPU worker collects the tensors, and reloads the model
-once all have come.
-Can go when ms-swift verifies its updates, numbers the living replicas, bounds its waits, and
-reloads through vLLM's `reload_weights`.
+With ms-swift's own extension (4.6, pipelines/infer/rollout.py) a failed update is only logged, a
+replica's rank in the group is its number at the start, which leaves a hole where one has ended, and
+a worker waits up to 5 minutes for a trainer that does not come. Here a worker records what it has
+loaded, and the server gives each replica its number among the living ones, and the bound of its
+waits. On CPU vLLM's layers pack their weights and drop the originals (vLLM 0.32,
+model_executor/layers/utils.py): a worker collects the tensors, and reloads the model once all have
+come.
 """
 
 from __future__ import annotations
@@ -69,7 +64,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     """ms-swift's worker extension, which records the weights that it has loaded."""
 
     _loaded: WeightChecksums | None = None
-    """Of the current update, or of the last one until another begins."""
+    """The checksums of the current update, or of the last one until another begins."""
 
     _filled: set[str] | None = None
     _update_has_ended = False
@@ -79,11 +74,11 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     _timeout: float | None = None
 
     def read_weight_checksums(self) -> WeightChecksums:
-        """Of all that the last update loaded. Reading them again gives the same."""
+        """Return the checksums of all that the last update loaded."""
         return self._loaded or {}
 
     def record_loaded(self, new: WeightChecksums, filled: set[str] | None) -> None:
-        """Args: the checksums of what was loaded, and the parameters that it filled (`Loads`)."""
+        """Record checksums of what was loaded, and names of the parameters that it filled."""
         if self._loaded is None or self._update_has_ended:
             self._loaded, self._filled, self._update_has_ended = {}, set(), False
             self._has_adapter = False
@@ -143,7 +138,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     @contextmanager
     def _recorded_adapter(self) -> Iterator[None]:
-        """Record an adapter: of the update of whole weights that it follows, or of its own."""
+        """Record an adapter, with the whole weights that it follows or by itself."""
         if self._has_adapter or self._loaded is None:
             self._loaded = {}
         self._has_adapter = True
@@ -195,7 +190,7 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
         self._sums.append((tensors, weight_checksums_in_background(tensors)))
 
     def _checksums(self, loaded: Named) -> WeightChecksums:
-        """Those taken at arrival, and new ones of tensors that are not those that arrived."""
+        """Return the checksums that were taken at arrival, and new ones of other tensors."""
         sums, self._sums = self._sums, []
         arrived = {id(tensor) for tensors, _ in sums for _, tensor in tensors}
         known = {name: value for _, taken in sums for name, value in taken().items()}
@@ -222,7 +217,7 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
 
 @contextmanager
 def _replica_number(number: int | None) -> Iterator[None]:
-    """ms-swift's extension reads the replica's number from the environment."""
+    """Set the replica's number, which ms-swift's extension reads from the environment."""
     before = os.environ.get(REPLICA_NUMBER)
     if number is not None:
         os.environ[REPLICA_NUMBER] = str(number)

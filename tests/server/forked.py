@@ -45,10 +45,11 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import routes
-from swift_grpo_ext.server.claims import Claim
+from swift_grpo_ext.server.client import connect_servers
+from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous, connect_client
 from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
-from swift_grpo_ext.weights.updates import WeightUpdates, connect_servers
+from swift_grpo_ext.weights.sync import WeightSync
 from tests.ranks import ThreadRanks, run_rank_groups
 from tests.server.fault_table import Fault
 
@@ -179,7 +180,6 @@ class EchoServer(SwiftRolloutDeploy):
         self.args = SimpleNamespace(
             api_key=None,
             rollout_timeout=timeout,
-            rollout_restarts=restarts,
             host="127.0.0.1",
             vllm_tensor_parallel_size=1,
             vllm_data_parallel_size=num_replicas,
@@ -311,7 +311,7 @@ class Training:
     def _run_rank(
         self, client: Any, connected: Any, rounds: int, ranks: ThreadRanks
     ) -> list[list[int]] | str:
-        updates = WeightUpdates(ranks, connected if ranks.rank == 0 else None)
+        updates = WeightSync(ranks, connected if ranks.rank == 0 else None)
         tokens: list[list[int]] = []
         try:
             for step in range(rounds):
@@ -353,7 +353,7 @@ class Training:
         return [output.response.choices[0].token_ids for output in outputs]
 
 
-def _move(client: Any, updates: WeightUpdates, ranks: ThreadRanks, step: int, _: bool) -> None:
+def _move(client: Any, updates: WeightSync, ranks: ThreadRanks, step: int, _: bool) -> None:
     """ms-swift's `_move_full_model_to_vllm` and `_reset_vllm_cache`: two parts, each gathered."""
 
     def load(state_dict: dict[str, torch.Tensor]) -> None:
@@ -381,7 +381,9 @@ def use_fork(monkeypatch: Any) -> None:
         return made
 
     monkeypatch.setattr(rollout, "Process", process)
-    monkeypatch.setattr(Claim, "keep", lambda _: None)  # a thread, which would outlive the test
+    monkeypatch.setattr(
+        Leaseholder, "keep", lambda _: None
+    )  # a thread, which would outlive the test
 
 
 @contextmanager

@@ -157,7 +157,6 @@ class Deployed(SwiftRolloutDeploy):
         self.args = SimpleNamespace(
             api_key=key,
             rollout_timeout=timeout,
-            rollout_restarts=0,
             host="127.0.0.1",
             vllm_tensor_parallel_size=2,
             vllm_data_parallel_size=3,
@@ -169,7 +168,7 @@ class Deployed(SwiftRolloutDeploy):
         self.use_async_engine, self.use_gym_env = use_async, False
         self.connections = [replica.connection for replica in replicas]
         self.processes = list(replicas)
-        self.restarts = Restarts(self)
+        self.restarts = Restarts(self, 0)
         self._register_rl_rollout_app()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -18,8 +17,9 @@ from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-from swift_grpo_ext.server import replicas, routes, turns
+from swift_grpo_ext.server import replicas, routes
 from swift_grpo_ext.server.client import RolloutServers
+from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 from tests.server.served import Deployed, Replica, listening, request
 
 CONFIG = {"max_tokens": 16}
@@ -49,22 +49,18 @@ def test_answers_come_in_the_order_of_requests() -> None:
     assert {len(replica.groups) for replica in three} == {2, 3}
 
 
-def test_a_costly_prompt_is_a_replicas_only_one() -> None:
+@pytest.mark.parametrize(
+    ("costly", "num_others", "shares"),
+    [({"words": 4000}, 5, [1, 5]), ({"count": 64}, 5, [1, 5]), ({}, 0, [0, 1])],
+)
+def test_groups_go_to_replicas_by_cost(
+    costly: dict[str, int], num_others: int, shares: list[int]
+) -> None:
+    """A long prompt or a large group is a replica's only one; an idle replica gets nothing."""
     two = [Replica(), Replica()]
-    infer(two, [request(0, words=4000), *(request(group) for group in range(1, 6))])
-    assert sorted(len(replica.groups) for replica in two) == [1, 5]
-
-
-def test_a_costly_group_is_a_replicas_only_one() -> None:
-    two = [Replica(), Replica()]
-    infer(two, [request(0, count=64), *(request(group) for group in range(1, 6))])
-    assert sorted(len(replica.groups) for replica in two) == [1, 5]
-
-
-def test_an_idle_replica_gets_no_placeholder() -> None:
-    two = [Replica(), Replica()]
-    infer(two, [request(0)])
-    assert sorted(len(replica.groups) for replica in two) == [0, 1]
+    others = (request(group) for group in range(1, num_others + 1))
+    infer(two, [request(0, **costly), *others])
+    assert sorted(len(replica.groups) for replica in two) == shares
 
 
 def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
@@ -75,15 +71,9 @@ def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
     assert groups_of(infer(two, asked)) == [-1, 1, 2, 3]
     assert [replica.groups for replica in two] == [[-1, 1, 2], [3, 4]]
     assert groups_of(infer([Replica(), Replica("ends")], asked)) == [-1, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("count", "slices"),
-    [(0, [[1, 2, 3]]), (1, [[1, 2, 3]]), (2, [[1, 2], [3]]), (5, [[1], [2], [3]])],
-)
-def test_slices(count: int, slices: list[list[int]]) -> None:
-    assert routes._slices([1, 2, 3], count) == slices
-    assert routes._slices([], count) == []
+    many = [Replica() for _ in range(7)]
+    assert groups_of(infer(many, asked)) == [-1, 1, 2, 3, 4]
+    assert [replica.groups for replica in many] == [[-1], [1], [2], [3], [4], [], []]
 
 
 OF_ONE_THAT_HANGS = 1.5
@@ -91,7 +81,7 @@ OF_ONE_THAT_HANGS = 1.5
 
 FAULTS = {
     "raises": "a replica failed: OSError: the disk is gone",
-    "answers nothing": "a replica gave no answer to 4 requests",
+    "answers nothing": "a replica gave no answers to 4 requests",
     "answers half": "a replica gave 3 answers to 4 requests",
     "ends": "a replica has ended (EOFError)",
     "hangs": f"a replica has not answered for {OF_ONE_THAT_HANGS} s (--rollout_timeout)",
@@ -102,10 +92,9 @@ LOST = ("ends", "hangs", "answers another", "answers without a number")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("number", [0, 1])
-def test_what_one_replica_cannot_answer_another_does(fault: str, number: int) -> None:
+def test_what_one_replica_cannot_answer_another_does(fault: str) -> None:
     failing, healthy = Replica(fault), Replica()
-    both = [failing, healthy] if number == 0 else [healthy, failing]
+    both = [failing, healthy] if fault < "c" else [healthy, failing]
     deployed = Deployed(*both, timeout=OF_ONE_THAT_HANGS if fault == "hangs" else 60.0)
     client = TestClient(deployed.app)
     asked = {"infer_requests": [request(group) for group in range(8)]}
@@ -131,7 +120,7 @@ def test_with_no_replica_left_the_cause_is_named(fault: str) -> None:
 
 
 def test_a_request_is_not_given_to_a_third_replica() -> None:
-    """SPEC F5: it may be what ended the two before."""
+    """It may be what ended the two before (F5)."""
     third = Replica()
     refused = infer([Replica("ends"), Replica("ends"), third], [request(0)])
     assert refused.status_code == 400
@@ -148,10 +137,10 @@ def test_a_replica_that_has_ended_is_removed() -> None:
     assert deployed.connections == [healthy.connection]
 
 
-# --- answers are paired (SPEC F1) ---
+# --- answers are paired (F1) ---
 
 
-@pytest.mark.parametrize("method", [*RESETS, "process_weights_after_loading"])
+@pytest.mark.parametrize("method", [RESETS[0], "process_weights_after_loading"])
 def test_a_late_reply_is_never_the_answer_to_another_message(method: str) -> None:
     late, healthy = Replica(**{method: "is late"}), Replica()
     deployed = Deployed(late, healthy, timeout=OF_ONE_THAT_HANGS)
@@ -170,7 +159,7 @@ def test_an_answer_has_the_name_of_its_request() -> None:
     assert wire.MESSAGE_HEADER not in infer([Replica()], [request(0)]).headers
 
 
-# --- time (SPEC F2) ---
+# --- time (F2) ---
 
 
 def test_the_trainers_bound_counts_where_it_is_shorter() -> None:
@@ -178,10 +167,6 @@ def test_the_trainers_bound_counts_where_it_is_shorter() -> None:
     failed = infer([Replica("hangs")], [request(0)], **{wire.TIMEOUT_HEADER: "0.2"})
     assert "has not answered for 0.2 s" in failed.json()["detail"]
     assert time.monotonic() - began < 10
-    for value in ("soon", "0", "-1", "nan"):
-        refused = infer([Replica()], [request(0)], **{wire.TIMEOUT_HEADER: value})
-        assert refused.status_code == 400
-        assert f"{wire.TIMEOUT_HEADER}: '{value}'" in refused.json()["detail"]
 
 
 @pytest.mark.parametrize("path", [*(f"/{name}/" for name in RESETS), "/get_engine_type/"])
@@ -232,65 +217,33 @@ def test_a_replica_that_is_back_joins_when_a_connected_training_asks() -> None:
     }
 
 
-@pytest.mark.parametrize("path", ["/infer/", "/reset_prefix_cache/", "/get_engine_type/"])
-def test_health_answers_while_replicas_hang(path: str) -> None:
-    stuck = Replica("hangs", reset_prefix_cache="hangs")
+def test_health_answers_while_replicas_hang() -> None:
+    stuck = Replica("hangs")
     with listening(Deployed(stuck, timeout=60.0)) as url:
         body = {"infer_requests": [request(0)]}
         in_thread(lambda: requests.post(url + "/infer/", json=body, timeout=20))
         wait_until(lambda: stuck.groups == [0])
-        in_thread(lambda: requests.post(url + path, json=body, timeout=20))
+        in_thread(lambda: requests.post(url + "/get_engine_type/", timeout=20))
         for _ in range(3):
             assert requests.get(f"{url}/health/", timeout=15).status_code == 200
         stuck.kill()
         assert requests.get(f"{url}/health", timeout=15).status_code == 503
 
 
-def test_a_body_that_never_ends_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "SECONDS_BETWEEN_PARTS", 1.5)
-    replica = Replica()
-    with listening(Deployed(replica)) as url, socket.socket() as half:
-        half.connect((urlsplit(url).hostname, urlsplit(url).port))
-        half.sendall(b"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+def test_a_body_that_never_ends_blocks_nobody() -> None:
+    with listening(Deployed(Replica(), timeout=1.5)) as url:
+        clients = [
+            socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) for _ in "ab"
+        ]
+        head = b"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
+        for client in clients:
+            client.sendall(head)
+        clients[1].close()
         body = {"infer_requests": [request(0)]}
         assert groups_of(requests.post(f"{url}/infer/", json=body, timeout=10)) == [0]
-        half.settimeout(10)
-        assert half.recv(100).startswith(b"HTTP/1.1 408")
-
-
-def test_work_whose_client_has_left_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves the queue; what a replica has begun ends, and nothing follows it."""
-    callers: list[turns.Caller] = []
-    has_turn: list[bool] = []
-    wait_for_turn = turns.Turns._wait_for_turn
-
-    async def noted(self: turns.Turns, caller: turns.Caller) -> bool:
-        callers.append(caller)
-        has_turn.append(await wait_for_turn(self, caller))
-        return has_turn[-1]
-
-    monkeypatch.setattr(turns.Turns, "_wait_for_turn", noted)
-    slow, other = Replica("is late"), Replica("raises")
-    with listening(Deployed(slow, other)) as url:
-        bodies = [{"infer_requests": [request(group), request(group)]} for group in range(2)]
-        for body, first in zip(bodies, (slow, None), strict=True):
-            data = json.dumps(body).encode()
-            client = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port))
-            head = f"POST /infer/ HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n"
-            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
-            if first is not None:
-                wait_until(lambda: slow.groups == [0] and other.groups == [0])
-            else:
-                wait_until(lambda: len(callers) == 2)
-            client.close()
-        wait_until(lambda: has_turn == [True, False] and callers[0].is_gone.is_set())
-        slow.faults["infer"] = ""
-        slow.goes_on.set()
-        other.faults["infer"] = ""
-        body = {"infer_requests": [request(2), request(3)]}
-        answer = requests.post(f"{url}/infer/", json=body, timeout=10)
-    assert groups_of(answer) == [2, 3]
-    assert sorted(slow.groups + other.groups) == [0, 0, 2, 3]
+        clients[0].settimeout(10)
+        assert clients[0].recv(100).startswith(b"HTTP/1.1 408")
+        clients[0].close()
 
 
 def test_a_server_that_is_busy_says_so() -> None:
@@ -312,30 +265,33 @@ def test_a_server_that_is_busy_says_so() -> None:
         assert requests.post(f"{url}/reset_mm_cache/", timeout=20).status_code == 200
 
 
-# --- the caller's fault (SPEC F5) ---
+# --- the caller's fault (F5) ---
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "status", "words"),
     [
-        ({"messages": None}, "infer_requests[1].messages: null; expected a list of messages"),
-        ({"messages": []}, "infer_requests[1].messages: []; expected at least one message"),
-        ({"messages": ["hi"]}, 'infer_requests[1].messages[0]: "hi"; expected an object'),
-        ({"messages": [{"content": ""}]}, "infer_requests[1].messages[0]"),
-        ({"images": 7}, "infer_requests[1].images: 7; expected a list of media"),
-        ({"videos": {}}, "infer_requests[1].videos: {}; expected a list of media"),
-        ({"audios": True}, "infer_requests[1].audios: true; expected a list of media"),
-        ({"data_dict": []}, "infer_requests[1].data_dict: []; expected an object"),
-        ({"data_dict": {wire.KEY: {"version": 99}}}, "speaks version 99"),
+        ({"messages": None}, 422, ["messages", "valid list", "null"]),
+        ({"messages": []}, 422, ["messages", "at least 1 item"]),
+        ({"messages": ["hi"]}, 422, ["messages", "valid dictionary", '"hi"']),
+        ({"messages": [{"content": ""}]}, 422, ["messages", "role", "Field required"]),
+        ({"images": 7}, 422, ["images", "valid list", "7"]),
+        ({"videos": {}}, 422, ["videos", "valid list", "{}"]),
+        ({"audios": True}, 422, ["audios", "valid list", "true"]),
+        ({"data_dict": []}, 422, ["data_dict", "valid dictionary", "[]"]),
+        ({"data_dict": {wire.KEY: {"version": 99}}}, 400, ["speaks version 99"]),
+        ({"images": [f"data:{'x' * 9},"], "audios": [{"no": "path"}]}, 200, []),
     ],
 )
-def test_a_bad_request_is_refused_by_field(fields: dict[str, Any], message: str) -> None:
+def test_a_bad_request_is_refused_by_field_and_value(
+    fields: dict[str, Any], status: int, words: list[str]
+) -> None:
     replica = Replica()
-    refused = infer([replica], [request(0), request(1) | fields])
-    assert refused.status_code == 400
-    assert message in refused.json()["detail"]
-    assert replica.groups == []
-    assert infer([replica], [request(0) | {"images": None, "videos": "a"}]).status_code == 200
+    answer = infer([replica], [request(0), request(1) | fields])
+    assert answer.status_code == status, answer.text
+    assert [word for word in words if word not in answer.text] == []
+    assert replica.groups == ([] if words else [0, 1])
+    assert ('"infer_requests",1' in answer.text) == (status == 422)
 
 
 def test_what_cannot_be_encoded_is_tried_once() -> None:
@@ -410,6 +366,7 @@ def test_checksums_are_those_of_each_worker_of_each_replica() -> None:
     for _ in range(2):  # a trainer may ask twice
         answer = client.get(routes.CHECKSUMS_PATH)
         assert answer.json() == [{"a": "1"}, {"a": "2"}, {"a": "3"}]
+    assert callable(getattr(VerifiedWeightSyncWorkerExtension, one.calls[0]))
     one.faults["read_weight_checksums"] = "raises"
     assert client.get(routes.CHECKSUMS_PATH).json() == [{}, {"a": "3"}]
 
@@ -433,14 +390,6 @@ def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
         assert groups_of(answer) == [0, 1, 2, 3]
         drew = {r.name for r in (one, two) if len(r.groups) > before[r.name]}
         assert drew == draw
-
-
-def test_the_workers_have_the_method_that_is_called_for_checksums() -> None:
-    from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
-
-    replica = Replica()
-    TestClient(Deployed(replica).app).get(routes.CHECKSUMS_PATH)
-    assert callable(getattr(VerifiedWeightSyncWorkerExtension, replica.calls[0]))
 
 
 def test_weights_that_a_replica_could_not_load_are_an_error() -> None:

@@ -10,8 +10,8 @@ import pytest
 import requests
 from fastapi.testclient import TestClient
 
-from swift_grpo_ext.server import claims
-from swift_grpo_ext.server.claims import OWNER_HEADER, PATH, Claim
+from swift_grpo_ext.server import lease
+from swift_grpo_ext.server.lease import OWNER_HEADER, PATH, Leaseholder
 from tests.server.served import Deployed, Replica, listening
 
 GROUP = {"host": "h", "port": 1, "world_size": 2}
@@ -20,14 +20,14 @@ MESSAGE = "this server belongs to another training: runs/a"
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(claims, "SECONDS_OF_CLAIM", 0.5)
-    monkeypatch.setattr(claims, "SECONDS_BETWEEN_BEATS", 0.02)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
     with listening(Deployed(Replica())) as address:
         yield address
 
 
-def claim_of(url: str, run: str) -> Claim:
-    return Claim(SimpleNamespace(sessions=[requests.Session()], base_urls=[url]), run)
+def claim_of(url: str, run: str) -> Leaseholder:
+    return Leaseholder(SimpleNamespace(sessions=[requests.Session()], base_urls=[url]), run)
 
 
 def connect(url: str, headers: Any = None) -> requests.Response:
@@ -39,13 +39,13 @@ def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None
     first = claim_of(url, "runs/a")
     assert connect(url).status_code == 200
     first.keep()
-    requests.post(f"{url}{PATH}", headers=first._headers, timeout=20)
+    requests.post(f"{url}{PATH}", headers=first.headers, timeout=20)
     try:
-        for headers in (None, claim_of(url, "runs/b")._headers):
+        for headers in (None, claim_of(url, "runs/b").headers):
             refused = connect(url, headers)
             assert (refused.status_code, MESSAGE in refused.text) == (409, True)
         assert "process" in refused.text
-        assert connect(url, first._headers).status_code == 200
+        assert connect(url, first.headers).status_code == 200
     finally:
         first.end()
     assert connect(url).status_code == 200
@@ -54,7 +54,7 @@ def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None
 def test_a_dead_trainings_claim_ends_by_itself(url: str) -> None:
     """One that takes its place waits for that, first of all with the end of the dead one's group:
     replicas that are still in it would not join another."""
-    requests.post(f"{url}{PATH}", headers=claim_of(url, "runs/a")._headers, timeout=20)
+    requests.post(f"{url}{PATH}", headers=claim_of(url, "runs/a").headers, timeout=20)
     assert requests.post(f"{url}/update_named_param/", timeout=20).status_code == 409
     assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 200
     assert connect(url).status_code == 200
@@ -83,7 +83,7 @@ def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
 
 def test_names_of_any_alphabet_are_told() -> None:
     client = TestClient(Deployed(Replica()).app)
-    claim = Claim(SimpleNamespace(sessions=[], base_urls=[]), "训练/a")
-    assert client.post(PATH, headers=claim._headers).json() == {"owner": claim.owner}
+    claim = Leaseholder(SimpleNamespace(sessions=[], base_urls=[]), "训练/a")
+    assert client.post(PATH, headers=claim.headers).json() == {"owner": claim.owner}
     assert claim.owner.startswith("训练/a (process ")
-    assert client.delete(PATH, headers=claim._headers).json() == {"owner": ""}
+    assert client.delete(PATH, headers=claim.headers).json() == {"owner": ""}

@@ -1,0 +1,111 @@
+"""The lease of a rollout server: it serves one training at a time (docs/promises.md, F6).
+
+In ms-swift 4.6 (pipelines/infer/rollout.py), `init_communicator` and its opposite ask nobody:
+a second training that connects to a server ends the weight group of the first, and both fail with
+"Broken pipe". Here a training names itself in its requests and in a heartbeat beside them. While
+this comes, the server leaves its weights and their group to that training. A training that has died
+is silent, and its lease ends by itself. Two trainings that connect in the same moment, before the
+first has named itself, are not told apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import socket
+import threading
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote
+
+import requests
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
+if TYPE_CHECKING:
+    from swift.rlhf_trainers.vllm_client import VLLMClient
+
+OWNER_HEADER = "X-Swift-Grpo-Ext-Owner"
+PATH = "/swift_grpo_ext/lease/"
+LEASE_SECONDS = 15.0
+HEARTBEAT_SECONDS = 3.0
+
+CONNECTING = ("/close_communicator", "/init_communicator")
+"""What ms-swift's client asks first: the group that a dead training left has to go before its own
+is made."""
+
+OF_OWNER = (*CONNECTING, "/update_", "/process_weights_after_loading")
+"""Beginnings of the routes that change weights, or the group that brings them."""
+
+
+class Lease:
+    """The server's end: to whom it is let, and until when."""
+
+    def __init__(self) -> None:
+        self._owner, self._until = "", 0.0
+
+    async def refusal(self, request: Request) -> JSONResponse | None:
+        """Return the answer to a heartbeat, or to a request that only the owner may make, or None
+        where the request may go on. A training that connects waits as long as the lease of a dead
+        one lasts."""
+        path, owner = request.scope["path"], unquote(request.headers.get(OWNER_HEADER, ""))
+        deadline = monotonic() + (LEASE_SECONDS if path.startswith(CONNECTING) else 0.0)
+        while self._is_anothers(owner) and (owner or path.startswith(OF_OWNER)):
+            if monotonic() >= deadline:
+                detail = (
+                    f"this server belongs to another training: {self._owner}. Give this one a "
+                    "server of its own (--vllm_server_base_url), or end the other; a training that "
+                    f"has died loses its server after {LEASE_SECONDS:g} s."
+                )
+                return JSONResponse({"detail": detail}, 409)
+            await asyncio.sleep(0.1)
+        if owner and not path.startswith("/close_"):  # the last that a training asks for
+            gives_up = request.method == "DELETE" and path == PATH
+            self._owner = "" if gives_up else owner
+            self._until = monotonic() + LEASE_SECONDS
+        return JSONResponse({"owner": self._owner}) if path == PATH else None
+
+    def _is_anothers(self, owner: str) -> bool:
+        return self._owner not in ("", owner) and monotonic() < self._until
+
+
+class Leaseholder:
+    """The trainer's end: names the training in each request of ms-swift's client, and sends
+    heartbeats.
+
+    Args:
+        client: ms-swift's, connected.
+        run: names the training to people; the process is added.
+    """
+
+    def __init__(self, client: VLLMClient, run: str) -> None:
+        self.owner = f"{run} (process {os.getpid()} of {socket.gethostname()})"
+        self.headers = {OWNER_HEADER: quote(self.owner, safe=" /():.,-_")}
+        for session in client.sessions:
+            session.headers.update(self.headers)
+        self._client = client
+        self._has_ended = threading.Event()
+
+    def keep(self) -> None:
+        """Send heartbeats until this process ends."""
+        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+        atexit.register(self.end)
+
+    def _beat(self) -> None:
+        while True:
+            self._send("POST")
+            if self._has_ended.wait(HEARTBEAT_SECONDS):
+                return
+
+    def end(self) -> None:
+        """Leave the servers to others."""
+        self._has_ended.set()
+        self._send("DELETE")
+
+    def _send(self, method: str) -> None:
+        for url in list(self._client.base_urls):
+            # Rounds and weight updates see whether a server lives.
+            with suppress(requests.RequestException):
+                requests.request(method, f"{url}{PATH}", headers=self.headers, timeout=2.0)
