@@ -47,6 +47,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import routes
 from swift_grpo_ext.server.client import connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
+from swift_grpo_ext.server.replicas import Restarts
 from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous, connect_client
 from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
 from swift_grpo_ext.weights.sync import WeightSync
@@ -198,6 +199,7 @@ class EchoServer(SwiftRolloutDeploy):
         self.app = FastAPI()
         self._register_rl_rollout_app()
         self._start_data_parallel_workers()
+        self.restarts = Restarts(self, restarts)
         for connection in self.connections:
             assert connection.recv() == {"status": "ready"}
 
@@ -258,6 +260,7 @@ def deployed(
     replicas: Sequence[int], timeout: float, fault: Fault | None, restarts: int
 ) -> Iterator[tuple[list[EchoServer], list[str]]]:
     """Servers of so many replicas, and their URLs. Replicas are forked before threads are there."""
+    gc.collect()  # a replica that found an earlier training's groups would wait for their threads
     faults = [[fault] if fault and fault.server == s else [] for s in range(len(replicas))]
     servers = [
         EchoServer(count, timeout, restarts, own)

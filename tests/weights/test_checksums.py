@@ -1,4 +1,4 @@
-"""Receipts of weights: whatever is lost or changed on the way is named."""
+"""Checksums of weights: whatever is lost or changed on the way is named."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.bench.peak import peak_bytes
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.weights import checksums
 from swift_grpo_ext.weights.checksums import (
     ORDERED_BLOCKS,
@@ -46,6 +47,13 @@ def test_the_checksum_is_as_defined(dtype: torch.dtype, numel: int) -> None:
     assert checksum(tensor) == defined(tensor)
 
 
+@pytest.mark.parametrize("num_blocks", [1, ORDERED_BLOCKS - 1, ORDERED_BLOCKS, ORDERED_BLOCKS + 2])
+def test_over_several_blocks(num_blocks: int) -> None:
+    tensor = torch.randn(2 * num_blocks * WORDS_OF_BLOCK + 5)
+    for part in (tensor, tensor[:-5], tensor[1:]):  # the last begins in the middle of a word
+        assert checksum(part) == defined(part)
+
+
 @pytest.mark.parametrize("numel", [2**19, 2**19 + 1])
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -58,14 +66,6 @@ def test_a_tensor_is_copied_once_at_most(numel: int, offset: int, transposed: bo
     copies = int(transposed or offset > 0)
     assert checksum(tensor) == defined(tensor)
     assert peak_bytes(lambda: checksum(tensor)) < copies * num_bytes + num_bytes // 8
-
-
-@pytest.mark.parametrize("num_blocks", [1, ORDERED_BLOCKS - 1, ORDERED_BLOCKS, ORDERED_BLOCKS + 2])
-def test_over_several_blocks(num_blocks: int) -> None:
-    tensor = torch.randn(2 * num_blocks * WORDS_OF_BLOCK + 5)
-    assert checksum(tensor) == defined(tensor)
-    assert checksum(tensor[:-5]) == defined(tensor[:-5])
-    assert checksum(tensor[1:]) == defined(tensor[1:])  # begins in the middle of a word
 
 
 @settings(max_examples=200)
@@ -96,13 +96,15 @@ def test_words_that_change_places_within_blocks_are_seen_in_one_of_many() -> Non
     assert checksum(blocks.flip(1)) != checksum(tensor)
 
 
-def test_receipts_name_type_and_shape() -> None:
+def test_checksums_name_type_and_shape() -> None:
     weight = torch.zeros(2, 3)
     other = weight_checksums([("w", weight.reshape(3, 2))])
     assert weight_checksums([("w", weight)]) == {"w": "float32 (2, 3) 0000000000000000"}
     assert other != weight_checksums([("w", weight)])
     assert weight_checksums([("w", weight.to(torch.bfloat16))]) != weight_checksums([("w", weight)])
-    assert weight_checksums([]) == {}
+    assert weight_checksums([]) == weight_checksums_in_background([])() == {}
+    tensors = [("a", torch.randn(1000)), ("b", torch.randn(7))]
+    assert weight_checksums_in_background(tensors)() == weight_checksums(tensors)
 
 
 def test_a_difference_is_named() -> None:
@@ -116,10 +118,10 @@ def test_a_difference_is_named() -> None:
     )
     with pytest.raises(WeightUpdateError, match=message):
         compare(sent, received, "replica 0")
-    with pytest.raises(
-        WeightUpdateError, match=r"9 did not arrive \(layer\.0, .*layer\.4, \.\.\.\)"
-    ):
+    with pytest.raises(WeightUpdateError, match=r"9 did not arrive \(layer\.0, .*4, \.\.\.\)"):
         compare(sent, {}, "replica 0")
+    with pytest.raises(WeightUpdateError, match=r"^replica 0 does not generate with .*\. why$"):
+        compare(sent, {ADAPTER_FAULT: "why"}, "replica 0")
 
 
 def test_tensors_at_hand_are_compared_by_memory_and_else_by_value() -> None:
@@ -140,12 +142,6 @@ def test_tensors_at_hand_are_compared_by_memory_and_else_by_value() -> None:
     del loaded["b"]
     with pytest.raises(WeightUpdateError, match=r"1 did not arrive \(b\)"):
         compare_tensors(sent, loaded, "the engine")
-
-
-def test_a_receipt_that_is_taken_meanwhile() -> None:
-    tensors = [("a", torch.randn(1000)), ("b", torch.randn(7))]
-    assert weight_checksums_in_background(tensors)() == weight_checksums(tensors)
-    assert weight_checksums_in_background([])() == {}
 
 
 def test_only_what_a_model_has_taken_is_noted() -> None:

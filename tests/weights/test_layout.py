@@ -12,15 +12,13 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, VeraConfig, get_peft_model
-from peft.tuners.lora.gptq import GPTQLoraLinear
 from safetensors.torch import save_file
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
-from torch import nn
 
 from scripts.bench.peak import peak_bytes
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
-from swift_grpo_ext.weights.updates import WeightUpdates
+from swift_grpo_ext.weights.sync import WeightSync
 
 TEXT = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
@@ -87,7 +85,7 @@ def test_experts_are_transposed_as_they_are_sent(
         args=SimpleNamespace(enable_flattened_weight_sync=flattens),
         vllm_client=client,
     )
-    weights = WeightUpdates(SingleRank(), None)
+    weights = WeightSync(SingleRank(), None)
     load = partial(RolloutTrainerMixin._load_state_dict_to_vllm, trainer)
     load = load if flattens else one_by_one(load)
     monkeypatch.setenv("SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE", str(BUCKET // 2**20))
@@ -100,15 +98,6 @@ def test_experts_are_transposed_as_they_are_sent(
     assert sum(client.sent) == sum(t.numel() * t.element_size() for t in runtime.values())
     assert peak < 2 * BUCKET + 2 * max(experts) + 2**20
     assert sum(experts) > 2 * (2 * BUCKET + 2 * max(experts) + 2**20)
-
-
-def test_other_models_are_left_as_they_are() -> None:
-    config = transformers.Qwen2Config(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.Qwen2ForCausalLM(config)
-    state_dict = model.state_dict()
-    assert checkpoint_layout(model, state_dict) is state_dict
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -127,36 +116,6 @@ def test_buffers_of_a_checkpoint(lora: bool) -> None:
     [(found, buffer)] = checkpoint_buffers(wrapped).items()
     assert found == name
     assert buffer.data_ptr() == bias.data_ptr()
-
-
-class QuantLinear(nn.Module):
-    """A layer as GPTQ and AWQ keep it in memory and in files: all of it in buffers."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.bits = in_features, out_features, 4
-        groups = max(in_features // 128, 1)
-        ints = partial(torch.zeros, dtype=torch.int32)
-        self.register_buffer("qweight", ints(in_features // 8, out_features))
-        self.register_buffer("qzeros", ints(groups, out_features // 8))
-        self.register_buffer("scales", torch.zeros(groups, out_features, dtype=torch.float16))
-        self.register_buffer("g_idx", ints(in_features))
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_quantized_layer_is_left_to_the_engine(lora: bool) -> None:
-    """transformers marks a model so (`HfQuantizer.preprocess_model`); GPTQ's own needs a GPU."""
-    config = transformers.Qwen2Config(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.Qwen2ForCausalLM(config)
-    layer: nn.Module = QuantLinear(16, 16)
-    if lora:
-        layer = GPTQLoraLinear(layer, "default", LoraConfig(r=2), r=2)
-    model.model.layers[0].self_attn.q_proj = layer
-    assert any("qweight" in name for name in model.state_dict())
-    model.is_quantized = True
-    assert checkpoint_buffers(model) == {}
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -181,11 +140,13 @@ def test_a_model_that_transformers_loads_quantized(lora: bool, tmp_path: Path) -
     assert checkpoint_buffers(model) == {}
 
 
-def test_buffers_of_an_adapter_are_its_own() -> None:
+def test_other_models_are_left_as_they_are_and_an_adapters_buffers_are_its_own() -> None:
     config = transformers.Qwen2Config(
         vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     model = transformers.Qwen2ForCausalLM(config)
+    state_dict = model.state_dict()
+    assert checkpoint_layout(model, state_dict) is state_dict
     assert checkpoint_buffers(model) == {}
     wrapped = get_peft_model(model, VeraConfig(target_modules=["q_proj"]))
     assert any("vera_A" in name for name, _ in wrapped.get_base_model().named_buffers())

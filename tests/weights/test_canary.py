@@ -1,0 +1,218 @@
+"""The canary: which engines are asked, what is compared, and what becomes of a gap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from swift.infer_engine.protocol import RequestConfig
+from swift.rl_core.data import OnPolicySample
+
+from swift_grpo_ext.rollout.draw import to_rollout_output
+from swift_grpo_ext.rollout.wire import Completion
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.training import compare
+from swift_grpo_ext.training.agreement import Gap
+from swift_grpo_ext.weights import sync
+from swift_grpo_ext.weights.checksums import WeightUpdateError
+from swift_grpo_ext.weights.sync import COMPLETIONS, MAX_TOKENS, ROUND, WeightCanary
+from tests.ranks import ThreadRanks, run_rank_groups
+
+NAN = float("nan")
+
+
+def make(ranks: Any, action: Any = "stop", off: str = "") -> WeightCanary:
+    canary = WeightCanary(action, ranks, 0.01, off)
+    canary.weights_changed()
+    return canary
+
+
+def sample(words: str) -> OnPolicySample:
+    return OnPolicySample.from_row({"messages": [{"role": "user", "content": words}]})
+
+
+class Engines:
+    """Answer with one token; keep what they are asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[SampleId], RequestConfig]] = []
+
+    def __call__(self, sample: Any, ids: Any, config: Any) -> list[Any]:
+        self.asked.append((sample.messages[-1]["content"], list(ids), config))
+        values: dict[str, Any] = {"text": "a", "logprobs": [-1.0], "finish_reason": "stop"}
+        drawn = (Completion(token_ids=[1], replica=f"engine {i.group}", **values) for i in ids)
+        return [to_rollout_output(completion, [2]) for completion in drawn]
+
+
+def judged(gaps: dict[str, Sequence[Any]], size: int = 1, **args: Any) -> list[Any]:
+    """What `judge` gives on each rank; `gaps`: by engine, the mean gap of each completion."""
+
+    def gaps_of(samples: Any, batch: Any) -> list[Any]:
+        assert batch == [sample.rollout_prompt_ids for sample in samples] == [[2]] * COMPLETIONS
+        means = gaps[samples[0].rollout_infos["replica"]]
+        return [None if mean is None else (mean, 2) for mean in means]
+
+    def work(ranks: ThreadRanks) -> float | str | None:
+        canary = make(ranks, **args)
+        canary.generate([sample("one")], RequestConfig(), 1 - ranks.rank, Engines())
+        try:
+            return canary.judge(lambda samples: [s.rollout_prompt_ids for s in samples], gaps_of, 3)  # type: ignore[attr-defined]
+        except WeightUpdateError as e:
+            return str(e)
+
+    return run_rank_groups(size, work)
+
+
+def test_the_first_prompt_is_asked_after_each_update_and_only_then() -> None:
+    engines = Engines()
+
+    def work(ranks: ThreadRanks) -> None:
+        canary = WeightCanary("stop", ranks, 0.01, "")
+        config = RequestConfig(max_tokens=100, top_p=0.5, top_k=3, temperature=0.7)
+        for words, changed in (("none", False), ("one", True), ("two", False), ("three", True)):
+            if changed:
+                canary.weights_changed()
+            canary.generate([sample(words), sample("another")], config, 1, engines)
+        assert (config.max_tokens, config.top_p) == (100, 0.5)
+
+    run_rank_groups(1, work)
+    ids = [
+        SampleId(phase="eval", step=0, number=ROUND, group=0, index=k) for k in range(COMPLETIONS)
+    ]
+    assert [(words, asked) for words, asked, _ in engines.asked] == [("one", ids)] * 2
+    for _, _, config in engines.asked:
+        assert (config.max_tokens, config.temperature) == (MAX_TOKENS, 0.7)
+        assert (config.top_p, config.top_k, config.min_p) == (1.0, -1, 0.0)
+
+
+@pytest.mark.parametrize(("num_engines", "groups"), [(1, [[0], [1]]), (3, [[0, 1], [2, 3]])])
+def test_there_is_a_request_for_each_engine(num_engines: int, groups: list[list[int]]) -> None:
+    """Rank 0 calls all engines; both ranks share the requests, under ids of their own."""
+
+    def work(ranks: ThreadRanks) -> list[int]:
+        engines, canary = Engines(), make(ranks)
+        canary.generate([sample("one")], RequestConfig(), num_engines * (1 - ranks.rank), engines)
+        [(_, ids, _)] = engines.asked
+        assert [i.index for i in ids] == [*range(COMPLETIONS)] * (len(ids) // COMPLETIONS)
+        return [i.group for i in ids[::COMPLETIONS]]
+
+    assert run_rank_groups(2, work) == groups
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked"),
+    [
+        (["ab", "cd", "e<", ">h"], "<"),  # the first image of the first rank that has one
+        (["ab", "cd"], "a"),
+    ],
+)
+def test_all_ranks_ask_the_same_with_media_where_there_are_any(rows: list[str], asked: str) -> None:
+    def work(ranks: ThreadRanks) -> list[Any]:
+        engines, canary = Engines(), make(ranks)
+        samples = [sample(word) for word in rows[ranks.rank]]
+        for one in samples:
+            one.images = ["f.png"] if one.messages[-1]["content"] in "<>" else []
+        for _ in range(2):
+            canary.weights_changed()
+            canary.generate(samples, RequestConfig(), 1, engines)
+        return [words for words, _, _ in engines.asked]
+
+    assert run_rank_groups(len(rows), work) == [[asked] * 2] * len(rows)
+
+
+@pytest.mark.parametrize(("failing", "num_forwards"), [(None, 2), (1, 0)])
+def test_every_rank_makes_the_same_forwards(
+    failing: int | None, num_forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are gathered in a forward: rows that cannot be encoded on one rank keep no other
+    waiting."""
+    calls: list[int] = []
+    warnings: list[str] = []
+    monkeypatch.setattr(sync.logger, "warning", warnings.append)
+
+    def work(ranks: ThreadRanks) -> float | None:
+        def encode(samples: Any) -> None:
+            if ranks.rank == failing:
+                raise OSError("no such image")
+
+        def gaps_of(samples: Any, batch: Any) -> list[None]:
+            calls.append(1)
+            return [None] * COMPLETIONS
+
+        canary = make(ranks)
+        canary.generate([sample("one")], RequestConfig(), 1, Engines())
+        return canary.judge(encode, gaps_of, step=3)
+
+    assert run_rank_groups(2, work) == [None, None]
+    assert len(calls) == num_forwards
+    assert ["on rank 1 OSError: no such image" in text for text in warnings] == [True] * bool(
+        failing
+    )
+
+
+@pytest.mark.parametrize(
+    ("gaps", "expected"),
+    [
+        ({"engine 0": [0.01, 0.04], "engine 1": [0.0, 0.0]}, 0.01),
+        ({"engine 0": [0.04, 0.04], "engine 1": [0.0, 0.0]}, 0.04),  # the limit, four times 0.01
+        ({"engine 0": [0.001, 0.002], "engine 1": [0.05, 0.06]}, "engine 1"),
+        ({"engine 0": [0.0, 0.0], "engine 1": [0.001, NAN]}, "engine 1"),  # wherever it stands
+        ({"engine 0": [NAN, 9.0], "engine 1": [0.0, 0.0]}, "engine 0"),
+        ({"engine 0": [9.0, 0.01], "engine 1": [0.0, 9.0]}, 0.01),  # an expert chosen otherwise
+        ({"engine 0": [9.0, 9.0], "engine 1": [0.0, 9.0]}, "engine 0"),
+        ({"engine 0": [None, 9.0], "engine 1": [None, None]}, "engine 0"),  # cannot be compared
+        ({"engine 0": [None, None], "engine 1": [None, None]}, None),
+    ],
+)
+def test_an_engine_is_at_fault_where_all_its_completions_say_so(
+    gaps: dict[str, Any], expected: Any
+) -> None:
+    found, other = judged(gaps, size=2)
+    assert found == other
+    if isinstance(expected, str):
+        assert str(found).startswith(f"{expected} does not sample with the trainer's weights")
+        assert "at step 3 the canary's log-probabilities lie " in str(found)
+        assert "the mean of 2 tokens, in each of 2 completions above the 0.04" in str(found)
+    else:
+        assert found == expected
+
+
+def test_a_gap_may_be_a_warning_and_an_idle_canary_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warnings: list[str] = []
+    told: list[str] = []
+    monkeypatch.setattr(sync.logger, "warning", warnings.append)
+    monkeypatch.setattr(sync.logger, "info", told.append)
+    assert judged({"engine 0": [9.0, 9.0]}, action="warn") == [9.0]
+    assert [text.startswith("engine 0 does not sample") for text in warnings] == [True]
+    assert told == []
+    assert judged({}, action="off") == judged({}, off="this is async") == [None]
+    assert told == ["--rollout_canary stop has no effect: this is async."]
+
+
+def test_two_prompts_are_not_compared() -> None:
+    """Both are in the forward; the round names the one that differs."""
+    template = SimpleNamespace(placeholder_tokens=[90], tokenizer=SimpleNamespace(decode=str))
+    logps = torch.tensor([[-0.5], [-2.0]])
+    trainer: Any = SimpleNamespace(
+        template=template,
+        model=torch.nn.Linear(1, 1),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        _get_per_token_logps_and_entropies=lambda *_: (logps, None),
+    )
+    samples = [sample("one"), sample("one")]
+    for one, prompt in zip(samples, ([1, 2], [1, 3]), strict=True):
+        one.request_id, one.response_token_ids = "eval-0.0-0-0", [[5]]
+        one.encoded = {"input_ids": [1, 2, 5]}
+        one.rollout_prompt_ids = prompt  # type: ignore[attr-defined]
+    batch: Any = SimpleNamespace(
+        rollout_per_token_logps=torch.tensor([[-1.0], [-1.0]]), completion_mask=torch.ones(2, 1)
+    )
+    assert compare.sample_gaps(trainer, samples, ({}, batch)) == [Gap(0.5, 1, 0.5), None]
+    assert compare.mean_gaps(trainer, samples, ({}, batch)) == [(0.5, 1), None]
+    batch.rollout_per_token_logps = None
+    assert compare.sample_gaps(trainer, samples, ({}, batch)) == [None, None]

@@ -1,0 +1,318 @@
+"""Weight updates: what is compared with what, and how a failure ends the run on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from swift.rlhf_trainers.utils import FlattenedTensorBucket
+
+from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+from swift_grpo_ext.weights import sync
+from swift_grpo_ext.weights.checksums import WeightChecksums, WeightUpdateError, weight_checksums
+from swift_grpo_ext.weights.layout import StateDict
+from swift_grpo_ext.weights.sync import WeightSync
+from tests.ranks import ThreadRanks, run_rank_groups
+
+WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+
+
+def changed() -> StateDict:
+    return {**WEIGHTS, "b": torch.tensor([4.0])}
+
+
+class Servers:
+    """Two workers, which hold what was loaded; keeps what is asked of it. As ms-swift's client it
+    takes adapters."""
+
+    def __init__(self, second: StateDict | None = None, **failures: Exception) -> None:
+        self.loaded: list[StateDict] = [{}, {}]
+        self.calls: list[str] = []
+        self._second, self.failures = second, failures
+        self.fault: WeightChecksums = {}
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name.split()[0] in self.failures:
+            raise self.failures[name.split()[0]]
+
+    def load(self, state_dict: StateDict) -> None:
+        self._call(f"load {' '.join(state_dict)}")
+        self.loaded[0] |= state_dict
+        self.loaded[1] |= {n: (self._second or state_dict)[n] for n in state_dict}
+
+    def bounded(self) -> Any:
+        return nullcontext()
+
+    def reconnect(self, *, again: bool = False) -> bool:
+        self._call("reconnect again" if again else "reconnect")
+        return again
+
+    def loaded_checksums(self) -> list[tuple[str, WeightChecksums]]:
+        self._call("checksums")
+        sums = [(f"worker {i}", weight_checksums(w.items())) for i, w in enumerate(self.loaded)]
+        self.loaded = [{}, {}]
+        return [(name, of_worker | self.fault) for name, of_worker in sums]
+
+    def update_adapter_flattened_param(self, config: Any, metadatas: Any, flattened: Any) -> None:
+        bucket = FlattenedTensorBucket(flattened_tensor=flattened, metadata=metadatas)
+        self.load(bucket.reconstruct_tensors())
+
+    def update_adapter_param(self, config: Any, tensors: StateDict) -> None:
+        self.load(tensors)
+
+
+def update(
+    servers: Servers | None, move: Callable[[WeightSync, int, bool], None], size: int = 1
+) -> list[str]:
+    """What the update raised on each rank; rank 0 has the servers."""
+
+    def work(ranks: ThreadRanks) -> str:
+        weights = WeightSync(ranks, servers if ranks.rank == 0 else None)
+        try:
+            weights.update(lambda made_anew: move(weights, ranks.rank, made_anew))
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        return ""
+
+    return run_rank_groups(size, work)
+
+
+def sends(servers: Servers) -> Callable[[WeightSync, int, bool], None]:
+    """ms-swift's update, which sends in two parts; other ranks take part."""
+
+    def move(weights: WeightSync, rank: int, made_anew: bool) -> None:
+        for name, tensor in WEIGHTS.items():
+            weights.send({name: tensor}, servers.load if rank == 0 else lambda _: None)
+
+    return move
+
+
+def test_an_update_is_sent_and_compared_on_every_worker() -> None:
+    """Each with what it sent itself, a second one too, and one that sends nothing with nothing."""
+    servers = Servers()
+    weights = WeightSync(SingleRank(), servers)
+    for _ in range(2):
+        weights.update(lambda _: sends(servers)(weights, 0, False))
+    assert servers.calls == ["reconnect", "load a", "load b", "checksums"] * 2
+    weights.update(lambda _: weights.send({"a": WEIGHTS["a"]}, servers.load))  # `b` is not missed
+    weights.update(lambda _: None)
+    assert servers.calls[-3:] == ["load a", "checksums", "reconnect"]
+
+
+def test_other_ranks_take_part_and_send_nothing() -> None:
+    servers, took_part = Servers(), []
+
+    def move(weights: WeightSync, rank: int, _: bool) -> None:
+        weights.send(WEIGHTS, servers.load if rank == 0 else lambda _: took_part.append(rank))
+        assert weights._sent == (weight_checksums(WEIGHTS.items()) if rank == 0 else {})
+
+    assert update(servers, move, size=3) == [""] * 3
+    assert sorted(took_part) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("servers", "error", "calls"),
+    [
+        (
+            Servers(second=changed()),
+            r"WeightUpdateError: worker 1 does not hold .* 1 arrived changed \(b\)",
+            ["reconnect", "load a", "load b", "checksums"],
+        ),
+        # Ranks agree before the first of them gathers weights, where others would wait for it.
+        (Servers(reconnect=ConnectionError("gone")), "ConnectionError: gone", ["reconnect"]),
+        (
+            Servers(load=ConnectionError("reset")),  # is tried twice; the rest is gathered only
+            "ConnectionError: reset",
+            ["reconnect", "load a", "reconnect again", "load a"],
+        ),
+    ],
+)
+def test_a_failure_at_the_servers_ends_every_rank(
+    servers: Servers, error: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(sync.logger, "error", logged.append)
+    first, second = update(servers, sends(servers), size=2)
+    with pytest.raises(AssertionError, match=f"^{error}"):
+        raise AssertionError(first)
+    assert second == f"WeightUpdateError: The weight update failed on rank 0: {first}"
+    assert set(logged) == {f"The weight update failed on rank 0: {first}"}
+    assert servers.calls == calls
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_on_one_rank_ends_all_and_is_not_tried_again(failing: int) -> None:
+    """The rank itself keeps its own exception; the others name it."""
+    servers = Servers()
+
+    def move(weights: WeightSync, rank: int, made_anew: bool) -> None:
+        sends(servers)(weights, rank, made_anew)
+        if rank == failing:
+            raise MemoryError("too small") if failing else WeightUpdateError("refused")
+
+    own = "MemoryError: too small" if failing else "WeightUpdateError: refused"
+    expected = [f"WeightUpdateError: The weight update failed on rank {failing}: {own}"] * 2
+    expected[failing] = own
+    assert update(servers, move, size=2) == expected
+    assert servers.calls.count("load a") == 1
+
+
+def test_an_update_that_was_not_sent_is_made_once_more() -> None:
+    """With all weights, on all ranks, and with the base of adapters where a group is new."""
+    servers = Servers(load=ConnectionError("reset"))
+    moves: list[tuple[int, bool]] = []
+
+    def move(weights: WeightSync, rank: int, made_anew: bool) -> None:
+        moves.append((rank, made_anew))
+        sends(servers)(weights, rank, made_anew)
+        if rank == 0:
+            servers.failures.clear()
+
+    assert update(servers, move, size=2) == ["", ""]
+    assert sorted(moves) == [(0, False), (0, True), (1, False), (1, True)]
+    assert servers.calls[:3] == ["reconnect", "load a", "reconnect again"]
+    assert servers.calls[-1] == "checksums"
+
+
+# --- colocated ---
+
+
+class Engine:
+    """A colocated engine that takes some weights, through vLLM's `load_weights` or its CPU way."""
+
+    def __init__(self, taken: StateDict, filled: set[str] | None = None) -> None:
+        self._taken, self._filled = taken, filled
+        self.inner_model = self.engine = self
+        self.model_config = None
+
+    def named_parameters(self) -> list[tuple[str, None]]:
+        return [("ab", None), ("c", None)]
+
+    def load_weights(self, weights: Any) -> set[str] | None:
+        assert dict(weights) == self._taken
+        return self._filled
+
+    def reload_weights(self, weights: Any) -> None:
+        assert dict(weights).keys() == WEIGHTS.keys()
+        self.load_weights(self._taken.items())
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("taken", "filled", "message"),
+    [
+        (WEIGHTS, None, None),  # an engine that does not say what it filled
+        (WEIGHTS, {"ab", "c"}, None),
+        (changed(), None, r"The colocated engine of rank 0 .* arrived changed \(b\)"),
+        ({"a": WEIGHTS["a"]}, None, r"1 did not arrive \(b\)"),
+        (WEIGHTS, {"ab"}, r"1 of its parameters were left as they were \(c\)"),
+        (WEIGHTS, set(), r"2 did not arrive \(a, b\)"),
+    ],
+)
+def test_what_a_colocated_engine_takes_is_compared(
+    taken: StateDict,
+    filled: set[str] | None,
+    message: str | None,
+    on_gpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync, "has_accelerator", lambda: on_gpu)
+    engine: Any = Engine(taken, filled)
+    weights = WeightSync(SingleRank(), None)
+
+    def load(state_dict: StateDict) -> None:
+        engine.load_weights(taken.items())
+
+    for _ in range(2):
+        with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
+            weights.update(lambda _: weights.load_colocated(WEIGHTS, engine, load))
+
+
+# --- adapters ---
+
+
+@pytest.mark.parametrize("flattens", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({}, None),
+        ({"b": "float32 (1,) 01"}, r"worker 0 .*1 arrived changed \(b\)"),
+        ({ADAPTER_FAULT: "why"}, r"worker 0 does not generate with the trainer's adapter\. why"),
+    ],
+)
+def test_an_adapter_is_sent_and_compared(
+    flattens: bool, fault: WeightChecksums, message: str | None
+) -> None:
+    client: Any = Servers()
+    client.fault = fault
+    weights = WeightSync(SingleRank(), client)
+
+    def send() -> None:
+        """The end of ms-swift's `_move_adapter_to_vllm`."""
+        if flattens:
+            bucket = FlattenedTensorBucket(named_tensors=list(WEIGHTS.items()))
+            parts = bucket.get_metadata(), bucket.get_flattened_tensor()
+            client.update_adapter_flattened_param(LoraConfig(), *parts)
+        else:
+            client.update_adapter_param(LoraConfig(), WEIGHTS)
+
+    with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
+        weights.update(lambda _: weights.send_adapter(client, send))
+    assert client.calls == ["reconnect", "load a b", "checksums"]
+    assert not [name for name in vars(client) if name.startswith("update_")]
+
+
+def test_after_a_failure_an_adapter_is_gathered_and_not_sent() -> None:
+    client: Any = Servers()
+    gathered: list[int] = []
+
+    def move(weights: WeightSync, rank: int, made_anew: bool) -> None:
+        if rank == 0:
+            weights._note(WeightUpdateError("refused"))
+
+        def gather() -> None:
+            gathered.append(rank)
+            if rank == 0:
+                client.update_adapter_param(LoraConfig(), WEIGHTS)
+
+        weights.send_adapter(client, gather)
+
+    first, second = update(client, move, size=2)
+    assert (first, "failed on rank 0" in second) == ("WeightUpdateError: refused", True)
+    assert (sorted(gathered), client.calls) == ([0, 1], ["reconnect"])
+
+
+@pytest.mark.parametrize("fault", ["", "no"])
+def test_a_colocated_engine_that_refuses_an_adapter_ends_the_update(fault: str) -> None:
+    class Manager:
+        _adapter_manager = SimpleNamespace(
+            get_adapter=lambda _: SimpleNamespace(loras={"q": 1}),
+            lora_index_to_id=[111],
+            modules={"q": 1},
+        )
+
+        def add_adapter(self, request: Any) -> bool:
+            if fault:
+                raise ValueError(fault)
+            for tensor in request.lora_tensors.values():
+                tensor *= 4  # as vLLM scales them, in a copy of the engine's own
+            return True
+
+    manager: Any = Manager()
+    engine: Any = SimpleNamespace()
+    engine.inner_model_executor = engine.driver_worker = engine.worker = engine
+    engine.model_runner = SimpleNamespace(lora_manager=manager)
+    weights, tensor = WeightSync(SingleRank(), None), torch.ones(2)
+    tensors = {"q.lora_A.weight": tensor}
+    request = SimpleNamespace(lora_tensors=tensors, lora_int_id=111, peft_config={"r": 8})
+    refused = pytest.raises(WeightUpdateError, match="vLLM refuses the adapter: no Give")
+    with refused if fault else nullcontext():
+        weights.update(lambda _: weights.load_adapter(engine, lambda: manager.add_adapter(request)))
+    assert torch.equal(tensor, torch.ones(2))
