@@ -107,7 +107,7 @@ PATCHES = (
     ),
     Patch(
         names=("SwiftRolloutDeploy._require_api_key",),
-        made_in="server/api_key",
+        made_in="server/routes",
         symptom="`--api_key` is printed with the command line and the arguments, and no training "
         "can use such a server: ms-swift's client sends no header.",
         upstream="ms-swift 4.6, pipelines/infer/rollout.py and rlhf_trainers/vllm_client.py",

@@ -64,7 +64,7 @@ swift.rlhf_trainers
     GRPOConfig
 swift.rlhf_trainers:GRPOTrainer
     (): model ref_model reward_model reward_funcs _args kwargs
-    _add_prompt_id_to_inputs _compute_rewards_per_func _prepare_batch_inputs
+    _add_prompt_id_to_inputs _compute_rewards_per_func _prepare_batch_inputs _preprocess_inputs
         samples2requests split_by_mini_batches: self samples
     _engine_infer: self infer_requests request_config use_tqdm
     _gather_teacher_requests: self requests since 4.6

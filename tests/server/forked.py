@@ -38,10 +38,10 @@ from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.rlhf_trainers import vllm_client
 from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.rlhf_trainers.vllm_client import VLLMClient
-from swift_grpo_ext.rollout.draw import RankBatch, draw, to_rollout_output
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.generate import generate, to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import routes
@@ -336,23 +336,23 @@ class Training:
             for group in range(share * ranks.rank, share * (ranks.rank + 1))
             for index in range(GROUP_SIZE)
         ]
-        batch = RankBatch(
-            sample_ids=sample_ids,
-            fingerprints=[f"{s.group}" for s in sample_ids],
-            request=lambda _: RolloutInferRequest(messages=[{"role": "user", "content": "?"}]),
-            metadata=lambda sample_id, count: RequestMetadata(
-                sample_id=sample_id, count=count, run_seed=42, packed=True
-            ),
-            grouped=True,
-        )
 
-        def generate(requests: list[Any], metadatas: Any) -> list[list[RolloutOutput]]:
+        def call_engine(requests: list[Any], metadatas: Any) -> list[list[RolloutOutput]]:
             answers = connected.infer(requests, metadatas, RequestConfig(max_tokens=8))
             names = {c.replica for completions, _ in answers for c in completions}
             self.drew[step] = {int(name.split()[-1]) for name in names}
             return [[to_rollout_output(c, ids) for c in cs] for cs, ids in answers]
 
-        outputs, _ = draw(batch, ranks, generate)
+        outputs, _ = generate(
+            sample_ids,
+            [f"{s.group}" for s in sample_ids],
+            make_request=lambda _: RolloutInferRequest(messages=[{"role": "user", "content": "?"}]),
+            make_metadata=lambda sample_id, count: RequestMetadata(
+                sample_id=sample_id, count=count, run_seed=42, packed=True
+            ),
+            sharing=ranks,
+            call_engine=call_engine,
+        )
         return [output.response.choices[0].token_ids for output in outputs]
 
 

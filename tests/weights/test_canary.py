@@ -10,8 +10,8 @@ import pytest
 import torch
 from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import OnPolicySample
-from swift_grpo_ext.rollout.draw import to_rollout_output
 
+from swift_grpo_ext.rollout.generate import to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training import compare
