@@ -4,7 +4,7 @@ that are killed or wait.
 What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults with the
 step at which a rollout meets them and the replica, with the word `weights`, or with the word
 `trainer` and a rank, which meets them between a step's rollout and its training if the reward
-`fate` is asked for.
+`fate` is asked for. `MAX_RESTARTS` is how often a server starts replicas anew.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from swift.rewards import ORM, orms
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.server import replicas
 
 CANARY = 2**31
 """As in weights/sync.py, which a server has no need to import."""
@@ -109,6 +110,7 @@ def install() -> None:
     from swift_grpo_ext.rollout import engine
 
     orms["fate"] = Fate
+    replicas.MAX_RESTARTS = int(os.environ.get("MAX_RESTARTS", "3"))
     engine.RolloutEngine = FailingEngine  # type: ignore[misc]  # the trainer installs it
     rollout = sys.modules.get("swift.pipelines.infer.rollout")
     if rollout is not None:

@@ -64,9 +64,13 @@ def server(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("server")
     at, log = folder / "armed", folder / "log"
     at.mkdir()
-    bounds = ("--rollout_timeout", str(TIMEOUT), "--rollout_restarts", str(NUM_LOST))
+    bounds = ("--rollout_timeout", str(TIMEOUT))
     argv = server_argv(assets, "--vllm_data_parallel_size", "2", *bounds, plugins=PLUGINS)
-    env = {"ARMED": str(at), **faults({"weights": "ignore", "replica": 1})}
+    env = {
+        "ARMED": str(at),
+        "MAX_RESTARTS": str(NUM_LOST),
+        **faults({"weights": "ignore", "replica": 1}),
+    }
     with (
         rollout_server(*argv, log=log, env=env) as port,
         armed.breaking_proxy(port, at) as proxy,

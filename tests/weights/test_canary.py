@@ -206,7 +206,7 @@ def test_two_prompts_are_not_compared() -> None:
     )
     samples = [sample("one"), sample("one")]
     for one, prompt in zip(samples, ([1, 2], [1, 3]), strict=True):
-        one.request_id, one.response_token_ids = "eval-0.0-0-0", [[5]]
+        one.sample_id, one.response_token_ids = "the canary", [[5]]  # type: ignore[attr-defined]
         one.encoded = {"input_ids": [1, 2, 5]}
         one.rollout_prompt_ids = prompt  # type: ignore[attr-defined]
     batch: Any = SimpleNamespace(
