@@ -69,12 +69,7 @@ def _order(num_rows: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(num_rows, generator=generator)
 
 
-def rank_share(indices: Sequence[int], rank: int, num_ranks: int, sharing: int = 1) -> list[int]:
-    """Return a rank's share of a generation batch, which ranks divide evenly and in order.
-
-    Args:
-        sharing: number of neighbouring ranks that run one engine; their shares come together.
-    """
+def rank_share(indices: Sequence[int], rank: int, num_ranks: int) -> list[int]:
+    """Return a rank's share of a generation batch, which ranks divide evenly and in order."""
     share = len(indices) // num_ranks
-    first = rank - rank % sharing
-    return list(indices[share * first : share * (first + sharing)])
+    return list(indices[share * rank : share * (rank + 1)])

@@ -203,15 +203,12 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _resampled_rows(self) -> Iterator[list[Any]]:
         """Yield this rank's rows of each round that dynamic sampling adds."""
-        while True:
-            yield self._rows(*self._added_batch(self._rounds.begin_resampling()))
-
-    def _added_batch(self, position: int) -> tuple[EpochSampler, int, int]:
-        """Return the order of the rows that dynamic sampling adds, with epoch and batch in it."""
         upstream = GRPOTrainer._get_train_sampler(self)
         upstream.seed = (upstream.seed or 0) + 1  # as ms-swift: not the order of training
         sampler = EpochSampler(upstream, int)
-        return sampler, *divmod(position, sampler.num_batches)
+        while True:
+            position = self._rounds.begin_resampling()
+            yield self._rows(sampler, *divmod(position, sampler.num_batches))
 
     def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
         indices = rank_share(sampler.batch(epoch, batch), self.ranks.rank, self.ranks.size)
