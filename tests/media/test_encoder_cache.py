@@ -17,14 +17,11 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.media import encoder_cache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
 from swift_grpo_ext.media.lazy_concat import LazyConcat
-from tests.ranks import run_ranks
 
 SMALL = {"hidden_size": 16, "num_heads": 2, "depth": 2, "patch_size": 2, "temporal_patch_size": 1}
 
@@ -41,6 +38,7 @@ class Counted(nn.Module):
         own = tower.forward
 
         def forward(hidden_states: Tensor, **kwargs: Any) -> Any:
+            assert type(hidden_states) is Tensor  # joined, if it was to be joined late
             grid = kwargs.get("grid_thw")
             self.seen.append(len(hidden_states if grid is None else grid))
             return own(hidden_states, **kwargs)
@@ -126,27 +124,7 @@ def test_a_group_and_its_later_passes_encode_each_image_once() -> None:
     assert model.calls() == [3]
 
 
-def test_layers_between_are_told_apart_too() -> None:
-    config = Qwen3VLVisionConfig(
-        **SMALL,
-        intermediate_size=32,
-        out_hidden_size=8,
-        deepstack_visual_indexes=[0],
-        num_position_embeddings=16,
-    )
-    model = Counted(Qwen3VLVisionModel(config))
-    a, b = images(WIDE, TALL)
-    expected = see(model, [a, b, b], [WIDE, TALL, TALL])
-    EncoderCache(1.0, model)
-    for _ in range(2):
-        output = see(model, [a, b, b], [WIDE, TALL, TALL])
-        assert_equal(output, expected)
-        assert len(pytree.tree_leaves(output)) > 1
-    assert model.calls() == [3, 2, 1, 2]
-
-
-@pytest.mark.parametrize("asked", [{}, {"output_hidden_states": True}])
-def test_a_tower_of_whole_images(asked: dict[str, Any]) -> None:
+def test_a_tower_of_whole_images() -> None:
     config = SiglipVisionConfig(
         hidden_size=16,
         intermediate_size=32,
@@ -158,9 +136,9 @@ def test_a_tower_of_whole_images(asked: dict[str, Any]) -> None:
     model = Counted(SiglipVisionModel(config))
     a, b = torch.randn(2, 1, 3, 8, 8)
     shown = torch.cat([a, b, a, a])
-    expected = model.visual(shown, **asked)
+    expected = model.visual(shown, output_hidden_states=True)
     EncoderCache(1.0, model)
-    ours = model.visual(shown, **asked)
+    ours = model.visual(shown, output_hidden_states=True)
     torch.testing.assert_close(ours.last_hidden_state, expected.last_hidden_state)
     torch.testing.assert_close(ours.hidden_states, expected.hidden_states)
     assert model.calls() == [4, 2, 1, 2]
@@ -212,21 +190,17 @@ def test_what_is_trained_or_adapted_is_left_alone() -> None:
         assert model.visual.patch_embed.proj.weight.grad is not None
 
 
-def room_for(num_images: float) -> float:
-    """Gigabytes of what the tower says of so many images."""
-    output = see(qwen(), images(WIDE), [WIDE])
-    return num_images * sum(leaf.nbytes for leaf in pytree.tree_leaves(output)) / BYTES_PER_GB
-
-
 @pytest.mark.parametrize(
     ("num_images", "first", "second"),
-    [(0, [4], [4]), (0.01, [2, 1, 2], [2]), (1.1, [2, 1, 2], [1]), (2.1, [2, 1, 2], [])],
+    [(0, [4], [4]), (0.99, [2, 1, 2], [2]), (1.0, [2, 1, 2], [1]), (2.0, [2, 1, 2], [])],
 )
 def test_the_bound(num_images: float, first: list[int], second: list[int]) -> None:
     """What does not fit is made once a call."""
+    output = see(qwen(), images(WIDE), [WIDE])
+    num_bytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(output))
     model = qwen()
     a, b = images(WIDE, WIDE)
-    EncoderCache(room_for(num_images), model)
+    EncoderCache(num_images * num_bytes / BYTES_PER_GB * (1 + 1e-9), model)
     for calls in (first, second):
         see(model, [a, a, b, b], [WIDE] * 4)
         assert model.calls() == calls
@@ -251,15 +225,16 @@ def fail(*_: Any) -> Any:
     raise ValueError("no content that can be named")
 
 
-@pytest.mark.parametrize("name", ["image_keys", "_are_close", "_split"])
+@pytest.mark.parametrize("name", ["image_keys", "_split"])
 def test_what_fails_leaves_calls_as_they_are(
     name: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that only saves time ends a run."""
     model = qwen()
     a, b = images(WIDE, WIDE)
-    shown, grids = [a, a, b], [WIDE] * 3
-    expected = see(model, shown, grids)
+    grids = [WIDE] * 3
+    expected = see(model, [a, a, b], grids)
+    shown = [LazyConcat([part]) for part in (a, a, b)]
     cache = EncoderCache(1.0, model)
     cache.forget()
     model.calls()
@@ -271,48 +246,19 @@ def test_what_fails_leaves_calls_as_they_are(
     assert_equal(see(model, shown, grids), expected)
     assert model.calls() == [3]
     cache.agree(alone)
-    [told] = warnings
-    assert told == (
-        "--encoder_cache_gb has no effect on visual: ValueError: no content that can be named"
-    )
+    reason = "ValueError: no content that can be named"
+    assert warnings == [f"--encoder_cache_gb has no effect on visual: {reason}"]
 
 
-def test_what_fails_on_one_rank_is_off_on_all(
-    warnings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def work(rank: int, gather: Any) -> bool:
-        cache = caches[rank]
-        assert cache.is_on == (rank == 0)
-        cache.agree(gather)
-        return cache.is_on
-
-    caches = [EncoderCache(1.0, qwen()) for _ in range(2)]
-    caches[1].towers[0].switch_off("it is another one")
-    assert run_ranks(2, work) == [False, False]
-    assert set(warnings) == {"--encoder_cache_gb has no effect on visual: it is another one"}
-
-
-def test_a_late_failure_joins_what_was_to_be_joined_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = qwen()
-    [a] = images(WIDE)
-    grids = [WIDE, WIDE]
-    expected = see(model, [a, a], grids)
-    EncoderCache(1.0, model)
-    monkeypatch.setattr(encoder_cache, "image_keys", fail)
-    own, seen = model.visual.patch_embed.forward, list[type]()
-
-    def forward(values: Tensor) -> Tensor:
-        seen.append(type(values))
-        return own(values)
-
-    monkeypatch.setattr(model.visual.patch_embed, "forward", forward)
-    late = torch.cat([LazyConcat([part]) for part in (a, a)])
-    assert_equal(model.visual(late, grid_thw=torch.tensor(grids)), expected)
-    assert set(seen) == {Tensor}
+def test_what_fails_on_one_rank_is_off_on_all(warnings: list[str]) -> None:
+    cache = EncoderCache(1.0, qwen())
+    assert cache.agree(lambda own: [own, (3, ["it is another one"])]) == 3
+    assert not cache.is_on
+    assert warnings == ["--encoder_cache_gb has no effect on visual: it is another one"]
 
 
 class Stub(nn.Module):
-    """A tower that says what it was given; `forward` is the given function."""
+    """Return what it was given; `forward` is the given function."""
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -363,11 +309,6 @@ def moon_vit(self: Any, pixel_values: Tensor, grid_hws: Tensor) -> Tensor:
     return self.say(pixel_values)
 
 
-def deep_clip(self: Any, x: Tensor, patch_embeds: Tensor) -> Tensor:
-    """DeepSeek-OCR calls `vision_model(patches, local_features_1)`."""
-    return self.say(x)
-
-
 def ernie(self: Any, hidden_states: Tensor, grid_thw: Tensor, lengths: Any = None) -> Tensor:
     """Ernie 4.5 VL is called with its grid by position; audio towers take lengths too."""
     return self.say(hidden_states)
@@ -379,14 +320,11 @@ ONE, TWO = [1, 2, 2], [[1, 2, 2]] * 2
 @pytest.mark.parametrize(
     ("forward", "given", "num_calls"),
     [
-        (dasheng, (torch.randn(2, 16), torch.tensor([16, 12])), 1),
         (dasheng, (torch.randn(8, 16), torch.tensor(TWO)), 1),
         (moon_vit, (torch.randn(8, 3, 2, 2), torch.tensor([[2, 2], [2, 2]])), 1),
-        (deep_clip, (torch.randn(2, 3, 4, 4), torch.randn(2, 8, 2, 2)), 1),
         (ernie, (torch.randn(8, 16), torch.tensor(TWO).float()), 1),
         (ernie, (torch.randn(8, 16), torch.tensor([ONE, [1, 2, 1]])), 1),
         (ernie, (torch.randn(8, 16), torch.tensor([[2, 2], [2, 2]])), 1),
-        (ernie, (torch.randn(8, 16), torch.tensor(8)), 1),
         (ernie, (torch.randn(8, 16), TWO), 1),
         (ernie, (torch.randn(8, 16), torch.tensor(TWO), torch.ones(2)), 1),
         (ernie, (torch.randn(8, 16), torch.tensor(TWO)), 3),

@@ -25,10 +25,8 @@ def group() -> Any:
 @pytest.mark.parametrize(
     ("change", "num_distinct"),
     [
-        (lambda x: x, 2),
         (lambda x: x.to("cpu:0"), 2),
-        (lambda x: x.type(torch.bfloat16), 2),
-        (lambda x: x.to(torch.float64).detach(), 2),
+        (lambda x: x.to(torch.bfloat16).detach(), 2),
         (lambda x: torch.cat([x, x], dim=0), 2),
         (lambda x: torch.cat([x, torch.ones(1, 3)]), 3),
         (copy.deepcopy, 2),
@@ -43,16 +41,10 @@ def test_what_moves_or_extends_it_joins_nothing(change: Any, num_distinct: int) 
     assert torch.equal(changed, expected)
 
 
-def test_a_group_holds_the_memory_of_its_image_once() -> None:
-    assert [part.data_ptr() for part in group().distinct] == [IMAGE.data_ptr(), OTHER.data_ptr()]
-
-
 @pytest.mark.parametrize(
     "read",
     [
-        lambda x: x + 1,
-        lambda x: x[3:5],
-        lambda x: x.view(2, -1),
+        lambda x: x[3:5] + 1,
         lambda x: torch.stack([x, x]),
         lambda x: torch.cat([x, x], dim=1),
         lambda x: torch.cat([x, torch.ones(1, 3, dtype=torch.float64)]),
@@ -79,20 +71,12 @@ def test_what_is_written_to_it_stays_and_reaches_no_part() -> None:
 
 
 def test_pieces_lie_within_parts_and_else_it_is_joined() -> None:
-    whole, halves, across = group(), group(), group()
-    assert [p.data_ptr() for p in whole.split_parts([4, 2, 4])] == [
-        IMAGE.data_ptr(),
-        OTHER.data_ptr(),
-        IMAGE.data_ptr(),
-    ]
-    for lazy, sizes in (
-        (halves, [2, 2, 1, 1, 4]),
-        (group(), [0, 4, 2, 0, 4, 0, 0]),
-        (across, [5, 5]),
-    ):
-        expected = JOINED.split(sizes)
-        assert all(map(torch.equal, lazy.split_parts(sizes), expected))
-    assert (len(halves.distinct), len(across.distinct)) == (2, 1)
+    memory = [part.data_ptr() for part in (IMAGE, OTHER, IMAGE)]
+    assert [piece.data_ptr() for piece in group().split_parts([4, 2, 4])] == memory
+    for sizes, num_distinct in (([2, 2, 1, 1, 4], 2), ([0, 4, 2, 0, 4, 0, 0], 2), ([5, 5], 1)):
+        lazy = group()
+        assert all(map(torch.equal, lazy.split_parts(sizes), JOINED.split(sizes)))
+        assert len(lazy.distinct) == num_distinct
 
 
 def test_images_have_the_keys_of_their_joined_patches() -> None:
@@ -103,20 +87,9 @@ def test_images_have_the_keys_of_their_joined_patches() -> None:
     assert keys[0] == keys[2] != keys[1]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.tensor(1.0),
-        IMAGE.to_sparse(),
-        torch.nested.nested_tensor([IMAGE, OTHER]),
-        IMAGE.clone().requires_grad_(),
-        nn.Parameter(IMAGE),
-        torch.empty(2, 3, device="meta"),
-        [IMAGE],
-        None,
-    ],
-    ids=["0-d", "sparse", "nested", "with a gradient", "parameter", "meta", "list", "none"],
-)
-def test_what_cannot_be_joined_late(value: Any) -> None:
-    assert not is_rows(value)
+def test_what_cannot_be_joined_late() -> None:
     assert is_rows(IMAGE)
+    sparse, nested = IMAGE.to_sparse(), torch.nested.nested_tensor([IMAGE, OTHER])
+    differentiable, meta = IMAGE.clone().requires_grad_(), torch.empty(2, 3, device="meta")
+    for value in (torch.tensor(1.0), sparse, nested, differentiable, meta, nn.Parameter(IMAGE), 7):
+        assert not is_rows(value)

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(swift.utils, "SafeMediaPath"), reason="ms-swift 4.5 has no such rule"
 )
 
-AUDIO = {"load_audio": {"sampling_rate": 16000}}
 REFUSED = f"outside the directories listed in the `{VARIABLE}`"
 
 
@@ -60,7 +59,6 @@ def in_each_place(text: str) -> list[dict[str, Any]]:
     return [
         *({"images": [text]}, {"videos": [text]}, {"audios": text}, {"videos": [[text, text]]}),
         {"rejected_images": [text]},
-        said([{"type": "text", "text": f"See <img>{text}</img>."}]),
         said([{"type": "text", "text": f"See <img>{text}"}, {"type": "text", "text": "</img>."}]),
         {"messages": [{"role": "system", "content": f"<img>{text}</img>"}]},
         {"messages": [{"role": "tool", "content": {"found": f"<img>{text}</img>"}}]},
@@ -129,6 +127,13 @@ def test_private_addresses_are_refused_unless_allowed(monkeypatch: pytest.Monkey
     check_media({"images": ["http://inside/c.png"]})
 
 
+def picture(width: int, height: int) -> bytes:
+    """A PNG of one colour: few bytes, whatever its size."""
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
 class Moved(BaseHTTPRequestHandler):
     """Sends `/moved` on to the same server under another name."""
 
@@ -137,10 +142,7 @@ class Moved(BaseHTTPRequestHandler):
         if self.path == "/moved":
             self.send_header("Location", f"http://localhost:{self.server.server_port}/secret")  # type: ignore[attr-defined]
         self.end_headers()
-        if self.path == "/large":
-            self.wfile.write(picture(300, 300))
-        else:
-            self.wfile.write(b"" if self.path == "/moved" else b"content")
+        self.wfile.write({"/large": picture(300, 300), "/there": b"content"}.get(self.path, b""))
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -151,35 +153,23 @@ def test_a_replica_judges_what_it_fetches(load: str, monkeypatch: pytest.MonkeyP
     for name in ("requests", "_load_audio_librosa"):
         monkeypatch.setattr(vision_utils, name, getattr(vision_utils, name))
     monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
     check_redirects.__wrapped__()
+    options = {"sampling_rate": 16000} if load == "load_audio" else {}
     server = HTTPServer(("127.0.0.1", 0), Moved)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
         assert vision_utils.load_file(f"{url}/there").read() == b"content"
         with pytest.raises(ValueError, match="the host 'localhost' is not listed"):
-            getattr(vision_utils, load)(f"{url}/moved", **AUDIO.get(load, {}))
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+            getattr(vision_utils, load)(f"{url}/moved", **options)
         with pytest.raises(ValueError, match=rf"{url}/large: a picture of 300 x 300 pixels"):
-            getattr(vision_utils, load)(f"{url}/large", **AUDIO.get(load, {}))
+            getattr(vision_utils, load)(f"{url}/large", **options)
     finally:
         server.shutdown()
         server.server_close()
 
 
-def picture(width: int, height: int) -> bytes:
-    """A PNG of one colour: few bytes, whatever its size."""
-    file = io.BytesIO()
-    Image.new("1", (width, height)).save(file, "PNG")
-    return file.getvalue()
-
-
-@pytest.fixture
-def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
-
-
-@pytest.mark.usefixtures("small_limit")
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("side", [300, 600])  # Pillow warns of the first, and refuses the second
 def test_pictures_of_too_many_pixels_are_refused_by_their_header(
@@ -188,56 +178,51 @@ def test_pictures_of_too_many_pixels_are_refused_by_their_header(
     def decode(*_: Any) -> None:
         raise AssertionError("decoded")
 
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
     monkeypatch.setattr(ImageFile.ImageFile, "load", decode)
-    large, small = picture(side, 300), picture(299, 300)
-    (allowed / "large.png").write_bytes(large)
-    (allowed / "small.png").write_bytes(small)
-    texts = [[base64.b64encode(data).decode() for data in (large, small)]]
-    texts.append([f"data:image/png;base64,{text}" for text in texts[0]])
+    (allowed / "large.png").write_bytes(picture(side, 300))
+    (allowed / "small.png").write_bytes(picture(299, 300))
+    large, small = (base64.b64encode(picture(width, 300)).decode() for width in (side, 299))
     late = io.BytesIO()  # a JPEG whose size stands behind 100 kB of colour profile
     Image.new("L", (side, 300)).save(late, "JPEG", icc_profile=bytes(100_000))
-    texts.append([base64.b64encode(late.getvalue()).decode(), texts[0][1]])
-    texts.append([str(allowed / "large.png"), f"file://{allowed}/small.png"])
     limit = "300 x 300 pixels; expected at most 89,700" if side == 300 else "size .180000 pixels"
-    for refused, taken in texts:
+    for refused, taken in (
+        (large, small),
+        (f"data:image/png;base64,{large}", f"data:image/png;base64,{small}"),
+        (str(allowed / "large.png"), f"file://{allowed}/small.png"),
+        (base64.b64encode(late.getvalue()).decode(), small),
+    ):
         for request in [*in_each_place(refused), {"images": [{"bytes": refused}]}]:
             with pytest.raises(ValueError, match=limit):
                 check_media(request)
         for request in [*in_each_place(taken), {"images": [{"bytes": taken}]}]:
             check_media(request)
     with pytest.raises(ValueError, match=r"^images: "):
-        check_media({"images": [texts[0][0]]})
+        check_media({"images": [large]})
     monkeypatch.delenv(VARIABLE)  # with it, base64 has to be strict
     with pytest.raises(ValueError, match=limit):
-        check_media({"images": [f"{texts[0][0][:80]}\n{texts[0][0][80:]}"]})
+        check_media({"images": [f"{large[:80]}\n{large[80:]}"]})
     with pytest.raises(ValueError, match=r"^messages: "):
-        check_media(in_each_place(texts[0][0])[-1])
+        check_media(in_each_place(large)[-1])
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    check_media({"images": [texts[0][0]]})
+    check_media({"images": [large]})
 
 
-@pytest.mark.usefixtures("small_limit")
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_server_names_the_request_and_the_field() -> None:
+def test_a_server_names_the_field_and_its_replicas_decode_no_gigabytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def worker(*_: Any) -> None:
+        Image.open(io.BytesIO(picture(300, 300)))
+
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+    monkeypatch.setattr(replicas, "_upstream_worker", lambda name: worker)
+    for run in (replicas.run_worker, replicas.run_async_worker):
+        with warnings.catch_warnings(), pytest.raises(Image.DecompressionBombWarning):
+            run(None, 0, 0, None)
     replica, text = Replica(), base64.b64encode(picture(300, 300)).decode()
     asked = [served.request(0), served.request(1) | {"images": [text]}]
     refused = TestClient(Deployed(replica).app).post("/infer/", json={"infer_requests": asked})
     assert (refused.status_code, replica.groups) == (400, [])
     detail = refused.json()["detail"]
     assert detail.startswith("infer_requests[1].images: a picture of 300 x 300 pixels; expected ")
-
-
-@pytest.mark.usefixtures("small_limit")
-def test_pictures_that_would_take_gigabytes_are_not_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def worker(*_: Any) -> None:
-        Image.open(io.BytesIO(picture(300, 300)))
-
-    monkeypatch.setattr(replicas, "_upstream_worker", lambda name: worker)
-    for run in (replicas.run_worker, replicas.run_async_worker):
-        with (
-            warnings.catch_warnings(),
-            pytest.raises(Image.DecompressionBombWarning, match="90000 pixels"),
-        ):
-            run(None, 0, 0, None)
