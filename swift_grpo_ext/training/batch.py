@@ -19,9 +19,11 @@ from swift_grpo_ext.training.agreement import (
     DisagreementError,
     Gap,
     check_counts,
+    check_prompt,
     gap_limit,
+    with_cut_prompt,
+    with_text_of,
 )
-from swift_grpo_ext.training.prompt_match import check_prompt, with_cut_prompt, with_text_of
 
 logger = get_logger()
 
@@ -40,7 +42,7 @@ None leaves the choice to the model's own generation settings."""
 
 
 def check_counts_of(samples: Sequence[Any]) -> None:
-    """SPEC M6: raise `DisagreementError` for samples without one log-probability for each token."""
+    """Raise `DisagreementError` for a sample that lacks a log-probability for a token (M6)."""
     for sample in samples:
         check_counts(_name(sample), trained_ids(sample), logprobs_of(sample))
 
@@ -87,7 +89,7 @@ def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None
 
 
 def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template: Any) -> None:
-    """Raise `DisagreementError` where training sees other prompts (SPEC M3) or tokens (SPEC M6).
+    """Raise `DisagreementError` where training sees other prompts (M3) or tokens (M6).
 
     `--rollout_mismatch warn` makes a warning of the first, once for each process.
 
@@ -108,7 +110,7 @@ def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template
             logger.warning_once(
                 f"{e} Training goes on (--rollout_mismatch warn); its log-probabilities are of "
                 "its own prompt, and rollout_gap says how far they lie apart. (Said once.)",
-                hash_id="prompt_mismatch",
+                hash_id="rollout_mismatch",
             )
     _check_alignment(samples, batch)
 
@@ -116,7 +118,7 @@ def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template
 def check_prompt_of(
     sample: Any, template: Any, placeholders: Sequence[int], remedy: str = ""
 ) -> None:
-    """`check_prompt` for an encoded sample, where it knows what its rollout saw."""
+    """Check the prompt of an encoded sample that knows what its rollout saw."""
     prompt_ids = getattr(sample, "rollout_prompt_ids", None)
     # A conversation of several turns has its prompt checked by its own scheduler.
     if prompt_ids and _num_turns(sample) == 1:
@@ -126,7 +128,7 @@ def check_prompt_of(
 
 
 def was_cut(prompt_ids: Sequence[int], max_length: int | None) -> bool:
-    """Whether a prompt may have lost text to `--max_length`, which counts a medium as one token."""
+    """Return whether `--max_length`, for which a medium is one token, may have cut a prompt."""
     return max_length is not None and 0 < max_length <= len(prompt_ids)
 
 
@@ -152,7 +154,7 @@ def _remedy(args: Any, template: Any, prompt_ids: Sequence[int]) -> str:
 
 
 class RolloutGap:
-    """The gap between log-probabilities at rollout and in training (SPEC M5), over all ranks.
+    """The gap between log-probabilities at rollout and in training over all ranks (M5).
 
     Args:
         args: of the training.
@@ -170,7 +172,7 @@ class RolloutGap:
         self._has_warned = False
 
     def measure(self, batches: Sequence[Any], dtype: torch.dtype, step: int) -> dict[str, float]:
-        """Metrics by name; none where there were no log-probabilities of rollouts.
+        """Return metrics by name; none where there were no log-probabilities of rollouts.
 
         Args:
             batches: this rank's `GRPOBatch`es of a round.
@@ -258,7 +260,7 @@ def switch_off_dropout(model: torch.nn.Module) -> int:
 
 
 def gap_of(batch: Any) -> Gap:
-    """Between a `GRPOBatch`'s log-probabilities at rollout and in training, where it has both."""
+    """Compare a `GRPOBatch`'s log-probabilities at rollout and in training, if it has both."""
     rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
     if rollout is None or training is None:
         return Gap()
@@ -274,7 +276,7 @@ def gap_between(rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tenso
 
 
 def _check_alignment(samples: Sequence[Any], batch: Any) -> None:
-    """SPEC M6: ms-swift leaves out all of a batch's log-probabilities where one count disagrees."""
+    """Refuse counts that disagree, where ms-swift drops all log-probabilities of a batch (M6)."""
     if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
         return
     for sample, mask in zip(samples, batch.completion_mask, strict=True):
@@ -295,7 +297,7 @@ def logprobs_of(sample: Any) -> list[float]:
 
 
 def trained_ids(sample: Any) -> list[int]:
-    """The tokens that have a log-probability: not those that an environment put in between."""
+    """Return the tokens that were sampled, without those that an environment put in between."""
     ids = list(_flatten(sample.response_token_ids))
     mask = list(_flatten(sample.response_loss_mask))
     return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
@@ -307,5 +309,5 @@ def _num_turns(sample: Any) -> int:
 
 
 def _flatten(values: Any) -> Iterator[Any]:
-    """Of ms-swift's lists for each turn, and of single turns that have none."""
+    """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())

@@ -9,8 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_grpo_ext.training.agreement import DisagreementError
-from swift_grpo_ext.training.prompt_match import check_prompt, with_cut_prompt, with_text_of
+from swift_grpo_ext.training.agreement import (
+    DisagreementError,
+    check_prompt,
+    with_cut_prompt,
+    with_text_of,
+)
 
 IDS = st.lists(st.integers(0, 5), max_size=8)
 
