@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import swift.infer_engine
 import torch
@@ -47,6 +47,12 @@ from swift_grpo_ext.upstream.encoding import (
     tool_calls,
 )
 from swift_grpo_ext.upstream.patches import patch
+
+if TYPE_CHECKING:
+    from swift.infer_engine.protocol import RolloutInferRequest
+    from swift.infer_engine.utils import AdapterRequest
+    from swift.template import StdTemplateInputs
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 logger = get_logger()
 
@@ -87,12 +93,16 @@ class RolloutEngine(GRPOVllmEngine):
 
     # --- requests ---
 
-    def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
+    def infer(
+        self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
+    ) -> Any:
         """Return ms-swift's outputs, packed on a server."""
         with self._noted():
             return self._packed_outputs(super().infer(infer_requests, *args, **kwargs))
 
-    async def async_infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
+    async def async_infer(
+        self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
+    ) -> Any:
         """Return what `infer` returns, for an async engine."""
         with self._noted():
             return self._packed_outputs(await super().async_infer(infer_requests, *args, **kwargs))
@@ -109,10 +119,10 @@ class RolloutEngine(GRPOVllmEngine):
 
     async def infer_async(
         self,
-        infer_request: Any,
+        infer_request: RolloutInferRequest,
         request_config: RequestConfig | None = None,
         *,
-        adapter_request: Any = None,
+        adapter_request: AdapterRequest | None = None,
         pre_infer_hook: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> Any:
         metadata = advance_turn(infer_request, _conversation.get())
@@ -166,7 +176,7 @@ class RolloutEngine(GRPOVllmEngine):
         inputs: dict[str, Any],
         generation_config: SamplingParams,
         request_id: str,
-        adapter_request: Any = None,
+        adapter_request: AdapterRequest | None = None,
     ) -> Any:
         """Every path of ms-swift adds its requests here, one at a time, with their parameters."""
         metadata = inputs.get(METADATA)
@@ -217,7 +227,11 @@ class RolloutEngine(GRPOVllmEngine):
     # --- answers ---
 
     def _create_chat_completion_response(
-        self, result: Any, inputs: dict[str, Any], request_config: RequestConfig, request_id: str
+        self,
+        result: RequestOutput,
+        inputs: dict[str, Any],
+        request_config: RequestConfig,
+        request_id: str,
     ) -> ChatCompletionResponse:
         metadata = inputs.get(METADATA)
         args = (result, inputs, request_config, request_id)
@@ -241,7 +255,7 @@ class RolloutEngine(GRPOVllmEngine):
             ],
         )
 
-    def _take_ending(self, output: Any, stops: Stops) -> Ending:
+    def _take_ending(self, output: CompletionOutput, stops: Stops) -> Ending:
         """Find where one of vLLM's completions ends, and remove all tokens behind that."""
         token_ids = list(output.token_ids)
         ending = self._template_stops.find_ending(token_ids, stops)
@@ -264,7 +278,7 @@ class RolloutEngine(GRPOVllmEngine):
         response: ChatCompletionResponse,
         outputs: Sequence[Any],
         endings: Sequence[Ending],
-        template_inputs: Any,
+        template_inputs: StdTemplateInputs,
     ) -> ChatCompletionResponse:
         """Return ms-swift's response with our text, which schedulers read, and the stop reason."""
         choices = []
@@ -277,7 +291,11 @@ class RolloutEngine(GRPOVllmEngine):
         return response
 
     def _completion(
-        self, output: Any, ending: Ending, metadata: RequestMetadata, template_inputs: Any
+        self,
+        output: CompletionOutput,
+        ending: Ending,
+        metadata: RequestMetadata,
+        template_inputs: StdTemplateInputs,
     ) -> Completion:
         routed_experts = getattr(output, "routed_experts", None)
         return Completion(

@@ -10,12 +10,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from swift.utils import get_logger
 
 from swift_grpo_ext.logits.shim import base_model, output_embedding
+
+if TYPE_CHECKING:
+    from swift.rlhf_trainers import GRPOTrainer
+    from swift.template import Template
 
 logger = get_logger()
 
@@ -32,7 +36,7 @@ STARTS = re.compile(r"(vision|audio)_start_token_id")
 makes `get_rope_index` (transformers 5.19) look for an item that is not there, and fail."""
 
 
-def placeholder_ids(template: Any) -> list[int]:
+def placeholder_ids(template: Template) -> list[int]:
     """Return the ids of the tokens that stand for media; [] for text models.
 
     ms-swift's template names them (it asks the processor), and so does the model's configuration;
@@ -78,7 +82,7 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
         )
         return None
 
-    def leave_out(module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+    def leave_out(module: torch.nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
         lowest = torch.finfo(logits.dtype).min * SHARE_OF_LOWEST
         # In place: a copy of the logits would be the largest tensor of all, and so would one of
         # their gradient, had autograd to know. It need not: where p is 0, so is the gradient.
@@ -88,7 +92,7 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
     return head.register_forward_hook(leave_out)
 
 
-def mask_models(trainer: Any, template: Any) -> None:
+def mask_models(trainer: GRPOTrainer, template: Template) -> None:
     """Take the template's placeholders out of the logits of ms-swift's policy, reference and local
     teacher, and of Liger's loss, which computes logits by itself."""
     ids = placeholder_ids(template)
@@ -113,7 +117,9 @@ def mask_fused_loss(loss: Callable[..., Any], ids: list[int]) -> Callable[..., A
         ids: rows of the weight.
     """
 
-    def without_placeholders(*, lin_weight: torch.Tensor, bias: Any, **kwargs: Any) -> Any:
+    def without_placeholders(
+        *, lin_weight: torch.Tensor, bias: torch.Tensor | None, **kwargs: Any
+    ) -> Any:
         mask = lin_weight.new_zeros(len(lin_weight))
         mask[ids] = torch.finfo(mask.dtype).min * SHARE_OF_LOWEST
         return loss(lin_weight=lin_weight, bias=mask if bias is None else bias + mask, **kwargs)

@@ -7,9 +7,11 @@ only to its own rank.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class RolloutError(RuntimeError):
@@ -28,11 +30,11 @@ class RankGroup(Protocol):
     drives_engine: bool
     """Whether this process calls the engine."""
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         """Return each rank's value, in the order of ranks, on every rank."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return each rank's value on ranks that drive an engine; [] on others."""
         ...
 
@@ -52,10 +54,10 @@ class SingleRank:
     size = 1
     drives_engine = True
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         return [value]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         return self.all_gather(value)
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
@@ -68,13 +70,13 @@ class SingleRank:
 class TensorParallelGroup(SingleRank):
     """Ranks that run one engine together: all of them make the same call."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Take the process group that carries Python objects; None stands for the default group."""
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
@@ -83,11 +85,11 @@ class TensorParallelGroup(SingleRank):
 class MainRankGroup(TensorParallelGroup):
     """All training ranks; rank 0 calls the servers."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
         self.drives_engine = self.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         values: list[Any] | None = [None] * self.size if self.drives_engine else None
         dist.gather_object(value, values, dst=0, group=self._group)
         return values or []

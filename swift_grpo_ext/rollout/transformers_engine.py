@@ -13,10 +13,10 @@ Can go when ms-swift's engine finds stops of any length and answers with what ma
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,15 @@ from swift_grpo_ext.stops.templates import (
 )
 from swift_grpo_ext.upstream.encoding import tool_calls
 
+if TYPE_CHECKING:
+    from swift.infer_engine.protocol import RolloutInferRequest
+    from swift.infer_engine.utils import AdapterRequest
+    from swift.template import StdTemplateInputs
+    from transformers import GenerationConfig
+
+Hook = Callable[[dict[str, Any]], dict[str, Any]]
+"""Changes the arguments of `_infer_full` before it is called."""
+
 WINDOW_MARGIN = 8
 """Tokens of the window beyond those that can hold a stop string, each at least one byte: decoders
 treat the first of a text differently (a character cut in two, a space left out)."""
@@ -61,7 +70,9 @@ class StopsCriterion(StoppingCriteria):
         self._start: int | None = None
         self._is_done: list[bool] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         if self._start is None:
             self._start = input_ids.shape[1] - 1  # the first call follows the first sampled token
             self._is_done = [False] * len(input_ids)
@@ -85,7 +96,9 @@ class RolloutTransformersEngine(TransformersEngine):
     def _template_stops(self) -> TemplateStops:
         return TemplateStops(self.template)
 
-    def infer(self, infer_requests: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    def infer(
+        self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         responses = super().infer(infer_requests, *args, **kwargs)
         choices = [getattr(response, "choices", None) or [None] for response in responses]
         if not all(isinstance(of_response[0], StoppedChoice) for of_response in choices):
@@ -94,10 +107,10 @@ class RolloutTransformersEngine(TransformersEngine):
 
     def _infer(
         self,
-        infer_requests: Any,
+        infer_requests: Sequence[RolloutInferRequest],
         request_config: RequestConfig,
         *,
-        pre_infer_hook: Any = None,
+        pre_infer_hook: Hook | None = None,
         **kwargs: Any,
     ) -> Any:
         metadata = None if request_config.stream else _common_metadata(infer_requests)
@@ -112,7 +125,7 @@ class RolloutTransformersEngine(TransformersEngine):
             self, infer_requests, request_config, pre_infer_hook=pre_infer_hook, **kwargs
         )
 
-    def _with_stops(self, metadata: RequestMetadata, pre_infer_hook: Any) -> Any:
+    def _with_stops(self, metadata: RequestMetadata, pre_infer_hook: Hook | None) -> Any:
         """Return a hook that adds `stops` to the arguments of `_infer_full`."""
 
         def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +182,8 @@ class RolloutTransformersEngine(TransformersEngine):
     def _generate(
         self,
         inputs: dict[str, Any],
-        generation_config: Any,
-        adapter_request: Any,
+        generation_config: GenerationConfig,
+        adapter_request: AdapterRequest | None,
         request_config: RequestConfig,
         stops: Stops,
     ) -> tuple[torch.Tensor, list[Any] | None]:
@@ -203,7 +216,7 @@ class RolloutTransformersEngine(TransformersEngine):
         token_ids: list[int],
         logprobs: Any,
         stops: Stops,
-        template_inputs: Any,
+        template_inputs: StdTemplateInputs,
         request_config: RequestConfig,
     ) -> tuple[StoppedChoice, int]:
         """Return a completion as ms-swift's trainer reads it, and its number of tokens."""

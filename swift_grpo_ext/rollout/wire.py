@@ -12,13 +12,16 @@ import base64
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, PHASES, SampleId, sample_seed
 from swift_grpo_ext.stops.rule import StopReason
+
+if TYPE_CHECKING:
+    from swift.infer_engine.protocol import RolloutInferRequest
 
 KEY = "swift_grpo_ext"
 VERSION = 4
@@ -137,7 +140,7 @@ def _is_sound(metadata: RequestMetadata) -> bool:
     )
 
 
-def data_dict_of(request: Any) -> dict[str, Any] | None:
+def data_dict_of(request: RolloutInferRequest | dict[str, Any]) -> dict[str, Any] | None:
     """Return the data of a request; ms-swift's come as objects and as dictionaries."""
     found = request.get("data_dict") if isinstance(request, dict) else request.data_dict
     return found if isinstance(found, dict) else None
@@ -147,7 +150,7 @@ def write_metadata(data_dict: MutableMapping[str, Any], metadata: RequestMetadat
     data_dict[KEY] = metadata.to_wire()
 
 
-def check_version(message: Any, what: str) -> None:
+def check_version(message: object, what: str) -> None:
     """Refuse a message of another version of swift-grpo-ext.
 
     Raises:

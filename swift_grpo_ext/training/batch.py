@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from swift.infer_engine.protocol import RequestConfig
+from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch, encode_sample
+from swift.trainers import disable_gradient_checkpointing
 from swift.utils import get_logger
 
 from swift_grpo_ext.media.encode import before_collating
@@ -24,6 +26,14 @@ from swift_grpo_ext.training.agreement import (
     with_cut_prompt,
     with_text_of,
 )
+from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+
+if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOBatch, GRPOSample
+    from swift.template import Template
+
+    from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
 logger = get_logger()
 
@@ -41,14 +51,14 @@ WHOLE: dict[str, tuple[Any, ...]] = {
 None leaves the choice to the model's own generation settings."""
 
 
-def check_counts_of(samples: Sequence[Any]) -> None:
+def check_counts_of(samples: Sequence[GRPOSample]) -> None:
     """Raise `DisagreementError` for a sample that lacks a log-probability for a token (M6)."""
     for sample in samples:
         check_counts(_name(sample), trained_ids(sample), logprobs_of(sample))
 
 
 @contextmanager
-def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None]:
+def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> Iterator[None]:
     """Let what `template` collates have the line breaks of the prompts that rollouts saw, and the
     text that `--max_length` left of them.
 
@@ -88,7 +98,9 @@ def rollouts_own_prompts(template: Any, samples: Sequence[Any]) -> Iterator[None
         yield
 
 
-def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template: Any) -> None:
+def check_training_batch(
+    samples: Sequence[GRPOSample], batch: GRPOBatch, args: RolloutGRPOConfig, template: Template
+) -> None:
     """Raise `DisagreementError` where training sees other prompts (M3) or tokens (M6).
 
     `--rollout_mismatch warn` makes a warning of the first, once for each process.
@@ -116,7 +128,7 @@ def check_training_batch(samples: Sequence[Any], batch: Any, args: Any, template
 
 
 def check_prompt_of(
-    sample: Any, template: Any, placeholders: Sequence[int], remedy: str = ""
+    sample: GRPOSample, template: Template, placeholders: Sequence[int], remedy: str = ""
 ) -> None:
     """Check the prompt of an encoded sample that knows what its rollout saw."""
     prompt_ids = getattr(sample, "rollout_prompt_ids", None)
@@ -132,7 +144,7 @@ def was_cut(prompt_ids: Sequence[int], max_length: int | None) -> bool:
     return max_length is not None and 0 < max_length <= len(prompt_ids)
 
 
-def _remedy(args: Any, template: Any, prompt_ids: Sequence[int]) -> str:
+def _remedy(args: RolloutGRPOConfig, template: Template, prompt_ids: Sequence[int]) -> str:
     if was_cut(prompt_ids, template.max_length):
         return (
             f"Rollouts cut prompts to --max_length {template.max_length} (--truncation_strategy "
@@ -160,7 +172,7 @@ class RolloutGap:
         args: of the training.
     """
 
-    def __init__(self, args: Any, ranks: RankGroup) -> None:
+    def __init__(self, args: RolloutGRPOConfig, ranks: RankGroup) -> None:
         # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
         asked = [name for name in WHOLE if hasattr(RequestConfig(), name)]
         shifted = [name for name in asked if getattr(args, name) not in WHOLE[name]]
@@ -208,7 +220,7 @@ class ZeroGradientWarning:
         args: of the training.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: RolloutGRPOConfig) -> None:
         masks = (
             args.overlong_filter
             or args.off_policy_sequence_mask_delta is not None
@@ -259,7 +271,7 @@ def switch_off_dropout(model: torch.nn.Module) -> int:
     return count
 
 
-def gap_of(batch: Any) -> Gap:
+def gap_of(batch: GRPOBatch) -> Gap:
     """Compare a `GRPOBatch`'s log-probabilities at rollout and in training, if it has both."""
     rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
     if rollout is None or training is None:
@@ -275,7 +287,7 @@ def gap_between(rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tenso
     return Gap(float(difference.sum()), difference.numel(), float(difference.max()))
 
 
-def _check_alignment(samples: Sequence[Any], batch: Any) -> None:
+def _check_alignment(samples: Sequence[GRPOSample], batch: GRPOBatch) -> None:
     """Refuse counts that disagree, where ms-swift drops all log-probabilities of a batch (M6)."""
     if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
         return
@@ -288,22 +300,22 @@ def _check_alignment(samples: Sequence[Any], batch: Any) -> None:
             )
 
 
-def _name(sample: Any) -> str:
+def _name(sample: GRPOSample) -> str:
     return str(sample.sample_id)
 
 
-def logprobs_of(sample: Any) -> list[float]:
+def logprobs_of(sample: GRPOSample) -> list[float]:
     return list(_flatten(sample.rollout_logprobs))
 
 
-def trained_ids(sample: Any) -> list[int]:
+def trained_ids(sample: GRPOSample) -> list[int]:
     """Return the tokens that were sampled, without those that an environment put in between."""
     ids = list(_flatten(sample.response_token_ids))
     mask = list(_flatten(sample.response_loss_mask))
     return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
 
 
-def _num_turns(sample: Any) -> int:
+def _num_turns(sample: GRPOSample) -> int:
     ids = sample.response_token_ids
     return len(ids) if ids and isinstance(ids[0], (list, tuple)) else 1
 
@@ -311,3 +323,77 @@ def _num_turns(sample: Any) -> int:
 def _flatten(values: Any) -> Iterator[Any]:
     """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
+
+
+# --- generated samples against the trainer's own model ---
+
+Encoded = tuple[dict[str, Any], "GRPOBatch"]
+"""A model's inputs, and the batch that they are of."""
+
+
+def encoded_batch(trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample]) -> Encoded:
+    """Encode generated samples as ms-swift does for training.
+
+    It leaves what a template made of each sample in its `encoded`.
+    """
+    template = trainer.template
+    sampled = only_sampled_tokens(template, samples)
+    # Before the context, in which the template has no `max_length`.
+    own_prompts = rollouts_own_prompts(template, samples)
+    with own_prompts, trainer._template_context(template), sampled:
+        for sample in samples:
+            sample.encoded = encode_sample(sample, template)
+            sample.encoded.pop("_extra_kwargs", None)
+        inputs, batch = collate_to_grpo_micro_batch(
+            list(samples), template, device=trainer.accelerator.device, use_logits_to_keep=True
+        )
+    inputs.pop("labels", None)
+    return inputs, batch
+
+
+def sample_gaps(
+    trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample], encoded: Encoded
+) -> list[Gap | None]:
+    """Compare log-probabilities of generated samples with those of the trainer's model, in one
+    forward.
+
+    Args:
+        encoded: `encoded_batch` of the samples.
+
+    Returns:
+        A gap for each sample; None where training sees another prompt, which the round's own check
+        names, or where the engine gave no log-probabilities.
+    """
+    inputs, batch = encoded
+    checkpointing = disable_gradient_checkpointing(
+        trainer.model, trainer.args.gradient_checkpointing_kwargs
+    )
+    with torch.no_grad(), checkpointing:
+        logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
+    of_rollout = batch.rollout_per_token_logps
+    if of_rollout is None:
+        return [None] * len(samples)
+    placeholders = placeholder_ids(trainer.template)
+    gaps: list[Gap | None] = []
+    for row, sample in enumerate(samples):
+        try:
+            check_prompt_of(sample, trainer.template, placeholders)
+        except DisagreementError:
+            gaps.append(None)
+            continue
+        mask = batch.completion_mask[row].bool()
+        gaps.append(gap_between(of_rollout[row], logps[row], mask))
+    return gaps
+
+
+def mean_gaps(
+    trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample], encoded: Encoded
+) -> list[tuple[float, int] | None]:
+    """Return `sample_gaps` as means in nats and numbers of tokens, as the canary judges them."""
+    gaps = sample_gaps(trainer, samples, encoded)
+    return [None if gap is None else (gap.mean, gap.count) for gap in gaps]
+
+
+def sample_gap(trainer: RolloutGRPOTrainer, sample: GRPOSample) -> Gap:
+    """Return the gap of one generated sample, without a token where it cannot be compared."""
+    return sample_gaps(trainer, [sample], encoded_batch(trainer, [sample]))[0] or Gap()

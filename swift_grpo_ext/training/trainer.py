@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from swift.rlhf_trainers import GRPOTrainer
@@ -51,11 +51,12 @@ from swift_grpo_ext.training.batch import (
     ZeroGradientWarning,
     check_counts_of,
     check_training_batch,
+    encoded_batch,
+    mean_gaps,
     rollouts_own_prompts,
     switch_off_dropout,
 )
 from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
-from swift_grpo_ext.training.compare import encoded_batch, mean_gaps
 from swift_grpo_ext.training.prompts import (
     GroupWarnings,
     replace_failing_prompts,
@@ -65,6 +66,11 @@ from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
 from swift_grpo_ext.weights.sync import WeightCanary, WeightSync
+
+if TYPE_CHECKING:
+    from swift.infer_engine.protocol import RequestConfig
+    from swift.rl_core.data import GRPOBatch, GRPOSample
+    from torch.utils.data import DataLoader
 
 logger = get_logger()
 
@@ -175,12 +181,12 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self._rounds.begin_training(self._step, ahead=self.args.async_generate)
         return super()._prepare_inputs(inputs)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         self._rounds.begin_evaluation(self.state.global_step)
         self._eval_rows = dataloader.dataset
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
-    def _prefetch(self, dataloader: Any) -> None:
+    def _prefetch(self, dataloader: DataLoader) -> None:
         """With `--async_generate`, generate what the first training (or eval) batch is made of."""
         evaluates = self.control.should_evaluate
         if not evaluates:
@@ -233,7 +239,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     # --- the rollout: samples are named, generated, and written down ---
 
-    def _add_prompt_id_to_inputs(self, samples: list[Any]) -> list[Any]:
+    def _add_prompt_id_to_inputs(self, samples: list[GRPOSample]) -> list[Any]:
         """Name each sample by its position; groups are never merged by their words."""
         if not self.args.async_generate:  # an engine beside the model wants the memory
             self._encoder_cache.forget()
@@ -252,7 +258,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._recorder.open(start_step=self.state.global_step)
         return samples
 
-    def _preprocess_inputs(self, samples: list[Any]) -> list[Any]:
+    def _preprocess_inputs(self, samples: list[GRPOSample]) -> list[Any]:
         samples = super()._preprocess_inputs(samples)
         for sample, prompt in zip(samples, prompt_hashes(samples), strict=True):
             sample.prompt_hash = prompt
@@ -261,7 +267,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         )
         return samples
 
-    def samples2requests(self, samples: list[Any]) -> list[Any]:
+    def samples2requests(self, samples: list[GRPOSample]) -> list[Any]:
         """Return requests with metadata, for the rollouts that ms-swift makes itself."""
         requests = super().samples2requests(samples)
         for sample, request in zip(samples, requests, strict=True):
@@ -271,7 +277,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return requests
 
     def _rollout(
-        self, samples: list[Any], request_config: Any, is_global_inputs: bool = False
+        self,
+        samples: list[GRPOSample],
+        request_config: RequestConfig,
+        is_global_inputs: bool = False,
     ) -> list[Any]:
         sample_ids = [begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
         # An environment asks each sample its own question, and each turn is another prompt.
@@ -306,11 +315,13 @@ class RolloutGRPOTrainer(GRPOTrainer):
         )
         return outputs
 
-    def _requests_of(self, samples: list[Any]) -> list[Any]:
+    def _requests_of(self, samples: list[GRPOSample]) -> list[Any]:
         """Return ms-swift's requests, which `generate` gives their metadata."""
         return list(super().samples2requests(samples))
 
-    def _draw_canary(self, sample: Any, sample_ids: Sequence[SampleId], config: Any) -> list[Any]:
+    def _draw_canary(
+        self, sample: GRPOSample, sample_ids: Sequence[SampleId], config: Any
+    ) -> list[Any]:
         def to_replica(sample_id: SampleId, count: int) -> RequestMetadata:
             metadata = self._settings.metadata(sample_id, count, packed=True)
             if self._servers is None:  # an engine of this process
@@ -366,7 +377,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     # --- the training batch ---
 
-    def _postprocess_rollout_outputs(self, samples: list[Any], outputs: list[Any]) -> list[Any]:
+    def _postprocess_rollout_outputs(
+        self, samples: list[GRPOSample], outputs: list[Any]
+    ) -> list[Any]:
         for output in outputs:
             record_stop_reason(output)
         results = super()._postprocess_rollout_outputs(samples, outputs)
@@ -374,7 +387,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
             sample.rollout_prompt_ids = output.response.prompt_token_ids
         return results
 
-    def _prepare_batch_inputs(self, samples: list[Any]) -> Any:
+    def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> Any:
         self._encoder_cache.forget()
         with self._media.in_training(self.template):
             canary_gap = self._canary.judge(
@@ -405,7 +418,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self._metrics[self._mode][name].append(value)
         return batches
 
-    def _micro_batches(self, samples: list[Any], batches: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _micro_batches(
+        self, samples: list[GRPOSample], batches: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         """Return each micro-batch's samples and `GRPOBatch`.
 
         None are returned where sequence parallelism mixes samples.
@@ -415,7 +430,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return self.split_by_mini_batches(samples), [batch["grpo_batch"] for batch in batches]
 
     def _get_per_token_logps_and_entropies_single(
-        self, model: Any, model_inputs: Any, grpo_batch: Any, compute_entropy: bool = False
+        self,
+        model: nn.Module,
+        model_inputs: dict[str, Any],
+        grpo_batch: GRPOBatch,
+        compute_entropy: bool = False,
     ) -> Any:
         return super()._get_per_token_logps_and_entropies_single(
             self._logps.restrict(model, grpo_batch), model_inputs, grpo_batch, compute_entropy
@@ -423,7 +442,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _get_logps_via_local_forward(
         self,
-        model: Any,
+        model: nn.Module,
         model_inputs: dict[str, Any],
         logits_to_keep: int,
         input_ids: torch.Tensor,
@@ -446,13 +465,15 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     # --- how samples scored ---
 
-    def _compute_rewards_per_func(self, samples: list[Any]) -> torch.Tensor:
+    def _compute_rewards_per_func(self, samples: list[GRPOSample]) -> torch.Tensor:
         values = super()._compute_rewards_per_func(samples)
         if self.dynamic_sample and self.model.training:
             self._rewards.drawn(samples, self._own_share(samples, values))
         return values
 
-    def _postprocess_batch(self, samples: list[Any], batch_encoded_inputs: list[Any]) -> None:
+    def _postprocess_batch(
+        self, samples: list[GRPOSample], batch_encoded_inputs: list[Any]
+    ) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
         micro_batches = self._micro_batches(samples, batch_encoded_inputs)
         rows = self._rewards.record(
@@ -467,7 +488,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         for listener in self.score_listeners:
             listener(rows)
 
-    def _own_share(self, samples: list[Any], of_all_ranks: torch.Tensor) -> list[list[float]]:
+    def _own_share(
+        self, samples: list[GRPOSample], of_all_ranks: torch.Tensor
+    ) -> list[list[float]]:
         # Not the sizes of `_add_prompt_id_to_inputs`: a scheduler may make several samples of one.
         start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
         return list(of_all_ranks[start : start + len(samples)].tolist())
@@ -522,7 +545,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if not self._has_loaded(self.state.best_model_checkpoint, note=note):
             super()._load_best_model()
 
-    def _has_loaded(self, checkpoint: str, model: Any = None, *, note: str = "") -> bool:
+    def _has_loaded(self, checkpoint: str, model: nn.Module = None, *, note: str = "") -> bool:
         """Load the checkpoint of a whole model; false where upstream has to."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if is_sharded or not holds_whole_model(Path(checkpoint)):

@@ -60,12 +60,13 @@ class Tokenizer:
     added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
     all_special_tokens = tuple(special.values())
 
-    def convert_tokens_to_ids(self, token: str) -> int:
-        return next(i for i, text in self.special.items() if text == token)
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        ids = {text: i for i, text in self.special.items()}
+        return [ids[token] for token in tokens]
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return (
-            [self.convert_tokens_to_ids(text)]
+            self.convert_tokens_to_ids([text])
             if text in self.special.values()
             else [*map(ord, text)]
         )

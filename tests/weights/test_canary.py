@@ -14,7 +14,7 @@ from swift.rl_core.data import OnPolicySample
 from swift_grpo_ext.rollout.generate import to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.training import compare
+from swift_grpo_ext.training import batch as training_batch
 from swift_grpo_ext.training.agreement import Gap
 from swift_grpo_ext.weights import sync
 from swift_grpo_ext.weights.checksums import WeightUpdateError
@@ -212,7 +212,7 @@ def test_two_prompts_are_not_compared() -> None:
     batch: Any = SimpleNamespace(
         rollout_per_token_logps=torch.tensor([[-1.0], [-1.0]]), completion_mask=torch.ones(2, 1)
     )
-    assert compare.sample_gaps(trainer, samples, ({}, batch)) == [Gap(0.5, 1, 0.5), None]
-    assert compare.mean_gaps(trainer, samples, ({}, batch)) == [(0.5, 1), None]
+    assert training_batch.sample_gaps(trainer, samples, ({}, batch)) == [Gap(0.5, 1, 0.5), None]
+    assert training_batch.mean_gaps(trainer, samples, ({}, batch)) == [(0.5, 1), None]
     batch.rollout_per_token_logps = None
-    assert compare.sample_gaps(trainer, samples, ({}, batch)) == [None, None]
+    assert training_batch.sample_gaps(trainer, samples, ({}, batch)) == [None, None]

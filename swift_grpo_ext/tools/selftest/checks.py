@@ -27,8 +27,13 @@ from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
 from swift_grpo_ext.training.agreement import DisagreementError, Gap, gap_limit
-from swift_grpo_ext.training.batch import check_prompt_of, logprobs_of, trained_ids
-from swift_grpo_ext.training.compare import encoded_batch, sample_gap
+from swift_grpo_ext.training.batch import (
+    check_prompt_of,
+    encoded_batch,
+    logprobs_of,
+    sample_gap,
+    trained_ids,
+)
 from swift_grpo_ext.weights.sync import probe_config
 
 Finding = tuple[dict[str, Any], list[str]]
