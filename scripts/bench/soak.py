@@ -23,13 +23,12 @@ from typing import Any
 
 import psutil
 from common import DEFAULT_MODEL, ROOT, command, environment
-from matplotlib.figure import Figure
 from server_process import SWIFT, _free_port, rollout_server
 from transformers import TrainerCallback
 
 NUM_PROMPTS, GROUP_SIZE = 2, 2
 GROWTH = 0.05
-UNITS = {"memory_mb": "resident memory, MB", "files": "open files"}
+UNITS = ("memory_mb", "files")
 
 Sample = dict[str, Any]
 """`round`, and of each process `memory_mb` and `files`."""
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=30, help="rounds before the first value")
     parser.add_argument("--every", type=int, default=10, help="rounds between two samples")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json and OUTPUT.png")
+    parser.add_argument("--output", type=Path, help="write OUTPUT.json")
     options = parser.parse_args()
     result = {"command": command(), "environment": environment()}
     began = time.monotonic()
@@ -63,7 +62,6 @@ def main() -> None:
     if options.output:
         text = json.dumps(result, indent=1) + "\n"
         options.output.with_suffix(".json").write_text(text, encoding="utf-8")
-        plot(samples, options.warm_up, options.output.with_suffix(".png"))
     print(json.dumps(growth, indent=1))
     if len(canaries) < options.rounds:
         raise SystemExit(f"{len(canaries)} of {options.rounds} rounds had a canary.")
@@ -74,7 +72,7 @@ def main() -> None:
 
 
 def largest_growth(measured: list[Sample], name: str) -> dict[str, float]:
-    """Of a process, in each unit: by what share of the first value the largest exceeds it."""
+    """Return, for each unit, by what share a process's largest value exceeds its first."""
     series = {unit: [s["processes"][name][unit] for s in measured] for unit in UNITS}
     return {unit: round(max(values) / values[0] - 1, 4) for unit, values in series.items()}
 
@@ -85,7 +83,7 @@ def is_level(first: dict[str, float], growth: dict[str, float]) -> bool:
 
 
 def soak(options: argparse.Namespace, folder: Path) -> tuple[list[Sample], list[float]]:
-    """What the plugin wrote down, and the canary's gap of each round."""
+    """Return what the plugin wrote down, and the canary's gap of each round."""
     rows = (options.data / "train.jsonl").read_text(encoding="utf-8").splitlines()
     num_rows = NUM_PROMPTS * options.warm_up
     (folder / "rows.jsonl").write_text("\n".join(rows[:num_rows]) + "\n", encoding="utf-8")
@@ -159,23 +157,6 @@ class Soak(TrainerCallback):
         line = json.dumps({"round": state.global_step, "processes": held})
         with Path(os.environ["SOAK_SAMPLES"]).open("a", encoding="utf-8") as f:
             f.write(line + "\n")
-
-
-# --- the plot ---
-
-
-def plot(samples: list[Sample], warm_up: int, path: Path) -> None:
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    rounds = [s["round"] for s in samples]
-    for axis, (unit, title) in zip(figure.subplots(1, 2), UNITS.items(), strict=True):
-        for name in samples[-1]["processes"]:
-            axis.plot(rounds, [s["processes"][name][unit] for s in samples], label=name)
-        axis.axvline(warm_up, color="#999999", linestyle=":")
-        axis.set(title=title, xlabel="round", ylim=(0, None))
-        axis.grid(alpha=0.3)
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=90, facecolor="white")
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ class RolloutServers:
         return next(server for server in self._servers if server.url == url)
 
     def _note_failure(self, server: Server, error: WorkerError) -> None:
-        logger.warning(f"{error} Others draw its groups, if there are any.")
+        logger.warning(f"{error} Others generate its groups, if there are any.")
         if isinstance(error, WorkerLostError) and len(self._servers) > 1:
             self._dropped.append(server)
             self._use([other for other in self._servers if other is not server])

@@ -1,8 +1,9 @@
 """The replicas of a `swift rollout`: each call is paired with its answer, and bounded in time.
 
 Both ends of a replica's pipe number their messages (docs/promises.md, F1). A replica whose reply is
-missing, late or to another message is ended, and others draw its groups (F3). It is started anew,
-joins the others when a trainer is about to send weights, and draws once it holds them (F4).
+missing, late or to another message is ended, and others generate its groups (F3). It is started
+anew, joins the others when a trainer is about to send weights, and generates once it holds them
+(F4).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SECONDS_TO_END = 10.0
 MAX_RESTARTS = 3
 """Restarts of a server's replicas, in all. What ended a replica by chance (memory that ran short, a
 driver's hiccup) is over after one; what comes again is the model's or the machine's fault, and each
-restart takes minutes in which others draw more slowly."""
+restart takes minutes."""
 
 
 # --- the worker's end ---
@@ -134,7 +135,7 @@ class ReplicaConnection:
         self._connection, self.process = connection, process
         self.number, self.name = number, f"{number}.{start}"
         self.holds_weights = start == 0
-        """Whether it may draw: with the weights that the server was given at its start, or a
+        """It may generate: with the weights that the server was given at its start, or a
         trainer's."""
 
         self._numbers = count(1)
@@ -271,7 +272,7 @@ class Restarts:
 
 
 def note_weights(server: SwiftRolloutDeploy) -> None:
-    """Let all connected replicas draw: they have the weights of a trainer."""
+    """Let all connected replicas generate: they have the weights of a trainer."""
     for connection in server.connections:
         connection.holds_weights = True
 
@@ -336,14 +337,15 @@ def infer(
     is_counted: bool = True,
     addresses: Sequence[int | None] = (),
 ) -> list[list[Any]]:
-    """Return the outputs of each batch of requests, in order. Others draw what one replica cannot.
+    """Return the outputs of each batch of requests, in order. Others do what one replica
+    cannot.
 
     Args:
         batches: of requests; one batch goes to one replica.
         costs: of the batches, for the balance.
         timeout: seconds that a replica has; twice that for all tries.
         is_counted: whether there is one output for each request.
-        addresses: of the batches, the number of the replica that should draw it. An async engine
+        addresses: of the batches, the number of the replica that should do it. An async engine
             finds it in the requests: one worker runs all of its replicas.
 
     Raises:

@@ -181,8 +181,8 @@ def install() -> None:
 
 
 async def _loaded_checksums(server: SwiftRolloutDeploy) -> list[dict[str, str]]:
-    """Return the checksums of each worker of each replica. One that refused an adapter draws no
-    more: the adapter was broadcast after the answer to the request which announced it."""
+    """Return the checksums of each worker of each replica. One that refused an adapter gets no
+    more requests: the adapter was broadcast after the answer to the request which announced it."""
     of_replicas = await _call_all(server, _rpc("call", "read_weight_checksums"))
     for connection, workers in zip(server.connections, of_replicas, strict=True):
         if any(ADAPTER_FAULT in of_worker for of_worker in workers or ()):

@@ -1,11 +1,11 @@
-"""Whether this process has an accelerator: the one question that switches CPU adaptations on."""
+"""The one question that switches adaptations for CPU on: is there an accelerator?"""
 
 from functools import cache
 
 
 @cache
 def has_accelerator() -> bool:
-    """True where torch sees a GPU, NPU or the like; False switches on what CPU runs need."""
+    """Return whether torch sees a GPU, an NPU or the like."""
     import torch
 
     return bool(torch.accelerator.is_available())

@@ -53,7 +53,8 @@ class UnsupportedUpstreamError(ImportError):
 
 
 def resolve(pin: Pin) -> Any:
-    """The object that a pin names; raises `AttributeError` or `ImportError` where it is missing."""
+    """Return the object that a pin names; raise `AttributeError` or `ImportError` where it is
+    missing."""
     value: Any = importlib.import_module(pin.module)
     for part in pin.name.split("."):
         get = inspect.getattr_static if inspect.isclass(value) else getattr
@@ -62,7 +63,7 @@ def resolve(pin: Pin) -> Any:
 
 
 def mismatch(pin: Pin) -> str | None:
-    """What is wrong with a pin, in words; None where it holds."""
+    """Say what is wrong with a pin; None where it holds."""
     if pin.since is not None and Version(swift_version()) < Version(pin.since):
         return None
     try:
@@ -79,7 +80,7 @@ def mismatch(pin: Pin) -> str | None:
 
 
 def swift_version() -> str:
-    """The installed ms-swift's."""
+    """Return the installed ms-swift's version."""
     return importlib.metadata.version("ms-swift")
 
 
@@ -97,8 +98,8 @@ def verify(pins: Iterable[Pin]) -> None:
 
 
 def tried_packages() -> dict[str, str]:
-    """The installed versions of what `TRIED` lists, by distribution. No other distribution is
-    read: every process of a training and of a server starts with this."""
+    """Return the installed versions of what `TRIED` lists, by distribution. No other distribution
+    is read: every process of a training and of a server starts with this."""
     versions = {}
     for name in TRIED:
         for build in BUILDS.get(name, (name,)):
@@ -108,7 +109,7 @@ def tried_packages() -> dict[str, str]:
 
 
 def untried(installed: Mapping[str, str]) -> list[str]:
-    """What was never tried, each with the nearest releases that were, in words.
+    """Name the installed releases that were never tried, each with the nearest that were.
 
     Args:
         installed: versions by normal name; builds and post-releases count as their release.
@@ -121,14 +122,14 @@ def untried(installed: Mapping[str, str]) -> list[str]:
 
 
 def releases(installed: Mapping[str, str]) -> dict[str, str]:
-    """The versions of what `TRIED` lists, by the names that it has there."""
+    """Return the versions of what `TRIED` lists, by the names that it has there."""
     builds = {name: BUILDS.get(name, (name,)) for name in TRIED}
     found = {name: [installed[b] for b in builds[name] if b in installed] for name in TRIED}
     return {name: versions[0] for name, versions in found.items() if versions}
 
 
 def _nearest(installed: str, known: Sequence[str]) -> list[str]:
-    """The releases before and after a version; none where it is one of them."""
+    """Return the releases before and after a version; none where it is one of them."""
     try:
         version = Version(installed)
     except InvalidVersion:  # of a build of the user's own

@@ -1,4 +1,4 @@
-"""What ms-swift's templates encode, made the same for rollouts and training.
+"""Rollouts and training get the same of ms-swift's templates.
 
 `drop_orientation`. Symptom: the policy is asked about a photograph turned by 90 degrees and trained
 on it as it is stored; log-probabilities are 0.6 to 1.2 nats apart (the tiny model), token ids agree

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """Names that are replaced together, and why."""
+    """Names that are replaced together, and the reason."""
 
     names: tuple[str, ...]
     """Each as `Class.name` or `module.name`, the module without the packages around it."""
@@ -24,13 +24,13 @@ class Patch:
     """Our module that replaces them."""
 
     symptom: str
-    """What happens without it."""
+    """It happens without the patch."""
 
     upstream: str
     """The package and release that was looked at, and the file to change."""
 
     until: str
-    """What upstream has to do before it can go."""
+    """The patch can go then."""
 
 
 def patch(owner: ModuleType | type, **values: Any) -> None:

@@ -179,7 +179,7 @@ vllm.model_executor.layers.utils
 vllm.distributed.utils:StatelessProcessGroup
     (): rank world_size store
 """)
-"""Where there is no accelerator."""
+"""Names that are needed where there is no accelerator."""
 
 SPLIT_PROMPTS = _pins("""
 vllm.v1.worker.cpu_model_runner:CPUModelRunner
@@ -196,7 +196,7 @@ vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFus
     _init_moe_kernel: self layer
     _setup_kernel: self layer w13 w2
 """)
-"""The same, for repairs that releases without these names do without."""
+"""Repairs for CPU; releases without these names do without them."""
 
 NAMED_MEDIA = _pins("""
 vllm.v1.engine.processor:Processor
@@ -207,7 +207,7 @@ BOUND_THREADS = _pins("""
 vllm.v1.worker.cpu_worker:CPUWorker
     _get_autobind_cpu_ids: self cpu_selector
 """)
-"""Of vLLM 0.11, as newer ones need no such repair."""
+"""Repairs of vLLM 0.11; newer releases need none."""
 
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
@@ -236,7 +236,7 @@ swift.template.vision_utils
     load_file _check_path: path
     _load_audio_librosa: audio sampling_rate mono
 """)
-"""Of `swift rollout`."""
+"""Names that `swift rollout` is extended at."""
 
 DATA_PARALLEL = _pins("""
 vllm.v1.engine.async_llm:AsyncLLM
@@ -248,7 +248,7 @@ vllm.v1.engine.async_llm:AsyncLLM
 vllm.v1.engine.core_client:DPLBAsyncMPClient
     _call_utility_async: self method args engine
 """)
-"""Of an async engine with several replicas."""
+"""Names that are needed by an async engine with several replicas."""
 
 PROCESSOR_COPIES = _pins("""
 transformers.processing_utils:ProcessorMixin
@@ -266,6 +266,6 @@ OPTIONAL = {
     "weight updates of experts, on CPU": PACKED_EXPERTS,
     "a processor is loaded once": PROCESSOR_COPIES,
 }
-"""What a release without these names goes without, or need not be repaired for."""
+"""Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))

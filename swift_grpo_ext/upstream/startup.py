@@ -1,4 +1,4 @@
-"""What ms-swift dumps at the start of a training goes to a file.
+"""The dumps that ms-swift makes at the start of a training go to a file.
 
 Symptom: a training prints about 720 lines before its second step, 650 of them four dumps: its
 arguments, the model's configuration, its generation settings and its modules.

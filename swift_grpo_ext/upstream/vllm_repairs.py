@@ -97,7 +97,9 @@ def pack_experts_anew() -> None:
     setup_kernel = upstream.UnquantizedFusedMoEMethod._setup_kernel
 
     @wraps(setup_kernel)
-    def _setup_kernel(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+    def _setup_kernel(
+        self: Any, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
+    ) -> None:
         is_first = self.moe_kernel is None
         setup_kernel(self, layer, w13, w2)
         if is_first:
@@ -132,10 +134,10 @@ def keep_plain_weights() -> None:
     if reloads_from_tensors():
         return
 
-    def multiply(x: Any, weight: Any, bias: Any) -> Any:
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         return torch.nn.functional.linear(x, weight, bias)
 
-    def keep(layer: Any, remove_weight: bool) -> None:
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = multiply
 
     patch(upstream, dispatch_cpu_unquantized_gemm=keep)

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 
 from swift_grpo_ext.logits.shim import base_model
 
 StateDict = dict[str, torch.Tensor]
 
 
-def checkpoint_layout(model: Any, state_dict: StateDict) -> StateDict:
+def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
     """Return the tensors as the model's checkpoint has them; those transposed are views.
 
     Copies are left to what sends or loads them, a bucket or a tensor at a time: all at once, the
@@ -61,7 +61,7 @@ def one_by_one(load: Callable[[StateDict], None]) -> Callable[[StateDict], None]
     return load_each
 
 
-def checkpoint_buffers(model: Any) -> StateDict:
+def checkpoint_buffers(model: nn.Module) -> StateDict:
     """Return tensors of the model's checkpoint that are no parameters, by their names there.
 
     Args:
@@ -88,7 +88,7 @@ def checkpoint_buffers(model: Any) -> StateDict:
     return named
 
 
-def _transpositions(model: Any) -> Iterable[tuple[re.Pattern[str], tuple[int, int]]]:
+def _transpositions(model: nn.Module) -> Iterable[tuple[re.Pattern[str], tuple[int, int]]]:
     """Yield patterns of tensors that were transposed at loading, with the two dimensions.
 
     Conversions that merge or split tensors are not among them: vLLM takes their runtime layout.

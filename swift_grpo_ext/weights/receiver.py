@@ -69,7 +69,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     _filled: set[str] | None = None
     _update_has_ended = False
     _has_adapter = False
-    """Whether an adapter has come since the last update of whole weights."""
+    """An adapter has come since the last update of whole weights."""
 
     _timeout: float | None = None
 
@@ -159,7 +159,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
 
 class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
-    """The same, receiving through gloo and reloading packed weights."""
+    """The extension for CPU, which receives through gloo and reloads packed weights."""
 
     communicator: Any = None
     """ms-swift's own, until `init_communicator` has put a `GlooCommunicator` in its place."""

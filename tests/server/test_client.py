@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,16 +15,20 @@ from typing import Any
 import pytest
 import requests
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.rlhf_trainers import vllm_client
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import client as servers_module
-from swift_grpo_ext.server.client import RolloutServers
+from swift_grpo_ext.server.client import RolloutServers, connect_servers
+from swift_grpo_ext.server.lease import Leaseholder
+from swift_grpo_ext.upstream.weight_sync import GlooCommunicator
+from tests.upstream.test_weight_sync import put_back
 
 TIMEOUT = 60.0  # seconds
-OF_ONE_THAT_HANGS = 20.0
+OF_ONE_THAT_HANGS = 4.0
 
 
 def ours_of(replicas: int = 1, instance: str = "first start", starting: int = 0) -> dict[str, Any]:
@@ -111,6 +115,10 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(b'{"detail": "replica 1 gave no answer"}' if failed else answer)
 
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
         def log_message(self, *_: Any) -> None:
             pass
 
@@ -155,20 +163,32 @@ def test_fewer_requests_than_servers() -> None:
         assert ask(RolloutServers(client, TIMEOUT), 0) == []
 
 
-def test_a_server_without_the_plugin_is_refused_with_the_remedy() -> None:
-    with (
-        running(Server(), Server(ours=None)) as client,
-        pytest.raises(WireError, match=r"server 1 .*runs without swift-grpo-ext: start it with"),
-    ):
-        RolloutServers(client, TIMEOUT)
+TOKENS = ours_of() | {"new_special_tokens": ["<b>"]}
 
 
-def test_a_server_of_another_version_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("ours", "tokens", "error", "message"),
+    [
+        (None, (), WireError, r"runs without swift-grpo-ext: start it with"),
+        (
+            {"version": 99, "replicas": 1},
+            (),
+            WireError,
+            "speaks version 99 .*load the same version",
+        ),
+        (TOKENS, (), ValueError, r"was started with --new_special_tokens <b>, this .* \(none\)"),
+        (TOKENS, ["<a>"], ValueError, "with --new_special_tokens <b>, this training with <a>"),
+        (ours_of(), ["<a>"], ValueError, r" \(none\), this training with <a>: the same ids"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused(
+    ours: Any, tokens: Sequence[str], error: type[Exception], message: str
+) -> None:
     with (
-        running(Server(ours={"version": 99, "replicas": 1})) as client,
-        pytest.raises(WireError, match=r"server 0 .*speaks version 99 .*load the same version"),
+        running(Server(ours=ours)) as client,
+        pytest.raises(error, match=rf"^server 0 .*{message}"),
     ):
-        RolloutServers(client, TIMEOUT)
+        RolloutServers(client, TIMEOUT, new_special_tokens=tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +202,7 @@ FAULTS = {
     "no JSON": "server 0 .* answered with no JSON",
     "half": "server 0 .* gave 1 answers to 2 requests",
     "nonsense": "server 0 .* gave an answer that makes no sense",
+    "503": "server 0 .* answered 503: .*replica 1 gave no answer",
     "500": "server 0 .* answered 500: .*replica 1 gave no answer",
     "401": r"server 0 .* answered 401: .*machine HOST login swift password KEY.* in ~/\.netrc",
 }
@@ -214,7 +235,7 @@ def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
             [f"{group}.{k}" for k in range(4)] for group in range(4)
         ]
         # Weights, too, go to the other alone from now on; its name stays what it was.
-        is_lost = fault in ("closes", "hangs")
+        is_lost = fault in ("closes", "hangs", "503")
         assert client.pynccl_comms == ["group 0", "group 1"][is_lost:]
         assert client.num_servers == len(client.sessions) == 2 - is_lost
         if is_lost:
@@ -222,9 +243,10 @@ def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
             assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
 
 
-def test_replicas_that_became_fewer_are_connected_anew() -> None:
-    server = Server(ours=ours_of(2))
-    with running(Server(), server) as client:
+def test_servers_are_connected_anew_where_they_changed() -> None:
+    """Fewer replicas, a start anew, none left, an update that failed."""
+    other, server = Server(), Server(ours=ours_of(2))
+    with running(other, server) as client:
         connected: list[Any] = []
 
         def connect(alone: Any) -> None:
@@ -232,36 +254,54 @@ def test_replicas_that_became_fewer_are_connected_anew() -> None:
             alone.pynccl_comms = ["a new group"]
 
         servers = RolloutServers(client, TIMEOUT, connect)
-        servers.reconnect()
-        assert connected == []
-        server.ours = ours_of(1)
-        servers.reconnect()
-        assert connected == [(1, [server.url], ["127.0.0.1"], [1])]
-        assert client.pynccl_comms == ["group 0", "a new group"]
-        assert client.num_servers == 2
+        assert client.sessions[1].headers[wire.INSTANCE_HEADER] == "first start"
+        assert (servers.reconnect(), connected) == (False, [])
+        for ours in (ours_of(1), ours_of(1, "second start")):
+            server.ours = ours
+            assert servers.reconnect()
+            assert connected.pop() == (1, [server.url], ["127.0.0.1"], [1])
+            assert client.pynccl_comms == ["group 0", "a new group"]
+            assert client.sessions[1].headers[wire.INSTANCE_HEADER] == ours["instance"]
+            assert servers.replicas == [1, 1]
+            assert not servers.reconnect()
+        assert servers.reconnect(again=True)
+        assert [urls for _, urls, _, _ in connected] == [[other.url], [server.url]]
+        ask(servers, 8)
+        assert (len(other.asked), len(server.asked)) == (4, 4)
         server.ours = ours_of(0)
-        servers.reconnect()
-        assert client.base_urls != [server.url]
-        assert len(client.base_urls) == 1
+        assert not servers.reconnect()
+        assert (client.base_urls, client.num_servers) == ([other.url], 1)
 
 
-def test_a_server_that_was_started_anew_is_connected_anew() -> None:
-    server = Server()
-    with running(server) as client:
-        connected: list[Any] = []
+def test_a_group_that_cannot_be_made_is_tried_thrice() -> None:
+    with running(Server(), Server()) as client:
+        tried: list[str] = []
 
         def connect(alone: Any) -> None:
-            connected.append(alone.base_urls)
-            alone.pynccl_comms = ["a new group"]
+            tried.extend(alone.base_urls)
+            raise TimeoutError("no answer")
 
         servers = RolloutServers(client, TIMEOUT, connect)
-        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "first start"
-        server.ours = ours_of(instance="second start")
+        with pytest.raises(RolloutError, match=r"server 1 .*group was not made \(no answer\)"):
+            servers.reconnect(again=True)
+    assert len(tried) == 6
+
+
+def test_a_server_that_answers_again_is_taken_back() -> None:
+    """With the next weight update, and a group of its own."""
+    lost, healthy = Server(ours=ours_of(0)), Server()
+    with running(lost, healthy) as client:
+        servers = RolloutServers(
+            client, TIMEOUT, lambda alone: setattr(alone, "pynccl_comms", ["new"])
+        )
         servers.reconnect()
-        assert connected == [[server.url]]
-        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second start"
-        servers.reconnect()
-        assert len(connected) == 1
+        assert client.base_urls == [healthy.url]
+        lost.ours = ours_of(2)
+        assert servers.reconnect()
+        assert client.base_urls == [healthy.url, lost.url]
+        assert client.group_ports == [1, 0]
+        assert client.pynccl_comms == ["group 1", "new"]
+        assert servers.replicas == [1, 2]
 
 
 def test_with_no_server_left_weights_go_nowhere() -> None:
@@ -290,35 +330,6 @@ def test_a_lost_server_0_leaves_server_1_its_own_group_and_name() -> None:
         servers.reconnect()  # nothing has changed: no new group
         completions, _ = ask(servers, 1)[0]
         assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
-
-
-def test_a_replica_that_was_lost_counts_no_more() -> None:
-    small, large = Server(), Server(ours=ours_of(3))
-    with running(small, large) as client:
-
-        def connect(alone: Any) -> None:
-            alone.pynccl_comms = ["new"]
-
-        servers = RolloutServers(client, TIMEOUT, connect)
-        large.ours = ours_of(1)
-        servers.reconnect()
-        assert servers.replicas == [1, 1]
-        ask(servers, 8)
-    assert (len(small.asked), len(large.asked)) == (4, 4)
-
-
-def test_a_server_with_other_special_tokens_is_refused() -> None:
-    ours = ours_of() | {"new_special_tokens": ["<b>"]}
-    with (
-        running(Server(), Server(ours=ours)) as client,
-        pytest.raises(ValueError, match=r"server 1 .* --new_special_tokens <b>, this"),
-    ):
-        RolloutServers(client, TIMEOUT, new_special_tokens=())
-    with (
-        running(Server()) as client,
-        pytest.raises(ValueError, match=r"server 0 .* \(none\), this training with <a>"),
-    ):
-        RolloutServers(client, TIMEOUT, new_special_tokens=["<a>"])
 
 
 def test_a_connection_that_is_cut_is_tried_again() -> None:
@@ -358,13 +369,6 @@ def test_the_callers_fault_is_tried_nowhere_else() -> None:
     assert healthy.asked == []
 
 
-def test_a_server_without_replicas_is_dropped() -> None:
-    with running(Server(status=503), Server()) as client:
-        servers = RolloutServers(client, TIMEOUT)
-        assert len(ask(servers, 4)) == 4
-        assert client.num_servers == 1
-
-
 def test_an_answer_to_another_request_is_never_data() -> None:
     server = Server()
     with running(server, Server()) as client:
@@ -387,12 +391,48 @@ def test_a_row_that_json_cannot_hold_is_named() -> None:
 
 
 def test_bounds_grow_outwards() -> None:
-    """SPEC F2: with one flag on both sides the trainer outlasts its server."""
+    """With one flag on both sides the trainer outlasts its server (F2)."""
     assert 1.0 < 2.0 < wire.SERVER_TIMEOUTS < wire.TRAINER_TIMEOUTS
     with running(Server()) as client:
         RolloutServers(client, 7.5)
         [session] = client.sessions
         assert session.headers[wire.TIMEOUT_HEADER] == "7.5"
-        adapter = session.get_adapter("https://a")
-        assert adapter is not session.get_adapter("http://a")
-        assert adapter._timeout == session.get_adapter("http://a")._timeout == 22.5
+        for scheme in ("http", "https"):
+            assert session.get_adapter(f"{scheme}://a")._timeout == 22.5
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_each_wait_of_a_group_has_the_bound_of_the_flag(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would wait 300 s for a server that does not come."""
+    made: list[Any] = []
+
+    class Group:
+        @staticmethod
+        def create(*args: Any, **kwargs: Any) -> Any:
+            made.append((args, kwargs))
+            return SimpleNamespace(rank=1, world_size=2, barrier=dict)
+
+    def init_communicator(device: Any) -> None:
+        group = vllm_client.StatelessProcessGroup.create("host", 7)
+        alone.pynccl_comms = [SimpleNamespace(group=group)]
+
+    monkeypatch.setattr(vllm_client, "StatelessProcessGroup", Group)
+    monkeypatch.setattr(servers_module, "has_accelerator", lambda: on_gpu)
+    monkeypatch.setattr(Leaseholder, "keep", lambda self: made.append(self.owner))
+    put_back(monkeypatch)
+    alone: Any = SimpleNamespace(init_communicator=init_communicator)
+    args: Any = SimpleNamespace(output_dir="run", rollout_timeout=12.5, new_special_tokens=[])
+    with running(Server()) as client:
+        servers = connect_servers(client, args)
+    assert servers._connect is not None
+    servers._connect(alone)
+    owner, group = made
+    assert owner.startswith("run (process ")
+    assert group == (("host", 7), {"store_timeout": 12})
+    assert vllm_client.StatelessProcessGroup is Group
+    [communicator] = alone.pynccl_comms
+    assert communicator.group.barrier() == {"timeout": 12.5}
+    assert isinstance(communicator, GlooCommunicator) != on_gpu
+    assert on_gpu or communicator._timeout.total_seconds() == 12.5

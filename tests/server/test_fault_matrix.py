@@ -1,5 +1,5 @@
 """Faults from a table: the run ends with the tokens of an undisturbed one, or on every rank, by
-name, within its bound (SPEC F1 to F4)."""
+name, within its bound (F1 to F4)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_faults(cell: Cell) -> None:
     assert_cell(cell, outcome)
 
 
-# --- replicas come back (SPEC F4) ---
+# --- replicas come back (F4) ---
 
 
 @pytest.mark.stack

@@ -1,4 +1,4 @@
-"""A server belongs to one training at a time; a dead one's claim ends by itself (SPEC F6)."""
+"""A server belongs to one training at a time; a dead one's lease ends by itself (F6)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield address
 
 
-def claim_of(url: str, run: str) -> Leaseholder:
+def lease_of(url: str, run: str) -> Leaseholder:
     return Leaseholder(SimpleNamespace(sessions=[requests.Session()], base_urls=[url]), run)
 
 
@@ -36,12 +36,12 @@ def connect(url: str, headers: Any = None) -> requests.Response:
 
 def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None:
     """ms-swift's client connects before it has a name."""
-    first = claim_of(url, "runs/a")
+    first = lease_of(url, "runs/a")
     assert connect(url).status_code == 200
     first.keep()
     requests.post(f"{url}{PATH}", headers=first.headers, timeout=20)
     try:
-        for headers in (None, claim_of(url, "runs/b").headers):
+        for headers in (None, lease_of(url, "runs/b").headers):
             refused = connect(url, headers)
             assert (refused.status_code, MESSAGE in refused.text) == (409, True)
         assert "process" in refused.text
@@ -51,10 +51,10 @@ def test_a_second_training_is_refused_by_the_name_of_the_first(url: str) -> None
     assert connect(url).status_code == 200
 
 
-def test_a_dead_trainings_claim_ends_by_itself(url: str) -> None:
+def test_a_dead_trainings_lease_ends_by_itself(url: str) -> None:
     """One that takes its place waits for that, first of all with the end of the dead one's group:
     replicas that are still in it would not join another."""
-    requests.post(f"{url}{PATH}", headers=claim_of(url, "runs/a").headers, timeout=20)
+    requests.post(f"{url}{PATH}", headers=lease_of(url, "runs/a").headers, timeout=20)
     assert requests.post(f"{url}/update_named_param/", timeout=20).status_code == 409
     assert requests.post(f"{url}/close_communicator/", timeout=20).status_code == 200
     assert connect(url).status_code == 200
@@ -83,7 +83,7 @@ def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
 
 def test_names_of_any_alphabet_are_told() -> None:
     client = TestClient(Deployed(Replica()).app)
-    claim = Leaseholder(SimpleNamespace(sessions=[], base_urls=[]), "训练/a")
-    assert client.post(PATH, headers=claim.headers).json() == {"owner": claim.owner}
-    assert claim.owner.startswith("训练/a (process ")
-    assert client.delete(PATH, headers=claim.headers).json() == {"owner": ""}
+    holder = Leaseholder(SimpleNamespace(sessions=[], base_urls=[]), "训练/a")
+    assert client.post(PATH, headers=holder.headers).json() == {"owner": holder.owner}
+    assert holder.owner.startswith("训练/a (process ")
+    assert client.delete(PATH, headers=holder.headers).json() == {"owner": ""}
