@@ -42,7 +42,7 @@ PAGES = {
     "groups of a round": "groups",
     "most different": "groups?different=1",
     "one group": "group?round=train.100.0&group=3",
-    "curves": "curves",
+    "overview": "overview",
 }
 
 

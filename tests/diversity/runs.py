@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,22 +17,17 @@ HOSTILE = "<script>alert('数字')</script>"
 def make_run(
     folder: Path, rounds: Sequence[list[Sample]], media: Sequence[str] = ()
 ) -> list[RoundRecord]:
-    """Records, a sample log, ms-swift's log."""
+    """Write the monitor's records and a sample log."""
     analyzer = RoundAnalyzer(alarm_p=1e-6, is_greedy=False, seed_mode="engine")
     file = RecordFile(folder, start_step=0)
-    lines, rows = [], []
+    rows = []
     for samples in rounds:
         for record in analyzer.analyze(samples):
             file.append(record)
-            step = f"{record.step + 1}/{len(rounds)}"
-            lines.append({"loss": 0.0, "reward": 0.5, "rewards/DigitAccuracy/mean": 0.25,
-                          "global_step/max_steps": step})  # fmt: skip
         rows += [row_of(s) for s in samples]
     for row in rows:
         object.__setattr__(row, "media", list(media))
     write_session(folder, rows)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "logging.jsonl").write_text(text, encoding="utf-8")
     return read_records(folder)
 
 

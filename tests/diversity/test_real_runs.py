@@ -99,4 +99,4 @@ def test_a_reward_that_favours_one_answer_collapses_the_policy(
     assert records[0].verdict == "healthy"
     page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="verdict collapse"' in page
-    assert "data:image/jpeg" in page
+    assert "data:image/png" in page

@@ -1,42 +1,26 @@
 """The curves of a run, and how a chart draws them. Pure.
 
-Their points come from the run's record, ms-swift's `logging.jsonl` and `diversity.jsonl`. All share
-one axis, optimizer steps done: a training round that begins at step s stands at s + 1, where
-ms-swift logs it too; an evaluation stands at its own step.
+Their points come from the run's record and from `diversity.jsonl`. All share one axis, optimizer
+steps done: a training round that begins at step s stands at s + 1, where ms-swift logs it too; an
+evaluation stands at its own step. Loss, KL and times are in ms-swift's own TensorBoard log.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
-from swift_grpo_ext.diversity.record import RoundRecord, read_json_lines
+from swift_grpo_ext.diversity.record import RoundRecord
 from swift_grpo_ext.tools.view.runs import PART, Snapshot
 
 MAX_POINTS = 400
 """Points of a curve, evenly spaced: a chart is about as many pixels wide."""
-
-LOGGED = {
-    "loss": r"(eval_)?loss",
-    "kl": r"kl|.*_kl|rollout_correction/kl",
-    "clip_ratio": r"clip_ratio/(low_mean|high_mean|region_mean)",
-    "grad_norm": r"grad_norm",
-    "learning_rate": r"learning_rate",
-    "no_variance": r"frac_reward_zero_std",
-    "clipped": r"completions/clipped_ratio",
-    "entropy": r"entropy(/mean)?",
-    "time": r"step_time|time/.*|profiling/Time taken: .*|.*_seconds",
-}
-"""Panels of what ms-swift logs, by the names in `logging.jsonl`."""
 
 DIVERSITY = {
     "copies": ("unique_ratio", "groups_with_duplicates", "common_mode"),
@@ -58,11 +42,6 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 """Sizes of a chart and of the margins around its axes, in the chart's own units."""
 
 NUM_COLOURS = 6
-SMOOTHED_FROM = 30
-"""Points from which on a curve is drawn pale behind its moving average."""
-
-SMOOTHED_OVER = 9
-"""Points that the moving average takes around each."""
 
 Point = tuple[float, float]
 
@@ -80,8 +59,9 @@ Panels = dict[str, list[Curve]]
 """Curves that share a vertical axis, by the key of the panel's title in `words.json`."""
 
 
-def run_panels(run_dir: Path, snapshot: Snapshot) -> Panels:
-    """Return rewards, lengths and gaps of the record, and what ms-swift logs; no empty panel."""
+def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
+    """Return rewards, lengths and gaps of the record, then the monitor's metrics and its collision
+    test of the training rounds; no empty panel."""
     parts = {name: PART + name for name in snapshot.functions}
     panels = {
         "reward": [
@@ -91,44 +71,15 @@ def run_panels(run_dir: Path, snapshot: Snapshot) -> Panels:
         "length": _recorded(snapshot, {"length": "num_tokens"}),
         "gap": _recorded(snapshot, {"gap": "gap_mean"}),
     }
-    log = read_log(run_dir)
-    for key, pattern in LOGGED.items():
-        names = dict.fromkeys(name for row in log for name in row if re.fullmatch(pattern, name))
-        panels[key] = [
-            _curve(name, ((row["step"], row.get(name)) for row in log)) for name in names
-        ]
-    return _without_empty(panels)
-
-
-def diversity_panels(records: Sequence[RoundRecord]) -> Panels:
-    """Return the monitor's metrics and the collision test of the training rounds."""
     training = [record for record in records if record.phase == "train"]
-    panels = {
-        key: [
+    for key, names in DIVERSITY.items():
+        panels[key] = [
             _curve(name, ((r.steps_done, r.metrics.get(name)) for r in training)) for name in names
         ]
-        for key, names in DIVERSITY.items()
-    }
     tested = ((r.steps_done, -r.log10_p) for r in training if r.num_pairs)
     panels["collision"] = [_curve("-log10 p", tested)]
-    return _without_empty(panels)
-
-
-def _without_empty(panels: Panels) -> Panels:
     filled = {key: [c for c in curves if c.points] for key, curves in panels.items()}
     return {key: curves for key, curves in filled.items() if curves}
-
-
-def read_log(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the training lines of ms-swift's `logging.jsonl`, with their `step`; where a resumed
-    run took a step again, the last. [] where there is no file."""
-    rows: dict[int, dict[str, Any]] = {}
-    for row in read_json_lines(Path(run_dir) / "logging.jsonl", dict):
-        done = str(row.get("global_step/max_steps", "")).partition("/")[0]
-        if done.isdecimal() and "loss" in row:
-            rows = {step: kept for step, kept in rows.items() if step < int(done)}
-            rows[int(done)] = {**row, "step": int(done)}
-    return list(rows.values())
 
 
 def _recorded(snapshot: Snapshot, columns: dict[str, str], phase: str = "train") -> list[Curve]:
@@ -257,14 +208,3 @@ def _value_limits(key: str, curves: Sequence[Curve]) -> tuple[float, float]:
     is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal but for rounding
     room = (abs(high) * 0.1 or 1.0) if is_flat else (high - low) * 0.05
     return low - room, high + room
-
-
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the moving average, at the ends over the points that are there; [] for few points,
-    whose curve is plain enough."""
-    if len(points) < SMOOTHED_FROM:
-        return []
-    window = np.ones(SMOOTHED_OVER)
-    sums = np.convolve([value for _, value in points], window, mode="same")
-    counts = np.convolve(np.ones(len(points)), window, mode="same")
-    return list(zip([step for step, _ in points], (sums / counts).tolist(), strict=True))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
 import math
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,17 +20,12 @@ from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.tools.view.queries import describe, read_messages
-from swift_grpo_ext.tools.view.runs import Follower, Snapshot
+from swift_grpo_ext.tools.view.runs import Follower
 
-MAX_PIXELS = 100_000_000
 SIDES = {"small": 112, "full": 2048}
 """Pixels of a shown image's longer side, at most."""
 
 Decode = Callable[[Sequence[int]], str]
-
-
-class NoImageError(ValueError):
-    """A medium cannot be shown; the message says why."""
 
 
 class Piece(NamedTuple):
@@ -48,28 +43,23 @@ class Piece(NamedTuple):
     the record keeps."""
 
 
-class RunView:
-    """A run with what the pages of its groups need beside the record: tokenizer and images."""
-
-    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        self.follower = Follower(run_dir)
-        self.run_dir = Path(run_dir)
+class RunView(Follower):
+    """A run that is followed, with what the pages of its groups need: tokenizer and images."""
 
     @property
     def name(self) -> str:
         return self.run_dir.resolve().name
-
-    @property
-    def snapshot(self) -> Snapshot:
-        return self.follower.snapshot
 
     @cached_property
     def decode(self) -> Decode | None:
         """The tokenizer of a checkpoint, or of the model; None where neither is on this machine."""
         from tokenizers import Tokenizer
 
-        model = Path(str(self.follower.settings.get("model", "")))
-        for folder in (*sorted(self.run_dir.glob("checkpoint-*")), model):
+        folders = sorted(self.run_dir.glob("checkpoint-*"))
+        with suppress(OSError, ValueError, KeyError):
+            settings = json.loads((self.run_dir / "args.json").read_text(encoding="utf-8"))
+            folders.append(Path(settings["model"]))
+        for folder in folders:
             try:
                 tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             except Exception:  # the package raises no narrower class
@@ -224,22 +214,18 @@ def image_bytes(name: str, size: str) -> bytes:
         size: a key of `SIDES`.
 
     Raises:
-        NoImageError: it is no image on this machine, or it is too large.
+        ValueError: it is no image on this machine, or it has more pixels than Pillow opens.
     """
     path = media_content(name)
     if not isinstance(path, Path):
-        raise NoImageError("The record holds its digest or its address only.")
+        raise ValueError("The record holds its digest or its address only.")
+    if not path.is_file():  # to open a pipe could wait for ever
+        raise ValueError(f"{path.name[:80]} is not on this machine.")
     try:
-        if not path.is_file():  # to open a pipe could wait for ever
-            raise NoImageError(f"{path.name[:80]} is not on this machine.")
         with Image.open(path) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise NoImageError(f"{image.width} x {image.height} pixels are too many to show.")
             shown = image.convert("RGB")
-    except NoImageError:
-        raise
-    except (OSError, ValueError, Image.DecompressionBombError, SyntaxError) as e:
-        raise NoImageError(f"{path.name[:80]} is no image that can be read.") from e
+    except (OSError, SyntaxError, Image.DecompressionBombError) as e:
+        raise ValueError(f"{path.name[:80]} is no image that can be read ({e}).") from e
     shown.thumbnail((SIDES[size], SIDES[size]))
     buffer = io.BytesIO()
     shown.save(buffer, "PNG")

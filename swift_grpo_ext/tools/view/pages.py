@@ -23,7 +23,7 @@ from markupsafe import Markup
 from swift_grpo_ext.diversity.alarms import read_words
 from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.tools.view import curves, diversity, queries
-from swift_grpo_ext.tools.view.group import NoImageError, RunView, image_bytes
+from swift_grpo_ext.tools.view.group import RunView, image_bytes
 from swift_grpo_ext.tools.view.queries import parse_round
 from swift_grpo_ext.version import __version__
 
@@ -89,7 +89,6 @@ def _environment() -> Environment:
         version=__version__,
         basename=os.path.basename,
         ranges=queries.RANGES,
-        smooth=curves.smooth,
     )
     return environment
 
@@ -104,23 +103,25 @@ def image_address(run: int, round: str, group: int, number: int, size: str = "fu
 
 
 def render(
-    template: str, runs: Sequence[RunView], run: int = 0, *, url: Address = address,
+    page: str, runs: Sequence[RunView], run: int = 0, *, url: Address = address,
     image: Address = image_address, **values: Any,
 ) -> str:  # fmt: skip
     """Return a page.
 
     Args:
+        page: the name of the template that stands in `base.html`, or `saved`.
         run: the number of the run that it shows.
         url: gives the address of a page by name, number of its run, and values.
         image: gives the address of an image by run, round, group, number and size.
         values: what the template shows.
     """
+    template = "saved.html" if page == "saved" else "base.html"
     return _environment().get_template(template).render(
         runs=runs,
         run=run,
         url=url,
         image=image,
-        page=template.removesuffix(".html"),
+        page=page,
         state=state_of(runs),
         **values,
     )  # fmt: skip
@@ -154,6 +155,7 @@ def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
         "next_offset": offset + PAGE_ROWS if offset + PAGE_ROWS < len(rows) else None,
         "samples": queries.list_samples(snapshot, rows[offset : offset + PAGE_ROWS]),
         "facets": queries.facets(snapshot),
+        "is_live": not offset,
     }
 
 
@@ -204,23 +206,20 @@ def group_values(runs: Sequence[RunView], run: int, name: str, number: int) -> d
     }
 
 
-def curves_values(runs: Sequence[RunView]) -> dict[str, Any]:
-    """Return the values of `curves.html`."""
-    panels = [curves.run_panels(run.run_dir, run.snapshot) for run in runs]
-    records = [record for run in runs for record in read_records(run.run_dir)]
+def overview_values(runs: Sequence[RunView], run: int) -> dict[str, Any]:
+    """Return the values of `overview.html`: verdict, alarms and worst groups of one run, and the
+    curves of all, in which that run's alarms are shaded."""
+    records_of = [read_records(one.run_dir) for one in runs]
+    pairs = zip(runs, records_of, strict=True)
+    panels = [curves.make_panels(one.snapshot, records) for one, records in pairs]
+    records = records_of[run]
     spans = diversity.alarm_spans(records)
-    return {"charts": curves.make_charts(panels, [run.name for run in runs], spans)}
-
-
-def diversity_values(run: RunView) -> dict[str, Any]:
-    """Return the values of `diversity.html`."""
-    records = read_records(run.run_dir)
-    panels = [curves.diversity_panels(records)]
     return {
         "verdict": diversity.overall_verdict(records),
         "alarms": diversity.list_alarms(records),
-        "charts": curves.make_charts(panels, [run.name], diversity.alarm_spans(records)),
-        "groups": diversity.worst_groups(run, records),
+        "charts": curves.make_charts(panels, [one.name for one in runs], spans),
+        "groups": diversity.worst_groups(runs[run], records),
+        "is_live": True,
     }
 
 
@@ -233,7 +232,7 @@ def write_page(
     num_groups: int = 40,
     steps: str = "",
 ) -> Path:
-    """Write diversity, curves and a selection of groups as one page; return its path.
+    """Write the overview and a selection of groups as one page; return its path.
 
     Args:
         num_groups: how many groups of the first run it holds at most, as `queries.pick_groups`
@@ -241,14 +240,14 @@ def write_page(
         steps: only groups of these, such as `10:20`.
 
     Raises:
-        FileNotFoundError: a folder is not there, or holds neither samples nor a log.
+        FileNotFoundError: a folder is not there, or holds neither samples nor `diversity.jsonl`.
         ValueError: `steps` cannot be read.
         OSError: the page cannot be written.
     """
     runs = open_runs(run_dirs)
     for run in runs:
-        run.follower.refresh()
-        if run.snapshot.problem and not curves.read_log(run.run_dir):
+        run.refresh()
+        if run.snapshot.problem and not read_records(run.run_dir):
             raise FileNotFoundError(run.snapshot.problem)
     picked = queries.pick_groups(runs[0].snapshot, steps, num_groups)
 
@@ -260,7 +259,7 @@ def write_page(
     def data_uri(name: str) -> str:
         try:
             content = image_bytes(name, "small")
-        except NoImageError:
+        except ValueError:
             return ""
         return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
@@ -268,14 +267,13 @@ def write_page(
         return data_uri(runs[run].medium_name(parse_round(round), group, number))
 
     page = render(
-        "saved.html",
+        "saved",
         runs,
         url=page_address,
         image=embedded_image,
-        curves=curves_values(runs),
-        diversities=[diversity_values(run) for run in runs],
+        overviews=[overview_values(runs, number) for number in range(len(runs))],
         listed=picked,
-        groups=[group_values(runs, 0, group["round"], group["group"]) for group in picked],
+        pages=[group_values(runs, 0, group["round"], group["group"]) for group in picked],
     )
     path = Path(output)
     path.write_text(page, encoding="utf-8")

@@ -30,10 +30,6 @@ MAX_TEXT = 400
 """Characters of a completion in a list."""
 
 
-class BadQueryError(ValueError):
-    """A value of a filter cannot be used; the message says which, and what was expected."""
-
-
 def parse_round(text: str) -> RoundName:
     """Read `train.3.0`; raises ValueError."""
     phase, step, number = text.split(".")
@@ -41,12 +37,12 @@ def parse_round(text: str) -> RoundName:
 
 
 def parse_steps(text: str) -> tuple[float, float]:
-    """Read `10:20`, `10:`, `:20` or `10` as the first and the last step; raises BadQueryError."""
+    """Read `10:20`, `10:`, `:20` or `10` as the first and the last step; raises ValueError."""
     first, colon, last = text.partition(":")
     try:
         return float(first or -np.inf), float((last if colon else first) or np.inf)
     except ValueError as e:
-        raise BadQueryError(f"steps={text}: expected steps such as 10:20.") from e
+        raise ValueError(f"steps={text}: expected steps such as 10:20.") from e
 
 
 def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:
@@ -57,7 +53,7 @@ def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:
             greatest first. Rows without a value come last. Without `sort`, the newest come first.
 
     Raises:
-        BadQueryError: a value is no number, no column, or no regular expression.
+        ValueError: a value is no number, no column, or no regular expression.
     """
     table = snapshot.table
     conditions = []
@@ -84,7 +80,7 @@ def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:
 
     column = values.get("sort", "").removeprefix("-")
     if column not in ("", *RANGES):
-        raise BadQueryError(f"sort={column}: expected one of {', '.join(RANGES)}.")
+        raise ValueError(f"sort={column}: expected one of {', '.join(RANGES)}.")
     if column:
         keys = table[column].combine_chunks().take(pa.array(rows))
         order = "descending" if values["sort"].startswith("-") else "ascending"
@@ -96,7 +92,7 @@ def _number(values: Mapping[str, str], name: str, default: float) -> float:
     try:
         return float(values.get(name) or default)
     except ValueError as e:
-        raise BadQueryError(f"{name}={values[name]}: expected a number.") from e
+        raise ValueError(f"{name}={values[name]}: expected a number.") from e
 
 
 def _holds_text(snapshot: Snapshot, values: Mapping[str, str]) -> pa.ChunkedArray:
@@ -112,7 +108,7 @@ def _holds_text(snapshot: Snapshot, values: Mapping[str, str]) -> pa.ChunkedArra
         hashes = pa.array(prompts, pa.utf8()).filter(match(texts, text, ignore_case=True))
         return pc.is_in(table["fingerprint"], value_set=hashes)
     except pa.ArrowInvalid as e:
-        raise BadQueryError(f"text={text}: no regular expression ({e}).") from e
+        raise ValueError(f"text={text}: no regular expression ({e}).") from e
 
 
 def facets(snapshot: Snapshot) -> dict[str, list[tuple[str, int]]]:
@@ -131,10 +127,7 @@ def list_samples(snapshot: Snapshot, rows: np.ndarray) -> list[dict[str, Any]]:
     samples = []
     for number in rows.tolist():
         [row] = snapshot.table.slice(number, 1).to_pylist()
-        sample = describe(snapshot, row)
-        sample["is_cut"] = len(sample["text"]) > MAX_TEXT
-        sample["text"] = sample["text"][:MAX_TEXT]
-        samples.append(sample)
+        samples.append({**describe(snapshot, row), "text": row["text"][:MAX_TEXT]})
     return samples
 
 
@@ -154,7 +147,7 @@ def list_groups(
     rewards lie furthest apart (by standard deviation), the widest first.
 
     Raises:
-        BadQueryError: `steps` cannot be read.
+        ValueError: `steps` cannot be read.
     """
     groups = snapshot.groups
     if of_round is not None:
@@ -181,7 +174,7 @@ def pick_groups(snapshot: Snapshot, steps: str, count: int) -> list[dict[str, An
     are spread evenly over the steps.
 
     Raises:
-        BadQueryError: `steps` cannot be read.
+        ValueError: `steps` cannot be read.
     """
     groups = list_groups(snapshot, steps=steps, limit=snapshot.groups.num_rows)
     best, others = groups[: count // 4], groups[count // 4 :]

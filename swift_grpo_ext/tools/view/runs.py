@@ -7,7 +7,6 @@ log-probabilities stay on disk: a sample takes its text and about 120 bytes.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -123,15 +122,6 @@ class Follower:
         self.snapshot = Snapshot(version=0)
         self._files: set[Path] | None = None
         self._rounds: dict[RoundName, Round] = {}
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The run's `args.json`; empty where it cannot be read."""
-        try:
-            settings = json.loads((self.run_dir / "args.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return settings if isinstance(settings, dict) else {}
 
     def refresh(self) -> bool:
         """Read what is new on disk; return True if anything was."""

@@ -58,15 +58,13 @@ def make_app(runs: Sequence[RunView], token: str) -> Starlette:
                 values = pages.groups_values(run, query)
             elif name == "group":
                 values = pages.group_values(runs, number, query["round"], int(query["group"]))
-            elif name == "curves":
-                values = pages.curves_values(runs)
-            elif name == "diversity":
-                values = pages.diversity_values(run)
+            elif name == "overview":
+                values = pages.overview_values(runs, number)
             else:
                 return _image(run, query)
         except (LookupError, ValueError) as e:
             return PlainTextResponse(f"There is no such thing here ({e}).", 404)
-        html = pages.render(f"{name}.html", runs, number, **values)
+        html = pages.render(name, runs, number, **values)
         return HTMLResponse(html, headers=HEADERS)
 
     routes = [
@@ -122,7 +120,7 @@ def _follow(runs: Sequence[RunView], stop: threading.Event) -> None:
     while not stop.is_set():
         for run in runs:
             try:
-                run.follower.refresh()
+                run.refresh()
             except (OSError, ValueError) as e:  # a file that is being replaced; of Arrow, too
                 if str(e) != told:
                     logger.warning("%s cannot be read now (%s): tried again.", run.run_dir, e)

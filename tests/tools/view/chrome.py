@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
 import json
 import shutil
@@ -129,9 +128,6 @@ class Chrome:
     def resize(self, width: int, height: int, *, phone: bool = False) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
                   deviceScaleFactor=1, mobile=phone)  # fmt: skip
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def __enter__(self) -> Chrome:
         return self

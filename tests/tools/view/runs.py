@@ -72,7 +72,7 @@ class Writer:
 
 
 def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
-    """Rounds, their images in the run's folder, ms-swift's log; returns the folder."""
+    """Rounds, their images in the run's folder; returns the folder."""
     folder = run_dir / "images"
     folder.mkdir(parents=True)
     for group in range(2):
@@ -81,12 +81,6 @@ def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
     for step in range(num_rounds):
         rows = make_rows(step)
         writer.write([replace(r, media=[str(run_dir / r.media[0])]) for r in rows])
-    lines = [
-        {"loss": 0.5 / (s + 1), "kl": 0.01, "grad_norm": 1.0, "global_step/max_steps": f"{s + 1}/9"}
-        for s in range(num_rounds)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run_dir / "logging.jsonl").write_text(text, encoding="utf-8")
     return run_dir
 
 

@@ -95,17 +95,11 @@ def test_filters_and_groups(page: Chrome) -> None:
 
 def test_values_of_curves(page: Chrome) -> None:
     page.key("3")
-    page.until("document.querySelector('[data-panel=loss]')")
-    page.run("document.querySelector('[data-panel=loss] svg').focus()")
-    page.key("Home")
-    assert page.texts("[data-panel=loss] output") == ["1 · one loss 0.5 · two loss 0.5"]
-    page.key("ArrowRight")
-    page.key("ArrowRight")
-    assert page.texts("[data-panel=loss] output") == ["3 · one loss 0.16667"]
+    page.until("document.querySelector('[data-panel=length]')")
     page.run("""(svg => { const box = svg.getBoundingClientRect(); svg.dispatchEvent(
         new PointerEvent('pointermove', {clientX: box.left + box.width / 2})) })(
-        document.querySelector('[data-panel=loss] svg'))""")
-    assert page.texts("[data-panel=loss] output") == ["2 · one loss 0.25 · two loss 0.25"]
+        document.querySelector('[data-panel=length] svg'))""")
+    assert page.texts("[data-panel=length] output") == ["2 · one length 3 · two length 3"]
 
 
 def test_a_run_that_goes_on_and_hostile_text(page: Chrome, served: Served) -> None:
@@ -163,7 +157,7 @@ def test_nothing_runs_over_its_box(width: int, wordy: str, chrome: Chrome) -> No
     chrome.resize(width, 900)
     chrome.open(wordy)
     pages = {
-        "diversity-0": ".verdict", "groups-0": "ol.groups li", "curves-0": ".panels figure",
+        "overview-0": ".panels figure", "groups-0": "ol.groups li",
         "group-0-train.3.0-1": ".completion",
     }  # fmt: skip
     for language in ("en", "zh"):
@@ -186,7 +180,7 @@ def test_lists_fit_a_phone(page: Chrome) -> None:
         page.key(key)
         page.until(f"document.querySelector('{found}')")
         assert page.run("document.documentElement.scrollWidth") <= 400
-        assert page.texts("nav a[data-key]") == ["样本", "组", "曲线", "多样性"]
+        assert page.texts("nav a[data-key]") == ["样本", "组", "概览"]
         assert page.run(OVERFLOWING) == []
     page.click("#language")
     page.resize(1280, 900)
@@ -203,7 +197,7 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     chrome.problems.clear()
     chrome.open(page.as_uri())
     chrome.until("document.querySelector('main:target .verdict')")
-    chrome.key("3")
+    chrome.key("2")
     images = "[...document.querySelectorAll('main:target ol.groups img')]"
     chrome.until(f"{images}.some(image => image.naturalWidth === 56)")
     chrome.click("main:target ol.groups a")

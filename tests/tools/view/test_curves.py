@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,21 +11,13 @@ from swift_grpo_ext.tools.view import curves
 from swift_grpo_ext.tools.view.curves import (
     Curve,
     Scale,
-    diversity_panels,
     make_charts,
-    read_log,
-    run_panels,
-    smooth,
+    make_panels,
 )
-from swift_grpo_ext.tools.view.runs import Follower
+from swift_grpo_ext.tools.view.runs import Follower, Snapshot
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
 from tests.tools.view.runs import Writer, make_rows, make_run
-
-
-def write_log(run_dir: Path, *lines: dict[str, object] | str) -> None:
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (run_dir / "logging.jsonl").write_text("\n".join(texts), encoding="utf-8")
 
 
 def test_panels_of_a_run(tmp_path: Path) -> None:
@@ -35,41 +27,33 @@ def test_panels_of_a_run(tmp_path: Path) -> None:
         [*make_rows(3), *make_rows(3, phase="eval")]
     )
     follower.refresh()
-    panels = run_panels(tmp_path / "run", follower.snapshot)
-    assert list(panels) == ["reward", "length", "gap", "loss", "kl", "grad_norm"]
+    panels = make_panels(follower.snapshot, [])
+    assert list(panels) == ["reward", "length", "gap"]
     assert [curve.name for curve in panels["reward"]] == [
         "reward", "Accuracy", "Format", "eval reward",
     ]  # fmt: skip
     assert panels["reward"][0].points == [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.25)]
     assert panels["reward"][3].points == [(3, 0.25)]  # an evaluation stands at its own step
     assert panels["length"][0].points[0] == (1, 3)
-    assert panels["loss"][0].points == [(1, 0.5), (2, 0.25), (3, pytest.approx(1 / 6))]
 
 
 def test_panels_of_the_monitor(tmp_path: Path) -> None:
     records = make_watched_run(tmp_path, frozen_rounds())
-    panels = diversity_panels(records)
+    panels = make_panels(Snapshot(version=0), records)
     expected = [(step + 1, records[step].metrics["vendi"]) for step in range(3)]
     assert panels["effective"][0] == Curve(name="vendi", points=expected)
     assert panels["collision"][0].points[2] == (3, -records[2].log10_p)
-    assert diversity_panels([]) == {}
-
-
-def test_the_log_of_a_resumed_run(tmp_path: Path) -> None:
-    """The steps that it took again count as the second time; what is damaged is left out."""
-    taken = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7)]
-    lines = [{"loss": 0, "kl": kl, "global_step/max_steps": f"{s}/9"} for s, kl in taken]
-    write_log(tmp_path, *lines, {"eval_loss": 1}, '{"loss": 0, "re')
-    assert [(row["step"], row["kl"]) for row in read_log(tmp_path)] == [(1, 0.1), (2, 0.7)]
+    assert "reward" not in panels
 
 
 def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    values = [float("nan"), 0.5, float("inf"), "0.5", None]
-    lines = [{"loss": v, "global_step/max_steps": f"{s}/9"} for s, v in enumerate(values, 1)]
-    write_log(tmp_path, *lines)
-    assert run_panels(tmp_path, Follower(tmp_path).snapshot) == {
-        "loss": [Curve(name="loss", points=[(2, 0.5)])]
-    }
+    writer, follower = Writer(tmp_path), Follower(tmp_path)
+    for step, value in enumerate((math.nan, 0.5, math.inf)):
+        writer.write(rows := make_rows(step), scored=False)
+        writer.score(rows, gap_mean=value)
+    follower.refresh()
+    panels = make_panels(follower.snapshot, [])
+    assert panels["gap"] == [Curve(name="gap", points=[(2, 0.5)])]
 
 
 def test_long_curves_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,14 +77,6 @@ def test_ticks_are_round(low: float, high: float, labels: str) -> None:
     assert [label for _, label in ticks] == labels.split()
     for place, label in ticks:
         assert place == pytest.approx(100 - 80 * (float(label) - low) / (high - low), abs=0.06)
-
-
-def test_smoothing_keeps_a_line_and_halves_noise() -> None:
-    assert smooth([(step, 1.0) for step in range(29)]) == []  # so few need none
-    assert smooth([(step, 2.0 * step) for step in range(30)])[4:26] == [
-        (step, pytest.approx(2.0 * step)) for step in range(4, 26)
-    ]
-    assert smooth([(step, float(step == 0)) for step in range(30)])[0] == (0, pytest.approx(0.2))
 
 
 def test_charts_of_two_runs() -> None:

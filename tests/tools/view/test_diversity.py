@@ -51,7 +51,7 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
 def test_frozen_noise_stands_beside_what_it_repeats(tmp_path: Path) -> None:
     records = make_run(tmp_path, frozen_rounds())
     run = RunView(tmp_path)
-    run.follower.refresh()
+    run.refresh()
     worst = worst_groups(run, records)[0]
     assert (worst["round"], worst["verdict"]) == ("train.2.0", "broken")
     shown = [(s["round"], s["indices"]) for s in worst["samples"] if 0 in s["indices"]]
@@ -62,11 +62,11 @@ def test_frozen_noise_stands_beside_what_it_repeats(tmp_path: Path) -> None:
 def test_equal_completions_stand_once(tmp_path: Path) -> None:
     records = make_run(tmp_path, [group_of([1], [1], [1], [2], text="seven")])
     run = RunView(tmp_path)
-    run.follower.refresh()
+    run.refresh()
     [group] = worst_groups(run, records)
     assert [s["indices"] for s in group["samples"]] == [[0, 1, 2], [3]]
     assert group["num_more"] == 0
     shutil.rmtree(tmp_path / "samples")  # the bound on the record's size removes the oldest rounds
     lost = RunView(tmp_path)
-    lost.follower.refresh()
+    lost.refresh()
     assert worst_groups(lost, records) == []

@@ -47,7 +47,7 @@ def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
     assert page.loaded == {"data:,", "", "data:image/png;base64"}  # the URL is named, not fetched
     assert page.tags.count("script") == 1
     assert page.asked == page.ids & page.asked
-    assert {"diversity-0", "curves-1", "group-0-train.3.0-1"} <= page.ids
+    assert {"overview-0", "overview-1", "group-0-train.3.0-1"} <= page.ids
     assert "group-0-train.0.0-1" not in page.ids
     text = path.read_text(encoding="utf-8")
     assert 'two <span lang="en">has no such group' in text

@@ -75,7 +75,7 @@ def test_filters_and_orders(snapshot: Snapshot, values: dict[str, str], expected
 def test_bad_queries_say_what_was_expected(
     snapshot: Snapshot, values: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(queries.BadQueryError, match=message):
+    with pytest.raises(ValueError, match=message):
         queries.matching(snapshot, values)
 
 
@@ -86,7 +86,7 @@ def test_a_sample_as_a_list_shows_it(snapshot: Snapshot, monkeypatch: pytest.Mon
     assert sample["seed"] == 2**62 + 100
     assert sample["parts"] == {"Accuracy": 0.0, "Format": 1.0}
     assert (sample["round"], sample["num_media"]) == ("train.1.0", 1)
-    assert (sample["text"], sample["is_cut"]) == ("g0 i0", True)
+    assert sample["text"] == "g0 i0"
 
 
 def test_menus(snapshot: Snapshot) -> None:

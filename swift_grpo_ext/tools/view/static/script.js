@@ -24,7 +24,7 @@ if (document.querySelector("main.saved") && !document.querySelector("main:target
   location.replace(`#${document.querySelector("main.saved").id}`);
 }
 
-// --- keys: / [ ] n p d, and 1 to 4 for the pages ---
+// --- keys: / [ ] n p d, and 1 to 3 for the pages ---
 
 document.addEventListener("keydown", (event) => {
   const isTyping = event.target.closest("input, select");
@@ -45,16 +45,17 @@ document.addEventListener("submit", (event) => {
   location.search = new URLSearchParams(values);
 });
 
-// --- values of a chart, by pointer and by arrow keys ---
+// --- values of a chart, by pointer ---
 
 function readable(svg) {
   const {axis: [low, high, start, end, width], curves} = JSON.parse(svg.dataset.chart);
   const steps = [...new Set(curves.flatMap((curve) => curve.points.map(([step]) => step)))].sort((a, b) => a - b);
   const cursor = svg.querySelector(".cursor");
-  let at = steps.length - 1;
 
-  function show() {
-    const step = steps[at];
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect();
+    const pointed = low + ((((event.clientX - box.left) / box.width) * width - start) / (end - start)) * (high - low);
+    const step = steps.reduce((best, other) => Math.abs(other - pointed) < Math.abs(best - pointed) ? other : best);
     const place = start + ((step - low) / (high - low)) * (end - start);
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);
@@ -64,22 +65,6 @@ function readable(svg) {
       return point ? ` · ${curve.name} ${point[1]}` : "";
     });
     svg.parentElement.querySelector("output").textContent = `${step}${values.join("")}`;
-  }
-
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const place = ((event.clientX - box.left) / box.width) * width;
-    const step = low + ((place - start) / (end - start)) * (high - low);
-    const distances = steps.map((other) => Math.abs(other - step));
-    at = distances.indexOf(Math.min(...distances));
-    show();
-  });
-  svg.addEventListener("keydown", (event) => {
-    const moved = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: steps.length - 1}[event.key];
-    if (moved === undefined) return;
-    event.preventDefault();
-    at = Math.min(Math.max(moved, 0), steps.length - 1);
-    show();
   });
 }
 
