@@ -1,16 +1,15 @@
 """How many small changes of the code do the unit tests notice? A mutation run with mutmut.
 
-    python scripts/mutation.py                                   300 mutants at random
-    python scripts/mutation.py --only training stops --sample 60 --seed 1     60 of two rooms
+    python scripts/mutation.py                              300 mutants at random, of all rooms
+    python scripts/mutation.py --only sampling --sample 60  60 of a room, by its own tests: minutes
     python scripts/mutation.py --only 'swift_grpo_ext.stops.rule.*' --sample 0     all of a module
 
 mutmut changes one expression at a time in a copy of the tree (`mutants/`), and runs the unit tests
-that reach the changed function; `[tool.mutmut]` in pyproject.toml says which rooms take part. A
-mutant that makes a test fail, crash or hang (`timeout_multiplier` there) is killed. Not counted are
-mutants that only change the words of a message, and those that `tests/equivalent_mutants.toml`
-lists, since no test could tell them apart. mutmut leaves decorated functions alone.
-
-Nothing else should change the tree meanwhile: mutmut copies it as it starts.
+that reach the changed function. `[tool.mutmut]` in pyproject.toml lists rooms and tests; `--only`
+leaves those of the rooms that it names. A mutant that makes a test fail, crash or hang is killed.
+Not counted are mutants that only change the words of a message, and those that
+`tests/equivalent_mutants.toml` lists, since no test could tell them apart. mutmut leaves decorated
+functions alone. Nothing else should change the tree meanwhile: mutmut copies it as it starts.
 """
 
 from __future__ import annotations
@@ -42,9 +41,17 @@ SURVIVED, NO_TESTS = (0,), (5, 33)
 TIMED_OUT = (24, -24, 36, 152, 255)
 """Those of mutants whose tests were ended (`status_by_exit_code` in mutmut/stats.py)."""
 
-GENERATE = """
+ONLY_ROOMS = """
 import pathlib, sys
 from mutmut import __main__ as mutmut
+from mutmut.configuration import config
+if rooms := sys.argv.pop(1).split():
+    config().only_mutate = [f"swift_grpo_ext/{room}/*" for room in rooms]
+    config().pytest_add_cli_args_test_selection = [f"tests/{room}" for room in rooms]
+"""
+"""What a process of mutmut's begins with: its own settings, or a few rooms and their tests."""
+
+GENERATE = """
 mutmut.set_mutant_under_test("mutant_generation")
 pathlib.Path("mutants").mkdir(exist_ok=True)
 mutmut.copy_src_dir()
@@ -53,6 +60,10 @@ mutmut.setup_source_paths()
 mutmut.create_mutants(int(sys.argv[1]))
 """
 """What `mutmut run` (3.8.1) begins with. It has no command that makes the mutants and runs none."""
+
+RUN = """
+mutmut.cli(["run", *sys.argv[1:]])
+"""
 
 SHOW = """
 import json, sys
@@ -76,7 +87,8 @@ class Change(NamedTuple):
     def function(self) -> str:
         """As `swift_grpo_ext.sampling.seeding.sample_seed` or `...module.Class.method`."""
         module, _, mangled = self.name.rpartition("__mutmut_")[0].rpartition(".")
-        return f"{module}.{mangled.removeprefix('x').lstrip('_ǁ').replace('ǁ', '.')}"
+        name = mangled.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
+        return f"{module}.{name}"
 
 
 def main() -> None:
@@ -87,8 +99,9 @@ def main() -> None:
     parser.add_argument("--children", type=int, default=2, help="processes side by side")
     options = parser.parse_args()
     start = time.monotonic()
-    run_python(GENERATE, str(options.children))
     patterns = [p if "." in p or "*" in p else f"{PACKAGE}.{p}.*" for p in options.only]
+    rooms = "" if "*" in patterns else " ".join(dict.fromkeys(p.split(".")[1] for p in patterns))
+    run_python(ONLY_ROOMS + GENERATE, rooms, str(options.children))
     file_of = {
         name: file
         for file, codes in exit_codes().items()
@@ -100,7 +113,7 @@ def main() -> None:
         raise SystemExit(f"--only {' '.join(options.only)}: no mutant is meant; expected rooms.")
     seconds = time.monotonic() - start
     print(f"{len(file_of)} mutants, {len(chosen)} of them to run ({seconds:.0f} s)", flush=True)
-    run_tests([change.name for change in chosen], options.children)
+    run_tests([change.name for change in chosen], rooms, options.children)
     print(report(chosen, {n: c for codes in exit_codes().values() for n, c in codes.items()}))
     minutes = (time.monotonic() - start) / 60
     print(f"{minutes:.0f} minutes with {options.children} processes")
@@ -136,7 +149,7 @@ def choose(file_of: Mapping[str, str], count: int, seed: int) -> list[Change]:
     return chosen[:count] if count else chosen
 
 
-def run_tests(names: Sequence[str], children: int) -> None:
+def run_tests(names: Sequence[str], rooms: str, children: int) -> None:
     """Let mutmut run the tests of these mutants.
 
     Before that it runs all of them on the code as it is. Where one fails, mutmut says no more than
@@ -144,23 +157,24 @@ def run_tests(names: Sequence[str], children: int) -> None:
     tests run once more here, and the first that fails is named.
     """
     log = MUTANTS / "run.log"
-    command = [str(Path(sys.executable).with_name("mutmut")), "run"]
+    argv = [sys.executable, "-c", ONLY_ROOMS + RUN, rooms, "--max-children", str(children), *names]
     with log.open("w", encoding="utf-8") as f:
-        argv = [*command, "--max-children", str(children), *names]
         if subprocess.run(argv, cwd=ROOT, stdout=f, stderr=f, check=False).returncode == 0:
             return
     print(f"mutmut failed ({log}); looking for a test that fails without any mutant", flush=True)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     mutmut = settings["tool"]["mutmut"]
-    selection = mutmut["pytest_add_cli_args"] + mutmut["pytest_add_cli_args_test_selection"]
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--rootdir=.", *selection]
+    tests = [f"tests/{room}" for room in rooms.split()]
+    tests = tests or mutmut["pytest_add_cli_args_test_selection"]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--rootdir=."]
+    pytest += [*mutmut["pytest_add_cli_args"], *tests]
     env = {**os.environ, "MUTANT_UNDER_TEST": "stats", "PY_IGNORE_IMPORTMISMATCH": "1"}
     done = subprocess.run(pytest, cwd=MUTANTS, env=env, capture_output=True, text=True)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
     if failed:
         cause = re.split(r"={3,} (?:FAILURES|ERRORS|warnings summary) =*", done.stdout)[1]
         raise SystemExit(f"{failed[0]}\n{cause[-3000:]}")
-    end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+    end = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n")[-3000:]
     raise SystemExit(f"no test fails; the end of {log}:\n{end}")
 
 

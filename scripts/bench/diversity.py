@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=20_000, help="healthy ones, at least")
     parser.add_argument("--power-rounds", type=int, default=30, help="of each fault and case")
-    parser.add_argument("--memory-rounds", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cost-only", action="store_true", help="print the costs alone; a minute")
@@ -59,7 +57,6 @@ def main() -> None:
     if options.cost_only:
         print(cost_table(result["cost"]))
         return
-    result["memory"] = measure_memory(options.memory_rounds)
     with ProcessPoolExecutor(options.processes) as pool:
         num_policies = -(-options.rounds // ROUNDS_OF_POLICY)
         seeds = np.random.SeedSequence(options.seed).spawn(num_policies)
@@ -264,27 +261,6 @@ def timed(part: Callable[[], Any], times: int) -> Iterator[float]:
         yield time.process_time() - start
 
 
-def measure_memory(num_rounds: int) -> dict[str, Any]:
-    """Bytes that the memory of earlier rounds holds after rounds of 256 samples x 512 tokens, each
-    with prompts of its own."""
-    rng = np.random.default_rng(0)
-    tracemalloc.start()
-    memory = PromptMemory()
-    most = 0
-    held = []
-    for step in range(num_rounds):
-        samples = random_rows(rng, 256, 512, 8, step)
-        memory.remember(
-            [replace(s, prompt_hash=f"{step:016x}{s.prompt_hash:>016}") for s in samples]
-        )
-        del samples
-        most = max(most, memory.num_bytes)
-        if (step + 1) % max(num_rounds // 10, 1) == 0:
-            held.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    return {"rounds": num_rounds, "most_by_estimate": most, "held_by_tracemalloc": held}
-
-
 # --- tables ---
 
 
@@ -317,7 +293,6 @@ def as_markdown(result: dict[str, Any]) -> str:
         ),
         "## Cost\n\nCPU seconds, one thread, medians of five.",
         cost_table(result["cost"]),
-        memory_words(result["memory"]),
     ]  # fmt: skip
     return "\n\n".join(parts)
 
@@ -331,15 +306,6 @@ def cost_table(costs: Sequence[dict[str, Any]]) -> str:
             for r in costs
         ),
     )  # fmt: skip
-
-
-def memory_words(memory: dict[str, Any]) -> str:
-    held = ", ".join(f"{b / 2**20:.1f}" for b in islice(memory["held_by_tracemalloc"], 10))
-    return (
-        f"Memory of earlier rounds over {memory['rounds']} rounds of 256 samples x 512 tokens, all "
-        f"prompts new: at most {memory['most_by_estimate'] / 2**20:.1f} MiB by its own count; MiB "
-        f"held at ten moments, measured by tracemalloc: {held}."
-    )
 
 
 def table(head: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:

@@ -241,97 +241,44 @@ def as_markdown(result: dict[str, Any]) -> str:
     made = result["environment"]
     machine = made["accelerator"] or f"{made['cores']} cores of {made['cpu']}"
     versions = ", ".join(f"{n} {v}" for n, v in made["versions"].items() if n in SHOWN_VERSIONS)
-    rows = result["rows"]
-    names = list(dict.fromkeys(row["case"]["name"] for row in rows))
-    by_way = {n: {r["way"]: r for r in rows if r["case"]["name"] == n} for n in names}
-    sweep = [n for n in names if FULL not in by_way[n]]
     text = [
         "# Log-probabilities: peak memory and time",
         f"`{result['command']}`, {made['date']}, {machine}, Python {made['python']}, {versions}, "
         f"OpenMP settings {made['openmp'] or 'unset'}, load average at the start "
         f"{made['load_at_start']}.",
-        f"Forward and backward, {result['dtype']}, on {result['device']}. *No keyword*: a model "
-        "whose `forward` does not name `logits_to_keep`, where ms-swift computes the logits of "
-        "all positions. Ratios are of one "
-        "run; of times, the median of the turns' ratios, with the lowest and the highest.",
+        f"Forward and backward, {result['dtype']}, on {result['device']}, chunks of "
+        f"{result['chunk_size']}. *No keyword*: a model whose `forward` does not name "
+        "`logits_to_keep`, where ms-swift computes the logits of all positions. Ratios are to the "
+        "first way; of times, the median of the turns' ratios, with the lowest and the highest.",
     ]
-    text += [case_table(by_way[n]) for n in names if n not in sweep]
-    if sweep:
-        text.append(sweep_table([by_way[n] for n in sweep], result["chunk_size"]))
-    return "\n\n".join(text)
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        cases.setdefault(row["case"]["name"], []).append(row)
+    return "\n\n".join([*text, *map(case_table, cases.values())])
 
 
 SHOWN_VERSIONS = ("torch", "ms-swift", "transformers")
 
 
-def case_table(ways: dict[str, Any]) -> str:
-    full = ways[FULL]
-    case = full["case"]
-    prompts, new = " and ".join(map(str, case["prompts"])), case["new"]
-    length = max(case["prompts"]) + new
-    share = len(case["prompts"]) * new / (len(case["prompts"]) * length)
-    head = (
-        f"## Prompts of {prompts} tokens, {new} new ones each\n\nVocabulary {case['vocabulary']}. "
-        f"Completion tokens are {share:.3f} of all positions.\n\n"
-    )
+def case_table(ways: Sequence[dict[str, Any]]) -> str:
+    first, case = ways[0], ways[0]["case"]
+    prompts = " and ".join(map(str, case["prompts"]))
     lines = [
-        [
-            way,
-            str(row["positions"]),
-            gibibytes(row),
-            ratio(row, full, "peak_bytes"),
-            f"{median(row['seconds']):.3f}",
-            f"{len(case['prompts']) * new / median(row['seconds']):,.0f}",
-            ratio(row, full, "seconds"),
-        ]
-        for way, row in ways.items()
+        f"## Prompts of {prompts} tokens, {case['new']} new ones each\n",
+        f"Vocabulary {case['vocabulary']}.\n",
+        "| way | positions | peak GiB | of the first | seconds | of the first |",
+        "|---|---|---|---|---|---|",
     ]
-    return head + table(
-        "way, positions, peak GiB, peak / no keyword, seconds, tokens / s, seconds / no keyword",
-        lines,
-    )
-
-
-def sweep_table(cases: Sequence[dict[str, Any]], chunk_size: int) -> str:
-    vocabulary = cases[0][KEYWORD]["case"]["vocabulary"]
-    lines = [
-        [
-            str(ways[KEYWORD]["case"]["new"]),
-            *(gibibytes(ways[way]) for way in (KEYWORD, OURS, CHUNKED)),
-            *(ratio(ways[way], ways[KEYWORD], "peak_bytes") for way in (OURS, CHUNKED)),
-            *(f"{median(ways[way]['seconds']):.2f}" for way in (KEYWORD, OURS, CHUNKED)),
-            *(ratio(ways[way], ways[KEYWORD], "seconds") for way in (OURS, CHUNKED)),
-        ]
-        for ways in cases
-    ]
-    head = (
-        "new tokens, peak GiB: ms-swift with its keyword, ours at the head, ours in chunks, "
-        "peak: at the head / keyword, chunks / keyword, "
-        "seconds: keyword, at the head, chunks, "
-        "seconds: at the head / keyword, chunks / keyword"
-    )
-    return (
-        f"## Against completion length\n\nOne prompt of 512 tokens, vocabulary {vocabulary}, "
-        f"chunks of {chunk_size}.\n\n{table(head, lines)}"
-    )
-
-
-def gibibytes(row: dict[str, Any]) -> str:
-    return f"{row['peak_bytes'] / 2**30:.2f}"
-
-
-def ratio(ours: dict[str, Any], theirs: dict[str, Any], measure: str) -> str:
-    a, b = ours[measure], theirs[measure]
-    if isinstance(a, int):
-        return f"{a / b:.3f}"
-    found = [x / y for x, y in zip(a, b, strict=True)]
-    return f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-
-
-def table(head: str, lines: Sequence[Sequence[str]]) -> str:
-    columns = head.split(", ")
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    for row in ways:
+        seconds, share = median(row["seconds"]), row["peak_bytes"] / first["peak_bytes"]
+        pairs = zip(row["seconds"], first["seconds"], strict=True)
+        times = [ours / theirs for ours, theirs in pairs]
+        lines.append(
+            f"| {row['way']} | {row['positions']} | {row['peak_bytes'] / 2**30:.2f} "
+            f"| {share:.3f} | {seconds:.3f} "
+            f"| {median(times):.2f} ({min(times):.2f} to {max(times):.2f}) |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

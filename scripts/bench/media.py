@@ -27,7 +27,6 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from cases import (
     RUN_SEED,
     Case,
@@ -45,9 +44,6 @@ from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.rollout.generate import to_rollout_outputs
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
-
-MARGIN = 0.05
-"""Of the target, beside 1 / (2G) in the first epoch and 0 in later ones."""
 
 NUM_ANSWER_TOKENS = 64
 
@@ -95,7 +91,6 @@ class Rounds:
     def compare(self, case: Case, repetitions: int) -> list[dict[str, Any]]:
         kept = self._media()
         self._ours(make_samples(case, 0), kept)
-        self._assert_equal_bits(case, kept)
         turns: dict[str, Turn] = {
             "ms-swift": lambda r: self._theirs(make_samples(case, r)),
             "ours, first epoch": lambda r: self._ours(make_samples(case, r), self._media()),
@@ -149,16 +144,6 @@ class Rounds:
             "wait": rollout["seconds"] - self._steps["seconds"] + training["seconds"],
         }
 
-    def _assert_equal_bits(self, case: Case, media: MediaCache) -> None:
-        for sample in make_samples(case, 0)[:: case.group_size]:
-            row = as_trained(sample, 0)
-            alone = encode_sample(row, self._template)
-            with media.in_training(self._template):
-                shared = encode_sample(row, self._template)
-            for name, value in alone.items():
-                is_tensor = isinstance(value, torch.Tensor)
-                assert torch.equal(value, shared[name]) if is_tensor else value == shared[name]
-
 
 def as_trained(sample: Any, number: int) -> GRPOSample:
     answer = {"role": "assistant", "content": "Nothing."}
@@ -171,22 +156,20 @@ def as_trained(sample: Any, number: int) -> GRPOSample:
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| images | prompts x G | way | rollout + training, s | of ms-swift's (range) | at most "
+        "| images | prompts x G | way | rollout + training, s | of ms-swift's (range) "
         "| decoded, processed | held, MB | wait, s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     theirs: dict[str, Any] = {}
     for row in rows:
         theirs = row if row["way"] == "ms-swift" else theirs
         share = ratios(row, theirs, "cpu_seconds")
-        target = {"ours, first epoch": 1 / (2 * row["group_size"]) + MARGIN}
-        target["ours, later epoch"] = MARGIN
         made = [f"{median(row.get(f'media/{kind}', [0])):g}" for kind in ("decoded", "processed")]
         lines.append(
             f"| {row['case']} | {row['num_prompts']} x {row['group_size']} | {row['way']} "
             f"| {median(row['rollout']):.3f} + {median(row['training']):.3f} "
             f"| {median(share):.4f} ({min(share):.4f} to {max(share):.4f}) "
-            f"| {target.get(row['way'], 1.0):.4f} | {', '.join(made)} "
+            f"| {', '.join(made)} "
             f"| {median(row.get('bytes', [0])) / 1e6:.0f} | {median(row['wait']):.2f} |"
         )
     return "\n".join(lines)

@@ -27,11 +27,6 @@ class ServerProcess:
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
 
-    def cpu_seconds(self) -> float:
-        """User and system time of all processes, since they began."""
-        times = [member.cpu_times() for member in self._family()]
-        return float(sum(t.user + t.system for t in times))
-
     def wait_until_healthy(self) -> None:
         deadline = time.monotonic() + STARTUP_SECONDS
         with tqdm(
