@@ -28,7 +28,7 @@ NO_TRAININGS = ("refusals", "preset_arguments", "distribution", "launch")
 
 PREFLIGHT = "tests/checks/test_preflight.py"
 REFUSED = {
-    "streaming": f"{PREFLIGHT}::test_a_stream_cannot_repeat_prompts",
+    "streaming": f"{PREFLIGHT}::test_arguments",
     "vllm_reasoning_parser": "ms-swift",
     "cached_dataset": "ms-swift",
     "cached_val_dataset": "ms-swift",
@@ -46,7 +46,7 @@ NO_EFFECT = {
             *("vllm_pipeline_parallel_size", "vllm_enable_expert_parallel", "vllm_quantization"),
             *("vllm_disable_custom_all_reduce", "vllm_speculative_config", "vllm_max_lora_rank"),
         ),
-        f"{PREFLIGHT}::test_engine_settings_that_trainings_do_not_read",
+        f"{PREFLIGHT}::test_flags_that_nobody_reads",
     ),
 }
 """What ms-swift's GRPO puts in its place, or the test of our warning."""

@@ -15,6 +15,7 @@ import pytest
 import swift.utils
 from fastapi.testclient import TestClient
 from PIL import Image, ImageFile
+from swift.pipelines.infer import rollout
 from swift.template import vision_utils
 
 from swift_grpo_ext.media.paths import LONGEST_PATH, VARIABLE, check_media, check_redirects
@@ -216,7 +217,8 @@ def test_a_server_names_the_field_and_its_replicas_decode_no_gigabytes(
         Image.open(io.BytesIO(picture(300, 300)))
 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
-    monkeypatch.setattr(replicas, "_upstream_worker", lambda name: worker)
+    for name in ("llm_worker", "llm_worker_entry"):
+        monkeypatch.setattr(rollout, name, worker)
     for run in (replicas.run_worker, replicas.run_async_worker):
         with warnings.catch_warnings(), pytest.raises(Image.DecompressionBombWarning):
             run(None, 0, 0, None)

@@ -32,8 +32,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, note_failure
-from swift_grpo_ext.rollout.engine import RolloutEngine, advance_turn
+from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT
+from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import PackedResponse
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
@@ -232,14 +232,6 @@ def test_a_group_is_one_request_with_its_seed(make: Any) -> None:
     assert (response.model, response.id, response.choices) == ("m", "0", [])
 
 
-def test_answers_keep_the_order_of_requests(make: Any) -> None:
-    asked = [request(metadata_of(g, count=2), "?" * g) for g in (1, 2)]
-    outputs = make(RecordingVllm([*"abcd"])).infer(asked, config(), use_tqdm=False)
-    texts = [[c.text for c in o.response.completions] for o in outputs]
-    assert texts == [["a", "b"], ["c", "d"]]
-    assert [len(o.response.prompt_token_ids) for o in outputs] == [1, 2]
-
-
 @pytest.mark.parametrize("metadata", [metadata_of(), None])
 def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata: Any) -> None:
     """No photograph of a request is turned, and its video's frames are not sampled again."""
@@ -390,20 +382,6 @@ def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
 # --- turns ---
 
 
-def test_each_turn_has_a_seed_of_its_own() -> None:
-    asked = request(metadata_of())
-    turns = [advance_turn(asked) for _ in range(3)]
-    assert [metadata and metadata.sample_id.turn for metadata in turns] == [0, 1, 2]
-    seeds = [metadata and metadata.seed for metadata in turns]
-    expected = [
-        SampleId(phase="train", step=0, number=0, group=0, index=0, turn=turn) for turn in range(3)
-    ]
-    assert seeds == [sample_seed(RUN_SEED, sample_id) for sample_id in expected]
-    assert len(set(seeds)) == 3
-    assert advance_turn(request(None)) is None
-    assert advance_turn({"messages": []}) is None
-
-
 def test_the_async_engine_draws_turn_after_turn(make: Any) -> None:
     vllm = RecordingVllm([*"abc"])
     engine = make(vllm, use_async=True)
@@ -468,21 +446,6 @@ def test_several_completions_of_a_schedulers_request_are_refused(make: Any) -> N
     told = r"--multi_turn_scheduler: its `run` asked for n=2 .* one request each"
     with pytest.raises(ValueError, match=told):
         served(Several(engine), asked)
-
-
-def test_hooks_of_the_async_engine_see_the_metadata(make: Any) -> None:
-    engine = make(RecordingVllm(["a"]), use_async=True)
-    seen: list[Any] = []
-
-    def hook(kwargs: dict[str, Any]) -> dict[str, Any]:
-        seen.append(kwargs["inputs"][engine_module.METADATA])
-        return {**kwargs, "request_id": "mine"}
-
-    response = asyncio.run(
-        engine.infer_async(request(metadata_of()), config(), pre_infer_hook=hook)
-    )
-    assert seen == [metadata_of()]
-    assert response.id == "mine"
 
 
 # --- servers ---
@@ -587,16 +550,6 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
         absent = answer([request(metadata, "absent")])
         assert absent == {FAILURE: "FileNotFoundError: no such file", REQUEST_FAULT: False}
     assert answer([request(metadata_of(), "corrupt")], serves=False) is None
-
-
-def test_a_schedulers_answer_to_a_failure_is_its_own() -> None:
-    """It may do without a sample."""
-    pipe = Loop()
-    connection = WorkerConnection(pipe)
-    connection.recv()
-    note_failure(ValueError("one of four"))
-    connection.send(["three"])
-    assert pipe.sent == [(7, ["three"])]
 
 
 def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
