@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from swift_grpo_ext.record.reader import read_group, read_samples
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.sampling.seeding import Phase, SampleId
 from tests.record.rows import ROW, sample_id, write_session
 
 Session = tuple[int, list[SampleId]]
@@ -17,16 +16,10 @@ Session = tuple[int, list[SampleId]]
 
 
 def write(run_dir: Path, sessions: list[Session]) -> None:
-    """Rows whose seed tells their session."""
+    """Write rows whose seed is the number of their session."""
     for session, (start_step, sample_ids) in enumerate(sessions):
         rows = [replace(ROW, sample_id=p, seed=session) for p in sample_ids]
         write_session(run_dir, rows, session=session, start_step=start_step)
-
-
-def steps_of_sessions(run_dir: Path, phase: Any) -> list[tuple[int, int]]:
-    """(step, session) of every row that counts, in order."""
-    table = read_samples(run_dir, columns=["step", "seed"], phase=phase)
-    return [(row["step"], row["seed"]) for row in table.to_pylist()]
 
 
 def train(*steps: int) -> list[SampleId]:
@@ -38,45 +31,33 @@ def evaluate(*steps: int) -> list[SampleId]:
 
 
 @pytest.mark.parametrize(
-    ("sessions", "expected"),
+    ("phase", "sessions", "expected"),
     [
-        ([(0, train(0, 1, 2, 3)), (2, train(2, 3))], [(0, 0), (1, 0), (2, 1), (3, 1)]),
         # What the resumed run has not reached again is gone all the same.
-        ([(0, train(0, 1, 2, 3)), (2, train(2))], [(0, 0), (1, 0), (2, 1)]),
+        ("train", [(0, train(0, 1, 2, 3)), (2, train(2))], [(0, 0), (1, 0), (2, 1)]),
         # A round that began before the checkpoint, and was resumed midway.
-        ([(0, train(0, 1, 2)), (2, train(1, 2))], [(0, 0), (1, 1), (2, 1)]),
+        ("train", [(0, train(0, 1, 2)), (2, train(1, 2))], [(0, 0), (1, 1), (2, 1)]),
         # Resumed from an earlier checkpoint than the session before was.
-        ([(0, train(0, 1, 2)), (2, train(2, 3)), (1, train(1))], [(0, 0), (1, 2)]),
-        ([(0, train(0, 1, 2)), (1, train(1)), (2, train(2))], [(0, 0), (1, 1), (2, 2)]),
+        ("train", [(0, train(0, 1, 2)), (2, train(2, 3)), (1, train(1))], [(0, 0), (1, 2)]),
+        ("train", [(0, train(0, 1, 2)), (1, train(1)), (2, train(2))], [(0, 0), (1, 1), (2, 2)]),
         # A run that began anew, and one without rows, which supersedes nothing.
-        ([(0, train(0, 1, 2)), (0, train(0))], [(0, 1)]),
-        ([(0, train(0, 1, 2)), (1, [])], [(0, 0), (1, 0), (2, 0)]),
-    ],
-)
-def test_train_rounds_count_once(
-    tmp_path: Path, sessions: list[Session], expected: list[tuple[int, int]]
-) -> None:
-    write(tmp_path, sessions)
-    assert steps_of_sessions(tmp_path, "train") == expected
-
-
-@pytest.mark.parametrize(
-    ("sessions", "expected"),
-    [
+        ("train", [(0, train(0, 1, 2)), (0, train(0))], [(0, 1)]),
+        ("train", [(0, train(0, 1, 2)), (1, [])], [(0, 0), (1, 0), (2, 0)]),
         # Evaluated at 2, then saved: the resumed run does not evaluate there again.
-        ([(0, evaluate(0, 2, 4)), (2, [*train(2), *evaluate(4)])], [(0, 0), (2, 0), (4, 1)]),
-        ([(0, evaluate(0, 2, 4)), (2, train(2))], [(0, 0), (2, 0)]),
+        ("eval", [(0, evaluate(2, 4)), (2, [*train(2), *evaluate(4)])], [(2, 0), (4, 1)]),
+        ("eval", [(0, evaluate(0, 2, 4)), (2, train(2))], [(0, 0), (2, 0)]),
         # With --eval_on_start it does.
-        ([(0, evaluate(0, 2, 4)), (2, evaluate(2))], [(0, 0), (2, 1)]),
+        ("eval", [(0, evaluate(0, 2, 4)), (2, evaluate(2))], [(0, 0), (2, 1)]),
         # A run that began anew has no evaluation of another's.
-        ([(0, evaluate(0, 2)), (0, train(0))], []),
+        ("eval", [(0, evaluate(0, 2)), (0, train(0))], []),
     ],
 )
-def test_eval_rounds_count_once(
-    tmp_path: Path, sessions: list[Session], expected: list[tuple[int, int]]
+def test_rounds_count_once(
+    tmp_path: Path, phase: Phase, sessions: list[Session], expected: list[tuple[int, int]]
 ) -> None:
     write(tmp_path, sessions)
-    assert steps_of_sessions(tmp_path, "eval") == expected
+    table = read_samples(tmp_path, columns=["step", "seed"], phase=phase)
+    assert [(row["step"], row["seed"]) for row in table.to_pylist()] == expected
 
 
 def test_a_round_is_replaced_whole(tmp_path: Path) -> None:
@@ -111,16 +92,12 @@ def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
     assert read_group(tmp_path, phase="train", step=4, number=0, group=1) == rows[8:]
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"group": 9}, "it has train steps 3 to 4"),
-        ({"step": 5}, "it has train steps 3 to 4"),
-        ({"phase": "eval"}, "it has no eval rounds"),
-    ],
-)
-def test_a_group_that_is_not_there(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
+def test_a_group_that_is_not_there(tmp_path: Path) -> None:
     write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(3, 4)])
-    names = {"phase": "train", "step": 4, "number": 0, "group": 0} | changes
-    with pytest.raises(ValueError, match=rf"holds no group {names['group']} of .*; {found}"):
-        read_group(tmp_path, **names)
+    steps = "holds no group {} of .*; it has train steps 3 to 4"
+    with pytest.raises(ValueError, match=steps.format(9)):
+        read_group(tmp_path, phase="train", step=4, number=0, group=9)
+    with pytest.raises(ValueError, match=steps.format(0)):
+        read_group(tmp_path, phase="train", step=5, number=0, group=0)
+    with pytest.raises(ValueError, match="it has no eval rounds"):
+        read_group(tmp_path, phase="eval", step=4, number=0, group=0)

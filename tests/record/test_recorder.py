@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from swift.rl_core.data import OnPolicySample
 
-from swift_grpo_ext.record.log import SampleLog, record_files
+from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.row import SampleRow, to_rows
@@ -75,6 +73,7 @@ def test_each_rank_writes_its_own_samples(tmp_path: Path) -> None:
     assert [row.seed for row in rows] == [sample_seed(42, row.sample_id) for row in rows]
     assert [row.fingerprint for row in rows] == ["print 0", "print 1"] * 2
     assert {row.weight_version for row in rows} == {2}
+    assert [row.logprobs for row in rows] == [[-0.5, -0.25]] * 4
     assert [row.text for row in rows] == [str(row.sample_id) for row in rows]
     files = record_files(tmp_path / "samples")
     assert [(f.session, f.start_step, f.rank) for f in files] == [(0, 3, 0), (0, 3, 1)]
@@ -108,7 +107,7 @@ def test_one_rank_writes_for_all(tmp_path: Path) -> None:
     assert [row.rank for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("kept", ["all", "tokens", "none"])
+@pytest.mark.parametrize("kept", ["tokens", "none"])
 def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
     heard: list[list[SampleRow]] = []
     recorder = SampleRecorder(str(tmp_path), SingleRank(), 42, kept=kept)
@@ -116,11 +115,10 @@ def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
     recorder.open(start_step=0)
     record(recorder, ids(0, 1))
     assert [row.logprobs for row in heard[0]] == [[-0.5, -0.25]] * 2  # the monitor needs them
-    if kept == "none":
+    if kept == "tokens":
+        assert [row.logprobs for row in read(tmp_path)] == [None] * 2
+    else:
         assert list(tmp_path.iterdir()) == []
-        return
-    expected = [-0.5, -0.25] if kept == "all" else None
-    assert [row.logprobs for row in read(tmp_path)] == [expected] * 2
 
 
 def test_the_bound_is_shared_by_the_ranks(tmp_path: Path) -> None:
@@ -132,25 +130,3 @@ def test_the_bound_is_shared_by_the_ranks(tmp_path: Path) -> None:
 
     run_rank_groups(2, work)
     assert [row.sample_id for row in read(tmp_path)] == [*ids(2, group=0), *ids(2, group=1)]
-
-
-def test_samples_are_written_beside_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step goes on while the disk is slow; `flush` waits."""
-    may_write = threading.Event()
-    write = SampleLog._write
-
-    def slow(*args: Any) -> None:
-        assert may_write.wait(10)
-        write(*args)
-
-    monkeypatch.setattr(SampleLog, "_write", slow)
-    recorder = SampleRecorder(str(tmp_path), SingleRank(), 42)
-    recorder.open(start_step=0)
-    monkeypatch.setattr(recorder, "flush", lambda: None)
-    record(recorder, ids(0, 1))
-    assert record_files(tmp_path / "samples") == []
-    may_write.set()
-    SampleRecorder.flush(recorder)
-    assert [row.sample_id for row in read(tmp_path)] == ids(0, 1)
