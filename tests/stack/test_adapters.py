@@ -35,7 +35,7 @@ def server(assets: Path, folder: Path) -> Iterator[int]:
             ("--lora_rank", "64"),
             (
                 "LoRA rank 64 is greater than max_lora_rank 16",
-                "_max_lora_rank 64 to `swift rollout`, or train with --lora_rank 16 or less",
+                "Give `swift rollout` a --vllm_max_lora_rank that is at least the adapter's rank",
             ),
         ),
         (
