@@ -25,7 +25,6 @@ from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.tools.view import curves, diversity, queries
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
 from swift_grpo_ext.tools.view.queries import parse_round
-from swift_grpo_ext.version import __version__
 
 HERE = Path(__file__).parent
 PAGE_ROWS = 50
@@ -86,7 +85,6 @@ def _environment() -> Environment:
             f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
             "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'self'"
         ),
-        version=__version__,
         basename=os.path.basename,
         ranges=queries.RANGES,
     )
@@ -98,21 +96,15 @@ def address(page: str, run: int, **values: Any) -> str:
     return f"../{run}/{page}?{urlencode(values)}"
 
 
-def image_address(run: int, round: str, group: int, number: int, size: str = "full") -> str:
-    return address("image", run, round=round, group=group, number=number, size=size)
-
-
 def render(
-    page: str, runs: Sequence[RunView], run: int = 0, *, url: Address = address,
-    image: Address = image_address, **values: Any,
+    page: str, runs: Sequence[RunView], run: int = 0, *, url: Address = address, **values: Any
 ) -> str:  # fmt: skip
     """Return a page.
 
     Args:
         page: the name of the template that stands in `base.html`, or `saved`.
         run: the number of the run that it shows.
-        url: gives the address of a page by name, number of its run, and values.
-        image: gives the address of an image by run, round, group, number and size.
+        url: gives the address of a page, or of an `image`, by name, number of its run, and values.
         values: what the template shows.
     """
     template = "saved.html" if page == "saved" else "base.html"
@@ -120,7 +112,6 @@ def render(
         runs=runs,
         run=run,
         url=url,
-        image=image,
         page=page,
         state=state_of(runs),
         **values,
@@ -251,7 +242,10 @@ def write_page(
             raise FileNotFoundError(run.snapshot.problem)
     picked = queries.pick_groups(runs[0].snapshot, steps, num_groups)
 
-    def page_address(page: str, run: int, **values: Any) -> str:
+    def address_inside(page: str, run: int, **values: Any) -> str:
+        if page == "image":
+            name = parse_round(values["round"])
+            return data_uri(runs[run].medium_name(name, values["group"], values["number"]))
         place = f"-{values['round']}-{values['group']}" if page == "group" else ""
         return f"#{page}-{run}{place}"
 
@@ -263,14 +257,10 @@ def write_page(
             return ""
         return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
-    def embedded_image(run: int, round: str, group: int, number: int, size: str = "full") -> str:
-        return data_uri(runs[run].medium_name(parse_round(round), group, number))
-
     page = render(
         "saved",
         runs,
-        url=page_address,
-        image=embedded_image,
+        url=address_inside,
         overviews=[overview_values(runs, number) for number in range(len(runs))],
         listed=picked,
         pages=[group_values(runs, 0, group["round"], group["group"]) for group in picked],
