@@ -147,5 +147,4 @@ def make_parser(doc: str, repetitions: int) -> argparse.ArgumentParser:
         help="one square image a prompt; 0: text alone")  # fmt: skip
     add("--max-tokens", type=int, default=16, help="of a completion")
     add("--output", type=Path, help="write rows and environment there, as JSON")
-    add("--quick", action="store_true", help="a smoke test: tiny cases, one repetition")
     return parser

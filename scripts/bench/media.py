@@ -53,9 +53,6 @@ def main() -> None:
     parser.add_argument("--media-cache-gb", type=float, default=ExtFlags.media_cache_gb)
     parser.set_defaults(group_sizes=[8], image_sides=[1024], max_tokens=1)
     options = parser.parse_args()
-    if options.quick:
-        options.repetitions, options.num_prompts = 1, 2
-        options.group_sizes, options.image_sides = [4], [256]
     apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as in ms-swift's training
     most = options.num_prompts * max(options.group_sizes)

@@ -53,9 +53,6 @@ def main() -> None:
     parser = make_parser(__doc__ or "", repetitions=5)
     parser.add_argument("--server", action="store_true", help="through a `swift rollout` server")
     options = parser.parse_args()
-    if options.quick:
-        options.repetitions, options.num_prompts = 1, 2
-        options.group_sizes, options.image_sides = [4], [0, 256]
     results = Results(options.output)
     with served(options) if options.server else colocated(options) as (ways, clear, traffic):
         for side in options.image_sides:

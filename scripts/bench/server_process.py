@@ -1,4 +1,4 @@
-"""A `swift rollout` with this plugin, its CPU time, and its end: no process of it is left."""
+"""A `swift rollout` with this plugin, and its end: no process of it is left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The faults that `test_fault_matrix.py` and `tests/stack/test_fault_cells.py` make, as a table;
-pure.
+"""The faults that `test_fault_matrix.py` makes, as a table; pure.
 
     python -m tests.server.fault_table [--chinese]
 
@@ -112,67 +111,6 @@ def _error(action: str, phase: str) -> str:
     return CHANGED if (action, phase) == ("corrupt", "loading") else GOES_ON
 
 
-@dataclass(frozen=True, kw_only=True)
-class RealFault:
-    """A fault of one training against two replicas with a real model."""
-
-    step: int
-    """Of the training, which meets it from its weight update on."""
-
-    action: str
-    phase: str
-    where: str
-    """The replica's number, or `http` for the connection."""
-
-    @property
-    def method(self) -> str:
-        of = OF_CONNECTIONS if self.where == "http" else OF_REPLICAS
-        return of[self.phase][0]
-
-    @property
-    def loses_replica(self) -> bool:
-        answers_another = (self.action, self.phase) == ("corrupt", "reset of caches")
-        return self.where != "http" and (self.action in ("kill", "stop") or answers_another)
-
-
-ON_REAL_STACK = [
-    RealFault(step=step, action=action, phase=phase, where=where)
-    for step, action, phase, where in (
-        # A step loses one replica at most, which is back before the next, and sends its update at
-        # most twice. Steps 4 and 8 evaluate.
-        (1, "kill", "round", "0"),
-        (2, "stop", "round", "1"),
-        (2, "cut", "naming itself", "http"),
-        (3, "kill", "weight update", "1"),
-        (4, "kill", "evaluation", "0"),
-        (4, "cut", "evaluation", "http"),
-        (5, "kill", "idle", "0"),
-        (5, "lose", "loading", "http"),
-        (5, "lose", "round", "http"),
-        (6, "stop", "weight update", "1"),
-        (7, "kill", "reset of caches", "0"),
-        (7, "cut", "round", "http"),
-        (8, "corrupt", "reset of caches", "1"),
-        (8, "lose", "evaluation", "http"),
-        (9, "corrupt", "round", "0"),
-        (9, "delay", "round", "1"),
-        (9, "cut", "weight update", "http"),
-        (10, "stop", "idle", "0"),
-        (10, "lose", "reset of caches", "http"),
-    )
-]
-"""What `tests/stack/test_fault_cells.py` makes, and the step that meets it."""
-
-ELSEWHERE = (("corrupt", "loading"),)
-"""Seen on the real stack by `tests/stack/test_failures.py`."""
-
-
-def seen_on_real_stack(action: str) -> list[str]:
-    """Phases, in the table's order."""
-    seen = {(f.action, f.phase) for f in ON_REAL_STACK} | {*ELSEWHERE}
-    return [phase for phase in PHASES if (action, phase) in seen]
-
-
 WORDS = {
     "fault": ("fault", "故障"),
     "kill": ("a replica is killed", "副本被杀"),
@@ -192,7 +130,6 @@ WORDS = {
     "goes on": ("the same tokens", "token 相同"),
     "ends": ("ends by name", "指名结束"),
     "upstream": ("ends with ms-swift's error", "以 ms-swift 的报错结束"),
-    "real": ("seen with a real model", "用真实模型见过"),
 }
 
 
@@ -203,7 +140,7 @@ def markdown(*, chinese: bool = False) -> str:
         return WORDS[name][chinese]
 
     every = list(cells())
-    lines = [[*map(word, ("fault", *PHASES, "real"))], ["---"] * (len(PHASES) + 2)]
+    lines = [[*map(word, ("fault", *PHASES))], ["---"] * (len(PHASES) + 1)]
     for action in dict.fromkeys(cell.fault.action for cell in every):
         row = [word(action)]
         for phase in PHASES:
@@ -211,8 +148,7 @@ def markdown(*, chinese: bool = False) -> str:
             ends = "ends" if any(c.error for c in own) else "goes on"
             ends = "upstream" if phase == "connecting" and ends == "ends" else ends
             row.append(f"{word(ends)} ({len(own)})" if own else "")
-        comma = "、" if chinese else ", "
-        lines.append([*row, comma.join(map(word, seen_on_real_stack(action)))])
+        lines.append(row)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

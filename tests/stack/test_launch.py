@@ -70,18 +70,3 @@ def test_two_deploy_and_six_train(assets: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run/logging.jsonl").is_file()
     assert (tmp_path / "logs/server0.log").stat().st_size > 1000
     assert (tmp_path / "logs/ended").read_text() == "0 (node 0)\n"
-
-
-SMALL = ("--rollout-gpus", "0", "--train-gpus", "1,2")
-
-
-@pytest.mark.extra
-def test_ctrl_c_in_training(assets: Path, tmp_path: Path) -> None:
-    more = ("--", "--max_steps", "1000", "--output_dir", str(tmp_path / "run"))
-    small = launched("launch.sh", assets, tmp_path, *SMALL, *more, replicas=1, ranks=2)
-    with small as running:
-        running.wait_for("'global_step/max_steps': '1/1000'", seconds=600)
-        running.interrupt()
-        assert running.process.wait(SECONDS_TO_END) == 130
-        assert "interrupted" in running.output
-        assert_gone(running)

@@ -106,27 +106,6 @@ def test_other_tokens_and_other_weights_are_seen(run: Path, tmp_path: Path) -> N
     assert "Tokens differ." in result["notes"][-1]
 
 
-def test_a_missing_checkpoint_and_a_missing_prompt_are_named(
-    run: Path, assets: Path, tmp_path: Path
-) -> None:
-    bare = tmp_path / "run"
-    shutil.copytree(run / "samples", bare / "samples")
-    settings = json.loads((run / "args.json").read_text(encoding="utf-8"))
-    (bare / "args.json").write_text(json.dumps({**settings, "save_total_limit": 1}))
-    finished, output = replay(bare, tmp_path / "log", "--round", "2", "--group", "0")
-    assert (finished.returncode, output) == (1, "")
-    assert "checkpoint-2 is not there" in finished.output
-    assert "--save_total_limit 1: in the next one set --save_strategy steps" in finished.output
-
-    rows = group_of_round(run, 0, as_content=True)
-    other = assets / "digits/heldout.jsonl"  # another data set
-    argv = ["--round", "0", "--group", str(rows[0].sample_id.group)]
-    argv += ["--set", f'dataset=["{other}"]']
-    finished, _ = replay(bare, tmp_path / "log", *argv)
-    assert finished.returncode == 1
-    assert f"has the fingerprint {rows[0].fingerprint}" in finished.output
-
-
 def test_lora(learned_lora: Path, tmp_path: Path) -> None:
     run = learned_lora / "run"
     before = sorted(path.name for path in run.iterdir())

@@ -126,28 +126,11 @@ def test_a_served_training_stops(
         check(train, "token", [*search_ids, NEW_ID], *client_argv(port))
 
 
-@pytest.mark.parametrize("way", ["colocate", "server"])
-def test_conversations_whose_turns_stop(
-    way: str,
-    assets: Path,
-    train: Train,
-    speller: list[str],
-    search_ids: list[int],
-    tmp_path: Path,
-) -> None:
+def test_conversations_whose_turns_stop(train: Train, search_ids: list[int]) -> None:
     """Training takes the tokens of both turns, and no end of a turn that was not sampled: counts
     that disagree with the log-probabilities would end it."""
     turn = search_ids[:5]
-    string = ENDS["string"].argv
-    if way == "server":
-        plugins = PLUGINS[1:]
-        server = server_argv(
-            assets, *speller, "--vllm_use_async_engine", "true", *TURNS, plugins=plugins
-        )
-        with rollout_server(*server, log=tmp_path / "server.log") as port:
-            told, _ = train("turns", *client_argv(port), *string)
-    else:
-        told, logged = train("turns", *TURNS, *string)
-        row = {"text": SEARCH_TEXT, "token_ids": turn, "finish_reason": "stop"}
-        assert logged == [{**row, "stop_reason": "</search>"}] * (2 * TOLD)
+    told, logged = train("turns", *TURNS, *ENDS["string"].argv)
+    row = {"text": SEARCH_TEXT, "token_ids": turn, "finish_reason": "stop"}
+    assert logged == [{**row, "stop_reason": "</search>"}] * (2 * TOLD)
     assert told == [[SEARCH_TEXT, "</search>", [turn, turn], False]] * TOLD
