@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import logging
 import os
 import socket
@@ -16,12 +15,10 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
-from vllm import SamplingParams
 
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Finding, did_you_mean, enforce, error, note, ok, warning
 from swift_grpo_ext.flags import flag_names
-from swift_grpo_ext.rollout.placeholders import logit_bias
 from swift_grpo_ext.upstream.contract import TRIED
 from tests.arguments import command_line_arguments, training_arguments
 
@@ -100,8 +97,6 @@ def test_what_is_no_flag_gets_no_dashes() -> None:
         ({"rollout_timeout": 0.0}, "error: --rollout_timeout 0.0: expected a number of seconds"),
         ({"model": None}, "error: --model: is missing."),
         ({"model": "/none"}, "error: --model /none: there is no such directory. Give"),
-        ({"model": "./none"}, "error: --model ./none: there is no such directory."),
-        ({"model": "~/none"}, "error: --model ~/none: there is no such directory."),
         ({"model": "a/b/c"}, "error: --model a/b/c: there is no such directory."),
         ({"model": str(Path(__file__).parent)}, "error: --model ...the directory holds no config"),
         ({**LORA}, None),
@@ -110,18 +105,14 @@ def test_what_is_no_flag_gets_no_dashes() -> None:
         ({**LORA, "lora_bias": "all"}, "error: --lora_bias all: does not go with"),
         ({**LORA, "vllm_enable_lora": False, "use_dora": True}, None),
         ({**LORA, "tuner_type": "full", "use_dora": True}, None),
-        ({**LORA, "port": 8000}, None),
         ({"resume_from_checkpoint": "/none"}, "error: --resume_from_checkpoint /none: is no whole"),
-        ({"seed": 0}, None),
         ({"seed": -1}, "error: --seed -1: expected 0 or more"),
-        ({"seed": -1, "port": 8000}, "error: --seed -1: expected 0 or more"),
         ({"seed": -1, "rollout_seed_mode": "engine"}, None),
         ({"num_generations": 16384}, None),
         ({"num_generations": 16385}, "error: --num_generations 16385: expected at most 16384"),
         ({"num_generations_eval": 32768}, "error: --num_generations_eval 32768: expected at most"),
         ({"streaming": True}, "error: --streaming true: expected false. A stream cannot repeat"),
         ({"streaming": True, "port": 8000}, None),
-        ({**TEACHER, "temperature": 1.0}, None),
         ({"temperature": 0.9}, None),
         (
             {**TEACHER, "temperature": 0.9},
@@ -138,7 +129,6 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
     ("changes", "given", "expected"),
     [
         (SERVER, ["logits_shim"], "warning: --logits_shim: is ignored by `swift rollout`; `swift"),
-        (SERVER, ["stop_token_ids"], "warning: --stop_token_ids: is ignored by `swift rollout`"),
         (SERVER, ["diversity_action"], "warning: --diversity_action: is ignored by `swift roll"),
         (SERVER, ["rollout_timeout", *preflight.ENGINE_FLAGS_OF_SERVERS], None),
         ({}, [name for name in flag_names() if not name.startswith("diversity")], None),
@@ -154,13 +144,6 @@ def test_flags_that_nobody_reads(
     changes: dict[str, Any], given: list[str], expected: str | None
 ) -> None:
     assert_says(preflight.check_ignored_flags(arguments(**changes), given), expected)
-
-
-def test_upstream_still_ignores_engine_settings_of_servers() -> None:
-    from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
-
-    read = inspect.getsource(RolloutTrainerMixin)
-    assert [name for name in preflight.ENGINE_FLAGS_OF_SERVERS if f"args.{name}" in read] == []
 
 
 def test_vllm_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,11 +289,6 @@ def test_sharding_and_sleep_need_an_accelerator(monkeypatch: pytest.MonkeyPatch)
 
 def test_speculation_cannot_leave_placeholders_out() -> None:
     """vLLM would refuse the first request."""
-    parameters = SamplingParams(logit_bias=logit_bias([7]))
-    if hasattr(parameters, "_validate_spec_decode"):  # not vLLM 0.11
-        # A `ValueError` in vLLM 0.23, an error of vLLM's own since.
-        with pytest.raises(Exception, match="logit_bias sampling parameters are not yet"):
-            parameters._validate_spec_decode(SimpleNamespace())
     config = {"method": "ngram", "num_speculative_tokens": 2}
     server = arguments(port=8000, vllm_speculative_config=config)
     refused = "error: --vllm_speculative_config {'method': 'ngram'"

