@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from swift_grpo_ext.checks.rows import bad_media, check_rows, prompt_of, question_of, unreadable
+from swift_grpo_ext.checks.rows import bad_media, check_rows, question_of, unreadable
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash, prompt_hashes
@@ -82,7 +82,6 @@ rows = st.fixed_dictionaries(
 @fuzz
 @given(images)
 @example("é" * 300)
-@example({"bytes": np.array([1, 2]), "path": None})
 def test_an_image_is_readable_or_the_reason_is_said(image: Any) -> None:
     reason = unreadable(image)
     assert reason is None or reason.startswith(("does not exist", "is not a"))
@@ -97,21 +96,9 @@ def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path: Path) -> None:
 
 @fuzz
 @given(rows | json_like)
-@example({"messages": [7]})
-@example({"images": 7})
-@example(None)
 def test_what_is_wrong_with_a_row_is_said(row: Any) -> None:
     assert bad_media(row) != ""
     assert isinstance(question_of(row), str)
-
-
-@fuzz
-@given(rows)
-def test_a_prompt_is_its_row_without_the_answer(row: dict[str, Any]) -> None:
-    prompt = prompt_of(row)
-    assert {**prompt, "messages": None} == {**row, "messages": None}
-    again = prompt_of(prompt)["messages"]
-    assert len(again) <= len(prompt["messages"]) <= len(again) + 1
 
 
 @fuzz
@@ -169,14 +156,9 @@ junk = st.one_of(json_like, st.sampled_from([2**14 + 1, 2**31, 2**64, 10**30, -(
 
 
 def mutated(message: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A message of ours, of which up to three entries are others, and one is missing."""
-    others = st.dictionaries(st.sampled_from(list(message)), junk, max_size=3)
-    missing = st.sampled_from([*message, ""])
-    return st.builds(
-        lambda more, name: {k: v for k, v in {**message, **more}.items() if k != name},
-        others,
-        missing,
-    )
+    """A message of ours, of which up to three entries are others, or missing."""
+    others = st.dictionaries(st.sampled_from(list(message)), junk | st.just("missing"), max_size=3)
+    return others.map(lambda o: {k: v for k, v in {**message, **o}.items() if v != "missing"})
 
 
 def or_refusal(read: Callable[[], Any]) -> Any:

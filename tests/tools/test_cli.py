@@ -29,13 +29,6 @@ def test_steps_count_both_ends() -> None:
     assert steps("3:5") == range(3, 6)
 
 
-def test_an_error_of_a_command_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["audit", str(tmp_path / "none.jsonl")]) == 1
-    assert capsys.readouterr().err.startswith("swift-grpo-ext audit: ")
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,6 @@ def at(group: int, index: int, **changes: Any) -> Change:
         return replace(row, **changes) if is_meant else row
 
     return change
-
-
-def everywhere(**changes: Any) -> Change:
-    return lambda row: replace(row, **changes)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +118,8 @@ def test_rewards_and_rounds_that_differ(tmp_path: Path) -> None:
 
 
 def test_equal_runs_and_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change = everywhere(logprobs=[-0.5, -1.0, -1.25])
-    one, other = write(tmp_path / "a"), write(tmp_path / "b", change, output_dir="y")
+    changed = partial(replace, logprobs=[-0.5, -1.0, -1.25])
+    one, other = write(tmp_path / "a"), write(tmp_path / "b", changed, output_dir="y")
     assert main(["diff", str(one), str(other)]) == 0
     text = capsys.readouterr().out
     assert (

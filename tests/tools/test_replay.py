@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.replay import command
 from swift_grpo_ext.tools.replay.command import Replay, round_name, setting
-from swift_grpo_ext.tools.replay.compare import Comparison, Token, compare, first_difference
+from swift_grpo_ext.tools.replay.compare import Comparison, Token, compare
 from swift_grpo_ext.tools.replay.run import (
     ReplayError,
     Run,
@@ -42,20 +40,9 @@ SETTINGS: dict[str, Any] = {
     "dataset": ["train.jsonl"],
 }
 SEEDED = replace(ROW, seed=sample_seed(42, ROW.sample_id))
-ids = st.lists(st.integers(0, 3), max_size=6)
 
 
 # --- tokens ---
-
-
-@given(ids, ids)
-def test_the_first_difference(logged: list[int], drawn: list[int]) -> None:
-    position = first_difference(logged, drawn)
-    if position is None:
-        assert logged == drawn
-    else:
-        assert logged[:position] == drawn[:position]
-        assert logged[position : position + 1] != drawn[position : position + 1]
 
 
 TOKENS = [1, 2]
@@ -93,9 +80,8 @@ def test_the_result_as_lines_and_as_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compared(index: int, generated: list[int], logprobs: list[float] | None) -> Comparison:
-        row = replace(
-            ROW, token_ids=[1, 2], logprobs=[-0.5, -1.0], sample_id=sample_id(index=index)
-        )
+        name = sample_id(index=index)
+        row = replace(ROW, token_ids=[1, 2], logprobs=[-0.5, -1.0], sample_id=name)
         return compare(row, generated, logprobs, lambda token_id: f"<{token_id}>")
 
     samples = [compared(0, [1, 2], None), compared(1, [1, 4], [-0.5, -1.5]), compared(2, [1], None)]
@@ -104,16 +90,12 @@ def test_the_result_as_lines_and_as_json(
     )
     monkeypatch.setattr(command, "_replay", lambda options: result)
     assert command.run(argparse.Namespace(json=False)) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "Generated again with w:",
-        "  train-0.0-0-0: 2 tokens, equal",
-        "  train-0.0-0-1: 2 tokens, 2 generated; equal before position 1 (log-probabilities within "
-        "0.0e+00 nats), where the log has '<2>' (2) -1.000 and the replay '<4>' (4) -1.500",
-        "  train-0.0-0-2: 2 tokens, 1 generated; equal before position 1, where the log has '<2>' "
-        "(2) -1.000 and the replay ended",
-        "1 of 3 samples have equal tokens.",
-        "Note: a note",
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "  train-0.0-0-0: 2 tokens, equal"
+    assert "equal before position 1 (log-probabilities within 0.0e+00 nats)" in lines[2]
+    assert "the log has '<2>' (2) -1.000 and the replay '<4>' (4) -1.500" in lines[2]
+    assert lines[3].endswith("the log has '<2>' (2) -1.000 and the replay ended")
+    assert lines[4:] == ["1 of 3 samples have equal tokens.", "Note: a note"]
     assert command.run(argparse.Namespace(json=True)) == 1
     printed = json.loads(capsys.readouterr().out)
     assert (printed["weights"], printed["notes"]) == ("w", ["a note"])
@@ -123,22 +105,14 @@ def test_the_result_as_lines_and_as_json(
     assert command.run(argparse.Namespace(json=True)) == 0
 
 
-@pytest.mark.parametrize(("text", "name"), [("12.0", (12, 0)), ("12", (12, 0)), ("3.7", (3, 7))])
-def test_round_names(text: str, name: tuple[int, int]) -> None:
-    assert round_name(text) == name
-
-
-@pytest.mark.parametrize("argv", [["--round", "x"], ["--round", "1", "--set", "seed"]])
-def test_bad_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["replay", "run", "--group", "0", *argv])
-    assert "expected" in capsys.readouterr().err
-
-
-def test_settings_are_json_or_text() -> None:
-    assert setting("seed=7") == ("seed", 7)
-    assert setting('dataset=["a=b.jsonl"]') == ("dataset", ["a=b.jsonl"])
+def test_arguments_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [round_name(text) for text in ("12", "3.7")] == [(12, 0), (3, 7)]
+    assert setting('dataset=["a=b.jsonl"]') == ("dataset", ["a=b.jsonl"])  # JSON, or else text
     assert setting("model=models/tiny") == ("model", "models/tiny")
+    for argv in (["--round", "x"], ["--round", "1", "--set", "seed"]):
+        with pytest.raises(SystemExit):
+            main(["replay", "run", "--group", "0", *argv])
+        assert "expected" in capsys.readouterr().err
 
 
 # --- runs and weights ---
@@ -153,27 +127,21 @@ def make_run(folder: Path, *steps: int, **changes: Any) -> Run:
 
 
 def test_settings_of_a_run(tmp_path: Path) -> None:
+    def write(**changes: Any) -> None:
+        (tmp_path / "args.json").write_text(json.dumps({**SETTINGS, **changes}))
+
     with pytest.raises(ReplayError, match=r"args\.json.*cannot be read.*--output_dir"):
         read_run(tmp_path, {})
-    (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
+    write()
     assert read_run(tmp_path, {"seed": 7}).settings == {**SETTINGS, "seed": 7}
     with pytest.raises(ReplayError, match=r"--set sed: .*did you mean seed\?"):
         read_run(tmp_path, {"sed": 7})
+    for name, value in (("tuner_type", "llamapro"), ("quant_method", "bnb")):
+        write(**{name: value})
+        with pytest.raises(ReplayError, match=f"--{name} {value}: the run cannot be replayed"):
+            read_run(tmp_path, {})
     (tmp_path / "args.json").write_text("{")
     with pytest.raises(ReplayError, match="cannot be read"):
-        read_run(tmp_path, {})
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"tuner_type": "llamapro"}, "--tuner_type llamapro"),
-        ({"quant_method": "bnb"}, "--quant_method bnb"),
-    ],
-)
-def test_runs_that_cannot_be_replayed(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
-    (tmp_path / "args.json").write_text(json.dumps({**SETTINGS, **changes}))
-    with pytest.raises(ReplayError, match=f"{named}: the run cannot be replayed"):
         read_run(tmp_path, {})
 
 
@@ -181,6 +149,9 @@ def test_weights(tmp_path: Path) -> None:
     run = make_run(tmp_path, 2, 4)
     assert weights_of(run, 0) == ["models/tiny"]
     assert weights_of(run, 4) == [str(tmp_path / "checkpoint-4")]
+    (tmp_path / "checkpoint-2/model.safetensors").unlink()
+    with pytest.raises(ReplayError, match="checkpoint-2 holds no model in Hugging Face format"):
+        weights_of(run, 2)
 
 
 def test_weights_of_lora(tmp_path: Path) -> None:
@@ -188,8 +159,7 @@ def test_weights_of_lora(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match="checkpoint-2 holds no adapter"):
         weights_of(run, 2)
     (tmp_path / "checkpoint-2/adapter_config.json").touch()
-    checkpoint = str(tmp_path / "checkpoint-2")
-    assert weights_of(run, 2) == ["models/tiny", checkpoint]
+    assert weights_of(run, 2) == ["models/tiny", str(tmp_path / "checkpoint-2")]
     assert weights_of(run, 0) == ["models/tiny"]
     further = make_run(tmp_path, tuner_type="lora", adapters=["first"])
     assert weights_of(further, 0) == ["models/tiny", "first"]
@@ -205,13 +175,9 @@ def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
     assert weights_of(anew, 0) == [checkpoint]
 
 
-@pytest.mark.parametrize("changes", [{}, {"save_strategy": "no"}, {"save_total_limit": None}])
-def test_missing_weights_are_named(changes: dict[str, Any], tmp_path: Path) -> None:
-    run = make_run(tmp_path, 10, 4, **changes)
-    saving = " ".join(
-        f"--{name} {run.settings[name]}"
-        for name in ("save_strategy", "save_steps", "save_total_limit")
-    )
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path, 10, 4)
+    saving = "--save_strategy steps --save_steps 2.0 --save_total_limit 3"
     named = rf"checkpoint-6 is not there \(.* has checkpoint-10, checkpoint-4\).*{saving}.* of 6"
     with pytest.raises(ReplayError, match=named):
         weights_of(run, 6)
@@ -219,19 +185,10 @@ def test_missing_weights_are_named(changes: dict[str, Any], tmp_path: Path) -> N
         weights_of(make_run(tmp_path / "checkpoint-4"), 6)
 
 
-def test_a_checkpoint_in_shards_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path, 2)
-    (tmp_path / "checkpoint-2/model.safetensors").unlink()
-    with pytest.raises(ReplayError, match="checkpoint-2 holds no model in Hugging Face format"):
-        weights_of(run, 2)
-
-
 # --- samples ---
 
 
-def test_first_turns() -> None:
-    later = replace(SEEDED, sample_id=sample_id(turn=1), seed=1)
-    assert first_turns([SEEDED, later], SETTINGS) == [SEEDED]
+SERVED = {"multi_turn_scheduler": "math_tip", "vllm_mode": "server"}
 
 
 @pytest.mark.parametrize(
@@ -239,24 +196,17 @@ def test_first_turns() -> None:
     [
         ({"seed": None}, {}, r"sample 0 has no seed: .*--rollout_seed_mode engine"),
         ({}, {"seed": 7}, r"has the seed \d+, and --seed 7 .*--set seed=N"),
-        (
-            {},
-            {"multi_turn_scheduler": "math_tip", "vllm_mode": "server"},
-            "--multi_turn_scheduler math_tip with --vllm_mode server: the server led",
-        ),
+        ({}, SERVED, "--multi_turn_scheduler math_tip with --vllm_mode server: the server led"),
+        ({"weight_version": 1}, {}, r"steps \[0, 1\]"),
     ],
 )
-def test_samples_that_cannot_be_drawn_again(
+def test_samples_that_cannot_be_generated_again(
     changes: dict[str, Any], settings: dict[str, Any], named: str
 ) -> None:
+    first, later = (replace(SEEDED, sample_id=sample_id(turn=turn)) for turn in (0, 1))
+    assert first_turns([first, later], SETTINGS) == [first]
     with pytest.raises(ReplayError, match=named):
-        first_turns([replace(SEEDED, **changes)], {**SETTINGS, **settings})
-
-
-def test_a_group_has_the_weights_of_one_step() -> None:
-    other = replace(SEEDED, sample_id=sample_id(index=1), weight_version=1)
-    with pytest.raises(ReplayError, match=r"steps \[0, 1\]"):
-        first_turns([SEEDED, other], SETTINGS)
+        first_turns([replace(SEEDED, **changes), SEEDED], {**SETTINGS, **settings})
 
 
 # --- prompts ---

@@ -15,7 +15,6 @@ import torch
 import yaml
 
 from swift_grpo_ext.diversity.sample import Origin, Sample
-from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.selftest import command, worker
 from swift_grpo_ext.tools.selftest.checks import NUM_TENSORS, shared_noise, spread
@@ -29,8 +28,6 @@ from swift_grpo_ext.tools.selftest.outcome import (
     flips,
 )
 from swift_grpo_ext.weights.checksums import WeightUpdateError
-
-VOCABULARY = 50
 
 
 def sample(index: int, ids: list[int], logprobs: list[float] | None) -> Sample:
@@ -71,13 +68,12 @@ def test_flips_are_held_against_the_differences_of_log_probabilities(
     assert result.is_rounding is is_rounding
 
 
-@pytest.mark.parametrize("size", [1e-6, 1e-3, 3e-2])
-def test_real_noise_on_rounded_logits_is_rounding_and_other_noise_is_not(size: float) -> None:
+def test_real_noise_on_rounded_logits_is_rounding_and_other_noise_is_not() -> None:
     def generate(noise: int, size: float) -> list[Sample]:
         """Sample with one Gumbel noise from logits that rounding of a size has moved."""
         samples = []
         for index in range(32):
-            logits = np.random.default_rng(index).normal(0, 2, (64, VOCABULARY))
+            logits = np.random.default_rng(index).normal(0, 2, (64, 50))
             logits += np.random.default_rng(999).normal(0, 1, logits.shape) * size
             logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
             gumbel = np.random.default_rng((noise, index)).gumbel(size=logits.shape)
@@ -85,8 +81,9 @@ def test_real_noise_on_rounded_logits_is_rounding_and_other_noise_is_not(size: f
             samples.append(sample(index, ids.tolist(), logprobs[np.arange(64), ids].tolist()))
         return samples
 
-    assert flips(generate(0, 0.0), generate(0, size)).is_rounding
-    assert not flips(generate(0, 0.0), generate(1, size)).is_rounding
+    for size in (1e-6, 3e-2):
+        assert flips(generate(0, 0.0), generate(0, size)).is_rounding
+        assert not flips(generate(0, 0.0), generate(1, size)).is_rounding
 
 
 @pytest.mark.parametrize(
@@ -106,13 +103,13 @@ def test_noise_of_a_later_round_or_another_seed_is_shared_or_not(
     assert is_shared or log10_p == 0
 
 
-@pytest.mark.parametrize("num_layers", [1, 8, 28, 80])
-def test_a_known_change_touches_both_tensors_of_adapters(num_layers: int) -> None:
+def test_a_known_change_touches_both_tensors_of_adapters() -> None:
     """Their B is 0 at first: a change of A alone would change nothing."""
-    trained = [f"{number}{t}" for number in range(7 * num_layers) for t in "AB"]
-    some = spread(trained)
-    assert {name[-1] for name in some} == {"A", "B"}
-    assert min(NUM_TENSORS, len(trained)) / 2 <= len(some) <= 2 * NUM_TENSORS
+    for num_layers in (1, 8, 80):
+        trained = [f"{number}{t}" for number in range(7 * num_layers) for t in "AB"]
+        some = spread(trained)
+        assert {name[-1] for name in some} == {"A", "B"}
+        assert min(NUM_TENSORS, len(trained)) / 2 <= len(some) <= 2 * NUM_TENSORS
 
 
 # --- in the process ---
@@ -124,7 +121,6 @@ def test_a_known_change_touches_both_tensors_of_adapters(num_layers: int) -> Non
         (lambda rig: ({"a": 1}, []), "holds", ""),
         (lambda rig: ({"a": 1}, ["x", "y"]), "does not hold", "x; y"),
         (WeightUpdateError("lost"), "does not hold", "WeightUpdateError: lost"),
-        (RolloutError("gone"), "does not hold", "RolloutError: gone"),
         (NotTriedError("no rows"), "could not be tried", "no rows"),
         (torch.OutOfMemoryError("full\nmore"), "could not be tried", "no memory is left: full"),
         (KeyError("x"), "could not be tried", "the check itself failed (KeyError: 'x')"),
@@ -182,7 +178,6 @@ def test_a_server_comes_first() -> None:
     assert server.argv[server.argv.index("--vllm_server_port") + 1] == "8001"
     assert alone.argv[alone.argv.index("--vllm_mode") + 1] == "colocate"
     assert "--vllm_server_port" not in alone.argv
-    assert alone.checks == [SAME_TOKENS]
 
 
 def options(**given: Any) -> argparse.Namespace:
