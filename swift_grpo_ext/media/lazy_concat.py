@@ -1,7 +1,9 @@
 """Join the media of a training batch when they are read, and each once where they are not.
 
 A collator lays the patches of all samples in a row: those of a group's image G times. They move to
-the XX"""
+the device like that, and stay there until the round is trained on. Where a frozen tower looks at
+each image once (`encoder_cache`), nothing ever reads the G copies.
+"""
 
 from __future__ import annotations
 
