@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
     from swift.infer_engine.utils import AdapterRequest
     from swift.template import StdTemplateInputs
+    from vllm.logprobs import SampleLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
 logger = get_logger()
@@ -317,7 +318,9 @@ class RolloutEngine(GRPOVllmEngine):
         address = self._address(metadata)
         return f"replicas 0 to {self._replicas[-1]}" if address is None else f"replica {address}"
 
-    async def _batch_infer_stream(self, tasks: Any, *args: Any, **kwargs: Any) -> Any:
+    async def _batch_infer_stream(
+        self, tasks: Sequence[Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any
+    ) -> Any:
         """Await a server's schedulers, of which each sample has a task."""
         tasks = [_in_conversation(task) for task in tasks]
         outputs = await super()._batch_infer_stream(tasks, *args, **kwargs)
@@ -365,7 +368,7 @@ class Conversation:
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
 
 
-async def _in_conversation(task: Any) -> Any:
+async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
     """Await one of `_batch_infer_stream`'s coroutines, each of which runs in a context of its own.
 
     All of ms-swift's have the sample's request as a local `infer_request` (4.6, rollout/
@@ -377,7 +380,9 @@ async def _in_conversation(task: Any) -> Any:
     return await task
 
 
-def advance_turn(request: Any, conversation: Conversation | None = None) -> RequestMetadata | None:
+def advance_turn(
+    request: RolloutInferRequest | dict[str, Any], conversation: Conversation | None = None
+) -> RequestMetadata | None:
     """Return the metadata of a request that the engine is about to serve.
 
     The request itself moves on to its next turn: a multi-turn scheduler sends it, or a copy, again.
@@ -392,7 +397,7 @@ def advance_turn(request: Any, conversation: Conversation | None = None) -> Requ
     return metadata
 
 
-def _flat_logprobs(logprobs: Any, token_ids: list[int]) -> list[float] | None:
+def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list[float] | None:
     """Return the sampled tokens' log-probabilities, from vLLM's dictionaries or its flat form."""
     if logprobs is None:
         return None

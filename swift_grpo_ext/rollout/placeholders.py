@@ -82,7 +82,9 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
         )
         return None
 
-    def leave_out(module: torch.nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+    def leave_out(
+        module: torch.nn.Module, args: tuple[torch.Tensor, ...], logits: torch.Tensor
+    ) -> torch.Tensor:
         lowest = torch.finfo(logits.dtype).min * SHARE_OF_LOWEST
         # In place: a copy of the logits would be the largest tensor of all, and so would one of
         # their gradient, had autograd to know. It need not: where p is 0, so is the gradient.

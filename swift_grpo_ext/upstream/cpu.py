@@ -26,12 +26,15 @@ import sys
 import weakref
 from collections.abc import Collection
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
+
+if TYPE_CHECKING:
+    from swift.arguments import BaseArguments
 
 KV_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 CPU_ENVIRONMENT = {
@@ -55,7 +58,7 @@ KEEP_FREED_MEMORY = {
 }
 
 
-def apply_cpu_settings(args: Any, given: Collection[str]) -> None:
+def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     """Set what CPU runs need and the user has not set, on `args` and in the environment.
 
     Args:

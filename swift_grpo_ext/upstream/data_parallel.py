@@ -17,13 +17,16 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-def hear_all(engine: Any) -> None:
+
+def hear_all(engine: AsyncLLM) -> None:
     """Have a vLLM `AsyncLLM` with several replicas answer calls to its workers for all of them.
 
     Raises:
@@ -46,7 +49,7 @@ def hear_all(engine: Any) -> None:
 
 
 @contextmanager
-def drawn_by(engine: Any, replica: int | None) -> Iterator[None]:
+def drawn_by(engine: AsyncLLM, replica: int | None) -> Iterator[None]:
     """Give an `AsyncLLM`'s requests that are added meanwhile to one of its replicas; None leaves
     them to vLLM. The context may hold no `await`: another request would slip in."""
     if replica is None:

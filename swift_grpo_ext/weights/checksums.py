@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 WeightChecksums = dict[str, str]
 """For each tensor's name its type, shape and checksum, as text."""
@@ -128,7 +131,7 @@ class Loads(list[tuple[str, torch.Tensor]]):
 
 
 @contextmanager
-def recorded_loads(model: Any) -> Iterator[Loads]:
+def recorded_loads(model: torch.nn.Module) -> Iterator[Loads]:
     """Record what `model.load_weights` takes; tensors with which it filled nothing are lost."""
     load, had_own = model.load_weights, "load_weights" in vars(model)
     loads = Loads()
@@ -151,7 +154,7 @@ def recorded_loads(model: Any) -> Iterator[Loads]:
             del model.load_weights
 
 
-def unfilled(model: torch.nn.Module, filled: set[str] | None, config: Any) -> list[str]:
+def unfilled(model: torch.nn.Module, filled: set[str] | None, config: ModelConfig) -> list[str]:
     """Return a model's parameters that an update of all weights has left as they were, as vLLM
     itself looks for them when it loads from disk.
 
