@@ -18,7 +18,7 @@ BYTES_PER_GB = 1e9
 
 @dataclass(kw_only=True)
 class RolloutFlags:
-    """How completions are drawn."""
+    """How completions are generated."""
 
     rollout_seed_mode: Literal["sample", "engine"] = "sample"
     """`sample`: every sample has a seed of its own, made from `--seed` and its place in the run,

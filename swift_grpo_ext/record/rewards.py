@@ -98,14 +98,14 @@ class RewardRecorder:
             count = names[: number + 1].count(name)
             self._names.append(f"{name}_{count}" if count > 1 else name)
         self._weights = weights
-        self._drawn: dict[SampleId, RewardRow] = {}
+        self._generated: dict[SampleId, RewardRow] = {}
         self._replaced_groups: set[SampleId] = set()
 
     def replaced(self, round_: Round, groups: Iterable[int]) -> None:
         """Note which groups of the generation batch that comes next got other prompts."""
         self._replaced_groups.update(sample_ids_at(round_, groups, 1))
 
-    def drawn(self, samples: Sequence[GRPOSample], values: Sequence[Sequence[float]]) -> None:
+    def generated(self, samples: Sequence[GRPOSample], values: Sequence[Sequence[float]]) -> None:
         """Note samples of this rank that dynamic sampling has scored, and may drop.
 
         Args:
@@ -113,7 +113,7 @@ class RewardRecorder:
         """
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate="dropped")
-            self._drawn[row.sample_id] = row
+            self._generated[row.sample_id] = row
 
     def record(
         self,
@@ -133,17 +133,17 @@ class RewardRecorder:
             values: [samples][functions]; NaN where a function gave none.
             fate: what became of these samples.
             extras: by sample, `advantage`, `gap_mean`, `gap_max` and `gaps`, as far as known.
-            all_gather: gives every rank's value; called only where dynamic sampling drew.
+            all_gather: gives every rank's value; called only with dynamic sampling.
         """
         rows: dict[SampleId, RewardRow] = {}
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
             rows[row.sample_id] = row
-        if self._drawn:  # on all ranks or on none
-            # ms-swift deals the samples out anew: what this rank drew, another may train on.
+        if self._generated:  # on all ranks or on none
+            # ms-swift deals the samples out anew: what this rank generated, another may train on.
             kept = {name for names in all_gather(list(rows)) for name in names}
-            rows |= {name: row for name, row in self._drawn.items() if name not in kept}
-        self._drawn = {}
+            rows |= {name: row for name, row in self._generated.items() if name not in kept}
+        self._generated = {}
         rounds = {name.round for name in rows}  # of the next, groups may be replaced already
         self._replaced_groups = {g for g in self._replaced_groups if g.round not in rounds}
         in_order = [rows[name] for name in sorted(rows)]

@@ -311,8 +311,11 @@ class RolloutEngine(GRPOVllmEngine):
         )
 
     def _replica_of(self, metadata: RequestMetadata) -> str:
-        """Name the replica of a server that drew a request. Where an async engine has several, and
-        the request named none, vLLM has chosen one for each sample and does not say which."""
+        """Name the replica of a server that served a request.
+
+        Where an async engine has several, and the request named none, vLLM has chosen one for each
+        sample and does not say which.
+        """
         if not self._replicas:
             return f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
         address = self._address(metadata)

@@ -35,7 +35,7 @@ MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 """Names a request; its answer has the same name (docs/promises.md, F1)."""
 
 ADAPTER_FAULT = "swift_grpo_ext.adapter_fault"
-"""Key beside a worker's checksums: why its engine does not draw with the trainer's adapter."""
+"""Key beside a worker's checksums: why its engine does not generate with the trainer's adapter."""
 
 GROUP_TIMEOUTS = 0.5
 SERVER_TIMEOUTS = 2.5
@@ -43,7 +43,7 @@ TRAINER_TIMEOUTS = 3.0
 """How long a server and the trainer wait, in units of `--rollout_timeout`, which bounds a replica
 (F2). In a weight update a replica waits half a unit for the others, lest it count as hanging
 where another hangs. A server has half a unit to wait for its turn, and two for a replica that hangs
-and for the one that draws its groups instead."""
+and for the one that serves its groups instead."""
 
 Numbers = list[Any] | NDArray[Any]
 """Numbers of tokens. Rank 0 keeps arrays, as they came from a server: a list of a round's numbers
@@ -62,7 +62,7 @@ class RequestMetadata:
     """The first sample."""
 
     count: int
-    """Number of samples to draw: `n`."""
+    """Number of samples: vLLM's `n`."""
 
     run_seed: int | None
     """`--seed`; None leaves the seeds to ms-swift (`--rollout_seed_mode engine`)."""
@@ -78,8 +78,8 @@ class RequestMetadata:
     """Whether the text ends with what stopped it, or right before it."""
 
     replica: int | None = None
-    """The replica that should draw a packed request: its number among those of all servers
-    (`RolloutServers.replicas`), in a server among its own. Where that one cannot, another draws it;
+    """The replica that should serve a packed request: its number among those of all servers
+    (`RolloutServers.replicas`), in a server among its own. Where that one cannot, another does;
     `Completion.replica` says which did. None leaves it to the balance (G5). Colocated engines
     have no number."""
 
@@ -196,7 +196,7 @@ def pack_answer(
     counts = [None if c.logprobs is None else len(c.logprobs) for c in completions]
     lengths = [len(c.token_ids) for c in completions]
     if counts not in (lengths, [None] * len(completions)):
-        raise WireError(f"{replica} drew {lengths} tokens with {counts} log-probabilities.")
+        raise WireError(f"{replica} generated {lengths} tokens with {counts} log-probabilities.")
     has_logprobs = None not in counts
     return {
         "version": VERSION,

@@ -1,4 +1,4 @@
-"""The training batch: what the rollout saw and drew held against what training sees."""
+"""The training batch: what the rollout saw and generated, held against what training sees."""
 
 from __future__ import annotations
 

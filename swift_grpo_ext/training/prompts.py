@@ -146,7 +146,7 @@ def _merge(of_ranks: Sequence[dict[int, T]]) -> dict[int, T]:
 class GroupWarnings:
     """Says once of a run that prompts stand twice in a batch, and that groups hold several prompts.
 
-    Both are told, not refused: each duplicate draws its own noise (docs/promises.md, G3 and G4).
+    Both are told, not refused: each duplicate has its own noise (docs/promises.md, G3 and G4).
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
     """GRPO with the rollouts of `swift_grpo_ext`."""
 
     sample_listeners: list[Callable[[list[SampleRow]], None]]
-    """Called with this rank's samples as they are drawn, perhaps from another thread."""
+    """Called with this rank's samples as they are generated, perhaps from another thread."""
 
     score_listeners: list[Callable[[list[RewardRow]], None]]
     """Called on all ranks together with how this rank's samples scored, once a round."""
@@ -468,7 +468,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _compute_rewards_per_func(self, samples: list[GRPOSample]) -> torch.Tensor:
         values = super()._compute_rewards_per_func(samples)
         if self.dynamic_sample and self.model.training:
-            self._rewards.drawn(samples, self._own_share(samples, values))
+            self._rewards.generated(samples, self._own_share(samples, values))
         return values
 
     def _postprocess_batch(

@@ -107,7 +107,7 @@ def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it() -> N
         recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
         for number in (0, 1):
             names = [sample_id(group=2 * number + rank, index=i) for i in (0, 1)]
-            recorder.drawn(samples_of(*names), [[number + rank / 10, 0.0]] * 2)
+            recorder.generated(samples_of(*names), [[number + rank / 10, 0.0]] * 2)
         trained = samples_of(*(sample_id(group=rank + 1, index=i) for i in (1, 0)))
         recorded[rank] = record(recorder, trained, [[9.0, 0.0]] * 2, all_gather=gather)
         # Nothing is left for the next round.
