@@ -19,7 +19,7 @@ from swift.pipelines.infer import rollout
 from swift.template import vision_utils
 
 from swift_grpo_ext.media.paths import LONGEST_PATH, VARIABLE, check_media, check_redirects
-from swift_grpo_ext.server import replicas
+from swift_grpo_ext.server import replicas, routes
 from tests.server import served
 from tests.server.served import Deployed, Replica
 
@@ -217,6 +217,7 @@ def test_a_server_names_the_field_and_its_replicas_decode_no_gigabytes(
         Image.open(io.BytesIO(picture(300, 300)))
 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+    routes.install()  # before upstream's workers are replaced: what follows is undone
     for name in ("llm_worker", "llm_worker_entry"):
         monkeypatch.setattr(rollout, name, worker)
     for run in (replicas.run_worker, replicas.run_async_worker):
