@@ -1,16 +1,15 @@
-"""Did a rollout and the training on it see the same? (docs/promises.md, M3, M5 and M6). Pure.
+"""Did a rollout and the training on it see the same? (docs/promises.md, M3 and M5). Pure.
 
-Templates of ms-swift write media in one way for training and in another for vLLM. What differs in
-notation alone is no difference: a placeholder may be a negative number in training, and whitespace
-beside a media item may be cut into other tokens that spell the same. Where line breaks differ, or
-the rollout's prompt was cut, training is given the rollout's.
+Templates of ms-swift write media in one way for training and in another for vLLM: a placeholder may
+be a negative number in training. That is no difference. Where line breaks beside media differ, or
+the rollout's prompt was cut, training is given the rollout's text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby
+from itertools import groupby
 from math import isnan
 from typing import Any
 
@@ -20,9 +19,6 @@ Span = tuple[bool, list[int]]
 
 SHOWN = 5
 """Tokens that a message shows of each side."""
-
-SHARED = 4
-"""How many tokens more or fewer the same whitespace may take."""
 
 
 class DisagreementError(RuntimeError):
@@ -71,15 +67,6 @@ def gap_limit(bits: int, temperature: float = 1.0) -> float:
     return (0.125 if bits <= 16 else 0.01) / min(temperature or 1.0, 1.0)
 
 
-def check_counts(name: str, token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-    """Raise `DisagreementError` where a sample has another number of log-probabilities."""
-    if logprobs and len(logprobs) != len(token_ids):
-        raise DisagreementError(
-            f"{name}: {len(token_ids)} sampled tokens and {len(logprobs)} log-probabilities came "
-            "back from the engine."
-        )
-
-
 # --- prompts ---
 
 
@@ -101,14 +88,16 @@ def check_prompt(
         placeholders: ids that stand for media.
         decode: the text of token ids.
     """
-    if list(training[: len(rollout)]) == list(rollout):
-        return
     ours, theirs = _spans(rollout, placeholders), _spans(training, placeholders)
-    if all(
-        _same(*pair, decode, is_last=i == len(ours) - 1)
-        for i, pair in enumerate(zip(ours, theirs, strict=False))
-    ) and len(ours) <= len(theirs):
-        return
+    if len(ours) <= len(theirs):
+        *between, (_, theirs_last) = theirs[: len(ours)]
+        # The completion follows the prompt's last text.
+        last = (ours[-1][0], theirs_last if ours[-1][0] else theirs_last[: len(ours[-1][1])])
+        if all(
+            _same_item(own, other) if is_media else own == other
+            for (is_media, own), (_, other) in zip(ours, [*between, last], strict=True)
+        ):
+            return
     pairs = zip(rollout, training, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rollout), len(training)))
     seen, trained = (list(ids[first : first + SHOWN]) for ids in (rollout, training))
@@ -125,126 +114,83 @@ def with_text_of(
     encoded: Mapping[str, Any],
     placeholders: Collection[int] = (),
     decode: Decode = str,
+    *,
+    was_cut: bool = False,
 ) -> dict[str, Any]:
     """Return what changes of an encoded sample so that it has the text of the rollout's prompt.
 
-    Templates that write a line more beside an image for training (ms-swift's InternVL), or engines
-    that merge line breaks (vLLM's Gemma3), make two prompts of one row. The policy was asked with
-    the rollout's: it is trained on that one. Media stay as they are encoded.
+    The policy was asked with the rollout's prompt: it is trained on that one. Media stay as they
+    are encoded. Two prompts come of one row where
+
+    - a template writes a line more beside an image for training (ms-swift's InternVL), or an engine
+      merges line breaks (vLLM's Gemma3);
+    - ms-swift cuts a prompt to `--max_length` for a rollout, and keeps all media and the last of
+      its other tokens (4.6.0, template/base.py, `_truncate`); for training it encodes it whole.
 
     Args:
         rollout: as `check_prompt`'s.
         encoded: ms-swift's, with `input_ids`, `labels` (-100 in the prompt) and what else has one
-            value for each token.
+            value for each token, as a list or a tensor [tokens].
+        was_cut: whether the rollout's prompt may be a cut one.
 
     Returns:
-        New entries; none where the prompts are equal or differ in more than line breaks, where
-        there is no media, or where text tokens of the prompt do not share an entry's value.
+        New entries; none where the prompts are equal or differ in more than that, or where text
+        tokens of the prompt do not share an entry's value.
     """
     ids, labels = encoded["input_ids"], encoded.get("labels")
     if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
         return {}
     num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
     ours, theirs = _spans(rollout, placeholders), _spans(ids[:num_prompt], placeholders)
-    pairs = list(zip(ours, theirs, strict=False))
-    has_media = len(ours) == len(theirs) > 1
-    if not has_media or not all(_differ_in_lines(*pair, decode) for pair in pairs):
+
+    def agree(is_media: bool, own: list[int], other: list[int]) -> bool:
+        if is_media:
+            return _same_item(own, other)
+        if was_cut and own == other[max(len(other) - len(own), 0) :]:
+            return True
+        # Without media no template writes other line breaks.
+        return len(ours) > 1 and _in_one_line(own, decode) == _in_one_line(other, decode)
+
+    # Nor where a cut leaves no text between two media: side by side, transformers takes them for
+    # one (5.19, `get_rope_index`: runs of a type).
+    if len(ours) != len(theirs) or not all(
+        agree(is_media, own, other)
+        for (is_media, own), (_, other) in zip(ours, theirs, strict=True)
+    ):
         return {}
-    ends = list(accumulate(len(their) for _, their in theirs))
-    changed: dict[str, Any] = {"length": 0} if "length" in encoded else {}
+    text_positions = [at for at, i in enumerate(ids[:num_prompt]) if not _is_media(i, placeholders)]
+    new_ids: list[int] = []
+    sources: list[int] = []
+    """The position in `ids` from which each new token has its other values."""
+    start = 0
+    for (is_media, own), (_, other) in zip(ours, theirs, strict=True):
+        end = start + len(other)
+        new_ids += other if is_media else own
+        sources += range(start, end) if is_media else text_positions[:1] * len(own)
+        start = end
+    sources += range(num_prompt, len(ids))
+    changed: dict[str, Any] = {"input_ids": [*new_ids, *ids[num_prompt:]]}
+    if "length" in encoded:
+        changed["length"] = len(sources)
     for name, values in encoded.items():
-        if not isinstance(values, list) or len(values) != len(ids):
+        is_list = isinstance(values, list) and len(values) == len(ids)
+        if name == "input_ids" or not (is_list or getattr(values, "shape", None) == (len(ids),)):
             continue
-        parts = [
-            values[end - len(their) : end] for end, (_, their) in zip(ends, theirs, strict=True)
-        ]
-        of_text = {
-            v for (is_media, _), part in zip(ours, parts, strict=True) if not is_media for v in part
-        }
-        if name != "input_ids" and len(of_text) != 1:
+        if len({float(values[at]) for at in text_positions}) > 1:
             return {}
-        text = [own if name == "input_ids" else [*of_text] * len(own) for _, own in ours]
-        chosen = [
-            p if is_media else t for (is_media, _), p, t in zip(ours, parts, text, strict=True)
-        ]
-        changed[name] = [*chain(*chosen), *values[num_prompt:]]
-    if "length" in changed:
-        changed["length"] = len(changed["input_ids"])
+        changed[name] = [values[at] for at in sources] if is_list else values[sources]
     return changed
 
 
-def with_cut_prompt(
-    rollout: Sequence[int], encoded: Mapping[str, Any], placeholders: Collection[int] = ()
-) -> dict[str, Any]:
-    """Return what changes of an encoded sample so that it has a prompt that was cut on the left.
-
-    For rollouts ms-swift cuts a prompt to `--max_length` and keeps all media and the last of its
-    other tokens (4.6.0, template/base.py, `_truncate`); for training it encodes prompts whole.
-
-    Args:
-        rollout, encoded, placeholders: as `with_text_of`'s; values may be tensors [tokens] too.
-
-    Returns:
-        New entries; none where the rollout's prompt is not what such a cut leaves, or where no text
-        is left between two media.
-    """
-    ids, labels = encoded["input_ids"], encoded.get("labels")
-    if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
-        return {}
-    num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-    is_media = [i < 0 or i in placeholders for i in ids[:num_prompt]]
-    text = [at for at, is_medium in enumerate(is_media) if not is_medium]
-    num_text = len(rollout) - sum(is_media)
-    if not 0 <= num_text < len(text):
-        return {}
-    dropped = {*text[: len(text) - num_text]}
-    kept = [at for at in range(len(ids)) if at not in dropped]
-    if [ids[at] for at in kept[: len(rollout)]] != list(rollout):
-        return {}
-    # Side by side, transformers takes two media for one (5.19, `get_rope_index`: runs of a type).
-    if _num_media(rollout, placeholders) != _num_media(ids[:num_prompt], placeholders):
-        return {}
-    changed: dict[str, Any] = {"length": len(kept)} if "length" in encoded else {}
-    for name, values in encoded.items():
-        if isinstance(values, list) and len(values) == len(ids):
-            changed[name] = [values[at] for at in kept]
-        elif getattr(values, "shape", None) == (len(ids),):
-            changed[name] = values[kept]
-    return changed
-
-
-def _differ_in_lines(rollout: Span, training: Span, decode: Decode) -> bool:
-    """Return whether two parts of a prompt are the same but for line breaks in their text."""
-    (is_media, ours), (_, theirs) = rollout, training
-    if ours == theirs:
-        return True
-    if is_media:
-        return _same_item(ours, theirs)
-    return decode(ours).replace("\n", "") == decode(theirs).replace("\n", "")
+def _is_media(token_id: int, placeholders: Collection[int]) -> bool:
+    return token_id < 0 or token_id in placeholders
 
 
 def _spans(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
     """Return the runs of placeholders and of text, beginning with text."""
-    runs = groupby(ids, key=lambda i: i < 0 or i in placeholders)
+    runs = groupby(ids, key=lambda i: _is_media(i, placeholders))
     spans = [(is_media, list(run)) for is_media, run in runs]
     return spans if spans and not spans[0][0] else [(False, []), *spans]
-
-
-def _num_media(ids: Sequence[int], placeholders: Collection[int]) -> int:
-    return sum(is_media for is_media, _ in _spans(ids, placeholders))
-
-
-def _same(rollout: Span, training: Span, decode: Decode, *, is_last: bool) -> bool:
-    (is_media, ours), (_, theirs) = rollout, training
-    if is_media:
-        return _same_item(ours, theirs)
-    if ours == (theirs[: len(ours)] if is_last else theirs):
-        return True
-    if not is_last:
-        return _spelled_alike(ours, theirs, decode)
-    # The completion follows; the same prompt may take some tokens more or fewer.
-    around = range(max(len(ours) - SHARED, 0), len(ours) + SHARED + 1)
-    return any(_spelled_alike(ours, theirs[:length], decode) for length in around)
 
 
 def _same_item(ours: list[int], theirs: list[int]) -> bool:
@@ -257,13 +203,5 @@ def _same_item(ours: list[int], theirs: list[int]) -> bool:
     return ours == theirs or alike or min(theirs) < 0
 
 
-def _spelled_alike(ours: list[int], theirs: list[int], decode: Decode) -> bool:
-    """Return whether the tokens that differ are whitespace and decode to the same."""
-    start = 0
-    while start < min(len(ours), len(theirs)) and ours[start] == theirs[start]:
-        start += 1
-    end = 0
-    while end < min(len(ours), len(theirs)) - start and ours[-1 - end] == theirs[-1 - end]:
-        end += 1
-    a, b = (decode(ids[start : len(ids) - end]) for ids in (ours, theirs))
-    return a == b and not a.strip() and bool(a)
+def _in_one_line(ids: list[int], decode: Decode) -> str:
+    return decode(ids).replace("\n", "")

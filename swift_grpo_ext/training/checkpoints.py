@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run goes on from its weights, and one that is not written is named.
+"""Checkpoints: a resumed run goes on from its weights.
 
 Symptom: a resumed run trains on from the base model's weights, with the checkpoint's optimizer and
 step; two warnings about keys are all it says (transformers issue 43701, ms-swift issue 7947).
@@ -13,9 +13,6 @@ Can go when: those two methods translate names (transformers pull request 48822 
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +25,12 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from swift_grpo_ext.checks.resume import how_to_go_on
-
 WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """Files of which a checkpoint of a whole model has one."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint does not hold this model's weights, or could not be written."""
+    """A checkpoint does not hold this model's weights."""
 
 
 def holds_whole_model(checkpoint: Path) -> bool:
@@ -63,18 +58,4 @@ def load_whole_model(model: nn.Module, checkpoint: Path) -> None:
             f"{checkpoint} does not hold the weights of the model that is trained "
             f"({type(model).__name__}): {e}. Resume from a checkpoint of the same run, with the "
             "same --model, --tuner_type and --new_special_tokens."
-        ) from e
-
-
-@contextmanager
-def explained_save(run_dir: str, step: int) -> Iterator[None]:
-    """Raise `CheckpointError` where the checkpoint of a step cannot be written."""
-    try:
-        yield
-    except Exception as e:
-        run = Path(run_dir)
-        raise CheckpointError(
-            f"checkpoint-{step} could not be written to --output_dir {run}, "
-            f"which has {shutil.disk_usage(run).free / 2**30:.1f} GiB free: "
-            f"{type(e).__name__}: {e}. {how_to_go_on(run)}"
         ) from e

@@ -45,23 +45,17 @@ from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames
 from swift_grpo_ext.sampling.sampler import EpochSampler, rank_share
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
-from swift_grpo_ext.training.agreement import gap_limit
 from swift_grpo_ext.training.batch import (
-    RolloutGap,
-    ZeroGradientWarning,
-    check_counts_of,
+    check_counts,
     check_training_batch,
-    encoded_batch,
-    mean_gaps,
+    gap_limit_of,
+    measure_rollout_gap,
     rollouts_own_prompts,
+    sample_gaps,
     switch_off_dropout,
 )
-from swift_grpo_ext.training.checkpoints import explained_save, holds_whole_model, load_whole_model
-from swift_grpo_ext.training.prompts import (
-    GroupWarnings,
-    replace_failing_prompts,
-    tell_long_prompts,
-)
+from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
+from swift_grpo_ext.training.prompts import replace_failing_prompts, tell_duplicates, tell_uneven
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
@@ -110,12 +104,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         num_rows, parallel = len(self.train_dataset), template.sequence_parallel_size
         self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
-        self._group_warnings = GroupWarnings()
-        self._rollout_gap = RolloutGap(config, self.ranks)
-        self._zero_gradient = ZeroGradientWarning(config)
         auto = partial(agreed_chunk_size, self.model, self.ranks.all_gather)
-        bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
-        limit = gap_limit(bits, config.temperature)
+        self._gap_limit = limit = gap_limit_of(config, self.model.dtype)
         agree = lambda holds: all(self.ranks.all_gather(holds))  # noqa: E731
         self._logps = CompletionLogps(config, template, auto, agree, limit)
         off = self._reason_against_canary()
@@ -125,13 +115,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
         num_dropouts = switch_off_dropout(self.model)
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
-        if self.is_world_process_zero():
-            if num_dropouts:
-                logger.info(
-                    f"Dropout is switched off in {num_dropouts} places (--lora_dropout is "
-                    "ignored): importance ratios would differ from 1 at equal weights."
-                )
-            tell_long_prompts(template, self.train_dataset, use_vllm=config.use_vllm)
+        if num_dropouts and self.is_world_process_zero():
+            logger.info(
+                f"Dropout is switched off in {num_dropouts} places (--lora_dropout is "
+                "ignored): importance ratios would differ from 1 at equal weights."
+            )
 
     @property
     def _mode(self) -> str:
@@ -262,8 +250,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         samples = super()._preprocess_inputs(samples)
         for sample, prompt in zip(samples, prompt_hashes(samples), strict=True):
             sample.prompt_hash = prompt
-        self._group_warnings.tell_duplicates(
-            [s.sample_id for s in samples], [s.prompt_hash for s in samples], self.ranks.all_gather
+        tell_duplicates(
+            [s.sample_id for s in samples], [s.prompt_hash for s in samples], self.ranks
         )
         return samples
 
@@ -292,19 +280,20 @@ class RolloutGRPOTrainer(GRPOTrainer):
             return []  # rank 0 generates for all
         else:
             config = self._get_request_config()
+            samples2requests = super().samples2requests  # `generate` gives them their metadata
             own = int(self.vllm_mode == "colocate")
             num_engines = sum(self._servers.replicas) if self._servers else own
             self._canary.generate(samples, config, num_engines, self._draw_canary)
             outputs, uneven = generate(
                 sample_ids,
                 prompts,
-                make_request=lambda position: self._requests_of([samples[position]])[0],
+                make_request=lambda position: samples2requests([samples[position]])[0],
                 make_metadata=partial(self._settings.metadata, packed=not is_multi_turn),
                 sharing=self._sharing(is_global_inputs),
                 call_engine=self._call_engine,
             )
             if not is_multi_turn:
-                self._group_warnings.tell_uneven(uneven)
+                tell_uneven(uneven)
         self._recorder.record(
             sample_ids,
             samples,
@@ -315,13 +304,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
         )
         return outputs
 
-    def _requests_of(self, samples: list[GRPOSample]) -> list[Any]:
-        """Return ms-swift's requests, which `generate` gives their metadata."""
-        return list(super().samples2requests(samples))
-
     def _draw_canary(
         self, sample: GRPOSample, sample_ids: Sequence[SampleId], config: Any
     ) -> list[Any]:
+        samples2requests = super().samples2requests
+
         def to_replica(sample_id: SampleId, count: int) -> RequestMetadata:
             metadata = self._settings.metadata(sample_id, count, packed=True)
             if self._servers is None:  # an engine of this process
@@ -331,7 +318,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return generate(
             sample_ids,
             ["canary"] * len(sample_ids),
-            make_request=lambda _: self._requests_of([sample])[0],
+            make_request=lambda _: samples2requests([sample])[0],
             make_metadata=to_replica,
             sharing=self._sharing(is_global_inputs=False),
             call_engine=partial(self._call_engine, config=config),
@@ -390,22 +377,18 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> Any:
         self._encoder_cache.forget()
         with self._media.in_training(self.template):
-            canary_gap = self._canary.judge(
-                partial(encoded_batch, self), partial(mean_gaps, self), self.state.global_step
-            )
-        if canary_gap is not None:
-            self._metrics[self._mode]["rollout_gap/canary"].append(canary_gap)
-        check_counts_of(samples)
+            canary_gap = self._canary.judge(partial(sample_gaps, self), self.state.global_step)
+        check_counts(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
         media = self._media.in_training(self.template, joins_late=self._encoder_cache.is_on)
         with media, only_sampled_tokens(self.template, samples), own_prompts:
             batches = super()._prepare_batch_inputs(samples)
         self._logps.end_round()
         metrics = self._media.end_round()
+        if canary_gap is not None:
+            metrics["rollout_gap/canary"] = canary_gap
         if self._encoder_cache.towers:
             metrics["media/encoded"] = float(self._encoder_cache.agree(self.ranks.all_gather))
-        for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
         for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
             check_training_batch(chunk, batch, self.args, self.template)
         grpo_batches = [batch["grpo_batch"] for batch in batches]
@@ -413,8 +396,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
-        gap = self._rollout_gap.measure(grpo_batches, self.model.dtype, self.state.global_step)
-        for name, value in gap.items():
+        metrics |= measure_rollout_gap(
+            grpo_batches, self.args, self.ranks, self._gap_limit, self.state.global_step
+        )
+        for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
         return batches
 
@@ -495,11 +480,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
         start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
         return list(of_all_ranks[start : start + len(samples)].tolist())
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        zero_std = self._metrics["train"].get("frac_reward_zero_std", ())
-        self._zero_gradient.check(logs.get("grad_norm"), zero_std, self.state.global_step)
-        super().log(logs, start_time)
-
     # --- weights and checkpoints ---
 
     def _move_model_to_vllm(self, *args: Any, **kwargs: Any) -> None:
@@ -530,10 +510,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
         else:
             self._weights.send_adapter(self.vllm_client, move)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        with explained_save(self.args.output_dir, self.state.global_step):
-            return super()._save_checkpoint(*args, **kwargs)
-
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
@@ -541,15 +517,14 @@ class RolloutGRPOTrainer(GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        note = f", the best ({self.state.best_metric})"
-        if not self._has_loaded(self.state.best_model_checkpoint, note=note):
+        if not self._has_loaded(self.state.best_model_checkpoint):
             super()._load_best_model()
 
-    def _has_loaded(self, checkpoint: str, model: nn.Module = None, *, note: str = "") -> bool:
+    def _has_loaded(self, checkpoint: str, model: nn.Module | None = None) -> bool:
         """Load the checkpoint of a whole model; false where upstream has to."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if is_sharded or not holds_whole_model(Path(checkpoint)):
             return False
         load_whole_model(self.model if model is None else model, Path(checkpoint))
-        logger.info(f"The weights of {checkpoint} are loaded{note}.")
+        logger.info(f"The weights of {checkpoint} are loaded.")
         return True
