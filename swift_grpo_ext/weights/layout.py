@@ -37,17 +37,11 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
         model: of transformers, wrapped in any way, whose parameters these are.
         state_dict: tensors by the names that the checkpoint has.
     """
-    transposed = list(_transpositions(base_model(model)))
-    if not transposed:
-        return state_dict
-
-    def undo(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        for pattern, dims in transposed:
-            if pattern.search(name):
-                return tensor.transpose(*dims)
-        return tensor
-
-    return {name: undo(name, tensor) for name, tensor in state_dict.items()}
+    transposed = dict(state_dict)
+    for pattern, dims in _transpositions(base_model(model)):
+        for name in filter(pattern.search, state_dict):
+            transposed[name] = state_dict[name].transpose(*dims)
+    return transposed
 
 
 def one_by_one(load: Callable[[StateDict], None]) -> Callable[[StateDict], None]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,19 +36,13 @@ from swift_grpo_ext.upstream.weight_sync import (
 )
 from swift_grpo_ext.weights.adapters import recorded_adapter
 from swift_grpo_ext.weights.checksums import (
-    UNFILLED,
+    Loads,
     WeightChecksums,
-    plain_name,
+    note_unfilled,
     recorded_loads,
-    unfilled,
-    weight_checksums,
-    weight_checksums_in_background,
 )
 
 REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
-
-Named = list[tuple[str, torch.Tensor]]
-"""Tensors by the names that cross the wire."""
 
 if not has_accelerator():
     repair_cpu_engine()
@@ -63,10 +57,9 @@ if not has_accelerator():
 class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     """ms-swift's worker extension, which records the weights that it has loaded."""
 
-    _loaded: WeightChecksums | None = None
-    """The checksums of the current update, or of the last one until another begins."""
+    _loads: Loads | None = None
+    """Of the current update, or of the last one until another begins."""
 
-    _filled: set[str] | None = None
     _update_has_ended = False
     _has_adapter = False
     """An adapter has come since the last update of whole weights."""
@@ -75,15 +68,7 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     def read_weight_checksums(self) -> WeightChecksums:
         """Return the checksums of all that the last update loaded."""
-        return self._loaded or {}
-
-    def record_loaded(self, new: WeightChecksums, filled: set[str] | None) -> None:
-        """Record checksums of what was loaded, and names of the parameters that it filled."""
-        if self._loaded is None or self._update_has_ended:
-            self._loaded, self._filled, self._update_has_ended = {}, set(), False
-            self._has_adapter = False
-        self._loaded |= new
-        self._filled = None if filled is None or self._filled is None else self._filled | filled
+        return self._loads.checksums if self._loads else {}
 
     def init_communicator(
         self,
@@ -101,8 +86,15 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
             timeout: seconds for each wait of this group; None leaves vLLM's bounds.
         """
         self._timeout = timeout
-        with _replica_number(replica), bounded_rendezvous(rollout, timeout):
-            super().init_communicator(host, port, world_size)
+        # ms-swift's extension reads the number from there, and so does the engine for its name,
+        # which stays.
+        name = os.environ.get(REPLICA_NUMBER, "0")
+        os.environ[REPLICA_NUMBER] = name if replica is None else str(replica)
+        try:
+            with bounded_rendezvous(rollout, timeout):
+                super().init_communicator(host, port, world_size)
+        finally:
+            os.environ[REPLICA_NUMBER] = name
 
     def close_communicator(self) -> None:
         super().close_communicator()
@@ -118,10 +110,9 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
 
     def process_weights_after_loading(self) -> None:
         super().process_weights_after_loading()
-        runner = self.model_runner
-        left = unfilled(runner.model, self._filled, getattr(runner, "model_config", None))
-        if left and self._loaded is not None:
-            self._loaded[UNFILLED] = " ".join(left)
+        if self._loads is not None:
+            config = getattr(self.model_runner, "model_config", None)
+            note_unfilled(self.model_runner.model, self._loads, config)
         self._update_has_ended = True
 
     def update_adapter_flattened_param(
@@ -139,8 +130,8 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     @contextmanager
     def _recorded_adapter(self) -> Iterator[None]:
         """Record an adapter, with the whole weights that it follows or by itself."""
-        if self._has_adapter or self._loaded is None:
-            self._loaded = {}
+        if self._has_adapter or self._loads is None:
+            self._loads = Loads(filled=None)
         self._has_adapter = True
         recorded = recorded_adapter(getattr(self.model_runner, "lora_manager", None))
         adapter: WeightChecksums = {}
@@ -148,14 +139,15 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
             with recorded as adapter, bounded_broadcasts([self.communicator], self._timeout):
                 yield
         finally:
-            self._loaded |= adapter
+            self._loads.checksums |= adapter
 
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:
+        if self._loads is None or self._update_has_ended:
+            self._loads, self._update_has_ended, self._has_adapter = Loads(), False, False
         bounded = bounded_broadcasts([self.communicator], self._timeout)
-        with bounded, recorded_loads(self.model_runner.model) as loads:
+        with bounded, recorded_loads(self.model_runner.model, self._loads):
             yield
-        self.record_loaded(weight_checksums(loads), loads.filled)
 
 
 class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
@@ -169,61 +161,28 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
             super().init_communicator(*args, **kwargs)
             disabled: Any = self.communicator
             self.communicator = GlooCommunicator(disabled.group, self._timeout)
-            self._received: Named = []
-            self._sums: list[tuple[Named, Callable[[], WeightChecksums]]] = []
+            self._received: list[tuple[str, torch.Tensor]] = []
 
     def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         weight = torch.empty(tuple(shape), dtype=getattr(torch, dtype.split(".")[-1]))
         self._receive(weight)
-        self._take([(name, weight)])
+        self._received.append((name, weight))
 
     def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
         metadata = [FlattenedTensorMetadata(**m) for m in metadatas]
         flattened = torch.empty(metadata[-1].end_idx, dtype=torch.uint8)
         self._receive(flattened)
         bucket = FlattenedTensorBucket(metadata=metadata, flattened_tensor=flattened)
-        self._take([*bucket.reconstruct_tensors().items()])
-
-    def _take(self, tensors: Named) -> None:
-        self._received += tensors
-        # Beside what follows: the next bucket's way here, and the wait until all have come.
-        self._sums.append((tensors, weight_checksums_in_background(tensors)))
-
-    def _checksums(self, loaded: Named) -> WeightChecksums:
-        """Return the checksums that were taken at arrival, and new ones of other tensors."""
-        sums, self._sums = self._sums, []
-        arrived = {id(tensor) for tensors, _ in sums for _, tensor in tensors}
-        known = {name: value for _, taken in sums for name, value in taken().items()}
-        names = {plain_name(name) for name, tensor in loaded if id(tensor) in arrived}
-        others = [(name, tensor) for name, tensor in loaded if id(tensor) not in arrived]
-        return {name: known[name] for name in known if name in names} | weight_checksums(others)
+        self._received += bucket.reconstruct_tensors().items()
 
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
-        with recorded_loads(self.model_runner.model) as loads:
+        with self._recorded_loads():
             reload_weights(self.model_runner, received)
-        new = self._checksums(received)
-        self.record_loaded(new if loads else {}, loads.filled)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()
 
     def _receive(self, tensor: torch.Tensor) -> None:
-        if self.communicator is None:
-            raise RuntimeError("A weight update came before `init_communicator`.")
         self.communicator.broadcast(tensor, src=self.client_rank)
         self.communicator.group.barrier()
-
-
-@contextmanager
-def _replica_number(number: int | None) -> Iterator[None]:
-    """Set the replica's number, which ms-swift's extension reads from the environment."""
-    before = os.environ.get(REPLICA_NUMBER)
-    if number is not None:
-        os.environ[REPLICA_NUMBER] = str(number)
-    try:
-        yield
-    finally:
-        os.environ.pop(REPLICA_NUMBER, None)
-        if before is not None:
-            os.environ[REPLICA_NUMBER] = before

@@ -11,12 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from math import isnan
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from peft import LoraConfig
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
@@ -30,15 +30,14 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.weights.adapters import recorded_adapter
 from swift_grpo_ext.weights.checksums import (
-    UNFILLED,
+    Loads,
     WeightChecksums,
     WeightUpdateError,
     compare,
-    compare_tensors,
+    note_unfilled,
     plain_name,
     recorded_loads,
-    unfilled,
-    weight_checksums_in_background,
+    weight_checksums,
 )
 from swift_grpo_ext.weights.layout import StateDict
 
@@ -50,8 +49,6 @@ logger = get_logger()
 
 Load = Callable[[StateDict], None]
 """ms-swift's own way of giving tensors to its engine, or engines."""
-
-T = TypeVar("T")
 
 
 class Servers(Protocol):
@@ -85,10 +82,10 @@ class WeightSync:
         self._sent: WeightChecksums = {}
         self._failure: Exception | None = None
         self._made_anew = False
-        self._loaded: GRPOVllmEngine | None = None
+        self._engine: GRPOVllmEngine | None = None
         """The colocated engine, once it was given whole weights."""
 
-        self._filled: set[str] | None = set()
+        self._loads = Loads()
 
     def update(self, move: Callable[[bool], None]) -> None:
         """Make one update, on every rank. One that cannot be sent is made once more, with those
@@ -103,29 +100,24 @@ class WeightSync:
         """
         for is_last in (False, True):
             self._begin()
-            if self._servers is not None:
-                self._attempt(partial(self._reconnect, again=is_last))
+            with self._noted():
+                if self._servers is not None:
+                    self._made_anew = self._servers.reconnect(again=is_last)
             # Before the first rank gathers weights: the others would wait there for one that
             # failed.
             made_anew = self._meet()
-            try:
+            with self._noted():
                 move(made_anew)
-            except Exception as e:
-                self._note(e)
-            self._attempt(self._verify)
+                if self._failure is None:
+                    self._verify()
             if is_last or not self._was_not_sent():
                 break
         self._meet()
 
-    def _reconnect(self, again: bool) -> None:
-        assert self._servers is not None
-        self._made_anew = self._servers.reconnect(again=again)
-
     def _verify(self) -> None:
-        if self._loaded is not None:
-            config = self._loaded.engine.model_config
-            if left := unfilled(self._loaded.inner_model, self._filled, config):
-                compare({}, {UNFILLED: " ".join(left)}, self._name)
+        if self._engine is not None:
+            note_unfilled(self._engine.inner_model, self._loads, self._engine.engine.model_config)
+            compare(self._sent, self._loads.checksums, self._name)
         if self._servers is not None and self._sent:
             for worker, loaded in self._servers.loaded_checksums():
                 compare(self._sent, loaded, worker)
@@ -142,19 +134,15 @@ class WeightSync:
             logger.warning("The weight update is made once more.")
         return True
 
-    def _attempt(self, step: Callable[[], None]) -> None:
-        """Do a step, unless one has failed; a failure is raised where all ranks meet."""
-        if self._failure is None:
-            try:
-                step()
-            except Exception as e:
-                self._note(e)
-
-    def _note(self, failure: Exception) -> None:
-        """Log a failure where it happened, at once: the launcher may end this rank first."""
-        if self._failure is None:
-            self._failure = failure
-            logger.error(f"The weight update failed on rank {self._ranks.rank}: {_text(failure)}")
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep a failure until all ranks meet, and log it where it happened, at once: the launcher
+        may end this rank first."""
+        try:
+            yield
+        except Exception as e:
+            self._failure = self._failure or e
+            logger.error(f"The weight update failed on rank {self._ranks.rank}: {_text(e)}")
 
     def _meet(self) -> bool:
         """Return, on every rank, whether a group was made anew; raise a failure of any rank."""
@@ -170,31 +158,25 @@ class WeightSync:
     # --- what ms-swift's update calls ---
 
     def load_colocated(self, state_dict: StateDict, engine: GRPOVllmEngine, load: Load) -> None:
-        """Give tensors to this process's engine, and compare what it loaded."""
-        with recorded_loads(engine.inner_model) as loads:
+        """Give tensors to this process's engine."""
+        self._engine = engine
+        self._sent |= weight_checksums(state_dict.items())
+        with recorded_loads(engine.inner_model, self._loads):
             if has_accelerator():
                 load(state_dict)
             else:
                 engine.reload_weights((plain_name(n), t) for n, t in state_dict.items())
-        compare_tensors(state_dict, dict(loads), self._name)
-        known = self._filled is not None and loads.filled is not None
-        self._filled = self._filled | loads.filled if known else None  # type: ignore[operator]
-        self._loaded = engine
 
     def send(self, state_dict: StateDict, load: Load) -> None:
-        """Send tensors to the servers, and take their checksums beside it. After a failure rank 0
-        still gathers with the others, and sends nothing."""
+        """Send tensors to the servers, and take their checksums. After a failure rank 0 still
+        gathers with the others, and sends nothing."""
         if self._ranks.rank > 0:
             load(state_dict)  # takes part in what rank 0 sends
             return
-
-        def send() -> None:
-            sent = weight_checksums_in_background(list(state_dict.items()))
-            with self._servers.bounded() if self._servers else nullcontext():
+        if self._failure is None:
+            with self._noted(), self._servers.bounded() if self._servers else nullcontext():
+                self._sent |= weight_checksums(state_dict.items())
                 load(state_dict)
-            self._sent.update(sent())
-
-        self._attempt(send)
 
     def load_adapter(self, engine: GRPOVllmEngine, move: Callable[[], None]) -> None:
         """Give an adapter to this process's engine, which has to generate with it.
@@ -253,9 +235,18 @@ ROUND = 2**31
 Generate = Callable[[OnPolicySample, Sequence[SampleId], RequestConfig], list[RolloutOutput]]
 """Generates one completion of a sample under each of some ids."""
 
-MeanGap = tuple[float, int]
-"""The mean distance of a completion's log-probabilities from the trainer's in nats, and its number
-of tokens."""
+
+class Gap(Protocol):
+    """The distance of a completion's log-probabilities from the trainer's
+    (`training/agreement.py`)."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of absolute differences, in nats."""
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
 
 
 class WeightCanary:
@@ -279,7 +270,7 @@ class WeightCanary:
         self._action, self._ranks, self._limit = action, ranks, MARGIN * limit
         self._is_due = False
         self._prompt: OnPolicySample | None = None
-        self._generated: list[OnPolicySample] | None = None
+        self._generated: list[OnPolicySample] = []
         if off and ranks.rank == 0:
             logger.info(f"No canary tests what engines sample with: {off}.")
         self._is_on = not off
@@ -315,7 +306,6 @@ class WeightCanary:
             for group in range(self._ranks.rank * count, (self._ranks.rank + 1) * count)
             for index in range(COMPLETIONS)
         ]
-        self._generated = []
         for output in engines(self._prompt, ids, probe_config(config)):
             sample = deepcopy(self._prompt)
             sample.apply_rollout_output(rollout_output=output)
@@ -336,15 +326,11 @@ class WeightCanary:
         return deepcopy(gathered[chosen])
 
     def judge(
-        self,
-        encode: Callable[[list[OnPolicySample]], T],
-        gaps_of: Callable[[list[OnPolicySample], T], list[MeanGap | None]],
-        step: int,
+        self, gaps_of: Callable[[list[OnPolicySample]], Sequence[Gap | None]], step: int
     ) -> float | None:
         """Compare what was generated with the trainer's own model, before it trains on.
 
         Args:
-            encode: makes a batch of generated samples.
             gaps_of: compares generated samples with the model, in one forward (a collective where
                 weights are sharded); None for a sample that cannot be compared.
 
@@ -354,34 +340,21 @@ class WeightCanary:
         Raises:
             WeightUpdateError: on every rank, with `--rollout_mismatch stop`; names the engine.
         """
-        if self._generated is None:
+        if not self._generated:
             return None
-        generated, self._generated = self._generated, None
-        starts = range(0, len(generated), COMPLETIONS)
-        of_engines = [generated[start : start + COMPLETIONS] for start in starts]
-        batches, failure = [], ""
-        try:
-            batches = [encode(samples) for samples in of_engines]
-        except Exception as e:  # the others would wait in their forward
-            failure = f"on rank {self._ranks.rank} {_text(e)}"
-        if failures := [text for text in self._ranks.all_gather(failure) if text]:
-            if self._ranks.rank == 0:
-                logger.warning(
-                    "The canary's prompt could not be encoded for training, so that no "
-                    f"engine was compared after this update ({failures[0]})."
-                )
-            return None
+        generated, self._generated = self._generated, []
         of_rank = []
-        for samples, batch in zip(of_engines, batches, strict=True):
-            gaps = [gap for gap in gaps_of(samples, batch) if gap is not None]
+        for start in range(0, len(generated), COMPLETIONS):
+            samples = generated[start : start + COMPLETIONS]
+            gaps = [(gap.mean, gap.count) for gap in gaps_of(samples) if gap is not None]
             if gaps:  # the least counts, or NaN, which nothing explains
-                least = min(gaps, key=lambda gap: (not isnan(gap[0]), gap[0]))
+                mean, count = min(gaps, key=lambda gap: (not isnan(gap[0]), gap[0]))
                 engine = str((samples[0].rollout_infos or {}).get("replica", "The engine"))
-                of_rank.append((engine, *least))
+                of_rank.append((mean, engine, count))
         compared = [gap for gaps in self._ranks.all_gather(of_rank) for gap in gaps]
         if not compared:
             return None
-        engine, mean, count = max(compared, key=lambda gap: (isnan(gap[1]), gap[1]))
+        mean, engine, count = max(compared, key=lambda gap: (isnan(gap[0]), gap[0]))
         if not mean <= self._limit:  # nor NaN
             text = (
                 f"{engine} does not sample with the trainer's weights: at step {step} the canary's "

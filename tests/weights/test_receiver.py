@@ -1,8 +1,9 @@
-"""A worker's end of weight updates: what it loaded, for as long as it holds it."""
+"""A worker's end of weight updates: what it loaded, for as long as it holds it, and adapters."""
 
 from __future__ import annotations
 
 import os
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
-from swift_grpo_ext.weights import receiver
-from swift_grpo_ext.weights.checksums import UNFILLED, weight_checksums
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+from swift_grpo_ext.weights.adapters import MERGED
+from swift_grpo_ext.weights.checksums import UNFILLED, WeightUpdateError, weight_checksums
 from swift_grpo_ext.weights.receiver import (
     REPLICA_NUMBER,
     CPUWeightSyncWorkerExtension,
@@ -33,12 +35,43 @@ class Model:
         return list(TENSORS.items())
 
 
+class Manager:
+    """vLLM's manager of adapters, which refuses all, or has layers for some of its parts."""
+
+    def __init__(
+        self, fault: str = "", held: tuple[str, ...] = ("q", "experts.base_layer")
+    ) -> None:
+        self.fault = fault
+        loras = SimpleNamespace(loras=dict.fromkeys(held)) if held else None
+        self._adapter_manager = SimpleNamespace(
+            get_adapter=lambda _: loras,
+            lora_index_to_id=[111],
+            modules={"q": 1, "experts": 1},
+        )
+
+    def add_adapter(self, request: Any) -> bool:
+        if self.fault:
+            raise ValueError(self.fault)
+        return True
+
+
 class Worker(VerifiedWeightSyncWorkerExtension):
     def __init__(self) -> None:
         self.model_runner = SimpleNamespace(model=Model())
 
+    def add_lora(self, request: Any) -> bool:
+        if not hasattr(self.model_runner, "lora_manager"):
+            raise RuntimeError("LoRA is not enabled")
+        return bool(self.model_runner.lora_manager.add_adapter(request))
+
 
 TENSORS = {"a": torch.arange(3.0), "b": torch.ones(2)}
+ADAPTER = {
+    "base_model.model.q.lora_A.weight": torch.arange(6.0).reshape(2, 3),
+    "base_model.model.q.lora_B.weight": torch.ones(3, 2),
+    "base_model.model.experts.lora_A.weight": torch.ones(2),
+    "base_model.model.experts.base_layer.lora_A.weight": torch.zeros(2),
+}
 
 
 @pytest.fixture
@@ -51,11 +84,18 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     def update_flattened_params(self: Any, metadatas: list[dict[str, Any]]) -> None:
         self.model_runner.model.load_weights([(m["name"], TENSORS[m["name"]]) for m in metadatas])
 
-    for function in (update_named_param, update_flattened_params):
-        monkeypatch.setattr(WeightSyncWorkerExtension, function.__name__, function)
-    monkeypatch.setattr(
-        WeightSyncWorkerExtension, "process_weights_after_loading", lambda self: None
-    )
+    def update_adapter_param(self: Any, config: Any, names: list[str]) -> None:
+        tensors = {name: ADAPTER[name].clone() for name in names}
+        self.add_lora(SimpleNamespace(lora_tensors=tensors, lora_int_id=111))
+
+    for name, function in {
+        "update_named_param": update_named_param,
+        "update_flattened_params": update_flattened_params,
+        "update_adapter_param": update_adapter_param,
+        "update_adapter_flattened_param": update_adapter_param,
+        "process_weights_after_loading": lambda self: None,
+    }.items():
+        monkeypatch.setattr(WeightSyncWorkerExtension, name, function)
     monkeypatch.setattr(rollout, "_set_death_signal", lambda: None)
     return Worker()
 
@@ -101,8 +141,7 @@ def test_a_cpu_worker_tells_too(config: Any, told: str | None, worker: Worker) -
                 model_config=config,
                 reload_weights=lambda weights_iterator: model.load_weights(weights_iterator),
             )
-            self._received, self._sums = [], []
-            self._take(list(TENSORS.items()))
+            self._received = list(TENSORS.items())
 
     held = CPUWorker()
     held.process_weights_after_loading()
@@ -131,7 +170,7 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
     assert os.environ[REPLICA_NUMBER] == "5"
     monkeypatch.delenv(REPLICA_NUMBER)
     worker.init_communicator("host", 7, 3, 1, 0.5)
-    assert REPLICA_NUMBER not in os.environ
+    assert os.environ[REPLICA_NUMBER] == "0"
     assert joined == [
         ("host", 7, 3, "5", {"host": "host"}),
         ("host", 7, 3, "0", {"host": "host", "store_timeout": 9}),
@@ -140,12 +179,46 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
     assert rollout.StatelessProcessGroup is Group
 
 
-def test_a_group_that_ends_lets_go_of_its_port(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+# --- adapters ---
+
+
+@pytest.mark.parametrize("method", ["update_adapter_flattened_param", "update_adapter_param"])
+def test_an_adapter_is_recorded_with_the_update_that_it_is_of(method: str, worker: Worker) -> None:
+    """After a base: both. Alone: only what came last. A base begins anew."""
+    worker.model_runner.lora_manager = Manager()
+    whole, first = weight_checksums(ADAPTER.items()), list(ADAPTER)[:1]
+    base = weight_checksums(TENSORS.items())
+    for _ in range(2):
+        worker.update_flattened_params([{"name": "a"}, {"name": "b"}])
+        worker.process_weights_after_loading()
+        getattr(worker, method)({}, first)
+        assert worker.read_weight_checksums() == base | {first[0]: whole[first[0]]}
+        getattr(worker, method)({}, list(ADAPTER))
+        assert worker.read_weight_checksums() == whole
+        getattr(worker, method)({}, first)
+        assert worker.read_weight_checksums() == {first[0]: whole[first[0]]}
+
+
+@pytest.mark.parametrize(
+    ("manager", "told"),
+    [
+        (Manager("no"), f"vLLM refuses the adapter: no Give .* plain LoRA, or leave out {MERGED}"),
+        (Manager(held=()), f"holds no adapter after it was given one. Leave out {MERGED}"),
+        (Manager(held=("q", "b", "a")), rf"ignores those of 2 modules \(a, b\).* out {MERGED}"),
+        (Manager(held=tuple("abcdef")), r"6 modules \(a, b, c, d, e, \.\.\.\)"),
+        (None, "LoRA is not enabled"),
+    ],
+)
+def test_a_worker_tells_of_a_refusal_until_another_comes(
+    manager: Manager | None, told: str, worker: Worker
 ) -> None:
-    collected: list[bool] = []
-    monkeypatch.setattr(receiver.gc, "collect", lambda: collected.append(True))
-    worker.communicator = object()
-    worker.close_communicator()
-    assert worker.communicator is None
-    assert collected == [True]
+    """An engine that has adapters switched off is one of several servers, of which ms-swift asks
+    the first."""
+    if manager is not None:
+        worker.model_runner.lora_manager = manager
+    with pytest.raises((WeightUpdateError, RuntimeError), match=told):
+        worker.update_adapter_flattened_param({}, list(ADAPTER))
+    assert re.search(told, worker.read_weight_checksums()[ADAPTER_FAULT])
+    worker.model_runner.lora_manager = Manager()
+    worker.update_adapter_flattened_param({}, list(ADAPTER))
+    assert worker.read_weight_checksums() == weight_checksums(ADAPTER.items())

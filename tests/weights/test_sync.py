@@ -269,50 +269,25 @@ def test_an_adapter_is_sent_and_compared(
     assert not [name for name in vars(client) if name.startswith("update_")]
 
 
-def test_after_a_failure_an_adapter_is_gathered_and_not_sent() -> None:
-    client: Any = Servers()
-    gathered: list[int] = []
+def test_a_colocated_engine_gets_an_adapter_of_its_own() -> None:
+    """vLLM scales it on CPU where it lies."""
 
-    def move(weights: WeightSync, rank: int, made_anew: bool) -> None:
-        if rank == 0:
-            weights._note(WeightUpdateError("refused"))
+    def scale(manager: Any, request: Any) -> bool:
+        for tensor in request.lora_tensors.values():
+            tensor *= 4
+        return True
 
-        def gather() -> None:
-            gathered.append(rank)
-            if rank == 0:
-                client.update_adapter_param(LoraConfig(), WEIGHTS)
-
-        weights.send_adapter(client, gather)
-
-    first, second = update(client, move, size=2)
-    assert (first, "failed on rank 0" in second) == ("WeightUpdateError: refused", True)
-    assert (sorted(gathered), client.calls) == ([0, 1], ["reconnect"])
-
-
-@pytest.mark.parametrize("fault", ["", "no"])
-def test_a_colocated_engine_that_refuses_an_adapter_ends_the_update(fault: str) -> None:
-    class Manager:
-        _adapter_manager = SimpleNamespace(
-            get_adapter=lambda _: SimpleNamespace(loras={"q": 1}),
-            lora_index_to_id=[111],
-            modules={"q": 1},
-        )
-
-        def add_adapter(self, request: Any) -> bool:
-            if fault:
-                raise ValueError(fault)
-            for tensor in request.lora_tensors.values():
-                tensor *= 4  # as vLLM scales them, in a copy of the engine's own
-            return True
-
-    manager: Any = Manager()
+    layers = {"lora_index_to_id": [111], "modules": {"q": 1}}
+    held = SimpleNamespace(**layers, get_adapter=lambda _: SimpleNamespace(loras={"q": 1}))
+    manager: Any = type("Manager", (), {"_adapter_manager": held, "add_adapter": scale})()
     engine: Any = SimpleNamespace()
     engine.inner_model_executor = engine.driver_worker = engine.worker = engine
     engine.model_runner = SimpleNamespace(lora_manager=manager)
-    weights, tensor = WeightSync(SingleRank(), None), torch.ones(2)
-    tensors = {"q.lora_A.weight": tensor}
-    request = SimpleNamespace(lora_tensors=tensors, lora_int_id=111, peft_config={"r": 8})
-    refused = pytest.raises(WeightUpdateError, match="vLLM refuses the adapter: no Give")
-    with refused if fault else nullcontext():
+    tensors = {"q.lora_A.weight": torch.ones(2)}
+    request = SimpleNamespace(lora_tensors=dict(tensors), lora_int_id=111)
+    weights = WeightSync(SingleRank(), None)
+    weights.update(lambda _: weights.load_adapter(engine, lambda: manager.add_adapter(request)))
+    assert torch.equal(tensors["q.lora_A.weight"], torch.ones(2))
+    held.modules = {}
+    with pytest.raises(WeightUpdateError, match=r"ignores those of 1 modules \(q\)"):
         weights.update(lambda _: weights.load_adapter(engine, lambda: manager.add_adapter(request)))
-    assert torch.equal(tensor, torch.ones(2))
