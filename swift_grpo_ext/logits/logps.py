@@ -27,44 +27,25 @@ from torch.nn.parallel import DistributedDataParallel
 from swift_grpo_ext.flags import chunk_size
 from swift_grpo_ext.logits.chunked import Logps
 from swift_grpo_ext.logits.shared_prompt import SharedPrompt
-from swift_grpo_ext.logits.shim import KEYWORDS, LogitsShim, base_model
+from swift_grpo_ext.logits.shim import LogitsShim, base_model
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch
     from swift.rlhf_trainers import GRPOConfig
     from swift.template import Template
-    from transformers.modeling_outputs import CausalLMOutputWithPast
 
 logger = get_logger()
-
-SLACK = 0.05
-"""Positions without a completion token that are put up with, as a share of those with one. Up to
-it, a model that has a keyword runs ms-swift's own arithmetic on the last K positions of each row,
-so that batches without padding have ms-swift's bits."""
 
 
 @dataclass(frozen=True)
 class CompletionModel:
-    """A model together with the positions of its completion tokens.
-
-    It stands where ms-swift expects the model; calling it gives the logits of the last positions.
-    """
+    """A model together with the positions of its completion tokens, where ms-swift expects the
+    model."""
 
     model: nn.Module
     shim: LogitsShim
     mask_BK: Tensor
     """Which of the last K input ids are completion tokens."""
-
-    @property
-    def is_as_upstream(self) -> bool:
-        """Whether ms-swift's own arithmetic on the last positions computes next to no others."""
-        num_tokens = int(self.mask_BK.sum())
-        is_full = self.mask_BK.numel() <= (1 + SLACK) * num_tokens
-        return self.shim.ranks(self.model).all(is_full and self.shim.way in KEYWORDS)
-
-    def __call__(self, **inputs: Any) -> CausalLMOutputWithPast:
-        # One position more than tokens, as ms-swift asks for: it drops the last one.
-        return self.shim.last(self.model, inputs, self.mask_BK.shape[1] + 1)
 
 
 class CompletionLogps:
@@ -147,7 +128,7 @@ class CompletionLogps:
         model: CompletionModel | nn.Module,
         inputs: dict[str, Any],
         input_ids_BT: Tensor,
-        upstream: Callable[[CompletionModel | nn.Module], tuple[Tensor, Tensor | None]],
+        upstream: Callable[[nn.Module], tuple[Tensor, Tensor | None]],
         *,
         temperature: float,
         with_entropy: bool,
@@ -179,28 +160,23 @@ class CompletionLogps:
                 chunk_size=self._chunk_size, temperature=temperature, with_entropy=with_entropy,
             )  # fmt: skip
 
-        packed, is_packing = None, False
+        packed = None
         if self._shares_prompt:
             base = base_model(model.model)
             if base not in self._shared_prompts:
                 self._shared_prompts[base] = SharedPrompt(
                     base, logger.warning, logger.info, self.limit
                 )
-            shared = self._shared_prompts[base]
             # DDP's forward has collectives of its own, and a rank may make further passes by
             # itself.
             is_ddp = isinstance(model.model, DistributedDataParallel)
             plain = model.model.module if is_ddp else model.model
-            packed = shared.pack(
+            packed = self._shared_prompts[base].pack(
                 inputs,
                 mask_BT,
                 lambda *batch: logps(plain, *batch).logps_N,
                 model.shim.ranks(model.model),
             )
-            # Ranks that share weights go the same way, whether their batches can be packed or not.
-            is_packing = shared.is_proven
-        if not self._chunk_size and not is_packing and model.is_as_upstream:
-            return upstream(model)
         logps_N, entropies_N = logps(model.model, *(packed or (inputs, mask_BT)), with_entropy)
         logps_BK = scattered(logps_N, mask_BK)
         return logps_BK, None if entropies_N is None else scattered(entropies_N, mask_BK)

@@ -16,8 +16,6 @@ from torch import Tensor
 from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.logits.sharding import ShardRanks
-from swift_grpo_ext.logits.shim import LogitsShim
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.arguments import training_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
@@ -146,27 +144,12 @@ def test_as_ms_swift_but_for_rounding(
     assert whole.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
-@pytest.mark.parametrize("layout", ["right", "left"])
-def test_to_the_last_bit_where_nothing_can_be_left_out(
-    layout: str, entropy: bool, dtype: torch.dtype
-) -> None:
-    model, batch = build("Qwen2").to(dtype), Batch(EQUAL, layout)
-    keys = {"logits_to_keep"}
-    expected, whole, theirs = run(Upstream, model, batch, keys=keys, entropy=entropy)
-    found, ours_whole, counts = run(Ours, model, batch, keys=keys, entropy=entropy)
-    assert counts == theirs == [2 * (6 + 1)]
-    assert torch.equal(ours_whole, whole)
-    assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
-
-
 @pytest.mark.parametrize(
     ("rows", "layout", "flags", "largest"),
     [
         (UNEQUAL, "right", {"logits_shim": "off"}, None),  # ms-swift's own
         (UNEQUAL, "right", {"logits_shim": "off", "logps_chunk_size": 5}, 5),
+        (EQUAL, "right", {}, 2 * 6),
         # Nothing can be left out; the size of a chunk holds all the same.
         (EQUAL, "right", {"logps_chunk_size": 5}, 5),
         (EQUAL, "left", {"logps_chunk_size": 5}, 5),
@@ -178,18 +161,6 @@ def test_settings(rows: Any, layout: str, flags: dict[str, Any], largest: int | 
     found, _, counts = run(Ours, model, batch, keys={"logits_to_keep"}, **flags)
     assert_close(found, expected, 0.0 if largest is None else 1e-5)
     assert counts == theirs if largest is None else max(counts) == largest
-
-
-def test_ranks_that_share_weights_go_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be left out here, but on another rank: this one goes its way, at the head."""
-    elsewhere = False
-    monkeypatch.setattr(ShardRanks, "all", lambda _, holds: holds and elsewhere)
-    mask = torch.ones(2, 6, dtype=torch.bool)
-    model = build("Qwen2")
-    wanted = logps.CompletionModel(model, LogitsShim(model), mask)
-    assert not wanted.is_as_upstream
-    elsewhere = True
-    assert wanted.is_as_upstream
 
 
 @pytest.mark.parametrize(
