@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from compat.environment import PYTHON, ROOT, STACKS, SWIFT, Cell, Environment, uv
-from compat.table import summary, table, write_tables
+from compat.table import table, write_tables
 from compat.trial import Trial, try_out
 
 
@@ -32,7 +33,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that uv and pytest end too
     folder = options.environments.resolve()
     results = folder / "results"
-    wheel = build_wheel(folder / "wheel")
+    shutil.rmtree(folder / "wheel", ignore_errors=True)
+    subprocess.run(uv("build", "--quiet", "--wheel", "-o", folder / "wheel", ROOT), check=True)
+    [wheel] = (folder / "wheel").glob("*.whl")
     assets = make_assets()
     for number, cell in enumerate(options.cells, start=1):
         path = results / f"{cell}.json"
@@ -47,7 +50,7 @@ def main() -> int:
         finally:
             if not options.keep:
                 environment.remove()
-        print(f"   {summary(trial)}", flush=True)
+        print(table([trial]), flush=True)
     trials = [Trial.load(path) for path in sorted(results.glob("*.json"))]
     print(f"\n{table(trials)}")
     if options.write:
@@ -55,14 +58,6 @@ def main() -> int:
     asked = {str(cell) for cell in options.cells}
     tried = [trial for trial in trials if trial.cell in asked and not trial.excluded]
     return int(any(trial.tests and not trial.works for trial in tried))
-
-
-def build_wheel(folder: Path) -> Path:
-    """The project's wheel, of the files as they are."""
-    for old in folder.glob("*.whl"):
-        old.unlink()
-    subprocess.run(uv("build", "--quiet", "--wheel", "-o", folder, ROOT), check=True)
-    return next(folder.glob("*.whl"))
 
 
 def make_assets() -> Path:

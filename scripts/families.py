@@ -18,32 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from compat.table import write_into
+from tiny_vlm.families import FAMILIES, Family
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 PAGE = ROOT / "docs/support.md"
 RESULTS = ROOT / "scripts/bench/results/families.json"
 TESTS = "tests/stack/test_families.py"
-
-MADE = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3", "qwen3_moe", "internvl"),
-    *("llava_onevision", "gemma3", "glm4v", "glm4v_moe", "qwen2_5_omni"),
-)
-"""Those that `scripts/tiny_vlm/families.py` makes."""
-
-TAKES = {
-    "videos": tuple(name for name in MADE if name not in ("qwen3", "qwen3_moe", "gemma3")),
-    "audio": ("qwen2_5_omni",),
-}
-"""Which of them are made for these media."""
-
-IMAGES_ONLY = "ms-swift: images only"
-UPSTREAM = {
-    ("llava_onevision", "videos"): IMAGES_ONLY,
-    ("glm4v", "videos"): IMAGES_ONLY,
-    ("glm4v_moe", "videos"): IMAGES_ONLY,
-}
-"""What of this a family is not given, by family and kind of media, and whose fault it is."""
 
 REMOTE_CODE = "not made: its code comes with its checkpoints, in no package"
 NOT_MADE = "not made; transformers has its code"
@@ -75,14 +56,14 @@ def made() -> str:
         "| model type | prompts | all weights | LoRA, 2 ranks | server | videos | audio | stops |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in MADE:
+    for name, family in FAMILIES.items():
         runs: Mapping[str, Any] = results.get(name, {})
         if "whole" not in runs:
             lines.append(f"| `{name}` |{' not run |' * 7}")
             continue
         whole = runs["whole"]
         prompts = "equal: the rollout's line breaks" if whole["line_breaks"] else "equal"
-        gaps = [_gap(name, other, runs) for other in OTHER_RUNS]
+        gaps = [_gap(family, other, runs) for other in OTHER_RUNS]
         stops = f"{whole['stopped']} of {whole['samples']}"
         cells = [f"`{name}`", prompts, f"{whole['gap']:.0e}", *gaps, stops]
         lines.append(f"| {' | '.join(cells)} |")
@@ -91,26 +72,23 @@ def made() -> str:
     return "\n".join(lines)
 
 
-def _gap(family: str, run: str, runs: Mapping[str, Any]) -> str:
+def _gap(family: Family, run: str, runs: Mapping[str, Any]) -> str:
     """Return a run's gap, behind "equal" where its first round has the tokens of another run."""
-    if (family, run) in UPSTREAM:
-        return UPSTREAM[family, run]
+    if run == "videos" and family.videos_fail:
+        return "ms-swift: images only"
     if run not in runs:
-        return "not run" if family in TAKES.get(run, MADE) else ""
+        return "not run" if getattr(family, run, True) else ""
     gap = f"{runs[run]['gap']:.0e}"
-    return gap if run in TAKES else f"equal, {gap}"
+    return gap if run in ("videos", "audio") else f"equal, {gap}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--run", nargs="*", metavar="NAME", help="train these families, or all")
+    parser.add_argument("--run", nargs="*", choices=list(FAMILIES), help="train these, or all")
     parser.add_argument("--write", action="store_true", help="into docs/support.md")
     arguments = parser.parse_args()
     status = 0
     if arguments.run is not None:
-        unknown = set(arguments.run) - set(MADE)
-        if unknown:
-            parser.error(f"--run {' '.join(unknown)} is not known; expected of {', '.join(MADE)}")
         # A parameter's name stands between brackets; another's may begin with it.
         chosen = ["-k", " or ".join(f"{name}]" for name in arguments.run)] if arguments.run else []
         command = [sys.executable, "-m", "pytest", "-q", TESTS, *chosen]

@@ -10,7 +10,7 @@ usage() {
 launch.sh [OPTIONS] CONFIG [-- ARGUMENTS OF swift rlhf]
 
 CONFIG stands for two files, CONFIG.rollout.yaml (`swift rollout`) and CONFIG.train.yaml
-(`swift rlhf`), such as examples/presets/server_2x6_lora.
+(`swift rlhf`), such as examples/presets/server_2x6_lora (the default, which a clone has).
 
   --rollout-gpus LIST   GPUs of the servers, e.g. 0,1 or 0-3 (default 0,1)
   --train-gpus LIST     GPUs of the training, one rank each (default 2-7)
@@ -23,10 +23,8 @@ CONFIG stands for two files, CONFIG.rollout.yaml (`swift rollout`) and CONFIG.tr
   --logs DIR            default output/launch-TIME
   --dry-run             print the commands, start nothing
   --cpu                 no GPUs: one replica or rank for each number in the lists. In a clone of
-                        the project, which sets itself up, of the tiny model and the digits;
-                        elsewhere, give --model and --dataset
-  --root DIR            where relative paths that stand in CONFIG hold (default: here); paths on
-                        this command line hold here
+                        the project, which sets itself up, of the tiny model and the digits, and
+                        from the clone's folder; elsewhere, give --model and --dataset
 
 Several nodes, each of which runs this same command:
   --rollout-nodes N     the first N nodes serve with --rollout-gpus, the others train with
@@ -44,189 +42,129 @@ HELP
 say() { printf '[launch] %s\n' "$*"; }
 fail() { printf '[launch] error: %s\n' "$*" >&2; exit 1; }
 
-# expand LIST: 0,2-4 as 0,2,3,4
+# expand LIST: 0,2-4 as 0 2 3 4
 expand() {
-  local part result=()
+  local part i
   for part in ${1//,/ }; do
-    if [[ $part =~ ^([0-9]+)-([0-9]+)$ ]]; then
-      ((BASH_REMATCH[1] <= BASH_REMATCH[2])) || fail "$1: $part counts downwards"
-      for ((i = BASH_REMATCH[1]; i <= BASH_REMATCH[2]; i++)); do result+=("$i"); done
-    else
-      result+=("$part")
-    fi
+    for ((i = ${part%-*}; i <= ${part#*-}; i++)); do printf '%s ' "$i"; done
   done
-  ((${#result[@]})) || fail "a list of GPUs is empty"
-  (IFS=,; printf '%s' "${result[*]}")
 }
 
-count() { local items; IFS=, read -ra items <<<"$1"; printf '%s' "${#items[@]}"; }
-
-absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s' "$PWD/$1" ;; esac; }
-
-# part LIST FIRST NUMBER
-part() {
-  local items
-  IFS=, read -ra items <<<"$1"
-  (IFS=,; printf '%s' "${items[*]:$2:$3}")
-}
+join() { local IFS=,; printf '%s' "$*"; }
 
 # --- what is wanted ---
 
 rollout_gpus=0,1 train_gpus=2-7 num_servers=1 port=8000 group_port=51216 patience=900
-model='' dataset='' logs='' config='' root='' dry_run='' cpu='' rollout_nodes=0 hosts='' node='' more=()
+config='' both=() data=() logs='' dry_run='' cpu='' rollout_nodes=0 hosts='' node='' more=()
 while (($#)); do
   case $1 in
-    --rollout-gpus | --train-gpus | --servers | --model | --dataset | --port | --group-port | \
-      --wait | --logs | --root | --rollout-nodes | --hosts | --node-rank)
-      (($# > 1)) || fail "$1 needs a value" ;;
+    --dry-run) dry_run=yes; shift; continue ;;
+    --cpu) cpu=yes; shift; continue ;;
+    -h | --help) usage; exit 0 ;;
+    --) shift; more=("$@"); break ;;
+    -*) (($# > 1)) || fail "$1 needs a value" ;;
+    *) config=$1; shift; continue ;;
   esac
   case $1 in
     --rollout-gpus) rollout_gpus=$2 ;;
     --train-gpus) train_gpus=$2 ;;
     --servers) num_servers=$2 ;;
-    --model) model=$2 ;;
-    --dataset) dataset=$2 ;;
+    --model) both=(--model "$2") ;;
+    --dataset) data=(--dataset "$2") ;;
     --port) port=$2 ;;
     --group-port) group_port=$2 ;;
     --wait) patience=$2 ;;
     --logs) logs=$2 ;;
-    --root) root=$2 ;;
     --rollout-nodes) rollout_nodes=$2 ;;
     --hosts) hosts=$2 ;;
     --node-rank) node=$2 ;;
-    --dry-run) dry_run=yes; shift; continue ;;
-    --cpu) cpu=yes; shift; continue ;;
-    -h | --help) usage; exit 0 ;;
-    --) shift; more=("$@"); break ;;
-    -*) fail "unknown option $1; launch.sh --help lists them" ;;
-    *)
-      [ -z "$config" ] || fail "$1: CONFIG is $config already; arguments of swift rlhf stand behind --"
-      config=$1; shift; continue ;;
+    *) fail "unknown option $1; launch.sh --help lists them" ;;
   esac
   shift 2
 done
+read -ra rollout_gpus <<<"$(expand "$rollout_gpus")"
+read -ra train_gpus <<<"$(expand "$train_gpus")"
 
-rollout_gpus=$(expand "$rollout_gpus")
-train_gpus=$(expand "$train_gpus")
-for number in "$num_servers" "$port" "$group_port" "$patience" "$rollout_nodes"; do
-  [[ $number =~ ^[0-9]+$ ]] || fail "$number: expected a number"
-done
-
-here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
-! [ "$cpu" ] || [ -f "$here/common.sh" ] || { [ "$model" ] && [ "$dataset" ]; } ||
-  fail "--cpu outside a clone of the project has no tiny model: give --model and --dataset"
-if [ -z "$root" ] && [ "$cpu" ] && [ -f "$here/common.sh" ]; then root=$here/..; fi
-if [ "$root" ]; then # what the user has typed stays his, wherever the paths in CONFIG hold
-  [ ! -f "$config.train.yaml" ] || config=$(absolute "$config")
-  [ ! -d "$model" ] || model=$(absolute "$model")
-  [[ ! ${dataset%%#*} =~ \.(jsonl?|csv|parquet|txt)$ && ! -e ${dataset%%#*} ]] || dataset=$(absolute "$dataset")
-  [ -z "$logs" ] || logs=$(absolute "$logs")
-  cd "$root"
-fi
 if [ "$cpu" ]; then
+  here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
   if [ -f "$here/common.sh" ]; then
     [ "$dry_run" ] || bash "$here/setup.sh"
     # shellcheck source=scripts/common.sh
     source "$here/common.sh" # changes to the clone's folder
-    [ "$dry_run" ] || [[ $model && $dataset ]] || make_assets
+    [ "$dry_run" ] || make_assets
     PATH=$(cd "$VENV/bin" && pwd):$PATH
     export PATH
-    config=${config:-examples/presets/cpu_2x6} model=${model:-$ASSETS/tiny_vlm}
-    dataset=${dataset:-$ASSETS/digits/train.jsonl}
-    cd "$root"
+    config=${config:-examples/presets/cpu_2x6}
+    ((${#both[@]})) || both=(--model "$ASSETS/tiny_vlm")
+    ((${#data[@]})) || data=(--dataset "$ASSETS/digits/train.jsonl")
+  elif ! ((${#both[@]} && ${#data[@]})); then
+    fail "--cpu outside a clone of the project has no tiny model: give --model and --dataset"
   fi
   export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=PASSIVE
 fi
-[ "$config" ] || { usage >&2; fail "CONFIG is missing"; }
+config=${config:-examples/presets/server_2x6_lora}
 for side in rollout train; do
-  [ -f "$config.$side.yaml" ] || fail "there is no $config.$side.yaml"
+  [ -f "$config.$side.yaml" ] || fail "there is no $config.$side.yaml; launch.sh --help says what CONFIG is"
 done
-if [ "${VLLM_API_KEY:-}" ]; then
-  [[ $VLLM_API_KEY =~ ^[A-Za-z0-9._~+/=-]+$ ]] ||
-    fail "VLLM_API_KEY: expected letters, digits and ._~+/=- only, e.g. of openssl rand -hex 32"
-fi
-! grep -q '^api_key:' "$config.rollout.yaml" ||
-  fail "$config.rollout.yaml: take api_key out and set VLLM_API_KEY, which reaches the training too"
-
-# No environment is active: the one of this clone, or the one that this file was installed to.
-enter_environment() {
-  local own bin
-  own=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
-  for bin in ${VENV:+"$VENV/bin"} "$own/../.venv/bin" "$own/../../../../../../bin"; do
-    [ -x "$bin/swift" ] || continue
-    PATH=$(cd "$bin" && pwd):$PATH
-    export PATH
-    return
-  done
-}
-command -v swift >/dev/null || enter_environment
-[ "$dry_run" ] || command -v swift >/dev/null ||
-  fail "swift is not on the PATH: activate the environment that holds ms-swift, for example" \
-    "source .venv/bin/activate"
+[[ ${VLLM_API_KEY:-} =~ ^[A-Za-z0-9._~+/=-]*$ ]] ||
+  fail "VLLM_API_KEY: expected letters, digits and ._~+/=- only, e.g. of openssl rand -hex 32"
+command -v swift-grpo-ext >/dev/null ||
+  fail "swift-grpo-ext is not on the PATH: activate the environment that holds it and ms-swift," \
+    "for example source .venv/bin/activate"
 
 # --- which node this is ---
 
-if ((rollout_nodes)) && [ -z "$hosts" ]; then
-  [ "${SLURM_JOB_NODELIST:-}" ] || fail "--rollout-nodes needs --hosts and --node-rank, or Slurm"
-  hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  node=${SLURM_NODEID:?launch.sh is to be started with srun, once on each node}
-  logs=${logs:-output/launch-$SLURM_JOB_ID}
-fi
 if ((rollout_nodes)); then
-  [[ $node =~ ^[0-9]+$ ]] || fail "--node-rank is missing"
+  if [ -z "$hosts" ]; then
+    [ "${SLURM_JOB_NODELIST:-}" ] || fail "--rollout-nodes needs --hosts and --node-rank, or Slurm"
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+    node=${SLURM_NODEID:?launch.sh is to be started with srun, once on each node}
+    logs=${logs:-output/launch-$SLURM_JOB_ID}
+  fi
+  [ "$node" ] || fail "--node-rank is missing"
   [ "$logs" ] || fail "--logs is missing: a folder that all nodes share"
-  num_nodes=$(count "$hosts")
-  ((rollout_nodes < num_nodes)) || fail "--rollout-nodes $rollout_nodes leaves none of $num_nodes nodes to train"
-  ((node < num_nodes)) || fail "--node-rank $node: there are $num_nodes --hosts"
-  server_hosts=$(part "$hosts" 0 "$rollout_nodes")
-  bind=0.0.0.0
-  num_training_nodes=$((num_nodes - rollout_nodes)) training_node=$((node - rollout_nodes))
-  master=$(part "$hosts" "$rollout_nodes" 1)
+  IFS=, read -ra nodes <<<"$hosts"
+  ((rollout_nodes < ${#nodes[@]})) || fail "--rollout-nodes $rollout_nodes leaves none of $hosts to train"
+  server_hosts=("${nodes[@]:0:rollout_nodes}") master=${nodes[rollout_nodes]} bind=0.0.0.0
+  num_training_nodes=$((${#nodes[@]} - rollout_nodes)) training_node=$((node - rollout_nodes))
   serves=$((node < rollout_nodes)) trains=$((node >= rollout_nodes))
 else
   logs=${logs:-output/launch-$(date +%Y%m%d-%H%M%S)-$$}
-  server_hosts=127.0.0.1 bind=127.0.0.1 node=0 serves=1 trains=1 training_node=0
-  if [ -z "$cpu" ]; then
-    for gpu in ${rollout_gpus//,/ }; do
-      [[ ,$train_gpus, != *,$gpu,* ]] || fail "GPU $gpu stands in --rollout-gpus and in --train-gpus"
-    done
-  fi
+  server_hosts=(127.0.0.1) bind=127.0.0.1 node=0 serves=1 trains=1 num_training_nodes=1 training_node=0
+  for gpu in "${rollout_gpus[@]}"; do
+    [[ $cpu || " ${train_gpus[*]} " != *" $gpu "* ]] || fail "GPU $gpu stands in --rollout-gpus and in --train-gpus"
+  done
 fi
 
 # --- the commands ---
 
 tensor_parallel=$(sed -nE 's/^vllm_tensor_parallel_size: *([0-9]+).*/\1/p' "$config.rollout.yaml")
 tensor_parallel=${tensor_parallel:-1}
-gpus_of_server=$(($(count "$rollout_gpus") / num_servers))
+gpus_of_server=$((${#rollout_gpus[@]} / num_servers))
 replicas=$((gpus_of_server / tensor_parallel))
-((num_servers > 0 && replicas > 0 && replicas * tensor_parallel * num_servers == $(count "$rollout_gpus"))) ||
-  fail "--rollout-gpus $rollout_gpus cannot be shared evenly by $num_servers server(s) of replicas with" \
+((replicas > 0 && replicas * tensor_parallel * num_servers == ${#rollout_gpus[@]})) ||
+  fail "--rollout-gpus ${rollout_gpus[*]} cannot be shared evenly by $num_servers server(s) of replicas with" \
     "$tensor_parallel GPU(s) each (vllm_tensor_parallel_size in $config.rollout.yaml)"
 
-both=() data=() netrc=''
-[ -z "$model" ] || both=(--model "$model")
-[ -z "$dataset" ] || data=(--dataset "$dataset")
-
 server_command() { # NUMBER
-  local gpus
-  gpus=$(part "$rollout_gpus" $(($1 * gpus_of_server)) "$gpus_of_server")
-  [ "$cpu" ] && gpus=''
+  local gpus=''
+  [ "$cpu" ] || gpus=$(join "${rollout_gpus[@]:$1 * gpus_of_server:gpus_of_server}")
   # A server that takes itself for a rank, by variables left from torchrun, waits for others.
   command=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK "CUDA_VISIBLE_DEVICES=$gpus" swift rollout "$config.rollout.yaml" "${both[@]}"
     --host "$bind" --port $((port + $1)) --vllm_data_parallel_size "$replicas")
 }
 
 training_command() {
-  local host gpus=$train_gpus hosts_of=() ports=() group_ports=() settings=()
-  for host in ${server_hosts//,/ }; do
+  local host gpus='' hosts_of=() ports=() group_ports=() settings=()
+  [ "$cpu" ] || gpus=$(join "${train_gpus[@]}")
+  for host in "${server_hosts[@]}"; do
     for ((i = 0; i < num_servers; i++)); do
       hosts_of+=("$host")
       ports+=($((port + i)))
       group_ports+=($((group_port + ${#group_ports[@]})))
     done
   done
-  [ "$cpu" ] && gpus=''
-  settings=(${netrc:+"NETRC=$netrc"} "CUDA_VISIBLE_DEVICES=$gpus" "NPROC_PER_NODE=$(count "$train_gpus")")
+  settings=(${netrc:+"NETRC=$netrc"} "CUDA_VISIBLE_DEVICES=$gpus" "NPROC_PER_NODE=${#train_gpus[@]}")
   if ((rollout_nodes)); then
     settings+=("NNODES=$num_training_nodes" "NODE_RANK=$training_node" "MASTER_ADDR=$master"
       "MASTER_PORT=${MASTER_PORT:-29500}")
@@ -236,24 +174,18 @@ training_command() {
     --vllm_server_group_port "${group_ports[@]}" "${more[@]}")
 }
 
-# Before anything is started: what cannot run. A dry run may be for another machine.
-command -v swift-grpo-ext >/dev/null ||
-  fail "swift-grpo-ext is not on the PATH: activate the environment that holds it"
-ranks=$(($(count "$train_gpus") * ${num_training_nodes:-1}))
-gpus=''
-if [ -z "$cpu" ]; then
-  ((!serves)) || gpus=$rollout_gpus
-  ((!trains)) || gpus=${gpus:+$gpus,}$train_gpus
-fi
-how=(--gpus "$gpus")
-if [ "$dry_run" ] || ((!trains)); then how=(--settings-only); fi # its data may be elsewhere
+# Before anything is started: what cannot run. A dry run may be for another machine, and so may the
+# training's data be on a node that serves.
+gpus=("${train_gpus[@]}")
+((!serves)) || gpus=("${rollout_gpus[@]}" "${train_gpus[@]}")
+[ -z "$cpu" ] || gpus=()
+how=(--gpus "$(join "${gpus[@]}")")
+if [ "$dry_run" ] || ((!trains)); then how=(--settings-only); fi
+ranks=$((${#train_gpus[@]} * num_training_nodes))
 env -u CUDA_VISIBLE_DEVICES swift-grpo-ext check --quiet "${how[@]}" --ranks "$ranks" "${both[@]}" \
   "$config" -- "${data[@]}" "${more[@]}" >&2 || fail "$config cannot run like this (above)"
 if [ "$dry_run" ]; then
-  command=()
-  if ((serves)); then
-    for ((n = 0; n < num_servers; n++)); do server_command "$n"; printf '%q ' "${command[@]}"; echo; done
-  fi
+  for ((n = 0; n < num_servers * serves; n++)); do server_command "$n"; printf '%q ' "${command[@]}"; echo; done
   if ((trains)); then training_command; printf '%q ' "${command[@]}"; echo; fi
   exit 0
 fi
@@ -270,7 +202,7 @@ mark=$(date +%s%N)-$$-$RANDOM
 family() { grep -lsaz "^SWIFT_GRPO_EXT_LAUNCH=$mark\$" /proc/[0-9]*/environ | grep -o '[0-9]*' || true; }
 
 take_down() { # STATUS
-  local pids deadline
+  local pids signal=TERM deadline=$((SECONDS + 15))
   trap '' INT TERM HUP
   trap - EXIT
   # A training node that has done its part leaves the others to theirs; the first one tells.
@@ -278,18 +210,15 @@ take_down() { # STATUS
     printf '%s\n' "$1 (node $node)" >"$ended" || true
   fi
   pids=$(family)
-  if [ "$pids" ]; then
-    say "ending what still runs"
+  [ -z "$pids" ] || say "ending what still runs"
+  while [ "$pids" ]; do
     # shellcheck disable=SC2086 # a list of numbers
-    kill -TERM $pids 2>/dev/null || true
-    for ((deadline = SECONDS + 15; SECONDS < deadline; )); do
-      pids=$(family)
-      [ "$pids" ] || break
-      sleep 0.5
-    done
-    # shellcheck disable=SC2086
-    while [ "$pids" ]; do kill -KILL $pids 2>/dev/null || true; sleep 0.2; pids=$(family); done
-  fi
+    [ -z "$signal" ] || kill -"$signal" $pids 2>/dev/null || true
+    signal=''
+    ((SECONDS < deadline)) || signal=KILL
+    sleep 0.3
+    pids=$(family)
+  done
   wait || true # for the followers, which show what is left of the logs
   say "logs are in $logs"
   exit "$1"
@@ -298,7 +227,7 @@ trap 'take_down $?' EXIT
 trap 'say "interrupted"; take_down 130' INT
 trap 'say "told to end"; take_down 143' TERM HUP
 
-pid='' names=() pids=() training='' mourned=''
+pid='' servers=() num_alive=0 training=''
 start() { # NAME: runs `command` in a session of its own, out of reach of the terminal's Ctrl-C
   local log=$logs/$1.log
   say "$1: ${command[*]}"
@@ -308,32 +237,18 @@ start() { # NAME: runs `command` in a session of its own, out of reach of the te
   # In a session of its own too, or Ctrl-C would end it before the last lines.
   setsid tail -n +1 -f -s 0.5 --pid "$pid" "$log" 2>/dev/null |
     setsid sed -u -e 's/.*\r\(.\)/\1/' -e "s/^/[$1] /" &
-  names+=("$1")
-  pids+=("$pid")
-}
-
-last_lines() { # NAME
-  printf '[launch] the last lines of %s:\n' "$logs/$1.log" >&2
-  # Without what torchrun adds to a rank's own words.
-  sed '/torch\/distributed\/elastic\/multiprocessing\/api\.py/,$d' "$logs/$1.log" | tail -n 25 >&2
 }
 
 check_alive() { # ends the launch if a server has ended, once it trains only if no other is left
-  local i alive=0 dead=()
-  for i in "${!pids[@]}"; do
-    [[ ${names[i]} == server* ]] || continue
-    if kill -0 "${pids[i]}" 2>/dev/null; then
-      alive=$((alive + 1))
-    elif [[ "$mourned " != *" ${names[i]} "* ]]; then
-      dead+=("${names[i]}")
-    fi
+  local i alive=0
+  for i in "${!servers[@]}"; do
+    if kill -0 "${servers[i]}" 2>/dev/null; then alive=$((alive + 1)); fi
   done
-  for i in "${dead[@]}"; do
-    mourned+=" $i"
-    last_lines "$i"
-    if [ -z "$training" ] || ((!alive)); then fail "$i has ended"; fi
-    say "$i has ended; $alive server(s) of this node go on"
-  done
+  if ((alive < num_alive)); then
+    if [ -z "$training" ] || ((!alive)); then fail "a server has ended (above, and in $logs)"; fi
+    say "a server has ended; $alive server(s) of this node go on"
+    num_alive=$alive
+  fi
   if [ -e "$ended" ]; then
     read -r status by <"$ended"
     ((!trains || status)) || return 0
@@ -345,17 +260,16 @@ check_alive() { # ends the launch if a server has ended, once it trains only if 
 # Where a port is not wholly free, `swift rollout` takes the next one, where no trainer looks for it.
 # Connections of a server that has just ended keep it for a minute.
 wait_for_port() { # PORT
-  local waited=0 states # as in /proc/net/tcp: 0A listens, 06 waits for stray packets
-  until ((waited > 75)); do
+  local waited states # as in /proc/net/tcp: 0A listens, 06 waits for stray packets
+  for ((waited = 0; waited < 75; waited++)); do
     states=$(awk -v port=":$(printf '%04X' "$1")$" '$2 ~ port { print $4 }' \
       /proc/net/tcp /proc/net/tcp6 2>/dev/null) || true
     [ "$states" ] || return 0
-    [[ $states != *0A* ]] || fail "port $1 is in use on this machine: give another --port"
+    [[ $states != *0A* ]] || break
     ((waited)) || say "waiting for old connections to port $1 to go away (up to a minute)"
-    waited=$((waited + 1))
     sleep 1
   done
-  fail "port $1 is not free, by connections that do not go away: give another --port"
+  fail "port $1 is in use on this machine: give another --port"
 }
 
 healthy() { # HOST PORT
@@ -364,27 +278,17 @@ healthy() { # HOST PORT
     head -n 1 <&3 | grep -q " 200 "' "$1" "$2" 2>/dev/null
 }
 
-check_listens() { # NAME PORT: ends the launch if a server has taken another port after all
-  local taken
-  taken=$(sed -nE 's/.*Uvicorn running on [^ ]*:([0-9]+).*/\1/p' "$logs/$1.log" | head -n 1)
-  [ "${taken:-$2}" = "$2" ] || fail "$1 listens on $taken, since port $2 was not free: give another --port"
-}
-
 wait_for_servers() {
-  local host i start=$SECONDS
-  for host in ${server_hosts//,/ }; do
-    for ((i = 0; i < num_servers; i++)); do
-      until healthy "$host" $((port + i)); do
+  local host i looks=0 start=$SECONDS
+  for host in "${server_hosts[@]}"; do
+    for ((i = port; i < port + num_servers; i++)); do
+      until healthy "$host" "$i"; do
         check_alive
-        ((!serves)) || check_listens "${names[i]}" $((port + i))
-        if ((SECONDS - start >= patience)); then
-          ((!serves)) || last_lines "${names[i]}"
-          fail "the server at $host:$((port + i)) is not healthy after $patience s (--wait)"
-        fi
-        ((++looks % 10)) || say "waiting for $host:$((port + i)) since $((SECONDS - start)) s"
+        ((SECONDS - start < patience)) || fail "the server at $host:$i is not healthy after $patience s (--wait)"
+        ((++looks % 10)) || say "waiting for $host:$i since $((SECONDS - start)) s"
         sleep 1
       done
-      say "$host:$((port + i)) is healthy after $((SECONDS - start)) s"
+      say "$host:$i is healthy after $((SECONDS - start)) s"
     done
   done
 }
@@ -399,30 +303,29 @@ open_netrc() {
   {
     [ ! -r "$own" ] || cat "$own"
     printf '\n\n'
-    for host in ${server_hosts//,/ }; do
+    for host in "${server_hosts[@]}"; do
       printf 'machine %s login swift password %s\n' "${host,,}" "$VLLM_API_KEY"
     done
   } >&"$netrc_descriptor"
   netrc=/proc/$$/fd/$netrc_descriptor
 }
 
-if ((serves)); then
-  for ((n = 0; n < num_servers; n++)); do
-    wait_for_port $((port + n))
-    server_command "$n"
-    prefix=server$n
-    ((!rollout_nodes)) || prefix=server$node.$n
-    start "$prefix"
-  done
-fi
-looks=0
-((!trains)) || wait_for_servers
+for ((n = 0; n < num_servers * serves; n++)); do
+  wait_for_port $((port + n))
+  server_command "$n"
+  name=server$n
+  ((!rollout_nodes)) || name=server$node.$n
+  start "$name"
+  servers+=("$pid")
+  num_alive=${#servers[@]}
+done
 if ((trains)); then
+  wait_for_servers
   [ -z "${VLLM_API_KEY:-}" ] || open_netrc
   training_command
-  prefix=train
-  ((!rollout_nodes)) || prefix=train$training_node
-  start "$prefix"
+  name=train
+  ((!rollout_nodes)) || name=train$training_node
+  start "$name"
   training=$pid
   while kill -0 "$training" 2>/dev/null; do
     check_alive
@@ -430,7 +333,6 @@ if ((trains)); then
   done
   status=0
   wait "$training" || status=$?
-  ((status)) && last_lines "$prefix"
   say "the training has ended with status $status"
   exit "$status"
 fi

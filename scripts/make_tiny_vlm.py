@@ -10,7 +10,7 @@ right on about a third of the images: room for GRPO to improve, and groups whose
 
     python scripts/make_tiny_vlm.py --output DIR --family qwen3_vl
 
-makes a random model of another family in seconds (`tiny_vlm/families.py` lists them), of which no
+makes a random model of another family in seconds (`tiny_vlm/families.yaml` lists them), of which no
 warm start is known.
 
 `tiny_vlm.json` beside the weights says how good this model is on the held-out images, and what
@@ -38,16 +38,18 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
     # These take seconds to import, which --help and a folder that is complete already need not.
     import torch
     import transformers
-    from tiny_vlm.architecture import build_model, make_config, make_processor, publish
+    from tiny_vlm.architecture import build_model, publish
     from tiny_vlm.examples import encode_rows, read_rows
+    from tiny_vlm.families import FAMILIES, make_config, make_processor
     from tiny_vlm.quality import measure
     from tiny_vlm.tokenizer import build_tokenizer, check_tokenizer, find_ranks_file, read_ranks
     from tiny_vlm.warm_start import warm_start
 
     tokenizer = build_tokenizer(read_ranks(find_ranks_file()))
     check_tokenizer(tokenizer)
-    processor = make_processor(tokenizer)
-    model = build_model(make_config(tokenizer), seed)
+    family = FAMILIES["qwen2_5_vl"]
+    processor = make_processor(family, tokenizer)
+    model = build_model(make_config(family, tokenizer), seed)
     report: dict[str, Any] = {
         "seed": seed,
         "num_parameters": model.num_parameters(),

@@ -131,6 +131,7 @@ def owners_of(arguments: type[Any]) -> dict[str, str]:
 def tests_by_option() -> dict[str, list[str]]:
     """Return the stack tests, and the preset, that give each option."""
     files = [*ROOT.glob("tests/stack/test_*.py"), ROOT / "tests/stack/rounds.py"]
+    files.append(ROOT / "scripts/tiny_vlm/families.yaml")
     given: dict[str, list[tuple[int, str]]] = {}
     for path in sorted(files):
         if path.stem.removeprefix("test_") in NO_TRAININGS:

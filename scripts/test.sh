@@ -3,7 +3,7 @@
 #   bash scripts/test.sh                   unit tests and the core tier of the stack tests
 #   bash scripts/test.sh --all             all tests
 #   bash scripts/test.sh -m "not stack"    other arguments go to pytest: the unit tests
-#   bash scripts/test.sh --all --times     seconds of every test file, at the end
+#   bash scripts/test.sh --all --durations 20    the seconds of the slowest tests, at the end
 #   bash scripts/test.sh --stack 4.6.0-0.23.0    beside another ms-swift and vLLM (compatibility.py)
 bash "$(dirname "$0")/setup.sh"
 # shellcheck source=scripts/common.sh

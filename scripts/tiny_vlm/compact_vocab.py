@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from tiny_vlm.architecture import VOCAB_SIZE, build_model
+from tiny_vlm.architecture import build_model
 from tiny_vlm.examples import Examples
 
 NOISE_STD = 0.01
@@ -33,12 +33,14 @@ class CompactVocab:
     """Used ids in ascending order; the compact id of each is its index here."""
 
     used_ids_U: Tensor
+    num_ids: int
+    """Of the whole vocabulary."""
 
     @classmethod
-    def of(cls, examples: Examples) -> "CompactVocab":
+    def of(cls, examples: Examples, num_ids: int) -> "CompactVocab":
         """The vocabulary of the prompt and of all ten answers."""
         ids = torch.cat([examples.prompt_ids_T, examples.answer_ids_10C.flatten()])
-        return cls(used_ids_U=ids.unique(sorted=True))
+        return cls(used_ids_U=ids.unique(sorted=True), num_ids=num_ids)
 
     @property
     def size(self) -> int:
@@ -55,7 +57,7 @@ class CompactVocab:
     def log_multiplicity(self) -> Tensor:
         """Logarithm of the number of ids that each compact id stands for."""
         log_multiplicity = torch.zeros(self.size)
-        log_multiplicity[-1] = math.log(VOCAB_SIZE - len(self.used_ids_U))
+        log_multiplicity[-1] = math.log(self.num_ids - len(self.used_ids_U))
         return log_multiplicity
 
     def encode_examples(self, examples: Examples) -> Examples:

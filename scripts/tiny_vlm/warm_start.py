@@ -87,7 +87,7 @@ def warm_start(model: Qwen2_5_VLForConditionalGeneration, examples: Examples, se
             f"{NUM_VALIDATION + BATCH_SIZE}; make it again: "
             "python scripts/make_digits.py --output DIR --force"
         )
-    vocab = CompactVocab.of(examples)
+    vocab = CompactVocab.of(examples, model.config.text_config.vocab_size)
     compact = shrink(model, vocab, seed)
     with one_thread():
         num_steps = train_until_warm(
