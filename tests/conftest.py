@@ -13,7 +13,6 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-pytest_plugins = ("tests.times",)
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FILES = [
     *("launch", "scenarios", "restarts", "servers", "stop_training", "invariance", "failures"),

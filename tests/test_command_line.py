@@ -1,8 +1,10 @@
-"""Flags mean the same from a command line and from a script, whatever comes first (SPEC R5)."""
+"""Flags of ours as real flags, the same from a command line and from a script, whatever comes first
+(docs/promises.md, R5)."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import sys
@@ -11,12 +13,14 @@ from pathlib import Path
 from typing import Any, Union, get_type_hints
 
 import pytest
-from swift.arguments import BaseArguments, RLHFArguments
-from swift.utils.utils import parse_args
-from transformers import hf_argparser
+from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
+from swift.trainers import TrainerFactory
+from swift.utils.utils import _patch_get_type_hints, parse_args
+from transformers import HfArgumentParser, hf_argparser
 
 import swift_grpo_ext
 from swift_grpo_ext import command_line
+from swift_grpo_ext.flags import flag_names
 
 PLUGIN = Path(__file__).resolve().parents[1] / "plugins/grpo_ext.py"
 KINDS = pytest.mark.parametrize("registered", [False, True], ids=["by flag", "register() first"])
@@ -142,3 +146,78 @@ def test_megatron_is_told_that_nothing_of_ours_acts_there(monkeypatch: pytest.Mo
     [warning] = warned
     assert warning.startswith("swift-grpo-ext does not act on MegatronRLHFArguments: Megatron GRPO")
     assert "`swift rlhf --rlhf_type grpo`" in warning
+
+
+# --- the parser ---
+
+
+@pytest.fixture(scope="module", params=[RLHFArguments, RolloutArguments])
+def parser(request: pytest.FixtureRequest) -> HfArgumentParser:
+    return command_line.Parser([command_line.EXTENDED[request.param]], allow_abbrev=False)
+
+
+@pytest.mark.parametrize("upstream", [RLHFArguments, RolloutArguments])
+def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) -> None:
+    with _patch_get_type_hints():
+        actions = HfArgumentParser([upstream])._actions
+    theirs = [option for action in actions for option in action.option_strings]
+    for name in flag_names():
+        clashes = [o for o in theirs if o.startswith((f"--{name}", f"--{name.replace('_', '-')}"))]
+        assert clashes == [], name
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["--logits_shim", "False"], ["--logits_shim", "off"]),
+        (["--logits-shim", "False", "--seed", "1"], ["--logits-shim", "off", "--seed", "1"]),
+        (["--logps_shared_prompt", "False"], None),
+        (["--logits_shim", "auto", "False"], None),
+        (["False"], None),
+        ([], None),
+    ],
+)
+def test_yamls_off_is_off(argv: list[str], meant: list[str] | None) -> None:
+    assert command_line.off_again(argv) == (argv if meant is None else meant)
+
+
+def test_given_flags_are_known_in_every_spelling(parser: HfArgumentParser) -> None:
+    argv = ["--logits-shim=off", "--stop_token_ids", "3", "--no_include_stop_str_in_output"]
+    assert command_line._given(argv, parser) == [
+        "logits_shim",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+    ]
+
+
+def test_an_unknown_flag_is_named_with_the_nearest(parser: HfArgumentParser) -> None:
+    with pytest.raises(ValueError, match=r"Unknown argument --zzzz .*`swift-grpo-ext flags`"):
+        command_line._refuse(["--zzzz"], parser)
+
+
+def test_a_bad_value_raises_instead_of_printing_all_usage(parser: HfArgumentParser) -> None:
+    with pytest.raises(ValueError, match=r"--diversity_alarm_p.*invalid float value: 'many'"):
+        parser.parse_known_args(["--diversity_alarm_p", "many"])
+
+
+def test_registering_twice_is_harmless() -> None:
+    swift_grpo_ext.register()
+    once = (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
+    swift_grpo_ext.register()
+    assert once == (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
+    assert TrainerFactory.TRAINER_MAPPING["grpo"] == "swift_grpo_ext.training.RolloutGRPOTrainer"
+
+
+def test_flags_that_ms_swift_calls_left_over() -> None:
+    """They are not ignored."""
+    said = "remaining_argv: ['--rollout_seed_mode', 'sample', '--stop_token_ids', '7']"
+    record = logging.LogRecord("swift", logging.WARNING, "", 0, said, None, None)
+    assert command_line._reword_leftovers(record)
+    assert record.levelname == "INFO"
+    assert record.getMessage() == (
+        "Flags of swift-grpo-ext: --rollout_seed_mode sample --stop_token_ids 7"
+    )
+    other = logging.LogRecord("swift", logging.WARNING, "", 0, "other: [1]", None, None)
+    assert command_line._reword_leftovers(other)
+    assert other.getMessage() == "other: [1]"
+    assert other.levelname == "WARNING"

@@ -9,20 +9,105 @@ import ast
 import dataclasses
 import doctest
 import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
+from markdown_it import MarkdownIt
 
 from swift_grpo_ext.flags import flag_names
 from swift_grpo_ext.record.rewards import REWARDS
 from swift_grpo_ext.record.row import SAMPLES
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools import cli
-from tests.documents import TRANSLATED, Page, drift, is_relative
 from tests.newest import is_newest
 from tests.record.rows import ROW, sample_id, write_session
+
+# --- pages, section by section ---
+
+NUMBER = re.compile(r"[0-9]+(?:[.,:][0-9]+)*")
+TRANSLATED = "_CN"
+"""Ends the name of a page's Chinese translation."""
+
+
+@dataclass
+class Section:
+    """A heading, and what follows it up to the next one of any level."""
+
+    title: str
+    heading: str
+    """`h1` to `h6`; "" for what stands before the first heading."""
+
+    blocks: list[tuple[str, str]] = field(default_factory=list)
+    """Language and text of code blocks."""
+
+    rows: list[list[list[str]]] = field(default_factory=list)
+    """The rows of tables, heads included: the code spans of each cell."""
+
+    spans: Counter[str] = field(default_factory=Counter)
+    numbers: Counter[str] = field(default_factory=Counter)
+    """In running text; in code they are part of it."""
+
+    links: list[str] = field(default_factory=list)
+    """Targets of links and pictures."""
+
+    @property
+    def anchor(self) -> str:
+        """The anchor that GitHub makes."""
+        return re.sub(r"[^\w\- ]", "", self.title.strip().lower()).replace(" ", "-")
+
+    @property
+    def code(self) -> list[str]:
+        """Everything that is set as code."""
+        return [*self.spans.elements(), *(text for _, text in self.blocks)]
+
+
+@cache
+def sections_of(page: Path) -> list[Section]:
+    sections = [Section("(top)", "")]
+    tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        section = sections[-1]
+        if token.type in ("fence", "code_block"):
+            section.blocks.append((token.info.strip(), token.content))
+        elif token.type == "tr_open":
+            section.rows.append([])
+        elif token.type == "inline":
+            children = token.children or []
+            if before and before.type == "heading_open":
+                section = Section("".join(t.content for t in children), before.tag)
+                sections.append(section)
+            spans = [t.content for t in children if t.type == "code_inline"]
+            section.spans.update(spans)
+            section.links += [str(t.attrs["href"]) for t in children if t.type == "link_open"]
+            section.links += [str(t.attrs["src"]) for t in children if t.type == "image"]
+            texts = (t.content for t in children if t.type == "text")
+            section.numbers.update(number for text in texts for number in NUMBER.findall(text))
+            if before and before.type in ("th_open", "td_open"):
+                section.rows[-1].append(spans)
+    return sections
+
+
+def target_of(page: Path, link: str) -> tuple[Path, int | None]:
+    """Return the file of a relative link, and the number of the section that it names: 0 for none,
+    None where there is no such section."""
+    path, _, anchor = unquote(link).partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not anchor:
+        return target, 0
+    anchors = [section.anchor for section in sections_of(target)]
+    return target, anchors.index(anchor) if anchor in anchors else None
+
+
+def is_relative(link: str) -> bool:
+    return re.match(r"[a-z]+:", link) is None
+
+
+# --- what pages say ---
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "examples", "plugins", "scripts", "swift_grpo_ext", "tests")
@@ -36,18 +121,18 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    broken = []
-    for section in Page(page).sections:
+    for section in sections_of(page):
         for link in filter(is_relative, section.links):
-            path, anchor = Page(page).target(link)
-            has_anchor = not anchor or Page(path).number_of(anchor) is not None
-            if not path.exists() or not path.is_relative_to(ROOT) or not has_anchor:
-                broken.append(f"{section.title!r}: {link}")
-    assert broken == []
+            path, number = target_of(page, link)
+            is_found = path.exists() and path.is_relative_to(ROOT) and number is not None
+            assert is_found, f"{section.title!r}: {link}"
 
 
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
-FOREIGN_FLAGS = {"shm-size", "ipc", "no-deps", "ntasks-per-node", "markdown", "hypothesis-profile"}
+FOREIGN_FLAGS = {
+    *("shm-size", "ipc", "no-deps", "ntasks-per-node", "markdown", "hypothesis-profile"),
+    "durations",
+}
 """Flags of docker, pip, Slurm and pytest."""
 
 
@@ -55,7 +140,7 @@ FOREIGN_FLAGS = {"shm-size", "ipc", "no-deps", "ntasks-per-node", "markdown", "h
 @pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
 def test_flags_and_commands_exist(page: Path) -> None:
     commands, flags = known_commands()
-    for section in Page(page).sections:
+    for section in sections_of(page):
         for text in section.code:
             assert set(FLAG.findall(text)) <= flags, section.title
             assert set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) <= commands
@@ -98,7 +183,7 @@ def test_files_exist(page: Path) -> None:
     """Paths in code that begin with a folder of ours, and modules by their room."""
     rooms = {path.name for path in (ROOT / "swift_grpo_ext").iterdir() if path.is_dir()}
     missing = []
-    for section in Page(page).sections:
+    for section in sections_of(page):
         named = {path.rstrip(".") for text in section.code for path in OURS.findall(text)}
         named |= {
             f"swift_grpo_ext/{span}"
@@ -115,7 +200,7 @@ def test_messages_of_the_troubleshooting_page_are_ours() -> None:
     texts = list(our_texts())
     unknown = [
         message
-        for section in Page(ROOT / "docs/troubleshooting.md").sections
+        for section in sections_of(ROOT / "docs/troubleshooting.md")
         for row in section.rows
         for message in row[0]
         if not any(re.search(re.escape(message).replace(r"\.\.\.", ".*"), t, re.S) for t in texts)
@@ -135,7 +220,7 @@ def our_texts() -> Iterator[str]:
 
 
 def test_the_columns_of_the_record_are_on_the_page() -> None:
-    sections = {section.title: section for section in Page(ROOT / "docs/internals.md").sections}
+    sections = {section.title: section for section in sections_of(ROOT / "docs/internals.md")}
     named = sections["The record"].spans
     assert {*SAMPLES.schema.names, *REWARDS.schema.names} <= named.keys()
 
@@ -152,7 +237,7 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for section in Page(page).sections:
+    for section in sections_of(page):
         for language, text in section.blocks:
             where = f"{name_of(page)}, {section.title!r}"
             if language == "python":
@@ -166,6 +251,21 @@ def test_code_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("translation", TRANSLATIONS, ids=name_of)
 def test_the_translation_has_not_drifted(translation: Path) -> None:
+    """In what does not depend on a language."""
     original = translation.with_stem(translation.stem.removesuffix(TRANSLATED))
-    assert drift(Page(original), Page(translation)) == []
-    assert Page(original).sections[1].links[0] == translation.name
+
+    def shared(page: Path, link: str) -> tuple[str, int | None]:
+        if not is_relative(link):
+            return link, 0
+        path, number = target_of(page, link)
+        return path.stem.removesuffix(TRANSLATED) + path.suffix, number
+
+    ours, theirs = sections_of(original), sections_of(translation)
+    assert [section.heading for section in ours] == [section.heading for section in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        where = f"{a.title!r} / {b.title!r}"
+        assert (a.blocks, a.spans, a.numbers) == (b.blocks, b.spans, b.numbers), where
+        assert list(map(len, a.rows)) == list(map(len, b.rows)), where
+        of_a = Counter(shared(original, link) for link in a.links)
+        assert of_a == Counter(shared(translation, link) for link in b.links), where
+    assert ours[1].links[0] == translation.name

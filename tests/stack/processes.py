@@ -22,7 +22,6 @@ import psutil
 
 from tests.stack.memory import needed, reserved
 from tests.stack.zygote import Forked
-from tests.times import count_cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
@@ -127,8 +126,6 @@ def started(
         finally:
             for member in family(marker, process.pid):
                 with suppress(psutil.NoSuchProcess):
-                    if member.pid != process.pid:
-                        count_cpu_seconds(sum(member.cpu_times()))
                     member.kill()
             process.wait()
 

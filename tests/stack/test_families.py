@@ -30,7 +30,6 @@ from tests.stack.processes import PLUGIN, ROOT, Finished, rollout_server
 from tests.stack.rounds import client_argv, run_training
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from families import TAKES, UPSTREAM
 from tiny_vlm.families import FAMILIES, Family, make_family
 from tiny_vlm.tokenizer import find_ranks_file, read_ranks
 
@@ -41,9 +40,6 @@ WITH_IMAGES = [
     *(f"<image>{QUESTION}", f"{QUESTION}\n<image>", f"Here:\n<image>\n{QUESTION} <image> Both?"),
     "Which digits are there?",
 ]
-NOT_TAKEN = {"llava_onevision": (" <image>", ""), "gemma3": ("<image>\n", "<image>")}
-"""What ms-swift or vLLM fails at (docs/support.md), and what prompts hold in its place."""
-
 WITH_VIDEOS = [
     *(f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),
     "Which digits are there?",
@@ -52,19 +48,7 @@ WITH_AUDIO = [
     *(f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
     "Which digits are there?",
 ]
-REFUSED = {
-    "llava_onevision": 'templates/llava.py", line 31, in replace_tag',
-    **dict.fromkeys(("glm4v", "glm4v_moe"), "Expected code to be unreachable, but got: '/'"),
-}
-"""How upstream ends a training with videos (`UPSTREAM`)."""
-
-READ_PROMPTS_AGAIN = ("gemma3", "llava_onevision")
-"""Layers with windows, and images of several tiles: no effect of `--logps_shared_prompt`."""
-
 FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
-
-EXPERTS_LORA = ("--lora_dropout", "0")
-"""PEFT adapts experts where `all-linear` finds a dense layer beside them, and knows no dropout."""
 
 WORDS_ALONE = ["One?", "Two?", "Three?", "Four?"]
 BATCH = len(WITH_IMAGES) * rounds.GROUP_SIZE
@@ -186,8 +170,8 @@ def start(
 ) -> Finished:
     """The training of `train`, however it ends."""
     folder.mkdir(parents=True)
-    prompts = prompts or (WITH_IMAGES if family.has_images else WORDS_ALONE)
-    prompts = [prompt.replace(*NOT_TAKEN.get(family.name, ("", ""))) for prompt in prompts]
+    prompts = prompts or (WITH_IMAGES if family.images else WORDS_ALONE)
+    prompts = [prompt.replace(*family.without) for prompt in prompts]
     return run_training(
         assets,
         write_rows(assets, folder / "rows.jsonl", prompts),
@@ -260,7 +244,7 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
         samples=len(rows),
     )
     assert len(requests) == 3 * len(WITH_IMAGES)  # a group is one request
-    placeholders = set(configured_placeholders(model)) if family.has_images else set()
+    placeholders = set(configured_placeholders(model)) if family.images else set()
     assert not placeholders.intersection(i for row in rows for i in row.token_ids)
 
 
@@ -273,15 +257,14 @@ def test_lora_on_two_ranks(
 ) -> None:
     """Before it has learned anything, it draws what one rank draws for all weights. The vision
     tower is frozen, and sees each image once a round; training reads a group's prompt once."""
-    more = EXPERTS_LORA if family.name == "glm4v_moe" else ()
-    argv = (*rounds.LORA, *FROZEN, *more, "--logps_shared_prompt", "true")
+    argv = (*rounds.LORA, *FROZEN, *family.lora, "--logps_shared_prompt", "true")
     samples = train(family, model, assets, tmp_path / "lora", *argv, ranks=2)
     gap = assert_agrees(tmp_path / "lora")
     for log in metrics_of(tmp_path / "lora"):
-        assert (log.get("media/encoded", 0) > 0) == family.has_images
+        assert (log.get("media/encoded", 0) > 0) == family.images
     assert first_round(samples) == first_round(rounds.recorded(whole / "training"))
     log = (tmp_path / "lora/training/log").read_text(encoding="utf-8", errors="replace")
-    said = "as they are" if family.name in READ_PROMPTS_AGAIN else "positions in the place of"
+    said = "as they are" if family.reads_prompts_again else "positions in the place of"
     assert re.search(rf"\] --logps_shared_prompt.* {said}", log)
     note(family, "lora", gap=gap)
 
@@ -289,13 +272,14 @@ def test_lora_on_two_ranks(
 @pytest.mark.parametrize("kind", ["videos", "audio"])
 def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
     """A training on such prompts samples no placeholder, or upstream ends it."""
-    if family.name not in TAKES[kind]:
+    fault = family.videos_fail if kind == "videos" else ""
+    if not (fault or getattr(family, kind)):
         pytest.skip(f"not made for {kind}")
     prompts = WITH_VIDEOS if kind == "videos" else WITH_AUDIO
-    if (family.name, kind) in UPSTREAM:
+    if fault:
         finished = start(family, model, assets, tmp_path / "refused", prompts=prompts)
         assert finished.returncode == 1
-        assert REFUSED[family.name] in finished.output
+        assert fault in finished.output
         return
     train(family, model, assets, tmp_path / kind, *FROZEN, prompts=prompts)
     tokens = {i for row in rows_of(tmp_path / kind) for i in row.token_ids}

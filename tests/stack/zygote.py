@@ -5,7 +5,7 @@ transformers, vLLM and ms-swift once, and forks for each.
 
 listens on the abstract Unix socket NAME until process PID ends. A request is one line of JSON,
 `{"argv": [...], "env": {...}, "cwd": ...}`, and comes with file descriptors for both outputs. The
-answer is a line with the process id, and one with exit status and CPU seconds when it ends.
+answer is a line with the process id, and one with the exit status when it ends.
 
 A forked command line behaves as the real one: session, environment, working directory, output,
 signals, exit status, and `multiprocessing`'s spawned processes, which are forked from a process
@@ -23,7 +23,6 @@ import importlib
 import json
 import logging
 import os
-import resource
 import runpy
 import select
 import signal
@@ -40,8 +39,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 from filelock import FileLock
-
-from tests.times import count_cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -185,8 +182,7 @@ def _become(client: socket.socket, given: Mapping[str, str]) -> list[str]:
 def _report(client: socket.socket, status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    client.sendall(b"%d %f\n" % (status, used.ru_utime + used.ru_stime))
+    client.sendall(b"%d\n" % status)
     os._exit(0)
 
 
@@ -359,9 +355,7 @@ class Forked:
             ready, _, _ = select.select([self._connection], [], [], timeout)
             if not ready:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            status, cpu_seconds = self._answers.readline().split() or (-signal.SIGKILL, 0)
-            self.returncode = int(status)
-            count_cpu_seconds(float(cpu_seconds))
+            self.returncode = int(self._answers.readline() or -signal.SIGKILL)
         return self.returncode
 
 
