@@ -28,5 +28,5 @@ mkdir -p "$run"
 "$VENV/bin/swift" "${common[@]}" "${own[@]}" >"$run/train.log" 2>&1 ||
   { tail -n 25 "$run/train.log" >&2; fail "the training failed; see $run/train.log"; }
 grep -ao 'diversity: .*' "$run/train.log" || echo "no alarm"
-step "Report"
-"$VENV/bin/swift-grpo-ext" report "$run"
+step "Metrics, alarms and worst groups, as one page"
+"$VENV/bin/swift-grpo-ext" view "$run" --output "$run/report.html"

@@ -146,6 +146,13 @@ def test_flags_and_commands_exist(page: Path) -> None:
             assert set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) <= commands
 
 
+def test_commands_of_scripts_exist() -> None:
+    texts = [script.read_text(encoding="utf-8") for script in (ROOT / "scripts").glob("*.sh")]
+    named = {c for text in texts for c in re.findall(r'bin/swift-grpo-ext"? ([a-z-]+)', text)}
+    assert named
+    assert named <= known_commands()[0]
+
+
 @cache
 def known_commands() -> tuple[frozenset[str], frozenset[str]]:
     """Return our commands; and all flags: ours, ms-swift's, those of our commands and scripts."""
