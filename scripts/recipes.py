@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import yaml
 from compat.table import write_into
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
+PAGE = ROOT / "docs/support.md"
 PRESET = ROOT / "examples/digits/grpo.yaml"
 NO_TRAININGS = ("refusals", "preset_arguments", "distribution", "launch")
 """Stack tests that give flags to something else, or to all at once."""
@@ -71,16 +71,21 @@ OTHER_ALGORITHMS = frozenset(
 """Of DPO, KTO, PPO and the like: GRPO does not read them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A field of ms-swift's arguments, and what is known of it with the plugin."""
+OWN = (
+    *("GRPOArguments", "GRPOArgumentsMixin", "RLHFArguments", "RolloutTrainerArgumentsMixin"),
+    *("TeacherModelArguments", "VllmArguments", "PPOArguments", "RewardModelArguments"),
+)
+"""Classes whose options are those of reinforcement learning."""
+
+
+class Option(NamedTuple):
+    """An option is a field of ms-swift's arguments, and what is known of it with the plugin."""
 
     name: str
+    is_own: bool
+    """Whether one of the classes of reinforcement learning declares it."""
 
-    owner: str
-    """The class that declares it."""
-
-    tests: tuple[str, ...] = ()
+    tests: list[str]
     """Files that train with it, those that give the fewest options first."""
 
     @property
@@ -100,32 +105,17 @@ class Option:
 
 
 def options() -> list[Option]:
-    """All options of `swift rlhf`, those of GRPO's own classes first."""
+    """Return all options of `swift rlhf`."""
     from swift.arguments import RLHFArguments
 
-    owners = owners_of(RLHFArguments)
+    owners = {
+        name: base.__name__
+        for base in RLHFArguments.__mro__  # the last base that declares a field owns it
+        for name in vars(base).get("__annotations__", {})
+    }
     tests = tests_by_option()
-    names = [f.name for f in fields(RLHFArguments) if f.init]
-    return [
-        Option(name=name, owner=owners[name], tests=tuple(tests.get(name, ())))
-        for name in sorted(names, key=lambda name: (owners[name] not in OWN, owners[name], name))
-    ]
-
-
-OWN = (
-    *("GRPOArguments", "GRPOArgumentsMixin", "RLHFArguments", "RolloutTrainerArgumentsMixin"),
-    *("TeacherModelArguments", "VllmArguments", "PPOArguments", "RewardModelArguments"),
-)
-"""Classes whose options are those of reinforcement learning."""
-
-
-def owners_of(arguments: type[Any]) -> dict[str, str]:
-    """The class that declares each field: the last base that does."""
-    owners: dict[str, str] = {}
-    for base in arguments.__mro__:
-        for name in vars(base).get("__annotations__", {}):
-            owners[name] = base.__name__
-    return owners
+    names = sorted(field.name for field in fields(RLHFArguments) if field.init)
+    return [Option(name, owners[name] in OWN, tests.get(name, [])) for name in names]
 
 
 def tests_by_option() -> dict[str, list[str]]:
@@ -145,53 +135,41 @@ def tests_by_option() -> dict[str, list[str]]:
     return {name: [where for _, where in sorted(places)] for name, places in given.items()}
 
 
-# --- the page ---
-
-PAGE = ROOT / "docs/support.md"
-REASONS = {**NO_EFFECT, **NEEDS, **REFUSED, **REFUSED_ON_CPU}
-
-
 def made() -> str:
     """Return the Markdown between the marks of the page."""
-    every = options()
+    reasons = {**NO_EFFECT, **NEEDS, **REFUSED, **REFUSED_ON_CPU}
     rows: dict[tuple[str, str], list[str]] = {}
-    for option in every:
-        if option.owner not in OWN and option.verdict == "not tried":
+    num_left = 0
+    for option in options():
+        if not option.is_own and option.verdict == "not tried":
+            num_left += 1
             continue
-        tested = option.verdict == "tested"
-        where = option.tests[0] if tested else REASONS.get(option.name, "")
-        where = f"`{where}`" if tested or "::" in where else where
+        is_tested = option.verdict == "tested"
+        where = option.tests[0] if is_tested else reasons.get(option.name, "")
+        where = f"`{where}`" if is_tested or "::" in where else where
         rows.setdefault((option.verdict, where), []).append(f"`{option.name}`")
-    left = [o for o in every if o.owner not in OWN and o.verdict == "not tried"]
-    return "\n".join(
-        [
-            "| | where | options |",
-            "|---|---|---|",
-            *(
-                f"| {verdict} | {where} | {', '.join(sorted(names))} |"
-                for (verdict, where), names in sorted(rows.items(), reverse=True)
-            ),
-            f"\n{len(left)} more options of `swift rlhf` were not tried (data sets, reporters, "
-            "other tuners and the like); `python scripts/recipes.py --not-tried` lists them.",
-        ]
+    lines = ["| | where | options |", "|---|---|---|"]
+    for (verdict, where), names in sorted(rows.items(), reverse=True):
+        lines.append(f"| {verdict} | {where} | {', '.join(names)} |")
+    lines.append(
+        f"\n{num_left} more options of `swift rlhf` were not tried (data sets, reporters, other "
+        "tuners and the like); `python scripts/recipes.py --not-tried` lists them."
     )
+    return "\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="into docs/support.md")
     parser.add_argument("--not-tried", action="store_true", help="list what is left of the others")
     arguments = parser.parse_args()
     if arguments.not_tried:
-        every = options()
-        names = [o.name for o in every if o.owner not in OWN and o.verdict == "not tried"]
-        print("\n".join(names))
+        print("\n".join(o.name for o in options() if not o.is_own and o.verdict == "not tried"))
     elif arguments.write:
         write_into(PAGE, made(), BEGIN, END)
     else:
         print(made())
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
