@@ -6,6 +6,9 @@ the import, therefore turns the object into our subclass of its own class, which
 as fields, with the values of what ms-swift is parsing: the command line, or a script's list. Where
 `register()` is called before that (Python scripts), the pipelines' `args_class` is ours already;
 the same rules hold.
+
+Upstream: ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py. Can go when ms-swift
+imports plugins before it parses arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 from swift_grpo_ext.upstream.patches import patch
-from swift_grpo_ext.upstream.startup import fold_dumps
 
 logger = get_logger()
 
@@ -140,7 +142,6 @@ def _check(args: Any, given: list[str]) -> None:
         api_key.take(args, on_command_line="api_key" in given)
     else:
         api_key.check_urls(args)
-        fold_dumps(args)
     preflight.choose_master_port()
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))

@@ -1,7 +1,7 @@
 """How the plugin enters ms-swift: in the places that it has for plugins.
 
-Where ms-swift, vLLM or transformers have none, they are patched: `upstream/patches.py` has the one
-list of these patches, and `upstream/pins.py` that of the names and signatures that we rely on.
+Where ms-swift, vLLM or transformers have none, they are patched, by `upstream/patches.py` alone;
+`upstream/pins.py` lists the names and signatures that we rely on.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def served(options: argparse.Namespace) -> Iterator[Ways]:
         *("--vllm_max_model_len", "8192", "--vllm_enforce_eager", "true"),
         *("--vllm_engine_kwargs", f'{{"kv_cache_memory_bytes": {2**30}}}'),
     ]
-    with rollout_server(options.model, 1, argv) as server:
-        client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[server.port])
+    with rollout_server(options.model, argv) as port:
+        client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[port])
         servers = RolloutServers(client, timeout=600)
 
         def count(response: Any, *_: Any, **__: Any) -> None:

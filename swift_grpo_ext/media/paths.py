@@ -25,6 +25,7 @@ import base64
 import binascii
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, wraps
@@ -112,7 +113,9 @@ def _check_pixels(picture: BytesIO | str) -> bool:
 
 @cache
 def check_redirects() -> None:
-    """Let ms-swift judge each address that this process, of a replica, fetches media from."""
+    """Let ms-swift judge each address that this process, of a replica, fetches media from, and
+    Pillow refuse a picture that would take gigabytes, whose size it knows before it decodes it."""
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
     if not hasattr(swift.utils, "SafeUrlFetcher"):
         return
 

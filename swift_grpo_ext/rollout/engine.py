@@ -425,7 +425,8 @@ _verify_once = cache(verify)  # of a second training in one process, the hooks a
 
 
 def install() -> None:
-    """Put `RolloutEngine` where the trainer looks for its engine.
+    """Put `RolloutEngine` where the trainer looks for its engine (ms-swift 4.6,
+    rlhf_trainers/rollout_mixin.py). Can go when ms-swift lets a plugin name the engine's class.
 
     Raises:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.

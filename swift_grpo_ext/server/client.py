@@ -176,8 +176,14 @@ class RolloutServers:
                 url, number = addresses[metadata.replica]
             fields = asdict(request)
             wire.write_metadata(fields["data_dict"], replace(metadata, replica=number))
-            # Once, since images stand in it: every server that is tried gets these bytes.
-            messages.append(_as_json(fields, metadata))
+            try:
+                # Once, since images stand in it: every server that is tried gets these bytes.
+                messages.append(json.dumps(fields, allow_nan=False).encode())
+            except (TypeError, ValueError) as e:
+                raise RolloutError(
+                    f"{metadata.sample_id}: the row cannot be sent to a server ({e}); expected "
+                    "text, finite numbers, lists and objects. Mend or drop the row."
+                ) from e
             costs.append(estimate_cost(fields, metadata.count, config.max_tokens or 0))
             urls.append(url)
         end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
@@ -273,8 +279,6 @@ class RolloutServers:
                 return False
             if members[0] != server.session.headers.get(wire.INSTANCE_HEADER):
                 change = "was started anew; it is given the weights."
-            elif replicas < server.replicas:
-                change = f"has {replicas} of {server.replicas} replicas left; weights go to these."
             else:
                 change = f"is connected anew; weights go to its {replicas} replicas."
             logger.warning(f"{server.name} {change}")
@@ -385,24 +389,6 @@ class RolloutServers:
             return response.json()
         except ValueError as e:
             raise WorkerError(f"{name} answered with no JSON ({e}).") from e
-
-
-def _as_json(fields: dict[str, Any], metadata: RequestMetadata) -> bytes:
-    """Return a request's fields as JSON.
-
-    Raises:
-        RolloutError: the row holds a value that JSON has no word for, such as NaN; names it.
-    """
-    parts = []
-    for name, value in fields.items():
-        try:
-            parts.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
-        except (TypeError, ValueError) as e:
-            raise RolloutError(
-                f"{metadata.sample_id}: the row's `{name}` cannot be sent to a server ({e}); "
-                "expected text, finite numbers, lists and objects. Mend or drop the row."
-            ) from e
-    return f"{{{', '.join(parts)}}}".encode()
 
 
 class _BoundedAdapter(HTTPAdapter):

@@ -4,24 +4,32 @@ Both ends of a replica's pipe number their messages (docs/promises.md, F1). A re
 missing, late or to another message is ended, and others generate its groups (F3). It is started
 anew, joins the others when a trainer is about to send weights, and generates once it holds them
 (F4).
+
+Symptom: after one lost or late reply a replica answers every request with the reply before. One
+that was killed answers with an error while `/health` says that all is well; one that hangs is
+waited for without limit. What is lost is lost for the run.
+Upstream: ms-swift 4.6, pipelines/infer/rollout.py: a pipe and a process for each replica (one for
+all with the async engine), whose messages have no numbers. Can go when ms-swift pairs messages with
+replies, and watches its workers.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import count
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from PIL import Image
 from swift.infer_engine.protocol import RequestConfig
+from swift.pipelines.infer import rollout
+from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.utils import get_logger
 
 from swift_grpo_ext.rollout.dispatch import (
@@ -35,10 +43,6 @@ from swift_grpo_ext.rollout.dispatch import (
     noted_failure,
 )
 from swift_grpo_ext.upstream.patches import patch
-
-if TYPE_CHECKING:
-    from swift.arguments import RolloutArguments
-    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
 logger = get_logger()
 
@@ -76,34 +80,18 @@ class WorkerConnection:
             reply = dict(noted_failure)
         self._connection.send((self._number, reply))
 
-
-def run_worker(args: RolloutArguments, rank: int, port: int, connection: Connection) -> None:
-    """Run ms-swift's `llm_worker` at a numbered pipe."""
-    _run_upstream("llm_worker", args, rank, port, connection)
+    def close(self) -> None:
+        self._connection.close()
 
 
-def run_async_worker(args: RolloutArguments, rank: int, port: int, connection: Connection) -> None:
-    """Run ms-swift's `llm_worker_entry` at a numbered pipe."""
-    _run_upstream("llm_worker_entry", args, rank, port, connection)
-
-
-def _run_upstream(name: str, *args: Any) -> None:
-    from swift.pipelines.infer import rollout
-
-    # Pillow knows a picture's size before it decodes it, and only warns of one that would take
-    # gigabytes. A plugin may set `PIL.Image.MAX_IMAGE_PIXELS` (89 million).
-    warnings.simplefilter("error", Image.DecompressionBombWarning)
-    worker = getattr(rollout, name)
-    worker = getattr(worker, "__wrapped__", worker)  # ours stands there in a forked process
-    *others, connection = args
-    worker(*others, WorkerConnection(connection))
+def numbered_pipe() -> tuple[Connection, WorkerConnection]:
+    """Return the ends of a pipe to a worker of ms-swift's, which gets the second."""
+    ours, theirs = Pipe()
+    return ours, WorkerConnection(theirs)
 
 
 def install() -> None:
     """Let `swift rollout` number its messages. Call this before a server is made."""
-    from swift.pipelines.infer import rollout
-    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
-
     start = SwiftRolloutDeploy._start_data_parallel_workers
 
     def _start_data_parallel_workers(self: SwiftRolloutDeploy) -> None:
@@ -112,9 +100,7 @@ def install() -> None:
         self.connections = [ReplicaConnection(*pair, number) for number, pair in enumerate(pairs)]
         self.restarts = Restarts(self, MAX_RESTARTS)
 
-    run_worker.__wrapped__ = rollout.llm_worker  # type: ignore[attr-defined]
-    run_async_worker.__wrapped__ = rollout.llm_worker_entry  # type: ignore[attr-defined]
-    patch(rollout, llm_worker=run_worker, llm_worker_entry=run_async_worker)
+    patch(rollout, Pipe=numbered_pipe)
     patch(SwiftRolloutDeploy, _start_data_parallel_workers=_start_data_parallel_workers)
 
 
@@ -229,8 +215,6 @@ class Restarts:
 
     def start_lost(self) -> None:
         """Start what is lost, as far as the budget goes."""
-        from swift.pipelines.infer import rollout
-
         while self.lost:
             number = self.lost.pop()
             if self._count >= self._budget:

@@ -1,28 +1,37 @@
-"""`swift rollout` with us: what each route of the server does (`upstream/patches.py` says why).
+"""`swift rollout` with us: what each route of the server does.
 
 A request is one for a whole group, or for a sample of ours or another client's. Ours go over the
 replicas whole, by cost. `turns.py` is what a request passes before it comes here.
+
+Symptom: ms-swift's server cuts a batch into contiguous slices of equally many requests, whatever
+they cost. It blocks its event loop, and with it `/health`, while replicas work, without a bound. It
+says nothing of its plugin, of replicas that have ended, or of the weights that they have loaded. No
+training can use a server with `--api_key`: ms-swift's client sends no header.
+Upstream: ms-swift 4.6, pipelines/infer/rollout.py (`SwiftRolloutDeploy`) and
+rlhf_trainers/vllm_client.py. Can go when ms-swift has hooks for dispatching and for what a server
+says of itself, and its client sends a key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import HTTPException, Request
 from pydantic import ConfigDict, Field
 from swift.infer_engine.protocol import RequestConfig
+from swift.pipelines.infer import rollout
+from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
 from typing_extensions import Required, TypedDict
 
 from swift_grpo_ext.media.paths import check_media
-from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout import engine, wire
 from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.server import api_key, replicas
@@ -30,9 +39,6 @@ from swift_grpo_ext.server.turns import CALLER, Turns
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.patches import patch
-
-if TYPE_CHECKING:
-    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
 CHECKSUMS_PATH = "/swift_grpo_ext/weight_receipts/"
 
@@ -62,22 +68,17 @@ class InferRequest(TypedDict, total=False):
 
 
 def install_where_served() -> None:
-    """Put our engine and routes into `swift rollout`, where its module is loaded.
+    """Put our engine and routes into `swift rollout`, whose module is loaded.
 
     That module names its engine when it loads, which is before plugins are imported.
 
     Raises:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
-    served: Any = sys.modules.get("swift.pipelines.infer.rollout")
-    if served is None:
-        return
-    from swift_grpo_ext.rollout import engine
-
     engine.install()
-    if served.GRPOVllmEngine is not engine.RolloutEngine:
+    if rollout.GRPOVllmEngine is not engine.RolloutEngine:
         verify(pins.SERVER)
-        patch(served, GRPOVllmEngine=engine.RolloutEngine)
+        patch(rollout, GRPOVllmEngine=engine.RolloutEngine)
         install()
 
 
@@ -85,86 +86,6 @@ def install_where_served() -> None:
 def install() -> None:
     """Give `swift rollout` our routes. Call this before a server is made."""
     replicas.install()
-    from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
-
-    upstream_engine_type = SwiftRolloutDeploy.get_engine_type
-    register = SwiftRolloutDeploy._register_rl_rollout_app
-
-    # FastAPI reads the annotations.
-    async def infer(
-        self: SwiftRolloutDeploy,
-        infer_requests: list[InferRequest],
-        request_config: RequestConfig | None = None,
-        *,
-        use_tqdm: bool | None = None,
-    ) -> Any:
-        return await asyncio.to_thread(_infer, self, infer_requests, request_config)
-
-    async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[str, Any]:
-        # One that is still connecting has made its group of those that it was told of before.
-        if wire.INSTANCE_HEADER in request.headers:
-            self.restarts.admit()
-        try:
-            await _call_all(self, replicas.PING)  # one that hangs must get no weights
-        except HTTPException:
-            if not self.restarts.num_awaited:
-                raise
-        ours = {
-            "version": wire.VERSION,
-            "instance": INSTANCE,
-            "replicas": _count_replicas(self),
-            "members": [connection.name for connection in self.connections],
-            "starting": self.restarts.num_awaited,
-            "new_special_tokens": self.args.new_special_tokens,
-        }
-        return {**await upstream_engine_type(self), wire.KEY: ours}
-
-    async def get_world_size(self: SwiftRolloutDeploy) -> dict[str, int]:
-        return {"world_size": _count_replicas(self) * self.args.vllm_tensor_parallel_size}
-
-    async def get_model_state_keys(self: SwiftRolloutDeploy) -> dict[str, list[str]]:
-        """Return the parameter names of the first worker that has any."""
-        of_replicas = await _call_all(self, _rpc("call", "get_state_keys"))
-        keys = [workers for reply in of_replicas for workers in reply or () if workers]
-        return {"keys": keys[0] if keys else []}
-
-    async def init_communicator(
-        self: SwiftRolloutDeploy, request: InitCommunicatorRequest
-    ) -> dict[str, str]:
-        caller = CALLER.get()
-        host = _store_host(request.host, self.args.host, caller.came_in_at)
-        timeout = wire.GROUP_TIMEOUTS * caller.timeout
-        for number, connection in enumerate(self.connections):
-            # A replica's number among the living; ms-swift's is that of its start, which leaves a
-            # hole where one has ended.
-            replica = None if self.use_async_engine else number
-            args = (host, request.port, request.world_size, replica, timeout)
-            connection.send(_rpc("fire_and_forget", "init_communicator", args))
-        return {"message": "The replicas are connecting."}
-
-    async def close_communicator(self: SwiftRolloutDeploy) -> dict[str, str]:
-        # Answered once it is closed: a trainer must not reach the store of the group that was.
-        await _call_all(self, _rpc("call", "close_communicator"))
-        return {"message": "The group is closed."}
-
-    async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, str]:
-        replies = await _call_all(self, _rpc("call", "process_weights_after_loading"))
-        if None in replies:
-            detail = "a replica could not load its weights; the log of `swift rollout` tells why"
-            raise HTTPException(status_code=500, detail=detail)
-        return {"message": "The weights are loaded."}
-
-    def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
-        register(self)
-        self.app.get(CHECKSUMS_PATH)(partial(_loaded_checksums, self))
-        key = api_key.key_of(self.args)
-        self.app.add_middleware(Turns, server=self, key=key, instance=INSTANCE)
-
-    async def passed() -> None:
-        """`Turns` has asked for the key."""
-
-    # The real class, where annotations are strings.
-    init_communicator.__annotations__["request"] = InitCommunicatorRequest
     patch(
         SwiftRolloutDeploy,
         infer=infer,
@@ -175,9 +96,106 @@ def install() -> None:
         close_communicator=close_communicator,
         process_weights_after_loading=process_weights_after_loading,
         _register_rl_rollout_app=_register_rl_rollout_app,
-        _require_api_key=lambda self: passed,
+        _require_api_key=lambda self: _passed,
         **{name: _reset(name) for name in RESETS},
     )
+
+
+_upstream_engine_type = SwiftRolloutDeploy.get_engine_type
+_upstream_register = SwiftRolloutDeploy._register_rl_rollout_app
+
+
+def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
+    _upstream_register(self)
+    self.app.get(CHECKSUMS_PATH)(partial(_loaded_checksums, self))
+    self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args), instance=INSTANCE)
+
+
+async def _passed() -> None:
+    """`Turns` has asked for the key."""
+
+
+# --- what a server is ---
+
+
+async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[str, Any]:
+    # One that is still connecting has made its group of those that it was told of before.
+    if wire.INSTANCE_HEADER in request.headers:
+        self.restarts.admit()
+    try:
+        await _call_all(self, replicas.PING)  # one that hangs must get no weights
+    except HTTPException:
+        if not self.restarts.num_awaited:
+            raise
+    ours = {
+        "version": wire.VERSION,
+        "instance": INSTANCE,
+        "replicas": _count_replicas(self),
+        "members": [connection.name for connection in self.connections],
+        "starting": self.restarts.num_awaited,
+        "new_special_tokens": self.args.new_special_tokens,
+    }
+    return {**await _upstream_engine_type(self), wire.KEY: ours}
+
+
+async def get_world_size(self: SwiftRolloutDeploy) -> dict[str, int]:
+    return {"world_size": _count_replicas(self) * self.args.vllm_tensor_parallel_size}
+
+
+def _count_replicas(server: SwiftRolloutDeploy) -> int:
+    """Return how many engine replicas live; one worker runs all of the async engine's."""
+    if server.use_async_engine:
+        return int(server.args.vllm_data_parallel_size) * len(server.connections)
+    return len(server.connections)
+
+
+async def get_model_state_keys(self: SwiftRolloutDeploy) -> dict[str, list[str]]:
+    """Return the parameter names of the first worker that has any."""
+    of_replicas = await _call_all(self, _rpc("call", "get_state_keys"))
+    keys = [workers for reply in of_replicas for workers in reply or () if workers]
+    return {"keys": keys[0] if keys else []}
+
+
+# --- weights ---
+
+
+async def init_communicator(
+    self: SwiftRolloutDeploy, request: InitCommunicatorRequest
+) -> dict[str, str]:
+    caller = CALLER.get()
+    host = _store_host(request.host, self.args.host, caller.came_in_at)
+    timeout = wire.GROUP_TIMEOUTS * caller.timeout
+    for number, connection in enumerate(self.connections):
+        # A replica's number among the living; ms-swift's is that of its start, which leaves a
+        # hole where one has ended.
+        replica = None if self.use_async_engine else number
+        args = (host, request.port, request.world_size, replica, timeout)
+        connection.send(_rpc("fire_and_forget", "init_communicator", args))
+    return {"message": "The replicas are connecting."}
+
+
+def _store_host(asked: str, host: str, came_in_at: str) -> str:
+    """Return where the store of the weights' group listens: at `--host`, where that names one
+    address, else at the one by which the training came; else at `asked`, by which ms-swift's client
+    means all of the machine's. The store asks nobody for a key, and vLLM unpickles what it holds.
+    (vLLM opens it for IPv4 only.)"""
+    if host not in ("", "0.0.0.0") and ":" not in host:
+        return host
+    return came_in_at if re.fullmatch(r"[0-9.]+", came_in_at) else asked
+
+
+async def close_communicator(self: SwiftRolloutDeploy) -> dict[str, str]:
+    # Answered once it is closed: a trainer must not reach the store of the group that was.
+    await _call_all(self, _rpc("call", "close_communicator"))
+    return {"message": "The group is closed."}
+
+
+async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, str]:
+    replies = await _call_all(self, _rpc("call", "process_weights_after_loading"))
+    if None in replies:
+        detail = "a replica could not load its weights; the log of `swift rollout` tells why"
+        raise HTTPException(status_code=500, detail=detail)
+    return {"message": "The weights are loaded."}
 
 
 async def _loaded_checksums(server: SwiftRolloutDeploy) -> list[dict[str, str]]:
@@ -212,21 +230,17 @@ async def _call_all(server: SwiftRolloutDeploy, command: Any) -> list[Any]:
         raise HTTPException(status_code=503, detail=str(e)) from e
 
 
-def _count_replicas(server: SwiftRolloutDeploy) -> int:
-    """Return how many engine replicas live; one worker runs all of the async engine's."""
-    if server.use_async_engine:
-        return int(server.args.vllm_data_parallel_size) * len(server.connections)
-    return len(server.connections)
+# --- rollouts ---
 
 
-def _store_host(asked: str, host: str, came_in_at: str) -> str:
-    """Return where the store of the weights' group listens: at `--host`, where that names one
-    address, else at the one by which the training came; else at `asked`, by which ms-swift's client
-    means all of the machine's. The store asks nobody for a key, and vLLM unpickles what it holds.
-    (vLLM opens it for IPv4 only.)"""
-    if host not in ("", "0.0.0.0") and ":" not in host:
-        return host
-    return came_in_at if re.fullmatch(r"[0-9.]+", came_in_at) else asked
+async def infer(
+    self: SwiftRolloutDeploy,
+    infer_requests: list[InferRequest],
+    request_config: RequestConfig | None = None,
+    *,
+    use_tqdm: bool | None = None,
+) -> Any:
+    return await asyncio.to_thread(_infer, self, infer_requests, request_config)
 
 
 def _infer(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -18,14 +17,12 @@ from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoin
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
+from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.server import replicas
 from swift_grpo_ext.server.api_key import REMEDY, is_authorized
 from swift_grpo_ext.server.lease import Lease
-
-if TYPE_CHECKING:
-    from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 
 NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
 """Beginnings of the routes that rest on weights, or on the group that brings them."""

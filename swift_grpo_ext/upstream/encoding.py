@@ -109,7 +109,14 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
 
 
 def supply_video_loader() -> None:
-    """Let ms-swift's base template find what loads videos for vLLM (`patches.PATCHES`)."""
+    """Let ms-swift's base template find what loads videos for vLLM.
+
+    Symptom: `No module named 'swift.vision_utils'` at the first video, with InternVL and others
+    whose template leaves videos to the base class.
+    Upstream: ms-swift 4.6, template/base.py (`replace_tag`); the module is
+    template/vision_utils.py, and reads other frames there than training does.
+    Can go when ms-swift finds its own module, and reads alike.
+    """
     name = "swift.vision_utils"
     if name not in sys.modules and find_spec(name) is None:
         module = ModuleType(name)

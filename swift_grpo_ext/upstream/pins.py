@@ -259,6 +259,20 @@ vllm.transformers_utils.processor
 """)
 """Without them a run starts later, and works."""
 
+REPLACED = _pins("""
+swift.pipelines.train.rlhf:SwiftRLHF
+    args_class
+swift.pipelines.infer.rollout:SwiftRolloutDeploy
+    args_class
+swift.pipelines.infer.rollout
+    GRPOVllmEngine Pipe broadcast_tensor_for_vllm_weight_sync synchronize
+swift.infer_engine
+    GRPOVllmEngine
+swift.template.vision_utils
+    requests
+""")
+"""Attributes that are replaced by a subclass of what stands there, or by its like."""
+
 NEEDED = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *DATA_PARALLEL)
 OPTIONAL = {
     "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
@@ -269,3 +283,4 @@ OPTIONAL = {
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
+UNVERIFIED = (*NAMED_MEDIA, *BOUND_THREADS, *REPLACED)

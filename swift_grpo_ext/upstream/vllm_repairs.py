@@ -1,6 +1,5 @@
-"""Repairs of vLLM: `patches.PATCHES` says what goes wrong without each, where, and when it can go.
-
-A release without the names of a repair is left as it is.
+"""Repairs of vLLM, each with the symptom that it cures. A release without the names of a repair is
+left as it is.
 """
 
 from __future__ import annotations
@@ -50,7 +49,14 @@ def repair_cpu_engine() -> None:
 @repair(pins.SPLIT_PROMPTS)
 def serve_split_prompts() -> None:
     """Put a request's generator aside for a step that computes only a part of its prompt; the token
-    that is thrown away is drawn with the global generator."""
+    that is thrown away is drawn with the global generator.
+
+    Symptom: `RuntimeError: CPU Generator does not use offset` ends the engine as soon as the prompt
+    of a request with a seed does not fit into one step (`max_num_batched_tokens`).
+    Upstream: vLLM 0.32, v1/worker/gpu_model_runner.py (`_bookkeeping_sync`) takes the noise of the
+    thrown-away token back by moving the generator's offset, which CPU generators do not have.
+    Can go when vLLM takes the noise back on CPU too.
+    """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
@@ -78,7 +84,14 @@ def serve_split_prompts() -> None:
 
 @repair(pins.SHARED_MEMORY)
 def name_shared_memory_by_run() -> None:
-    """Make the rendezvous' port a part of the name of the ranks' shared memory."""
+    """Make the rendezvous' port a part of the name of the ranks' shared memory.
+
+    Symptom: `create shm in SHMManager failed. errno: 17`, where two runs with colocated tensor
+    parallelism start at the same moment.
+    Upstream: vLLM 0.32, v1/worker/cpu_worker.py: the name is what follows the last colon of the
+    rendezvous' address, `//` for every colocated engine's `env://`.
+    Can go when vLLM's name differs from run to run.
+    """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     make_name = _CPUSHMDistributed.make_group_name
@@ -91,7 +104,14 @@ def name_shared_memory_by_run() -> None:
 
 @repair(pins.PACKED_EXPERTS)
 def pack_experts_anew() -> None:
-    """Pack the experts that an update has brought, as those that were loaded first."""
+    """Pack the experts that an update has brought, as those that were loaded first.
+
+    Symptom: after its first weight update a mixture of experts samples from other weights than the
+    trainer's (0.21 nats a token, the tiny Qwen3-VL-MoE), and nothing fails.
+    Upstream: vLLM 0.32, model_executor/layers/fused_moe/unquantized_fused_moe_method.py packs
+    experts for the CPU's kernel when they are loaded first, and never again.
+    Can go when vLLM packs the experts that an update brings.
+    """
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
 
     setup_kernel = upstream.UnquantizedFusedMoEMethod._setup_kernel
@@ -128,7 +148,12 @@ def reload_weights(model_runner: Any, weights: Iterable[tuple[str, torch.Tensor]
 
 @cache
 def keep_plain_weights() -> None:
-    """Let the layers of vLLM 0.11 keep their weights, and multiply with these."""
+    """Let the layers of vLLM 0.11 keep their weights, and multiply with these.
+
+    Symptom: weights cannot be updated (`'Parameter' object has no attribute 'weight_loader'`).
+    Upstream: vLLM 0.11, model_executor/layers/utils.py packs layers and drops the originals, and
+    `reload_weights` reads files only. Can go with vLLM 0.11.
+    """
     from vllm.model_executor.layers import utils as upstream
 
     if reloads_from_tensors():
@@ -145,7 +170,11 @@ def keep_plain_weights() -> None:
 
 @repair(pins.BOUND_THREADS)
 def leave_threads_unbound() -> None:
-    """Let threads run on all cores, where vLLM 0.11 would bind them."""
+    """Let threads run on all cores, where vLLM 0.11 would bind them.
+
+    Symptom: `list index out of range`, where several ranks have engines on a machine with one NUMA
+    node. Upstream: vLLM 0.11, v1/worker/cpu_worker.py. Can go with vLLM 0.11.
+    """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     patch(CPUWorker, _get_autobind_cpu_ids=lambda self, cpu_selector: "all")
@@ -153,7 +182,13 @@ def leave_threads_unbound() -> None:
 
 @repair(pins.NAMED_MEDIA)
 def name_media_by_request() -> None:
-    """Name an image by its request instead of its content; a group's samples still share it."""
+    """Name an image by its request instead of its content; a group's samples still share it.
+
+    Symptom: rollouts of a model whose vision tower is trained see images as the tower of an earlier
+    update saw them (0.06 nats a token, the tiny model; found by the canary).
+    Upstream: vLLM 0.11, v1/core/encoder_cache_manager.py keeps what its tower made of an image;
+    ms-swift resets that from vLLM 0.16 on. Can go with vLLM before 0.16.
+    """
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.processor import Processor
 
@@ -174,11 +209,12 @@ def name_media_by_request() -> None:
 
 @cache
 def leave_out_broken_plugins() -> None:
-    """Let vLLM 0.11 start at all. Call it before an engine is made, or processes of vLLM's start.
+    """Have `VLLM_PLUGINS` name all plugins but one that vLLM 0.11 cannot load. Call it before an
+    engine is made, or processes of vLLM's start.
 
-    ms-swift 4.6 registers a plugin (model/models/qwen.py, `register_uembed_model`) which vLLM calls
-    in each of its processes, and which imports a model that vLLM 0.11 does not have (`No module
-    named 'vllm.model_executor.models.qwen3_5'`). `VLLM_PLUGINS` then names all others.
+    Symptom: `No module named 'vllm.model_executor.models.qwen3_5'` at the start of an engine.
+    Upstream: ms-swift 4.6, model/models/qwen.py: vLLM calls `register_uembed_model` in each of its
+    processes, which imports that model. Can go with vLLM 0.11.
     """
     if find_spec("vllm.model_executor.models.qwen3_5") is None and "VLLM_PLUGINS" not in os.environ:
         groups = [group for group in entry_points().groups if group.startswith("vllm.")]
@@ -189,7 +225,16 @@ def leave_out_broken_plugins() -> None:
 @repair(pins.PROCESSOR_COPIES)
 def load_processors_uncopied() -> None:
     """While vLLM loads a processor, let a deep copy of the tokenizer that it hands over be that
-    tokenizer, and have the processor take it for its own. Nothing depends on it but time."""
+    tokenizer, and have the processor take it for its own. Nothing depends on it but time.
+
+    Symptom: an engine starts a second later, and its first request with an image waits for 17 s
+    (151,936 tokens of Qwen2.5-VL, one core).
+    Upstream: vLLM 0.32, transformers_utils/processor.py and tokenizers/hf.py; transformers 5.19,
+    processing_utils.py and tokenization_utils_base.py. vLLM hands its tokenizer to a processor,
+    which deep-copies its arguments five times, loads a tokenizer of its own, and throws all that
+    away; a copy of vLLM's pool of tokenizers makes three tokenizers.
+    Can go when vLLM or transformers copies and loads no tokenizer there.
+    """
     from transformers import ProcessorMixin
     from vllm.transformers_utils import processor as upstream
 

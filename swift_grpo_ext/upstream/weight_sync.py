@@ -1,5 +1,10 @@
 """The group that brings weights from a trainer to `swift rollout`: its waits are bounded, and where
 there is no accelerator, tensors travel through gloo (`weights/receiver.py` is the other end).
+
+Symptom: without an accelerator NCCL cannot load, so that the broadcast sends nothing and the server
+waits for ever; `synchronize()` calls torch.cuda all the same.
+Upstream: ms-swift 4.6, rlhf_trainers/vllm_client.py and pipelines/infer/rollout.py.
+Can go when ms-swift has a communicator for CPU.
 """
 
 from __future__ import annotations

@@ -11,9 +11,6 @@ import atexit
 import gc
 import os
 import signal
-import socket
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,8 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import uvicorn
-from fastapi import FastAPI
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
     RequestConfig,
@@ -44,7 +39,6 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.generate import generate, to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.server import routes
 from swift_grpo_ext.server.client import connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.server.replicas import Restarts
@@ -52,16 +46,37 @@ from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous, connect_clie
 from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
 from swift_grpo_ext.weights.sync import WeightSync
 from tests.ranks import ThreadRanks, run_rank_groups
-from tests.server.fault_table import Fault
+from tests.server.served import Deployed, listening
 
 RANKS = 2
 GROUPS = 6
 GROUP_SIZE = 2
-DELAY = 0.3  # seconds
-
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+OF_CONNECTIONS = ("cut", "lose")
 
 Outcome = list[list[list[int]] | str]
 """Of each rank: the tokens of its samples, or the error that ended it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What happens to one replica, or on the way to its server, and when."""
+
+    action: str
+    """kill, stop, corrupt: of the replica. cut, lose: a connection, before the server has the
+    request, or the answer to it."""
+
+    method: str
+    """Of the replica that meets it; a route, for connections; `idle` between two rounds."""
+
+    call: int = 1
+    """Which call of the method meets it, counted from 1."""
+
+    replica: int = 0
+    server: int = 0
+
+    lives: int = 1
+    """Of the replica's starts, how many meet it."""
 
 
 # --- a replica's process ---
@@ -145,10 +160,8 @@ class EchoEngine:
         fault = self._fault
         if fault is None or (fault.method, fault.call) != (method, self._calls[method]):
             return False
-        if fault.action in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
-        if fault.action == "delay":
-            time.sleep(DELAY)
+        if fault.action in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[fault.action])
         return fault.action == "corrupt"
 
 
@@ -156,11 +169,11 @@ def run_echo(
     fault: Fault | None, worker: Any, args: Any, rank: int, port: int, connection: Any
 ) -> None:
     """A worker of ms-swift with an engine that echoes; in a forked process."""
-    pipe = connection.fileno()
+    pipe = connection._connection.fileno()
     for end in (pipe, os.sysconf("SC_OPEN_MAX")):
         os.closerange(3 if end == pipe else pipe + 1, end)
     rollout.get_world_group = lambda: SimpleNamespace(rank=0)
-    SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(connection, fault)
+    SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(connection._connection, fault)
     rollout.get_rollout_engine_type = lambda _, engine: engine
     worker(args, rank, port, connection)
 
@@ -168,50 +181,38 @@ def run_echo(
 # --- servers ---
 
 
-class EchoServer(SwiftRolloutDeploy):
+class EchoServer(Deployed):
     """ms-swift's server over replicas that echo; its processes are forked, not spawned."""
 
     def __init__(
-        self, num_replicas: int, timeout: float, restarts: int, faults: Sequence[Fault]
+        self, num_replicas: int, timeout: float, restarts: int, fault: Fault | None
     ) -> None:
-        routes.install()
-        self.every_process: list[Any] = []
-        self._starts: Counter[int] = Counter()
-        self._faults = {f.replica: f for f in faults if f.action not in ("cut", "lose")}
-        self.args = SimpleNamespace(
-            api_key=None,
-            rollout_timeout=timeout,
-            host="127.0.0.1",
+        super().__init__(timeout=timeout)
+        vars(self.args).update(
             vllm_tensor_parallel_size=1,
             vllm_data_parallel_size=num_replicas,
-            vllm_enable_lora=False,
-            multi_turn_scheduler=None,
-            new_special_tokens=[],
-            fault_of=self._fault_of,
             get_template=lambda: None,
             _import_external_plugins=lambda: None,
+            started_by=self,
         )
+        self.every_process: list[Any] = []
+        self._starts: Counter[int] = Counter()
+        self._fault = fault
         self.num_connections, self.master_port = num_replicas, 0
-        self.use_async_engine, self.use_gym_env = False, False
-        self.connections: list[Any] = []
-        self.processes: list[Any] = []
-        self.args.every_process = self.every_process
-        self.app = FastAPI()
-        self._register_rl_rollout_app()
         self._start_data_parallel_workers()
         self.restarts = Restarts(self, restarts)
         for connection in self.connections:
             assert connection.recv() == {"status": "ready"}
 
-    def _fault_of(self, rank: int) -> Fault | None:
-        """Of the next start of this replica."""
-        fault = self._faults.get(rank)
-        is_due = fault is not None and self._starts[rank] < fault.lives
-        self._starts[rank] += 1
-        return fault if is_due else None
+    def fault_of_next_start(self, replica: int) -> Fault | None:
+        self._starts[replica] += 1
+        fault = self._fault
+        if fault is None or fault.action in OF_CONNECTIONS or fault.replica != replica:
+            return None
+        return fault if self._starts[replica] <= fault.lives else None
 
 
-def breaking(fault: Fault | None) -> type[H11Protocol]:
+def breaking(fault: Fault) -> type[H11Protocol]:
     """HTTP connections, of which one breaks."""
     seen: Counter[bytes] = Counter()
 
@@ -219,40 +220,15 @@ def breaking(fault: Fault | None) -> type[H11Protocol]:
         def data_received(self, data: bytes) -> None:
             path = data.split(b" ")[1] if data[:4] in (b"POST", b"GET ") else b""
             seen[path] += 1
-            due = fault and path.strip(b"/").decode() == fault.method and seen[path] == fault.call
-            if due and fault.action == "cut":
+            is_due = path.strip(b"/").decode() == fault.method and seen[path] == fault.call
+            if is_due and fault.action == "cut":
                 self.transport.abort()
                 return
-            if due:
+            if is_due:
                 vars(self.transport)["write"] = lambda _: self.transport.abort()
             super().data_received(data)
 
     return Breaking
-
-
-@contextmanager
-def serving(deployed: EchoServer, fault: Fault | None) -> Iterator[str]:
-    listener = socket.socket()  # which uvicorn closes
-    listener.bind(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    # uvloop's connections cannot be tampered with.
-    loop: Any = "asyncio" if fault and fault.action == "lose" else "auto"
-    config = uvicorn.Config(
-        deployed.app, log_level="error", lifespan="off", http=breaking(fault), loop=loop
-    )
-    running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
-    thread.start()
-    while not running.started:
-        time.sleep(0.002)
-    try:
-        yield url
-    finally:
-        running.should_exit = running.force_exit = True
-        for process in deployed.every_process:
-            process.kill()
-        for process in deployed.every_process:
-            process.join()
 
 
 @contextmanager
@@ -261,16 +237,27 @@ def deployed(
 ) -> Iterator[tuple[list[EchoServer], list[str]]]:
     """Servers of so many replicas, and their URLs. Replicas are forked before threads are there."""
     gc.collect()  # a replica that found an earlier training's groups would wait for their threads
-    faults = [[fault] if fault and fault.server == s else [] for s in range(len(replicas))]
+    faults = [fault if fault and fault.server == s else None for s in range(len(replicas))]
     servers = [
         EchoServer(count, timeout, restarts, own)
         for count, own in zip(replicas, faults, strict=True)
     ]
+
+    def end_replicas() -> None:
+        for process in (process for server in servers for process in server.every_process):
+            process.kill()
+            process.join()
+
     with ExitStack() as stack:
+        stack.callback(end_replicas)  # of those, too, that a server's last answer has started
         urls = []
-        for one, own in zip(servers, faults, strict=True):
-            breaks = own[0] if own and own[0].action in ("cut", "lose") else None
-            urls.append(stack.enter_context(serving(one, breaks)))
+        for server, own in zip(servers, faults, strict=True):
+            settings: dict[str, Any] = {}
+            if own and own.action in OF_CONNECTIONS:
+                # uvloop's connections cannot be tampered with.
+                settings = {"http": breaking(own), "loop": "asyncio"}
+            urls.append(stack.enter_context(listening(server, **settings)))
+        stack.callback(end_replicas)
         yield servers, urls
 
 
@@ -377,10 +364,10 @@ def use_fork(monkeypatch: Any) -> None:
     """Let ms-swift's server start its replicas with this process's imports."""
 
     def process(target: Any, args: Any) -> Any:
-        started_by, number, *_ = args
-        of_worker = (started_by.fault_of(number), target, *args)
+        server, replica = args[0].started_by, args[1]
+        of_worker = (server.fault_of_next_start(replica), target, *args)
         made = get_context("fork").Process(target=run_echo, args=of_worker, daemon=True)
-        started_by.every_process.append(made)
+        server.every_process.append(made)
         return made
 
     monkeypatch.setattr(rollout, "Process", process)

@@ -173,11 +173,15 @@ class Deployed(SwiftRolloutDeploy):
 
 
 @contextmanager
-def listening(deployed: Deployed) -> Iterator[str]:
-    """The URL of the server, which listens at a port of its own while the context lasts."""
+def listening(deployed: SwiftRolloutDeploy, **settings: Any) -> Iterator[str]:
+    """The URL of the server, which listens at a port of its own while the context lasts.
+
+    Args:
+        settings: further ones of uvicorn's.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(deployed.app, log_level="error", lifespan="off")
+        config = uvicorn.Config(deployed.app, log_level="error", lifespan="off", **settings)
         running = uvicorn.Server(config)
         thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
         thread.start()

@@ -218,15 +218,12 @@ def timeout_for(fault: str) -> float:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_with_one_server_its_error_names_it_and_the_cause(fault: str) -> None:
+def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
+    """With no other, its error names it and the cause."""
     with running(failing_server(fault)) as client:
         servers = RolloutServers(client, timeout_for(fault))
         with pytest.raises(RolloutError, match=FAULTS[fault]):
             ask(servers, 2)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
     healthy = Server()
     with running(failing_server(fault), healthy) as client:
         servers = RolloutServers(client, timeout_for(fault))
@@ -287,23 +284,6 @@ def test_a_group_that_cannot_be_made_is_tried_thrice() -> None:
     assert len(tried) == 6
 
 
-def test_a_server_that_answers_again_is_taken_back() -> None:
-    """With the next weight update, and a group of its own."""
-    lost, healthy = Server(ours=ours_of(0)), Server()
-    with running(lost, healthy) as client:
-        servers = RolloutServers(
-            client, TIMEOUT, lambda alone: setattr(alone, "pynccl_comms", ["new"])
-        )
-        servers.reconnect()
-        assert client.base_urls == [healthy.url]
-        lost.ours = ours_of(2)
-        assert servers.reconnect()
-        assert client.base_urls == [healthy.url, lost.url]
-        assert client.group_ports == [1, 0]
-        assert client.pynccl_comms == ["group 1", "new"]
-        assert servers.replicas == [1, 2]
-
-
 def test_with_no_server_left_weights_go_nowhere() -> None:
     server = Server()
     with running(server) as client:
@@ -313,23 +293,30 @@ def test_with_no_server_left_weights_go_nowhere() -> None:
             servers.reconnect()
 
 
-def test_a_lost_server_0_leaves_server_1_its_own_group_and_name() -> None:
-    """Between rounds: weights, requests and replica counts go on with the other's."""
+def test_a_lost_server_leaves_the_other_its_own_group_and_name() -> None:
+    """Between rounds: weights, requests and replica counts go on with the other's. Once it answers
+    again, it is taken back with the next weight update, and has a group of its own."""
     lost, healthy = Server(ours=ours_of(3)), Server(ours=ours_of(2, "second"))
     with running(lost, healthy) as client:
-        servers = RolloutServers(client, TIMEOUT)
+        servers = RolloutServers(
+            client, TIMEOUT, lambda alone: setattr(alone, "pynccl_comms", ["new"])
+        )
         lost.ours = ours_of(0)
-        servers.reconnect()
-        assert client.base_urls == [healthy.url]
-        assert client.group_ports == [1]
-        assert client.hosts == ["127.0.0.1"]
-        assert client.pynccl_comms == ["group 1"]
-        assert client.num_servers == 1
-        assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second"
-        assert servers.replicas == [2]
-        servers.reconnect()  # nothing has changed: no new group
+        for _ in range(2):
+            assert not servers.reconnect()
+            assert (client.base_urls, client.num_servers) == ([healthy.url], 1)
+            assert (client.hosts, client.group_ports) == (["127.0.0.1"], [1])
+            assert client.pynccl_comms == ["group 1"]
+            assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second"
+            assert servers.replicas == [2]
         completions, _ = ask(servers, 1)[0]
         assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
+        lost.ours = ours_of(1)
+        assert servers.reconnect()
+        assert client.base_urls == [healthy.url, lost.url]
+        assert client.group_ports == [1, 0]
+        assert client.pynccl_comms == ["group 1", "new"]
+        assert servers.replicas == [2, 1]
 
 
 def test_a_connection_that_is_cut_is_tried_again() -> None:
@@ -385,7 +372,7 @@ def test_a_row_that_json_cannot_hold_is_named() -> None:
         sample_id = SampleId(phase="train", step=3, number=0, group=2, index=0)
         metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=42, packed=True)
         row = RolloutInferRequest(messages=[], data_dict={"answer": float("nan")})
-        message = r"round 3\.0, group 2, sample 0: the row's `data_dict` cannot be sent .*Mend"
+        message = r"round 3\.0, group 2, sample 0: the row cannot be sent .*Mend"
         with pytest.raises(RolloutError, match=message):
             servers.infer([row], [metadata], RequestConfig())
 

@@ -93,9 +93,11 @@ LOST = ("ends", "hangs", "answers another", "answers without a number")
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_one_replica_cannot_answer_another_does(fault: str) -> None:
+    """With no other, the cause is named."""
+    timeout = OF_ONE_THAT_HANGS if fault == "hangs" else 60.0
     failing, healthy = Replica(fault), Replica()
     both = [failing, healthy] if fault < "c" else [healthy, failing]
-    deployed = Deployed(*both, timeout=OF_ONE_THAT_HANGS if fault == "hangs" else 60.0)
+    deployed = Deployed(*both, timeout=timeout)
     client = TestClient(deployed.app)
     asked = {"infer_requests": [request(group) for group in range(8)]}
     assert groups_of(client.post("/infer/", json=asked)) == list(range(8))
@@ -107,14 +109,12 @@ def test_what_one_replica_cannot_answer_another_does(fault: str) -> None:
     ours = client.post("/get_engine_type/").json()[wire.KEY]
     assert ours["replicas"] == (1 if is_lost else 2)
     assert groups_of(client.post("/infer/", json=asked)) == list(range(8))
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_with_no_replica_left_the_cause_is_named(fault: str) -> None:
-    timeout = OF_ONE_THAT_HANGS if fault == "hangs" else 60.0
     failed = infer([Replica(fault)], [request(group) for group in range(4)], timeout)
     assert FAULTS[fault] in failed.json()["detail"]
-    assert failed.status_code == (503 if fault in LOST else 500)
+    assert failed.status_code == (503 if is_lost else 500)
+
+
+def test_with_no_replica_a_server_says_so() -> None:
     none = infer([], [request(0)])
     assert (none.status_code, none.json()["detail"]) == (503, "it has no replica left")
 

@@ -232,7 +232,6 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
     assert all(row.text.endswith(STOP) and row.text.count(STOP) == 1 for row in stopped)
     assert all(STOP not in row.text for row in rows if row.stop_reason != STOP)
     log = (whole / "training/log").read_text(encoding="utf-8", errors="replace")
-    log += (whole / "training/run/startup.log").read_text(encoding="utf-8", errors="replace")
     work = _lines(whole / "training/record/engine.jsonl")
     requests = [record for record in work if record.get("samples") == rounds.GROUP_SIZE]
     note(

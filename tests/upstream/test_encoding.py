@@ -36,27 +36,19 @@ def photograph(path: Path, orientation: int) -> Image.Image:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_vllm_sees_what_training_sees(orientation: int, tmp_path: Path) -> None:
+    """Each image of a row as it is stored; what is no image is handed on as it is."""
     image = photograph(tmp_path / "photo.jpg", orientation)
     pixels = np.asarray(image).copy()
     assert np.array_equal(np.asarray(as_vllm_sees(image)), pixels) == (
         orientation == 1 or not TURNS
     )
-    inputs = {"images": [image]}
+    inputs = {"images": [image, "photo.jpg", image]}
     drop_orientation(inputs)
-    assert np.array_equal(np.asarray(as_vllm_sees(inputs["images"][0])), pixels)
+    for i in (0, 2):
+        assert np.array_equal(np.asarray(as_vllm_sees(inputs["images"][i])), pixels)
+    assert inputs["images"][1] == "photo.jpg"
+    assert (inputs["images"][0] is image) == (orientation == 1)
     assert image.getexif().get(Base.Orientation) == orientation  # the user's image is as it was
-
-
-def test_each_image_of_a_row_is_as_it_is_stored(tmp_path: Path) -> None:
-    """What has no mark, or is no image, is handed on as it is."""
-    turned = [photograph(tmp_path / f"{i}.jpg", 6) for i in range(2)]
-    upright, path = Image.new("RGB", (4, 2)), "photo.jpg"
-    inputs = {"images": [turned[0], upright, path, turned[1]]}
-    drop_orientation(inputs)
-    sizes = [image.size for image in turned]
-    assert [as_vllm_sees(inputs["images"][i]).size for i in (0, 3)] == sizes
-    assert inputs["images"][1] is upright
-    assert inputs["images"][2] is path
 
 
 def test_each_video_gets_the_rate_that_it_was_sampled_at() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,70 +41,47 @@ class TwoTokenizers(ProcessorMixin):
         return cls(made, second, **{k: v for k, v in kwargs.items() if k in ("other", "fails")})
 
 
-@pytest.fixture
-def tokenizer() -> Any:
-    words = WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?")
-    return transformers.TokenizersBackend(tokenizer_object=Tokenizer(words))
-
-
 @needs_copies
 @pytest.mark.parametrize(("is_handed_over", "num_loads"), [(True, 1), (False, 2)])
 def test_a_processor_takes_the_tokenizer_that_vllm_hands_over(
-    tokenizer: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_handed_over: bool,
-    num_loads: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_handed_over: bool, num_loads: int
 ) -> None:
-    """It neither copies it nor loads another in its place; a second tokenizer is its own."""
+    """It neither copies it nor loads another in its place; a second tokenizer is its own.
+    Afterwards, also where loading failed, tokenizers are copied and loaded as before."""
     from vllm.transformers_utils import processor as upstream
 
+    words = WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?")
+    tokenizer = transformers.TokenizersBackend(tokenizer_object=Tokenizer(words))
     loads = []
 
     def from_pretrained(name: str, **kwargs: Any) -> Any:
-        loads.append(kwargs["subfolder"])
+        loads.append(kwargs.get("subfolder"))
         return copy.copy(tokenizer)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
     vllm_repairs.load_processors_uncopied()
     other = copy.deepcopy(tokenizer)
-    given = {"tokenizer": tokenizer} if is_handed_over else {}
-
-    def load() -> Any:
-        return upstream.cached_get_processor(
-            str(tmp_path), processor_cls=TwoTokenizers, other=other, **given
-        )
-
-    loaded = load()
-    assert load() is loaded
+    given: Any = {"tokenizer": tokenizer} if is_handed_over else {}
+    load = partial(
+        upstream.cached_get_processor, str(tmp_path), processor_cls=TwoTokenizers, other=other
+    )
+    loaded = load(**given)
+    assert load(**given) is loaded
     assert len(loads) == num_loads
     assert (loaded.tokenizer is tokenizer) == is_handed_over
     assert (loaded.copies["tokenizer"] is tokenizer) == is_handed_over
     assert loaded.decoder_tokenizer is not tokenizer
     assert loaded.copies["other"] is not other
 
-
-@needs_copies
-@pytest.mark.parametrize("fails", [False, True])
-def test_afterwards_tokenizers_are_copied_and_loaded_as_before(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    from vllm.transformers_utils import processor as upstream
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: "loaded")
-    vllm_repairs.load_processors_uncopied()
-    given = {"fails": True} if fails else {}
-    try:
-        upstream.get_processor(
-            str(tmp_path), processor_cls=TwoTokenizers, tokenizer=tokenizer, **given
-        )
-    except TypeError:
-        assert fails
-    other = copy.deepcopy(tokenizer)
-    assert other is not tokenizer
-    assert other.convert_tokens_to_ids("two") == 1
-    load = TwoTokenizers._load_tokenizer_from_pretrained
-    assert load("tokenizer", tmp_path, tokenizer=tokenizer) == "loaded"
+    with pytest.raises(TypeError, match="cannot be made"):
+        load(fails=True, **given)
+    copied = copy.deepcopy(tokenizer)
+    assert copied is not tokenizer
+    assert copied.convert_tokens_to_ids("two") == 1
+    again = TwoTokenizers._load_tokenizer_from_pretrained(
+        "tokenizer", str(tmp_path), tokenizer=tokenizer
+    )
+    assert again is not tokenizer
 
 
 @pytest.mark.parametrize("has_model", [False, True])
