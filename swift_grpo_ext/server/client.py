@@ -6,10 +6,9 @@ import copy
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -31,7 +30,6 @@ from swift_grpo_ext.rollout.dispatch import (
 )
 from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
-from swift_grpo_ext.server.api_key import REMEDY
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.weight_sync import (
@@ -68,7 +66,7 @@ Answer = tuple[list[Completion], list[int]]
 """The samples of a request, their numbers as arrays, and its prompt's token ids."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """A server, and what ms-swift's client has for it."""
 
@@ -91,12 +89,11 @@ def connect_servers(client: VLLMClient, args: RLHFArguments) -> RolloutServers:
     """Return the servers of ms-swift's connected client, each with the plugin, leased to this
     training."""
     Leaseholder(client, args.output_dir).keep()
-    connect = partial(_connect, timeout=args.rollout_timeout)
-    return RolloutServers(client, args.rollout_timeout, connect, args.new_special_tokens)
+    return RolloutServers(client, args.rollout_timeout, args.new_special_tokens)
 
 
-def _connect(client: VLLMClient, timeout: float) -> None:
-    """Make the communicator of a client that knows one server; each wait has `timeout` seconds."""
+def connect(client: VLLMClient, timeout: float) -> None:
+    """Make the communicators of a client; each wait has `timeout` seconds."""
     with bounded_rendezvous(vllm_client, timeout):
         client.init_communicator(device=get_current_device())
     if not has_accelerator():
@@ -112,7 +109,6 @@ class RolloutServers:
     Args:
         client: ms-swift's; its sessions and addresses are used, and kept to the living servers.
         timeout: seconds that a replica has for an answer (`--rollout_timeout`).
-        connect: makes the communicator of a client that knows one server; for weights.
         new_special_tokens: of the training; each server must have been given the same.
 
     Raises:
@@ -124,11 +120,10 @@ class RolloutServers:
         self,
         client: VLLMInferClient,
         timeout: float,
-        connect: Callable[[VLLMClient], None] | None = None,
         new_special_tokens: Sequence[str] = (),
     ) -> None:
         self._client: Any = client
-        self._connect, self._timeout = connect, timeout
+        self._timeout = timeout
         self._new_special_tokens = list(new_special_tokens)
         numbers = range(len(client.base_urls))
         ports = getattr(client, "group_ports", [None for _ in numbers])
@@ -168,12 +163,12 @@ class RolloutServers:
             RolloutError: a request is at fault, or no server is left that could answer; names the
                 sample or the servers, and the causes.
         """
-        addresses = [(s.url, number) for s in self._servers for number in range(s.replicas)]
-        messages, costs, urls = [], [], []
+        addresses = [(s, number) for s in self._servers for number in range(s.replicas)]
+        messages, costs, servers = [], [], []
         for request, metadata in zip(requests, metadatas, strict=True):
-            url, number = None, None
+            server, number = None, None
             if metadata.replica is not None and metadata.replica < len(addresses):
-                url, number = addresses[metadata.replica]
+                server, number = addresses[metadata.replica]
             fields = asdict(request)
             wire.write_metadata(fields["data_dict"], replace(metadata, replica=number))
             try:
@@ -185,11 +180,10 @@ class RolloutServers:
                     "text, finite numbers, lists and objects. Mend or drop the row."
                 ) from e
             costs.append(estimate_cost(fields, metadata.count, config.max_tokens or 0))
-            urls.append(url)
+            servers.append(server)
         end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
 
-        def send(url: str, share: list[int]) -> list[Answer]:
-            server = self._server_at(url)
+        def send(server: Server, share: list[int]) -> list[Answer]:
             body = b'{"infer_requests": [' + b", ".join(messages[i] for i in share) + end
             answers = self._request(server, "post", "infer/", data=body)
             if not isinstance(answers, list) or len(answers) != len(share):
@@ -203,19 +197,13 @@ class RolloutServers:
             except (WireError, KeyError, TypeError) as e:
                 raise WorkerError(f"{server.name} gave an answer that makes no sense: {e}") from e
 
-        def workers() -> dict[str, float]:
-            return {server.url: float(server.replicas) for server in self._servers}
-
-        def on_failure(url: str, error: WorkerError) -> None:
-            self._note_failure(self._server_at(url), error)
+        def workers() -> dict[Server, float]:
+            return {server: float(server.replicas) for server in self._servers}
 
         try:
-            return dispatch(costs, workers, send, on_failure, urls)
+            return dispatch(costs, workers, send, self._note_failure, servers)
         except (NoWorkerError, RequestError) as e:
             raise RolloutError(str(e)) from e
-
-    def _server_at(self, url: str) -> Server:
-        return next(server for server in self._servers if server.url == url)
 
     def _note_failure(self, server: Server, error: WorkerError) -> None:
         logger.warning(f"{error} Others generate its groups, if there are any.")
@@ -299,7 +287,6 @@ class RolloutServers:
 
     def _make_group(self, server: Server, instance: str) -> None:
         """Make the weights' group with a server anew."""
-        assert self._connect is not None
         server.session.headers[wire.INSTANCE_HEADER] = instance
         self._request(server, "post", "close_communicator/")
         # The old communicator holds on to the store of the group that was, and with it to its port.
@@ -309,7 +296,7 @@ class RolloutServers:
         alone.num_servers = 1
         alone.base_urls, alone.hosts = [server.url], [server.host]
         alone.sessions, alone.group_ports = [server.session], [server.group_port]
-        self._connect(alone)
+        connect(alone, self._timeout)
         [server.communicator] = alone.pynccl_comms
         self._use(self._servers)
 
@@ -381,8 +368,6 @@ class RolloutServers:
         if status in CALLERS_FAULTS:
             raise RequestError(f"{name} refused the request ({status}): {text}")
         if status != 200:
-            if status == 401 and REMEDY not in text:
-                text += f" {REMEDY}."
             kind = WorkerLostError if status == 503 else WorkerError
             raise kind(f"{name} answered {status}: {text}")
         try:

@@ -175,8 +175,6 @@ class ReplicaConnection:
             raise late from e
         except (EOFError, OSError) as e:
             raise WorkerLostError(f"a replica has ended ({type(e).__name__})") from e
-        except (TypeError, ValueError) as e:
-            raise WorkerLostError(f"a replica sent no numbered reply ({e})") from e
         finally:
             ends.cancel()
             self._is_free.release()

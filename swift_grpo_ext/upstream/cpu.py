@@ -84,7 +84,7 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
         _keep_freed_memory()
 
 
-@cache
+@cache  # torch compares functions where a second entry has the same priority
 def _load_onto_ranks() -> None:
     torch.serialization.register_package(PRIORITY, lambda storage: None, _located_on_cpu)
 

@@ -84,8 +84,6 @@ class Replica:
             connection.send(reply)
         elif fault == "answers another":
             self._child.send((0, reply))
-        elif fault == "answers without a number":
-            self._child.send(reply)
         else:
             connection.send(reply)
 

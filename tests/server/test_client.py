@@ -204,7 +204,6 @@ FAULTS = {
     "nonsense": "server 0 .* gave an answer that makes no sense",
     "503": "server 0 .* answered 503: .*replica 1 gave no answer",
     "500": "server 0 .* answered 500: .*replica 1 gave no answer",
-    "401": r"server 0 .* answered 401: .*machine HOST login swift password KEY.* in ~/\.netrc",
 }
 
 
@@ -240,17 +239,19 @@ def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
             assert {c.replica for c in completions} == {f"server 1 ({healthy.url}) replica 0"}
 
 
-def test_servers_are_connected_anew_where_they_changed() -> None:
+def test_servers_are_connected_anew_where_they_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer replicas, a start anew, none left, an update that failed."""
     other, server = Server(), Server(ours=ours_of(2))
     with running(other, server) as client:
         connected: list[Any] = []
 
-        def connect(alone: Any) -> None:
+        def connect(alone: Any, timeout: float) -> None:
+            assert timeout == TIMEOUT
             connected.append((alone.num_servers, alone.base_urls, alone.hosts, alone.group_ports))
             alone.pynccl_comms = ["a new group"]
 
-        servers = RolloutServers(client, TIMEOUT, connect)
+        monkeypatch.setattr(servers_module, "connect", connect)
+        servers = RolloutServers(client, TIMEOUT)
         assert client.sessions[1].headers[wire.INSTANCE_HEADER] == "first start"
         assert (servers.reconnect(), connected) == (False, [])
         for ours in (ours_of(1), ours_of(1, "second start")):
@@ -270,15 +271,16 @@ def test_servers_are_connected_anew_where_they_changed() -> None:
         assert (client.base_urls, client.num_servers) == ([other.url], 1)
 
 
-def test_a_group_that_cannot_be_made_is_tried_thrice() -> None:
+def test_a_group_that_cannot_be_made_is_tried_thrice(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(Server(), Server()) as client:
         tried: list[str] = []
 
-        def connect(alone: Any) -> None:
+        def connect(alone: Any, _: float) -> None:
             tried.extend(alone.base_urls)
             raise TimeoutError("no answer")
 
-        servers = RolloutServers(client, TIMEOUT, connect)
+        monkeypatch.setattr(servers_module, "connect", connect)
+        servers = RolloutServers(client, TIMEOUT)
         with pytest.raises(RolloutError, match=r"server 1 .*group was not made \(no answer\)"):
             servers.reconnect(again=True)
     assert len(tried) == 6
@@ -293,14 +295,17 @@ def test_with_no_server_left_weights_go_nowhere() -> None:
             servers.reconnect()
 
 
-def test_a_lost_server_leaves_the_other_its_own_group_and_name() -> None:
+def test_a_lost_server_leaves_the_other_its_own_group_and_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Between rounds: weights, requests and replica counts go on with the other's. Once it answers
     again, it is taken back with the next weight update, and has a group of its own."""
     lost, healthy = Server(ours=ours_of(3)), Server(ours=ours_of(2, "second"))
     with running(lost, healthy) as client:
-        servers = RolloutServers(
-            client, TIMEOUT, lambda alone: setattr(alone, "pynccl_comms", ["new"])
+        monkeypatch.setattr(
+            servers_module, "connect", lambda alone, _: vars(alone).update(pynccl_comms=["new"])
         )
+        servers = RolloutServers(client, TIMEOUT)
         lost.ours = ours_of(0)
         for _ in range(2):
             assert not servers.reconnect()
@@ -413,8 +418,7 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(
     args: Any = SimpleNamespace(output_dir="run", rollout_timeout=12.5, new_special_tokens=[])
     with running(Server()) as client:
         servers = connect_servers(client, args)
-    assert servers._connect is not None
-    servers._connect(alone)
+    servers_module.connect(alone, servers._timeout)
     owner, group = made
     assert owner.startswith("run (process ")
     assert group == (("host", 7), {"store_timeout": 12})
