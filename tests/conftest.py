@@ -15,9 +15,9 @@ settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FILES = [
-    *("launch", "scenarios", "restarts", "servers", "stop_training", "invariance", "failures"),
+    *("launch", "scenarios", "servers", "stop_training", "invariance", "failures"),
     *("options", "sharded", "resume", "replay", "training", "selftest"),
-    *("stops", "interrupt"),
+    *"stops",
     "../test_launch_script",
     *("../diversity/test_real_runs", "placeholders", "tool_call", "bad_data", "api_key"),
 ]

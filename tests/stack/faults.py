@@ -1,5 +1,5 @@
-"""A plugin for tests: rollout engines that fail in a given round, weights that are lost, trainers
-that are killed or wait.
+"""A plugin for tests: servers' engines that fail in a given round, weights that arrive changed,
+trainers that are killed or wait.
 
 What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults with the
 step at which a rollout meets them and the replica, with the word `weights`, or with the word
@@ -12,16 +12,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from swift.rewards import ORM, orms
 
-from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.engine import RolloutEngine
+from swift_grpo_ext.rollout import engine, wire
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import replicas
 
@@ -61,12 +60,7 @@ class Fate(ORM):
         return [0.0] * len(completions)
 
 
-class FailingEngine(RolloutEngine):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if any(fault.get("weights") == "ignore" for fault in FAULTS):
-            keep_first_weights(type(self.inner_model))
-
+class FailingEngine(engine.RolloutEngine):
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         for request in infer_requests:
             metadata = wire.read_metadata(wire.data_dict_of(request))
@@ -74,57 +68,30 @@ class FailingEngine(RolloutEngine):
                 meet(metadata.sample_id.step)
         return super()._batch_encode(infer_requests, *args, **kwargs)
 
-    def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        return super().reload_weights(spoil(list(weights)))
+
+def spoil_received_weights() -> None:
+    """Flip a bit of what a server's worker received, as a bad wire would."""
+    from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension as Extension
+
+    receive = Extension.process_weights_after_loading
+
+    def process_weights_after_loading(self: Any) -> None:
+        name, tensor = self._received[0]
+        flipped = tensor.clone()
+        flipped.view(torch.int32).view(-1)[0] ^= 1
+        self._received = [(name, flipped), *self._received[1:]]
+        receive(self)
+
+    Extension.process_weights_after_loading = (  # type: ignore[method-assign]
+        process_weights_after_loading
+    )
 
 
-def keep_first_weights(model: Any) -> None:
-    """Let a vLLM model say that it takes all weights, and hold on to those of the first update."""
-    load = model.load_weights
-    first: list[tuple[str, torch.Tensor]] = []
-
-    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        new = [(name, tensor.clone()) for name, tensor in weights]
-        first.extend(() if first else new)
-        return load(self, first)
-
-    model.load_weights = load_weights
-
-
-def spoil(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Weights as a bad wire would bring them."""
-    for fault in FAULTS:
-        if fault.get("weights") == "flip":
-            name, tensor = weights[0]
-            flipped = tensor.clone()
-            flipped.view(torch.int32).view(-1)[0] ^= 1
-            weights = [(name, flipped), *weights[1:]]
-    return weights
-
-
-def install() -> None:
-    import sys
-
-    from swift_grpo_ext.rollout import engine
-
-    orms["fate"] = Fate
-    replicas.MAX_RESTARTS = int(os.environ.get("MAX_RESTARTS", "3"))
-    engine.RolloutEngine = FailingEngine  # type: ignore[misc]  # the trainer installs it
-    rollout = sys.modules.get("swift.pipelines.infer.rollout")
-    if rollout is not None:
-        rollout.GRPOVllmEngine = FailingEngine  # type: ignore[attr-defined]
-    if any("weights" in fault for fault in FAULTS):
-        from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
-
-        receive = CPUWeightSyncWorkerExtension.process_weights_after_loading
-
-        def process_weights_after_loading(self: Any) -> None:
-            self._received = spoil(self._received)
-            receive(self)
-
-        CPUWeightSyncWorkerExtension.process_weights_after_loading = (  # type: ignore[method-assign]
-            process_weights_after_loading
-        )
-
-
-install()
+orms["fate"] = Fate
+replicas.MAX_RESTARTS = int(os.environ.get("MAX_RESTARTS", "3"))
+engine.RolloutEngine = FailingEngine  # type: ignore[misc]  # the server installs it
+rollout = sys.modules.get("swift.pipelines.infer.rollout")
+if rollout is not None:
+    rollout.GRPOVllmEngine = FailingEngine  # type: ignore[attr-defined]
+if any("weights" in fault for fault in FAULTS):
+    spoil_received_weights()

@@ -1,22 +1,21 @@
 """The machine's memory, shared by pytest's workers: what starts processes waits for its share.
 
-Without it, workers that are all at their largest run out of it, or are refused by preflight. First
-come, first served; but who holds memory already (a server, whose training is to start) goes first,
-for he gives nothing back before he is done.
+Without it, workers that are all at their largest run out of memory, or preflight refuses them.
+Each GiB that tests may take is a lock on a file, which a worker that dies gives back. First come,
+first served; but who holds memory already (a server, whose training is to start) does not wait in
+the row, and may take more, for he gives nothing back before he is done.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 COLOCATED_RANK = 3.5
 REPLICA = 2.9
@@ -32,72 +31,58 @@ WHOLE_SHARE = 0.78
 PATIENCE = 900
 """Seconds, after which a process starts all the same and preflight decides."""
 
-_LEDGER = Path(tempfile.gettempdir()) / "swift-grpo-ext-memory"
+_FOLDER = Path(tempfile.gettempdir()) / "swift-grpo-ext-memory"
+_held: list[FileLock] = []
+"""By this worker."""
 
 
 def needed(command: Sequence[str], env: Mapping[str, str]) -> float:
     """GiB that a `swift` command will take, with all the processes that it starts."""
+
+    def option(name: str, default: str) -> str:
+        return command[command.index(name) + 1] if name in command else default
+
     if "rollout" in command:
-        return REPLICA * int(_option(command, "--vllm_data_parallel_size", "1"))
-    has_engine = (
-        _option(command, "--vllm_mode", "colocate") == "colocate"
-        and _option(command, "--use_vllm", "true") == "true"
-    )
+        return REPLICA * int(option("--vllm_data_parallel_size", "1"))
+    is_colocated = option("--vllm_mode", "colocate") == "colocate"
+    has_engine = is_colocated and option("--use_vllm", "true") == "true"
     return (COLOCATED_RANK if has_engine else TRAINING_RANK) * int(env.get("NPROC_PER_NODE", "1"))
 
 
 @contextmanager
 def reserved(gib: float) -> Iterator[None]:
     """Hold `gib` of the machine's memory; waits for other tests to give back theirs."""
-    _LEDGER.mkdir(exist_ok=True)
-    entry = _LEDGER / f"{time.time_ns()}-{os.getpid()}-{uuid.uuid4().hex}"
-    waiting = entry.with_suffix(".waiting")
-    waiting.touch()
+    _FOLDER.mkdir(exist_ok=True)
+    total = psutil.virtual_memory().total / 2**30
+    share = int(total * (WHOLE_SHARE if _held else FIRST_SHARE))
+    count = max(0, min(round(gib), share - len(_held)))
     deadline = time.monotonic() + PATIENCE
-    try:
-        while not _enter(entry, gib) and time.monotonic() < deadline:
+    with ExitStack() as row:
+        if not _held:
+            row.enter_context(FileLock(_FOLDER / "row"))
+        while len(taken := _take(count, share)) < count and time.monotonic() < deadline:
+            for lock in taken:
+                lock.release()
             time.sleep(1)
-        waiting.unlink()
+    _held.extend(taken)
+    try:
         yield
     finally:
-        waiting.unlink(missing_ok=True)
-        entry.unlink(missing_ok=True)
+        for lock in taken:
+            lock.release()
+            _held.remove(lock)
 
 
-def _enter(entry: Path, gib: float) -> bool:
-    with FileLock(_LEDGER / "lock"):
-        held = [e for e in _living("*-*") if not e.suffix]
-        taken = sum(map(_gib, held))
-        has_some = any(_pid(e) == os.getpid() for e in held)
-        is_next = min(_living("*.waiting")).stem == entry.name
-        if not (has_some or is_next):
-            return False
-        share = WHOLE_SHARE if has_some else FIRST_SHARE
-        if taken and taken + gib > share * psutil.virtual_memory().total / 2**30:
-            return False
-        entry.write_text(str(gib), encoding="utf-8")
-    return True
-
-
-def _living(pattern: str) -> list[Path]:
-    """Entries of workers that live; those of the others are removed."""
-    entries = list(_LEDGER.glob(pattern))
-    for entry in entries:
-        if not psutil.pid_exists(_pid(entry)):
-            entry.unlink(missing_ok=True)
-    return [entry for entry in entries if psutil.pid_exists(_pid(entry))]
-
-
-def _gib(entry: Path) -> float:
-    try:
-        return float(entry.read_text(encoding="utf-8"))
-    except FileNotFoundError:  # given back in this moment
-        return 0
-
-
-def _pid(entry: Path) -> int:
-    return int(entry.name.split("-")[1])
-
-
-def _option(command: Sequence[str], name: str, default: str) -> str:
-    return command[command.index(name) + 1] if name in command else default
+def _take(count: int, share: int) -> list[FileLock]:
+    """Lock as many of the files as are free, `count` at most."""
+    taken: list[FileLock] = []
+    for number in range(share):
+        if len(taken) == count:
+            break
+        lock = FileLock(_FOLDER / str(number))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        taken.append(lock)
+    return taken

@@ -19,9 +19,9 @@ torch's log_softmax is off by 2.4e-4 with AVX-512 and by 6.0e-4 with AVX2, which
 lanes. A step makes a gap of 1 and more."""
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """All that `recorder.py` wrote, over all ranks."""
-    files = sorted(folder.glob("rank*.jsonl"))
+def read_records(folder: Path, kind: str = "rank") -> list[dict[str, Any]]:
+    """All that `recorder.py` wrote of this kind, over all ranks."""
+    files = sorted(folder.glob(f"{kind}*.jsonl"))
     return [json.loads(line) for f in files for line in f.read_text(encoding="utf-8").splitlines()]
 
 

@@ -10,13 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import psutil
 
@@ -26,6 +24,10 @@ from tests.stack.zygote import Forked
 ROOT = Path(__file__).resolve().parents[2]
 SWIFT = Path(sys.executable).with_name("swift")
 PLUGIN = "plugins/grpo_ext.py"
+EXTENSION = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main())"
+COMMAND = (sys.executable, "-c", EXTENSION)
+"""`swift-grpo-ext`, forked from the zygote."""
+
 MARKER = "SWIFT_GRPO_EXT_TEST"
 _OWN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # spinning would starve the others
 
@@ -40,12 +42,8 @@ class Finished:
     @property
     def cause(self) -> str:
         """The end of the output, without what torchrun adds to a rank's own words."""
-        return ending(self.output)
-
-
-def ending(output: str) -> str:
-    own = re.split(r"\n[^\n]*torch/distributed/elastic/multiprocessing/api.py", output)[0]
-    return own[-3000:]
+        torchruns = r"\n[^\n]*torch/distributed/elastic/multiprocessing/api.py"
+        return re.split(torchruns, self.output)[0][-3000:]
 
 
 @dataclass
@@ -64,8 +62,8 @@ class Running:
         """Return when `text` stands in the output; fails where process or time ends first."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
-            assert self.process.poll() is None, f"ended early:\n{ending(self.output)}"
-            assert time.monotonic() < deadline, f"no {text!r} yet:\n{ending(self.output)}"
+            assert self.process.poll() is None, f"ended early:\n{self.output[-3000:]}"
+            assert time.monotonic() < deadline, f"no {text!r} yet:\n{self.output[-3000:]}"
             time.sleep(0.2)
 
     def wait(self, seconds: float) -> Finished:
@@ -110,17 +108,27 @@ def started(
     `real`. Both outputs go to `log`, or standard output to `out`.
     """
     marker = uuid.uuid4().hex
+    own = {**_OWN, "MASTER_PORT": str(free_port()), **(env or {}), MARKER: marker}
+    environment = {**os.environ, **own}
+    is_forked = not real and command[0] in (str(SWIFT), sys.executable)
+    process: subprocess.Popen[bytes] | Forked
     with reserved(needed(command, env or {})):
-        environment = {
-            **os.environ,
-            **_OWN,
-            "MASTER_PORT": str(free_port()),
-            **(env or {}),
-            MARKER: marker,
-        }
         with log.open("wb") as f, out.open("wb") if out else nullcontext(f) as o:
-            start = _start if real or command[0] not in (str(SWIFT), sys.executable) else _fork
-            process = start(command, environment, (o, f))
+            if is_forked:
+                outputs = (o.fileno(), f.fileno())
+                process = Forked(command, cwd=ROOT, env=environment, outputs=outputs)
+            else:
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=o,
+                    stderr=f,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    # A shell's background jobs, and all below, ignore SIGINT: not so in a terminal.
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                )
         try:
             yield Running(process, log, marker)
         finally:
@@ -128,27 +136,6 @@ def started(
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
             process.wait()
-
-
-Outputs = tuple[BinaryIO, BinaryIO]
-
-
-def _fork(command: list[str], env: dict[str, str], outputs: Outputs) -> Forked:
-    return Forked(command, cwd=ROOT, env=env, outputs=[f.fileno() for f in outputs])
-
-
-def _start(command: list[str], env: dict[str, str], outputs: Outputs) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env,
-        stdout=outputs[0],
-        stderr=outputs[1],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        # A shell's background jobs, and all below, ignore SIGINT: not so in a terminal.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
 
 
 def swift(
@@ -164,7 +151,6 @@ def rollout_server(
     *argv: str,
     log: Path,
     env: dict[str, str] | None = None,
-    seconds: float = 600,
     port: int | None = None,
     command: str = "rollout",
 ) -> Iterator[int]:
@@ -172,19 +158,8 @@ def rollout_server(
     port = port or free_port()
     started_by = [str(SWIFT), command, "--port", str(port), "--host", "127.0.0.1", *argv]
     with started(started_by, log, env) as running:
-        deadline = time.monotonic() + seconds
-        while not _healthy(port):
-            assert running.process.poll() is None, ending(running.output)
-            assert time.monotonic() < deadline, ending(running.output)
-            time.sleep(0.5)
+        running.wait_for("Uvicorn running on", seconds=600)
         yield port
-
-
-def _healthy(port: int) -> bool:
-    url = f"http://127.0.0.1:{port}/health"
-    with suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
-        return bool(response.status == 200)
-    return False
 
 
 _FIRST, _LAST = 10_240, 32_000

@@ -1,5 +1,4 @@
-"""A plugin for tests: writes down what each rollout returned, with the step that it began at, and
-rewards samples by their position, so that every step has something to learn.
+"""A plugin for tests: writes down what each rollout returned, with the step that it began at.
 
 Loaded after `plugins/grpo_ext.py`; the folder comes from the environment variable `RECORD_DIR`.
 """
@@ -13,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import swift.template.base
-from swift.rewards import ORM, orms
-from swift.rewards.orm import CosineReward
 from swift.trainers import TrainerFactory
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from swift_grpo_ext.record.row import media_name
-from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training import RolloutGRPOTrainer
 
 
@@ -30,41 +26,41 @@ class RecordingTrainer(RolloutGRPOTrainer):
         return engine
 
     def _postprocess_rollout_outputs(self, samples: Any, outputs: Any) -> Any:
-        path = Path(os.environ["RECORD_DIR"]) / f"rank{self.accelerator.process_index}.jsonl"
-        with path.open("a", encoding="utf-8") as f:
-            # With --async_generate the main rank draws, and writes down, for all.
-            for sample, output in zip(samples, outputs, strict=True) if outputs else ():
-                choice = output.response.choices[0]
-                record = {
-                    "name": sample.request_id,
-                    "infos": output.rollout_infos,
-                    "weights": self._last_loaded_step,
-                    "step": self.state.global_step,
-                    "messages": sample.messages,
-                    "images": [media_name(image) for image in sample.images or ()],
-                    "videos": sample.videos or [],
-                    "audios": sample.audios or [],
-                    "solution": sample.extra.get("solution"),
-                    "token_ids": choice.token_ids,
-                    "turns": output.response_token_ids,
-                    "logprobs": _logprobs(output),
-                    "text": choice.message.content,
-                }
-                f.write(json.dumps(record, ensure_ascii=False) + "\n")
+        # With --async_generate the main rank draws, and writes down, for all.
+        for sample, output in zip(samples, outputs, strict=True) if outputs else ():
+            choice = output.response.choices[0]
+            self._write(
+                "rank",
+                name=sample.request_id,
+                infos=output.rollout_infos,
+                weights=self._last_loaded_step,
+                step=self.state.global_step,
+                messages=sample.messages,
+                images=[media_name(image) for image in sample.images or ()],
+                videos=sample.videos or [],
+                audios=sample.audios or [],
+                solution=sample.extra.get("solution"),
+                token_ids=choice.token_ids,
+                turns=output.response_token_ids,
+                logprobs=_logprobs(output),
+                text=choice.message.content,
+            )
         return super()._postprocess_rollout_outputs(samples, outputs)
 
     def _postprocess_batch(self, samples: Any, batches: Any) -> None:
         super()._postprocess_batch(samples, batches)
-        rank = self.accelerator.process_index
-        path = Path(os.environ["RECORD_DIR"]) / f"advantages{rank}.jsonl"
+        for sample in samples:
+            self._write(
+                "advantages",
+                name=sample.request_id,
+                advantage=float(sample.advantages),
+                chunk_size=self._logps._chunk_size,
+            )
+
+    def _write(self, kind: str, **record: Any) -> None:
+        path = Path(os.environ["RECORD_DIR"]) / f"{kind}{self.accelerator.process_index}.jsonl"
         with path.open("a", encoding="utf-8") as f:
-            for sample in samples:
-                record = {
-                    "name": sample.request_id,
-                    "advantage": float(sample.advantages),
-                    "chunk_size": self._logps._chunk_size,
-                }
-                f.write(json.dumps(record) + "\n")
+            f.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def _count_work(engine: Any, path: Path) -> None:
@@ -107,55 +103,8 @@ def _logprobs(output: Any) -> list[float]:
     """Flat where our engine answered, a dictionary for each token where ms-swift's form is kept."""
     if output.rollout_logprobs:
         return [p for turn in output.rollout_logprobs for p in turn]
-    return [t["logprob"] for t in output.response.choices[0].logprobs["content"]]
+    tokens = output.response.choices[0].logprobs or {"content": []}  # none without vLLM
+    return [token["logprob"] for token in tokens["content"]]
 
 
-class PositionReward(ORM):
-    """No two samples of a group are alike to the loss, whatever the policy answers."""
-
-    def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        return [float(i) for i in range(len(completions))]
-
-
-class NameReward(ORM):
-    """Follows from a sample's name; each group has a mean and a spread of its own."""
-
-    def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        sample_ids = [SampleId.parse(name) for name in request_id]
-        return [
-            float(sample_id.index**2 * (1 + sample_id.group) + sample_id.step)
-            for sample_id in sample_ids
-        ]
-
-
-class OddGroupsReward(ORM):
-    """Tells the samples of odd groups apart; dynamic sampling drops the even ones."""
-
-    def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        sample_ids = [SampleId.parse(name) for name in request_id]
-        return [float(sample_id.group % 2 * sample_id.index) for sample_id in sample_ids]
-
-
-class SilentReward(ORM):
-    """Says nothing of even groups."""
-
-    def __call__(
-        self, completions: list[str], request_id: list[str], **_: Any
-    ) -> list[float | None]:
-        sample_ids = [SampleId.parse(name) for name in request_id]
-        return [0.25 if sample_id.group % 2 else None for sample_id in sample_ids]
-
-
-class CosineOfDigits(CosineReward):
-    """ms-swift's, by the digit: its own judge of mathematics is a package that is not here."""
-
-    def __init__(self, args: Any = None) -> None:
-        super().__init__(args, accuracy_orm=orms["digit_accuracy"]())
-
-
-orms["cosine"] = CosineOfDigits
-orms["odd_groups_only"] = OddGroupsReward
-orms["silent"] = SilentReward
-orms["position"] = PositionReward
-orms["name"] = NameReward
 TrainerFactory.TRAINER_MAPPING["grpo"] = "recorder.RecordingTrainer"

@@ -10,16 +10,26 @@ from typing import Any
 
 import cv2
 import yaml
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.server.client import RolloutServers
 from tests.stack.policy import read_records
 from tests.stack.processes import PLUGIN, ROOT, Finished, free_port, swift
 
 Samples = dict[str, dict[str, Any]]
 """What `recorder.py` wrote down of each sample, by its name."""
 
+PLUGINS = (
+    "examples/digits/rewards.py",
+    "tests/stack/scenarios.py",
+    "tests/stack/recorder.py",
+)
+FAULTY = "tests/stack/faults.py"
 PRESET = ROOT / "examples/digits/grpo.yaml"
 GROUP_SIZE = 4
 BATCH = 12  # samples in a generation batch: 3 prompts, for 1, 2, 3 and 6 ranks
@@ -43,16 +53,10 @@ def write_rows(source: Path, target: Path, order: Sequence[int]) -> Path:
 
 
 def train(
-    assets: Path,
-    rows: Path,
-    folder: Path,
-    *argv: str,
-    ranks: int = 1,
-    steps: int = 3,
-    plugins: Sequence[str] = ("examples/digits/rewards.py", "tests/stack/recorder.py"),
+    assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1, steps: int = 3
 ) -> Samples:
     """The samples of a training, by name; its run is in `folder / "run"`, its log in `log`."""
-    finished = run_training(assets, rows, folder, *argv, ranks=ranks, steps=steps, plugins=plugins)
+    finished = run_training(assets, rows, folder, *argv, ranks=ranks, steps=steps)
     assert finished.returncode == 0, finished.cause
     by_name = recorded(folder)
     assert_logged(folder / "run", by_name, ranks)
@@ -74,16 +78,17 @@ def run_training(
     *argv: str,
     ranks: int = 1,
     steps: int = 3,
-    plugins: Sequence[str] = ("examples/digits/rewards.py", "tests/stack/recorder.py"),
+    plugins: Sequence[str] = (),
     env: dict[str, str] | None = None,
+    preset: Path = PRESET,
 ) -> Finished:
-    """A training of `train`, however it ends."""
+    """A training of `train`, however it ends; `plugins` are further ones."""
     record_dir = folder / "record"
     record_dir.mkdir(parents=True)
     command = [
-        *("rlhf", "examples/digits/grpo.yaml"),
+        *("rlhf", str(preset)),
         *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
-        *("--external_plugins", PLUGIN, *plugins),
+        *("--external_plugins", PLUGIN, *PLUGINS, *plugins),
         *("--output_dir", str(folder / "run"), "--add_version", "false"),
         *("--max_steps", str(steps), "--save_strategy", "no"),
         *("--num_generations", str(GROUP_SIZE), "--learning_rate", "0", "--warmup_steps", "0"),
@@ -146,6 +151,23 @@ def client_argv(*ports: int) -> list[str]:
     ]
 
 
+def drawn_by(*ports: int) -> tuple[list[str], RolloutServers]:
+    """Send each replica of running servers a request, by its number; return which replica says that
+    it drew each, and the connection. The prompts are of unequal lengths."""
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    servers = RolloutServers(VLLMInferClient(base_urls=urls), timeout=600.0)
+    asked, metadatas = [], []
+    for number in range(sum(servers.replicas)):
+        message = {"role": "user", "content": "word " * (1 + 100 * number)}
+        asked.append(RolloutInferRequest(messages=[message]))
+        sample_id = SampleId(phase="eval", step=0, number=0, group=number, index=0)
+        metadatas.append(
+            RequestMetadata(sample_id=sample_id, count=1, run_seed=42, packed=True, replica=number)
+        )
+    answers = servers.infer(asked, metadatas, RequestConfig(max_tokens=4, logprobs=True))
+    return [" ".join(c.replica.split()[-2:]) for [c], _ in answers], servers
+
+
 def token_ids(samples: Samples) -> dict[str, list[int]]:
     return {name: sample["token_ids"] for name, sample in samples.items()}
 
@@ -156,18 +178,13 @@ def logged_steps(run: Path) -> list[dict[str, Any]]:
     return [log for log in map(json.loads, lines) if "loss" in log]
 
 
-def assert_same(
-    samples: Samples,
-    reference: Samples,
-    steps: range = range(3),
-) -> None:
+def assert_same(samples: Samples, reference: Samples, steps: range = range(3)) -> None:
     """All samples of these steps are there, with the reference's prompts and tokens."""
     expected = {name: s for name, s in reference.items() if SampleId.parse(name).step in steps}
     assert len(expected) == BATCH * len(steps)
     assert token_ids(samples) == token_ids(expected)
-    assert {n: s["images"] for n, s in samples.items()} == {
-        n: s["images"] for n, s in expected.items()
-    }
+    for name, sample in samples.items():
+        assert sample["images"] == expected[name]["images"]
 
 
 def write_video(images: Sequence[str], path: Path) -> Path:

@@ -1,10 +1,15 @@
-"""A plugin for tests: conversations of two turns, an environment, rewards of known variance."""
+"""A plugin for tests: conversations of two turns, an environment, and rewards that follow from a
+sample's place or end."""
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 from swift.rewards import ORM, orms
+from swift.rewards.orm import CosineReward
 from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
@@ -39,14 +44,63 @@ class Examiner(Env):
         pass
 
 
-class OddGroups(ORM):
-    """Groups 1 and 2 of a round have variance, group 0 has none: dynamic sampling throws it out."""
+class Position(ORM):
+    """No two samples of a group are alike to the loss, whatever the policy answers."""
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [float(i) for i in range(len(completions))]
+
+
+class Name(ORM):
+    """Follows from a sample's name; each group has a mean and a spread of its own."""
 
     def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
-        sample_ids = [SampleId.parse(name) for name in request_id]
-        return [float(sample_id.index) if sample_id.group else 0.0 for sample_id in sample_ids]
+        ids = map(SampleId.parse, request_id)
+        return [float(i.index**2 * (1 + i.group) + i.step) for i in ids]
+
+
+class OddGroups(ORM):
+    """Tells the samples of odd groups apart; dynamic sampling drops the even ones."""
+
+    def __call__(self, completions: list[str], request_id: list[str], **_: Any) -> list[float]:
+        return [float(i.group % 2 * i.index) for i in map(SampleId.parse, request_id)]
+
+
+class Silent(ORM):
+    """Says nothing of even groups."""
+
+    def __call__(
+        self, completions: list[str], request_id: list[str], **_: Any
+    ) -> list[float | None]:
+        return [0.25 if i.group % 2 else None for i in map(SampleId.parse, request_id)]
+
+
+class Stopped(ORM):
+    """1 where a stop ended the completion; writes down what it is told of each."""
+
+    def __call__(
+        self,
+        completions: list[str],
+        rollout_infos: list[dict[str, Any]],
+        response_token_ids: list[Any],
+        is_truncated: list[bool],
+        **_: Any,
+    ) -> list[float]:
+        reasons = [infos["stop_reason"] for infos in rollout_infos]
+        told = zip(completions, reasons, response_token_ids, is_truncated, strict=True)
+        with (Path(os.environ["RECORD_DIR"]) / "rewards.jsonl").open("a", encoding="utf-8") as f:
+            f.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in told)
+        return [float(reason is not None) for reason in reasons]
+
+
+class CosineOfDigits(CosineReward):
+    """ms-swift's, by the digit: its own judge of mathematics is a package that is not here."""
+
+    def __init__(self, args: Any = None) -> None:
+        super().__init__(args, accuracy_orm=orms["digit_accuracy"]())
 
 
 multi_turns["ask_again"] = AskAgain
 envs["examiner"] = Examiner
-orms["odd_groups"] = OddGroups
+orms.update(position=Position, name=Name, odd_groups=OddGroups, silent=Silent, stopped=Stopped)
+orms["cosine"] = CosineOfDigits

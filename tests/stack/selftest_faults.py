@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from swift_grpo_ext.tools.selftest.worker import attempt, run_with_trainer
 
@@ -32,7 +33,7 @@ def shared_seeds(rig: Any) -> Iterator[None]:
         params.seed = 7
         return upstream(request_id, prompt, params, *args, **kwargs)
 
-    with replaced(engine, "add_request", add_request):
+    with patch.object(engine, "add_request", add_request):
         yield
 
 
@@ -48,7 +49,7 @@ def ignored_update(rig: Any) -> Iterator[None]:
         first.extend(() if first else new)
         return load(self, first)
 
-    with replaced(model, "load_weights", load_weights):
+    with patch.object(model, "load_weights", load_weights):
         rig.update_weights()
         yield
 
@@ -92,7 +93,7 @@ def mixed_up_images(_: Any) -> Iterator[None]:
         output.pooler_output = output.pooler_output.flip(0)
         return output
 
-    with replaced(FrozenTower, "_encode", turned):
+    with patch.object(FrozenTower, "_encode", turned):
         yield
 
 
@@ -103,21 +104,8 @@ def on_the_way(rig: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Itera
     def infer(infer_requests: Any, request_config: Any, **kwargs: Any) -> Any:
         return upstream(*change(infer_requests, request_config), **kwargs)
 
-    with replaced(rig.trainer, "_engine_infer", infer):
+    with patch.object(rig.trainer, "_engine_infer", infer):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    had_own, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 FAULTS = {

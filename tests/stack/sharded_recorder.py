@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swift.rewards import ORM, orms
 from swift.trainers import TrainerFactory
 
 from swift_grpo_ext.logits.shim import base_model
@@ -89,14 +88,6 @@ class ShardedRecordingTrainer(RolloutGRPOTrainer):
             f.write(json.dumps(line) + "\n")
 
 
-class PositionReward(ORM):
-    """No two samples of a group are alike to the loss, whatever the policy answers."""
-
-    def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        return [float(i) for i in range(len(completions))]
-
-
 if "ACCELERATE_TORCH_DEVICE" in os.environ:  # which sharded trainings are given
     shard_on_cpu()
-orms["position"] = PositionReward
 TrainerFactory.TRAINER_MAPPING["grpo"] = "sharded_recorder.ShardedRecordingTrainer"

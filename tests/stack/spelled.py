@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
-END = 151645  # <|im_end|>
+VOCABULARY = 151_936
+END = 151_645  # <|im_end|>
 ENDING = 0
 """The channel of tokens that end a sequence."""
 
 LOUD = 100.0
 """Size of an embedding, beside which the norm's epsilon is nothing."""
-
-COPIED = ("*.json", "*.jinja")
 
 
 def write_speller(base: Path, folder: Path, sequences: Iterable[Sequence[int]]) -> Path:
@@ -56,7 +55,7 @@ def write_speller(base: Path, folder: Path, sequences: Iterable[Sequence[int]]) 
             embedding_VH[token, channel] = LOUD
             head_VH[successor, channel] = gain(channel) / math.sqrt(width)
     folder.mkdir(parents=True)
-    for pattern in COPIED:
+    for pattern in ("*.json", "*.jinja"):
         for file in base.glob(pattern):
             shutil.copy(file, folder)
     model.save_pretrained(folder)
@@ -79,14 +78,8 @@ def gain(channel: int) -> float:
     return 8.0 + channel % 7 / 2
 
 
-def logprob(channel: int, vocabulary_size: int) -> float:
-    """Of a channel's token at temperature 1, in nats."""
-    return -math.log1p((vocabulary_size - 1) * math.exp(-gain(channel)))
-
-
-def expected_logprobs(
-    sequences: Iterable[Sequence[int]], token_ids: Sequence[int], vocabulary_size: int
-) -> list[float]:
-    """Of sampled tokens, the first of `token_ids` being the last of the prompt."""
+def expected_logprobs(sequences: Iterable[Sequence[int]], token_ids: Sequence[int]) -> list[float]:
+    """In nats at temperature 1, of sampled tokens; `token_ids` begin with the prompt's last."""
     channels = {token: i for i, token in enumerate(successors_of(sequences), start=1)}
-    return [logprob(channels.get(token, ENDING), vocabulary_size) for token in token_ids[:-1]]
+    gains = [gain(channels.get(token, ENDING)) for token in token_ids[:-1]]
+    return [-math.log1p((VOCABULARY - 1) * math.exp(-g)) for g in gains]

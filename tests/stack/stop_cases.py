@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-MAX_TOKENS = 40
 NEW_TOKEN = "<|halt|>"
 """A token of `--new_special_tokens`."""
 
@@ -33,7 +32,7 @@ class Case:
     reason: str | int | None
     words: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
-    max_tokens: int = MAX_TOKENS
+    max_tokens: int = 40
     question: str = "Which?"
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from swift.model import get_model_processor, get_processor
 from swift.template import get_template
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 from tests.stack.stop_cases import CASES, NEW_TOKEN, Case
@@ -30,18 +31,15 @@ COUNT = 2
 SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
 
 
-def make_request(case: Case, metadata: RequestMetadata) -> RolloutInferRequest:
+def make_request(
+    case: Case, *, packed: bool, include: bool, count: int
+) -> tuple[RolloutInferRequest, RequestMetadata, RequestConfig]:
     messages = [
         {"role": "user", "content": case.question},
         {"role": "assistant", "content": case.start},  # goes on from here
     ]
     request = RolloutInferRequest(messages=messages)
-    wire.write_metadata(request.data_dict, metadata)
-    return request
-
-
-def make_envelope(case: Case, *, packed: bool, include: bool, count: int) -> RequestMetadata:
-    return RequestMetadata(
+    metadata = RequestMetadata(
         sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
         count=count,
         run_seed=42,
@@ -49,10 +47,8 @@ def make_envelope(case: Case, *, packed: bool, include: bool, count: int) -> Req
         stop_token_ids=case.ids,
         include_stop_str_in_output=include,
     )
-
-
-def make_config(case: Case) -> RequestConfig:
-    return RequestConfig(
+    wire.write_metadata(request.data_dict, metadata)
+    config = RequestConfig(
         max_tokens=case.max_tokens,
         temperature=1.0,
         top_k=1,  # greedy, but vLLM draws several samples of it
@@ -60,29 +56,23 @@ def make_config(case: Case) -> RequestConfig:
         return_details=True,
         logprobs=True,
     )
+    return request, metadata, config
 
 
-def record(completion: Completion) -> dict[str, Any]:
+def record(answer: Any, text: str, logprobs: Any) -> dict[str, Any]:
     return {
-        "text": completion.text,
-        "token_ids": np.asarray(completion.token_ids).tolist(),
-        "logprobs": np.asarray(completion.logprobs).tolist(),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
+        "text": text,
+        "token_ids": np.asarray(answer.token_ids).tolist(),
+        "logprobs": np.asarray(logprobs).tolist(),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
     }
 
 
-def record_of_choice(choice: Any, infos: dict[str, Any] | None = None) -> dict[str, Any]:
-    if infos is not None:
-        assert infos["stop_reason"] == choice.stop_reason
-    content = choice.logprobs["content"] if choice.logprobs else []
-    return {
-        "text": choice.message.content,
-        "token_ids": list(choice.token_ids),
-        "logprobs": [token["logprob"] for token in content],
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
+def record_of_choice(choice: Any) -> dict[str, Any]:
+    """Of ms-swift's form."""
+    logprobs = [token["logprob"] for token in choice.logprobs["content"]]
+    return record(choice, choice.message.content, logprobs)
 
 
 class Drawing:
@@ -94,7 +84,7 @@ class Drawing:
         apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
         processor = get_processor(model, new_special_tokens=[NEW_TOKEN], **SETTINGS)
         self.is_async = use_async
-        self.detokenized: list[bool] = []
+        self.detokenized: set[bool] = set()
         self.engine = RolloutEngine(
             model,
             template=get_template(processor, template_type="qwen2_5_vl"),
@@ -105,86 +95,73 @@ class Drawing:
             engine_kwargs={"kv_cache_memory_bytes": 2**27},
             **SETTINGS,
         )
-        self._watch_detokenizing()
-
-    def _watch_detokenizing(self) -> None:
-        name = "generate" if self.is_async else "add_request"
+        name, place = ("generate", 1) if use_async else ("add_request", 2)
         upstream = getattr(self.engine.engine, name)
-        at = 1 if self.is_async else 2
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self.detokenized.append(args[at].detokenize)
+            self.detokenized.add(args[place].detokenize)
             return upstream(*args, **kwargs)
 
         setattr(self.engine.engine, name, watched)
 
-    async def draw(self, case: Case, *, packed: bool, include: bool) -> list[dict[str, Any]]:
-        metadata = make_envelope(case, packed=packed, include=include, count=COUNT)
-        request = make_request(case, metadata)
+    async def draw(
+        self, case: Case, *, include: bool, packed: bool = True, serves: bool = False
+    ) -> list[dict[str, Any]]:
+        self.engine._serves = serves
+        request, metadata, config = make_request(case, packed=packed, include=include, count=COUNT)
         if self.is_async:
-            outputs = await self.engine.async_infer([request], make_config(case), use_tqdm=False)
+            [output] = await self.engine.async_infer([request], config, use_tqdm=False)
         else:
-            outputs = self.engine.infer([request], make_config(case), use_tqdm=False)
-        response = outputs[0].response
-        if packed:
-            answer = outputs[0].rollout_infos.get(wire.KEY)
-            if answer is None:
-                return [record(c) for c in response.completions]
-            answer = json.loads(json.dumps(answer))  # over HTTP
-            return [record(c) for c in wire.unpack_answer(answer, metadata, "server 0")[0]]
-        return [record_of_choice(choice) for choice in response.choices]
+            [output] = self.engine.infer([request], config, use_tqdm=False)
+        if not packed:
+            return [record_of_choice(choice) for choice in output.response.choices]
+        if serves:
+            answer = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
+            completions, _ = wire.unpack_answer(answer, metadata, "server 0")
+        else:
+            completions = output.response.completions
+        return [record(c, c.text, c.logprobs) for c in completions]
 
     async def draw_all(self) -> dict[str, Any]:
         results: dict[str, Any] = {}
         for case in CASES:
             for include in (True, False):
-                del self.detokenized[:]
+                self.detokenized.clear()
                 forms = {
-                    "lean": await self.draw(case, packed=True, include=include),
-                    "ms-swift's": await self.draw(case, packed=False, include=include),
+                    "lean": await self.draw(case, include=include),
+                    "ms-swift's": await self.draw(case, include=include, packed=False),
+                    "served": await self.draw(case, include=include, serves=True),
                 }
-                self.engine._serves = True
-                forms["served"] = await self.draw(case, packed=True, include=include)
-                self.engine._serves = False
-                results[f"{case.name}/{include}"] = {
-                    "forms": forms,
-                    "detokenized": sorted(set(self.detokenized)),
-                }
+                detokenized = sorted(self.detokenized)
+                results[f"{case.name}/{include}"] = {"forms": forms, "detokenized": detokenized}
         return results
 
 
 def draw_with_transformers(model_dir: str) -> dict[str, Any]:
-    """All cases that share their settings go through in one batch, which pads them."""
+    """Each case stands in a batch between two that end sooner or later than it."""
     from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
 
     model, processor = get_model_processor(model_dir, new_special_tokens=[NEW_TOKEN], **SETTINGS)
     template = get_template(processor, template_type="qwen2_5_vl")
     engine = RolloutTransformersEngine(model.eval(), template=template, max_batch_size=0)
+    long, short = [c for c in CASES if c.start in ("Dave", "FIN")][:2]
     results: dict[str, Any] = {}
     for case in CASES:
-        # Neighbours in the batch end sooner or later than it.
-        others = [c for c in CASES if c.start in ("Dave", "FIN")][:2]
         for include in (True, False):
-            requests = [
-                make_request(one, make_envelope(case, packed=False, include=include, count=1))
-                for one in (others[0], case, others[1])
-            ]
-            _, output, _ = engine.infer(requests, make_config(case), use_tqdm=False)
-            (choice,) = output.response.choices
-            results[f"{case.name}/{include}"] = {
-                "forms": {"batch": [record_of_choice(choice, output.rollout_infos)]}
-            }
+            batch = (replace(one, ids=case.ids) for one in (long, case, short))
+            made = [make_request(one, packed=False, include=include, count=1) for one in batch]
+            requests, config = [request for request, _, _ in made], made[1][2]
+            _, output, _ = engine.infer(requests, config, use_tqdm=False)
+            [choice] = output.response.choices
+            assert output.rollout_infos["stop_reason"] == choice.stop_reason
+            results[f"{case.name}/{include}"] = {"forms": {"batch": [record_of_choice(choice)]}}
     return results
 
 
-def main() -> None:
+if __name__ == "__main__":
     model, engine, output = sys.argv[1:]
     if engine == "transformers":
         results = draw_with_transformers(model)
     else:
         results = asyncio.run(Drawing(model, engine == "async").draw_all())
     Path(output).write_text(json.dumps(results, ensure_ascii=False), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -27,49 +27,41 @@ def server(assets: Path, folder: Path) -> Iterator[int]:
         yield port
 
 
-@pytest.mark.parametrize(
-    ("name", "argv", "messages"),
-    [
-        (
-            "rank",
-            ("--lora_rank", "64"),
-            (
-                "LoRA rank 64 is greater than max_lora_rank 16",
-                "Give `swift rollout` a --vllm_max_lora_rank that is at least the adapter's rank",
-            ),
-        ),
-        (
-            "tower",
-            ("--freeze_vit", "false"),
-            ("it ignores those of 10 modules (visual.blocks.0.attn.proj, ", "--freeze_vit true"),
-        ),
-    ],
-)
+REFUSED = {
+    "rank": (
+        ("--lora_rank", "64"),
+        "LoRA rank 64 is greater than max_lora_rank 16",
+        "Give `swift rollout` a --vllm_max_lora_rank that is at least the adapter's rank",
+    ),
+    "tower": (
+        ("--freeze_vit", "false"),
+        "it ignores those of 10 modules (visual.blocks.0.attn.proj, ",
+        "--freeze_vit true",
+    ),
+}
+"""Arguments, and what the error says."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
 def test_what_a_server_refuses_ends_the_run(
-    name: str,
-    argv: tuple[str, ...],
-    messages: tuple[str, ...],
-    assets: Path,
-    rows: Path,
-    folder: Path,
-    server: int,
+    case: str, assets: Path, rows: Path, tmp_path: Path, server: int
 ) -> None:
-    run = folder / f"{name}-apart"
-    finished = run_training(assets, rows, run, *IN_LANGUAGE, *argv, *client_argv(server), ranks=2)
+    argv, *messages = REFUSED[case]
+    client = client_argv(server)
+    finished = run_training(assets, rows, tmp_path, *IN_LANGUAGE, *argv, *client, ranks=2)
     assert finished.returncode != 0
     assert f"WeightUpdateError: worker 0 of server 0 (http://127.0.0.1:{server})" in finished.output
     for message in messages:
         assert message in finished.output
-    assert not list((run / "record").glob("rank*.jsonl")), "a round was drawn"
+    assert not list((tmp_path / "record").glob("rank*.jsonl")), "a round was drawn"
 
 
 @pytest.mark.parametrize("mode", ["server", "colocate"])
 def test_engines_draw_with_the_adapter(
-    mode: str, assets: Path, learning_rows: Path, folder: Path, request: pytest.FixtureRequest
+    mode: str, assets: Path, learning_rows: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Those of each step's checkpoint, on both replicas; in a colocated engine, which vLLM gives
     the trainer's own memory, training goes on from the adapter that it was."""
     where = client_argv(request.getfixturevalue("server")) if mode == "server" else APART
-    run = folder / f"{mode}-apart"
-    train(assets, learning_rows, run, *LEARNING, *IN_LANGUAGE, *where, ranks=2)
-    policy.assert_sampled_with_trained_weights(run, assets / "tiny_vlm", 3)
+    train(assets, learning_rows, tmp_path, *LEARNING, *IN_LANGUAGE, *where, ranks=2)
+    policy.assert_sampled_with_trained_weights(tmp_path, assets / "tiny_vlm", 3)

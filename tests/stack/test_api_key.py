@@ -12,14 +12,12 @@ import pytest
 import requests
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import to_rows
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import BATCH, client_argv, run_training, server_argv
 
 pytestmark = pytest.mark.stack
 
 KEY = "the-key-of-this-test"
-NETRC = f"machine 127.0.0.1 login swift password {KEY}\n"
 SECONDS_TO_END = 600
 """From its start; a client that would try again has no end."""
 
@@ -54,7 +52,6 @@ def test_the_server_asks_for_its_key_and_listens_where_it_is_told(
     refused = requests.post(url)
     assert refused.status_code == 401
     assert "401 Unauthorized: the API key is missing" in refused.json()["detail"]
-    assert requests.post(url, headers={"Authorization": "Bearer key"}).status_code == 401
     answer = requests.post(url, headers={"Authorization": f"Bearer {KEY}"})
     assert answer.json()["engine_type"] == "LLMEngine"
     with pytest.raises(ConnectionRefusedError), socket.socket() as elsewhere:
@@ -62,30 +59,23 @@ def test_the_server_asks_for_its_key_and_listens_where_it_is_told(
     log = (server_folder / "log").read_text(encoding="utf-8")
     assert "api_key='***'" in log
     assert "without an API key" not in log
-    assert_nowhere(server_folder)
 
 
-def test_a_training_with_the_key_in_its_netrc(
-    assets: Path, rows: Path, port: int, server_folder: Path, tmp_path: Path
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_training_needs_the_key_in_its_netrc(
+    has_key: bool, assets: Path, rows: Path, port: int, server_folder: Path, tmp_path: Path
 ) -> None:
-    netrc = tmp_path / "netrc"
-    netrc.write_text(NETRC)
-    run, env = tmp_path / "run", {"NETRC": str(netrc)}
-    finished = run_training(assets, rows, run, *client_argv(port), steps=2, env=env)
-    assert finished.returncode == 0, finished.cause
-    assert len(list(to_rows(read_samples(run / "run")))) == 2 * BATCH
-    assert (run / "run/args.json").exists()
-    assert_nowhere(run)
-    assert_nowhere(server_folder)
-
-
-def test_a_training_without_the_key_ends_and_says_how_to_give_it(
-    assets: Path, rows: Path, port: int, tmp_path: Path
-) -> None:
-    began = time.monotonic()
-    env = {"NETRC": "/dev/null"}
-    finished = run_training(assets, rows, tmp_path, *client_argv(port), ranks=2, env=env)
+    netrc, run, began = tmp_path / "netrc", tmp_path / "run", time.monotonic()
+    netrc.write_text(f"machine 127.0.0.1 login swift password {KEY}\n" if has_key else "")
+    env = {"NETRC": str(netrc)}
+    finished = run_training(assets, rows, run, *client_argv(port), ranks=2, steps=2, env=env)
     assert time.monotonic() - began < SECONDS_TO_END
-    assert finished.returncode != 0
-    assert "401 Unauthorized: the API key is missing" in finished.output, finished.cause
-    assert "`machine HOST login swift password KEY` in ~/.netrc" in finished.output
+    assert (finished.returncode == 0) is has_key, finished.cause
+    if has_key:
+        assert len(read_samples(run / "run")) == 2 * BATCH
+        assert (run / "run/args.json").exists()
+        assert_nowhere(run)
+        assert_nowhere(server_folder)
+    else:
+        assert "401 Unauthorized: the API key is missing" in finished.output
+        assert "`machine HOST login swift password KEY` in ~/.netrc" in finished.output

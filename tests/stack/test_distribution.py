@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 from swift_grpo_ext.record.reader import read_samples
 from tests.stack.processes import ROOT
+from tests.stack.rounds import PRESET
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / ".git").exists(), reason="what is tracked is known in a clone only"
@@ -93,10 +94,6 @@ def run(installed: Path, cwd: Path, entry: str, *argv: str) -> str:
     return done.stdout
 
 
-def plugin_path(installed: Path, cwd: Path) -> str:
-    return run(installed, cwd, "swift_grpo_ext.tools.cli:main", "plugin-path").strip()
-
-
 def test_the_sdist_holds_what_is_tracked(unpacked: Path) -> None:
     """But for what git itself reads, pictures and results of benchmarks (MANIFEST.in)."""
     left_out = {name for name in tracked() if not (unpacked / name).exists()}
@@ -127,32 +124,29 @@ def test_an_installation_changes_no_other_package(wheel: Path) -> None:
     assert changed <= {"swift-grpo-ext"}, "an index was asked for more"
 
 
-def test_the_plugin_file_is_found(installed: Path, tmp_path: Path) -> None:
-    file = Path(plugin_path(installed, tmp_path))
-    assert file.is_relative_to(installed)
-    assert "swift_grpo_ext.register()" in file.read_text(encoding="utf-8")
+@pytest.fixture
+def plugin(installed: Path, tmp_path: Path) -> str:
+    return run(installed, tmp_path, "swift_grpo_ext.tools.cli:main", "plugin-path").strip()
+
+
+def test_the_plugin_file_is_found(plugin: str, installed: Path) -> None:
+    assert Path(plugin).is_relative_to(installed)
+    assert "swift_grpo_ext.register()" in Path(plugin).read_text(encoding="utf-8")
 
 
 @pytest.mark.stack
 @pytest.mark.extra
 def test_a_training_takes_the_plugin_from_the_wheel(
-    installed: Path, tmp_path: Path, assets: Path
+    plugin: str, installed: Path, tmp_path: Path, assets: Path
 ) -> None:
     """As in the README, in a folder that holds a reward function and nothing else."""
     (tmp_path / "exact.py").write_text(REWARD, encoding="utf-8")
     argv = [
-        *("rlhf", "--rlhf_type", "grpo", "--model", str(assets / "tiny_vlm")),
-        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--check_model", "false"),
-        *("--dataset", str(assets / "digits/train.jsonl"), "--split_dataset_ratio", "0"),
-        *("--external_plugins", plugin_path(installed, tmp_path), "exact.py"),
-        *("--reward_funcs", "exact", "--callbacks", "diversity", "--max_steps", "1"),
-        *("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_len", "512"),
-        *("--vllm_enforce_eager", "true"),
-        *("--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 134217728}'),
-        *("--num_generations", "4", "--per_device_train_batch_size", "8"),
-        *("--max_completion_length", "8", "--torch_dtype", "float32", "--tuner_type", "full"),
-        *("--save_strategy", "no", "--report_to", "none", "--add_version", "false"),
-        *("--output_dir", "run"),
+        *("rlhf", str(PRESET), "--model", str(assets / "tiny_vlm"), "--save_strategy", "no"),
+        *("--dataset", str(assets / "digits/train.jsonl"), "--max_steps", "1"),
+        *("--external_plugins", plugin, "exact.py", "--reward_funcs", "exact"),
+        *("--reward_weights", "1.0", "--callbacks", "diversity", "--num_generations", "4"),
+        *("--per_device_train_batch_size", "8", "--add_version", "false", "--output_dir", "run"),
     ]
     run(installed, tmp_path, "swift.cli.main:cli_main", *argv)
     assert len(read_samples(tmp_path / "run")) == 8

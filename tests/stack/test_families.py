@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +22,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.record.row import to_rows
 from swift_grpo_ext.training.agreement import gap_limit
 from tests.stack import rounds
 from tests.stack.conftest import once
-from tests.stack.processes import PLUGIN, ROOT, Finished, rollout_server
+from tests.stack.policy import read_records
+from tests.stack.processes import ROOT, Finished, rollout_server
 from tests.stack.rounds import client_argv, run_training
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -36,22 +37,20 @@ from tiny_vlm.tokenizer import find_ranks_file, read_ranks
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
 QUESTION = "Which digit is this?"
-WITH_IMAGES = [
-    *(f"<image>{QUESTION}", f"{QUESTION}\n<image>", f"Here:\n<image>\n{QUESTION} <image> Both?"),
-    "Which digits are there?",
-]
-WITH_VIDEOS = [
-    *(f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),
-    "Which digits are there?",
-]
-WITH_AUDIO = [
-    *(f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
-    "Which digits are there?",
-]
-FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
+PROMPTS = {
+    "images": (
+        *(f"<image>{QUESTION}", f"{QUESTION}\n<image>"),
+        f"Here:\n<image>\n{QUESTION} <image> Both?",
+    ),
+    "videos": (f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),
+    "audio": (f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
+    "words": ("One?", "Two?", "Three?"),
+}
+"""By what they show; a fourth one shows nothing."""
 
-WORDS_ALONE = ["One?", "Two?", "Three?", "Four?"]
-BATCH = len(WITH_IMAGES) * rounds.GROUP_SIZE
+FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
+NUM_PROMPTS = 4
+BATCH = NUM_PROMPTS * rounds.GROUP_SIZE
 STOP = "er"
 """Spelled by one in twenty tokens."""
 
@@ -113,50 +112,28 @@ def configured_placeholders(folder: Path) -> list[int]:
     return [v for k, v in config.items() if re.fullmatch(names, k)]
 
 
-def write_rows(assets: Path, path: Path, prompts: list[str]) -> Path:
+def write_rows(assets: Path, path: Path, prompts: Sequence[str]) -> Path:
     """Each prompt with images and tones of its own; a video shows four images, one a second."""
     lines = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
     images = [json.loads(line)["images"][0] for line in lines]
     video = str(rounds.write_video(images[:4], path.with_name("digits.mp4")))
-    rows: list[dict[str, Any]] = []
-    for i, prompt in enumerate(prompts):
-        count = prompt.count("<image>")
-        messages = [{"role": "user", "content": prompt}]
-        row = {"messages": messages, "images": images[i : i + count], "solution": "1"}
-        row["videos"] = [video] * prompt.count("<video>")
-        if "<audio>" in prompt:
-            row["audios"] = [str(write_tone(path.with_name(f"{i}.wav"), 220.0 * (i + 1)))]
-        rows.append(row)
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    with path.open("w", encoding="utf-8") as file:
+        for i, prompt in enumerate(prompts):
+            row = {"messages": [{"role": "user", "content": prompt}], "solution": "1"}
+            row["images"] = images[i : i + prompt.count("<image>")]
+            row["videos"] = [video] * prompt.count("<video>")
+            if "<audio>" in prompt:
+                row["audios"] = [write_tone(path.with_name(f"{i}.wav"), 220.0 * (i + 1))]
+            file.write(json.dumps(row) + "\n")
     return path
 
 
-def write_tone(path: Path, hertz: float) -> Path:
+def write_tone(path: Path, hertz: float) -> str:
     """One second at 16 kHz."""
     import soundfile
 
     soundfile.write(path, 0.5 * np.sin(2 * np.pi * hertz * np.arange(16_000) / 16_000), 16_000)
-    return path
-
-
-def model_argv(family: Family, model: Path) -> list[str]:
-    return ["--model", str(model), *family.swift_argv]
-
-
-def train(
-    family: Family,
-    model: Path,
-    assets: Path,
-    folder: Path,
-    *argv: str,
-    ranks: int = 1,
-    prompts: list[str] | None = None,
-) -> rounds.Samples:
-    finished = start(family, model, assets, folder, *argv, ranks=ranks, prompts=prompts)
-    assert finished.returncode == 0, finished.cause
-    samples = rounds.recorded(folder / "training")
-    rounds.assert_logged(folder / "training/run", samples, ranks)
-    return samples
+    return str(path)
 
 
 def start(
@@ -166,18 +143,17 @@ def start(
     folder: Path,
     *argv: str,
     ranks: int = 1,
-    prompts: list[str] | None = None,
+    shown: str = "",
 ) -> Finished:
     """The training of `train`, however it ends."""
-    folder.mkdir(parents=True)
-    prompts = prompts or (WITH_IMAGES if family.images else WORDS_ALONE)
-    prompts = [prompt.replace(*family.without) for prompt in prompts]
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = shown or ("images" if family.images else "words")
+    prompts = (*PROMPTS[shown], "Which digits are there?")
+    prompts = tuple(prompt.replace(*family.without) for prompt in prompts)
     return run_training(
-        assets,
-        write_rows(assets, folder / "rows.jsonl", prompts),
-        folder / "training",
-        *model_argv(family, model),
-        *("--learning_rate", "2e-3", "--temperature", "1.0", "--stop_words", STOP),
+        *(assets, write_rows(assets, folder / "rows.jsonl", prompts), folder),
+        *("--model", str(model), *family.swift_argv, "--stop_words", STOP),
+        *("--learning_rate", "2e-3", "--temperature", "1.0"),
         *("--per_device_train_batch_size", str(BATCH // ranks)),
         *("--ddp_find_unused_parameters", "true"),  # words alone ask no vision tower
         *argv,
@@ -185,20 +161,30 @@ def start(
     )
 
 
+def train(
+    family: Family,
+    model: Path,
+    assets: Path,
+    folder: Path,
+    *argv: str,
+    ranks: int = 1,
+    shown: str = "",
+) -> rounds.Samples:
+    finished = start(family, model, assets, folder, *argv, ranks=ranks, shown=shown)
+    assert finished.returncode == 0, finished.cause
+    samples = rounds.recorded(folder)
+    rounds.assert_logged(folder / "run", samples, ranks)
+    return samples
+
+
 def assert_agrees(folder: Path) -> float:
     """The largest mean gap of a round, in nats."""
-    steps = metrics_of(folder)
+    steps = rounds.logged_steps(folder / "run")
+    assert len(steps) == 3
     gap = max(max(step["rollout_gap/mean"], step["rollout_gap/canary"]) for step in steps)
     assert gap < gap_limit(32)
     assert all(step["grad_norm"] > 0 for step in steps)
     return float(gap)
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Of each step."""
-    steps = rounds.logged_steps(folder / "training/run")
-    assert len(steps) == 3
-    return steps
 
 
 def first_round(samples: rounds.Samples) -> dict[str, list[int]]:
@@ -207,8 +193,8 @@ def first_round(samples: rounds.Samples) -> dict[str, list[int]]:
     return tokens
 
 
-def rows_of(folder: Path) -> list[SampleRow]:
-    return to_rows(read_samples(folder / "training/run"))
+def text_of(*files: Path) -> str:
+    return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 @pytest.fixture(scope="module")
@@ -225,30 +211,20 @@ def whole(
 
 def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> None:
     gap = assert_agrees(whole)
-    rows = rows_of(whole)
+    rows = to_rows(read_samples(whole / "run"))
     assert len({tuple(row.token_ids) for row in rows}) > 30
     stopped = [row for row in rows if row.stop_reason == STOP]
     assert len(stopped) > 5
     assert all(row.text.endswith(STOP) and row.text.count(STOP) == 1 for row in stopped)
     assert all(STOP not in row.text for row in rows if row.stop_reason != STOP)
-    log = (whole / "training/log").read_text(encoding="utf-8", errors="replace")
-    work = _lines(whole / "training/record/engine.jsonl")
+    work = read_records(whole / "record", "engine")
     requests = [record for record in work if record.get("samples") == rounds.GROUP_SIZE]
-    note(
-        family,
-        "whole",
-        gap=gap,
-        line_breaks="writes other line breaks" in log,
-        stopped=len(stopped),
-        samples=len(rows),
-    )
-    assert len(requests) == 3 * len(WITH_IMAGES)  # a group is one request
+    assert len(requests) == 3 * NUM_PROMPTS  # a group is one request
     placeholders = set(configured_placeholders(model)) if family.images else set()
     assert not placeholders.intersection(i for row in rows for i in row.token_ids)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    line_breaks = "writes other line breaks" in text_of(whole / "log")
+    found = {"line_breaks": line_breaks, "stopped": len(stopped), "samples": len(rows)}
+    note(family, "whole", gap=gap, **found)
 
 
 def test_lora_on_two_ranks(
@@ -257,14 +233,13 @@ def test_lora_on_two_ranks(
     """Before it has learned anything, it draws what one rank draws for all weights. The vision
     tower is frozen, and sees each image once a round; training reads a group's prompt once."""
     argv = (*rounds.LORA, *FROZEN, *family.lora, "--logps_shared_prompt", "true")
-    samples = train(family, model, assets, tmp_path / "lora", *argv, ranks=2)
-    gap = assert_agrees(tmp_path / "lora")
-    for log in metrics_of(tmp_path / "lora"):
-        assert (log.get("media/encoded", 0) > 0) == family.images
-    assert first_round(samples) == first_round(rounds.recorded(whole / "training"))
-    log = (tmp_path / "lora/training/log").read_text(encoding="utf-8", errors="replace")
+    samples = train(family, model, assets, tmp_path, *argv, ranks=2)
+    gap = assert_agrees(tmp_path)
+    for step in rounds.logged_steps(tmp_path / "run"):
+        assert (step.get("media/encoded", 0) > 0) == family.images
+    assert first_round(samples) == first_round(rounds.recorded(whole))
     said = "as they are" if family.reads_prompts_again else "positions in the place of"
-    assert re.search(rf"\] --logps_shared_prompt.* {said}", log)
+    assert re.search(rf"\] --logps_shared_prompt.* {said}", text_of(tmp_path / "log"))
     note(family, "lora", gap=gap)
 
 
@@ -274,33 +249,21 @@ def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_p
     fault = family.videos_fail if kind == "videos" else ""
     if not (fault or getattr(family, kind)):
         pytest.skip(f"not made for {kind}")
-    prompts = WITH_VIDEOS if kind == "videos" else WITH_AUDIO
     if fault:
-        finished = start(family, model, assets, tmp_path / "refused", prompts=prompts)
+        finished = start(family, model, assets, tmp_path, shown=kind)
         assert finished.returncode == 1
         assert fault in finished.output
         return
-    train(family, model, assets, tmp_path / kind, *FROZEN, prompts=prompts)
-    tokens = {i for row in rows_of(tmp_path / kind) for i in row.token_ids}
+    samples = train(family, model, assets, tmp_path, *FROZEN, shown=kind)
+    tokens = {i for sample in samples.values() for i in sample["token_ids"]}
     assert not tokens.intersection(configured_placeholders(model))
-    note(family, kind, gap=assert_agrees(tmp_path / kind))
+    note(family, kind, gap=assert_agrees(tmp_path))
 
 
-@pytest.fixture(scope="module")
-def server(
-    family: Family, model: Path, assets: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[int]:
-    argv = [*rounds.server_argv(assets), *model_argv(family, model)]
-    assert PLUGIN in argv
-    log = tmp_path_factory.mktemp("server") / "log"
-    with rollout_server(*argv, log=log) as port:
-        yield port
-
-
-def test_served(
-    family: Family, model: Path, whole: Path, server: int, assets: Path, tmp_path: Path
-) -> None:
-    samples = train(family, model, assets, tmp_path / "served", *client_argv(server))
-    gap = assert_agrees(tmp_path / "served")
-    assert first_round(samples) == first_round(rounds.recorded(whole / "training"))
+def test_served(family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path) -> None:
+    argv = [*rounds.server_argv(assets), "--model", str(model), *family.swift_argv]
+    with rollout_server(*argv, log=tmp_path / "server.log") as port:
+        samples = train(family, model, assets, tmp_path, *client_argv(port))
+    gap = assert_agrees(tmp_path)
+    assert first_round(samples) == first_round(rounds.recorded(whole))
     note(family, "served", gap=gap)

@@ -6,16 +6,14 @@ prompts come back; one prompt stands in the data three times, so that it meets i
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from tests.stack.addressed import connect, drawn_by
 from tests.stack.conftest import STEPS
-from tests.stack.policy import SAME
+from tests.stack.policy import SAME, read_records
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
@@ -23,6 +21,7 @@ from tests.stack.rounds import (
     Samples,
     assert_same,
     client_argv,
+    drawn_by,
     logged_steps,
     server_argv,
     train,
@@ -48,8 +47,7 @@ def test_seeds_are_unique_and_noise_is_fresh(reference: Samples) -> None:
 
 def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -> None:
     """One request a group; each image of a round goes through the vision tower once."""
-    lines = (reference_folder / "record/engine.jsonl").read_text(encoding="utf-8").splitlines()
-    work = [json.loads(line) for line in lines]
+    work = read_records(reference_folder / "record", "engine")
     # The canary asks for two samples after each update, and may show an image of another round.
     requests = [entry for entry in work if entry.get("samples", 2) != 2]
     assert requests == [{"samples": GROUP_SIZE, "images": 1}] * (STEPS * BATCH // GROUP_SIZE)
@@ -62,14 +60,14 @@ def test_a_group_is_asked_for_once(reference_folder: Path, reference: Samples) -
 
 
 def test_an_image_is_decoded_and_processed_once_in_a_run(
-    assets: Path, rows: Path, folder: Path, reference_folder: Path, reference: Samples
+    reference_folder: Path, reference: Samples
 ) -> None:
-    """By content, for rollout, training and later epochs; `--media_cache_gb 0` has the same bits.
-
-    vLLM takes 8-bit patches, which its vision tower normalizes, and training normalized ones.
-    """
+    """By content, for rollout, training and later epochs. vLLM takes 8-bit patches, which its
+    vision tower normalizes, and training normalized ones."""
     names = {tuple(sample["images"]) for sample in reference.values()}
-    assert work_on_images(reference_folder) == (len(names), 2 * len(names))
+    work = read_records(reference_folder / "record", "engine")
+    assert sum("decoded" in entry for entry in work) == len(names)
+    assert sum("processed" in entry for entry in work) == 2 * len(names)
     logs = logged_steps(reference_folder / "run")
     assert [2 * log["media/decoded"] for log in logs] == [log["media/processed"] for log in logs]
     assert sum(log["media/decoded"] for log in logs) == len(names)
@@ -77,38 +75,29 @@ def test_an_image_is_decoded_and_processed_once_in_a_run(
     assert all(log["media/reused"] > BATCH for log in logs)
     assert 0 < logs[0]["media/gb"] <= logs[-1]["media/gb"] < 0.01
 
-    argv = ("--rollout_mismatch", "warn", "--media_cache_gb", "0")
-    alone = folder / "no-cache"
-    samples = train(assets, rows, alone, *argv)
-    assert_same(samples, reference)
-    num_decoded, num_processed = work_on_images(alone)
-    assert num_decoded > len(names) < num_processed
-    for without, with_cache in zip(logged_steps(alone / "run"), logs, strict=False):
-        assert not any(name.startswith("media/") for name in without)
-        for name in ("loss", "grad_norm", "rollout_gap/mean", "rollout_gap/max", "kl", "entropy"):
-            assert without.get(name) == with_cache.get(name), name
-    for name, sample in samples.items():
-        assert sample["logprobs"] == reference[name]["logprobs"]
 
-
-def test_a_frozen_tower_encodes_each_image_of_a_round_once(
-    assets: Path, rows: Path, folder: Path
-) -> None:
-    """In two passes over three groups; without the cache, log-probabilities differ by rounding."""
-    frozen = ("--freeze_vit", "true", "--freeze_aligner", "true", "--rollout_mismatch", "warn")
-    samples = train(assets, rows, folder / "frozen", *frozen)
-    upstream = train(assets, rows, folder / "upstream", *frozen, "--encoder_cache_gb", "0")
-    assert_same(samples, upstream)
-    logs = zip(
-        *(logged_steps(folder / name / "run") for name in ("frozen", "upstream")), strict=True
-    )
-    for step, (ours, theirs) in enumerate(logs):
-        shown = {tuple(s["images"]) for s in samples.values() if s["step"] == step}
-        assert ours["media/encoded"] - len(shown) in (0, 1)  # the canary's
-        assert "media/encoded" not in theirs
+def assert_same_training(run: Path, expected: Path) -> list[dict[str, float]]:
+    """The steps of a run, which are those of another but for rounding."""
+    logs = logged_steps(run / "run")
+    assert len(logs) > 1
+    for ours, theirs in zip(logs, logged_steps(expected / "run"), strict=False):
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
         assert ours["rollout_gap/mean"] == pytest.approx(theirs["rollout_gap/mean"], abs=SAME)
+    return logs
+
+
+def test_caches_for_media_change_nothing(assets: Path, rows: Path, folder: Path) -> None:
+    """A frozen tower encodes each image of a round once, in two passes over three groups."""
+    frozen = ("--freeze_vit", "true", "--freeze_aligner", "true", "--rollout_mismatch", "warn")
+    none = ("--encoder_cache_gb", "0", "--media_cache_gb", "0")
+    samples = train(assets, rows, folder / "frozen", *frozen)
+    assert_same(samples, train(assets, rows, folder / "upstream", *frozen, *none))
+    for step, log in enumerate(assert_same_training(folder / "frozen", folder / "upstream")):
+        shown = {tuple(s["images"]) for s in samples.values() if s["step"] == step}
+        assert log["media/encoded"] - len(shown) in (0, 1)  # the canary's
+    for log in logged_steps(folder / "upstream/run"):
+        assert not any(name.startswith("media/") for name in log)
 
 
 def test_a_prompt_that_is_read_once_in_training(
@@ -116,25 +105,12 @@ def test_a_prompt_that_is_read_once_in_training(
 ) -> None:
     """With images, a trained tower and several updates: as ms-swift's passes, but for rounding."""
     once = folder / "once"
-    samples = train(assets, rows, once, "--logps_shared_prompt", "true")
-    assert_same(samples, reference)
+    assert_same(train(assets, rows, once, "--logps_shared_prompt", "true"), reference)
     log = (once / "log").read_text(encoding="utf-8", errors="replace")
     found = re.search(r"read (\d+) positions in the place of (\d+)", log)
     assert found is not None
     assert int(found[1]) < 0.7 * int(found[2])
-    logs = logged_steps(once / "run")
-    assert len(logs) > 1
-    for ours, theirs in zip(logs, logged_steps(reference_folder / "run"), strict=False):
-        for name in ("loss", "grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
-        assert ours["rollout_gap/mean"] == pytest.approx(theirs["rollout_gap/mean"], abs=SAME)
-
-
-def work_on_images(folder: Path) -> tuple[int, int]:
-    """How many images a training decoded, and how many it processed."""
-    lines = (folder / "record/engine.jsonl").read_text(encoding="utf-8").splitlines()
-    work = [json.loads(line) for line in lines]
-    return sum("decoded" in entry for entry in work), sum("processed" in entry for entry in work)
+    assert_same_training(once, reference_folder)
 
 
 def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
@@ -158,8 +134,8 @@ def test_async_engine(assets: Path, rows: Path, folder: Path, reference: Samples
     argv = ("--vllm_use_async_engine", "true", "--vllm_data_parallel_size", "2")
     with rollout_server(*server_argv(assets, *argv), log=folder / "async.log") as port:
         samples = train(assets, rows, folder / "async-engine", *client_argv(port))
-        servers = connect(port)
+        replicas, servers = drawn_by(port)
         (_, first), (_, second) = servers.loaded_checksums()
-        assert first == second != {}
-        assert drawn_by(servers) == ["replica 0", "replica 1"]
+    assert first == second != {}
+    assert replicas == ["replica 0", "replica 1"]
     assert_same(samples, reference)

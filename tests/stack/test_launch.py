@@ -1,4 +1,7 @@
-"""`scripts/launch_2x6.sh` and its general form: up, through, and down again without a trace."""
+"""What starts and ends whole runs: `scripts/launch_2x6.sh`, and Ctrl-C.
+
+The real commands start here, with torchrun; most other tests fork theirs from the zygote.
+"""
 
 from __future__ import annotations
 
@@ -6,67 +9,64 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.stack.memory import COLOCATED_RANK, REPLICA, TRAINING_RANK, reserved
-from tests.stack.processes import Running, free_port, started
+from tests.stack.processes import SWIFT, free_port, started
+from tests.stack.rounds import client_argv, server_argv
 
 pytestmark = pytest.mark.stack
 
-SECONDS_TO_END = 60
-
-
-def launch(script: str, assets: Path, logs: Path, *argv: str) -> tuple[list[str], dict[str, str]]:
-    """The command and environment of a launch on CPU, with ports of its own."""
-    ports = ("--port", str(free_port()), "--group-port", str(free_port()))
-    command = ["bash", f"scripts/{script}", "--cpu", *ports, "--logs", str(logs), *argv]
-    venv = os.environ.get("VENV", str(Path(sys.executable).parents[1]))
-    return command, {"VENV": venv, "ASSETS": str(assets)}
-
-
-@contextmanager
-def launched(
-    script: str, assets: Path, folder: Path, *argv: str, replicas: int = 2, ranks: int = 6
-) -> Iterator[Running]:
-    command, env = launch(script, assets, folder / "logs", *argv)
-    counted = COLOCATED_RANK  # by `started`, which takes the script for one rank
-    more = replicas * REPLICA + ranks * TRAINING_RANK - counted
-    with reserved(max(more, 0)), started(command, folder / "log", env) as running:
-        yield running
-    assert open_ports(command) == []
-
-
-def open_ports(command: list[str]) -> list[int]:
-    """Of the ports that a launch was given, those on which something still listens."""
-    ports = [int(command[command.index(name) + 1]) for name in ("--port", "--group-port")]
-    return [port for port in ports if is_open(port)]
-
-
-def is_open(port: int) -> bool:
-    with socket.socket() as s:
-        s.settimeout(1)
-        return s.connect_ex(("127.0.0.1", port)) == 0
-
-
-def assert_gone(running: Running) -> None:
-    left: list[psutil.Process] = running.survivors(SECONDS_TO_END)
-    assert left == [], [process.cmdline() for process in left]
+SECONDS_TO_END = 120
 
 
 def test_two_deploy_and_six_train(assets: Path, tmp_path: Path) -> None:
-    output = ("--", "--output_dir", str(tmp_path / "run"), "--add_version", "false")
-    with launched("launch_2x6.sh", assets, tmp_path, *output) as running:
+    """Up, through, and down again without a trace."""
+    ports = [free_port(), free_port()]
+    command = [
+        *("bash", "scripts/launch_2x6.sh", "--cpu", "--logs", str(tmp_path / "logs")),
+        *("--port", str(ports[0]), "--group-port", str(ports[1])),
+        *("--", "--output_dir", str(tmp_path / "run"), "--add_version", "false"),
+    ]
+    env = {"VENV": os.environ.get("VENV", str(Path(sys.executable).parents[1]))}
+    env["ASSETS"] = str(assets)
+    counted = COLOCATED_RANK  # by `started`, which takes the script for one rank
+    more = 2 * REPLICA + 6 * TRAINING_RANK - counted
+    with reserved(more), started(command, tmp_path / "log", env) as running:
         finished = running.wait(15 * 60)
         assert finished.returncode == 0, finished.output[-3000:]
-        assert_gone(running)
+        assert running.survivors(SECONDS_TO_END) == []
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError), socket.socket() as client:
+            client.connect(("127.0.0.1", port))
     assert "is healthy after" in finished.output
     assert re.search(r"^\[server0\] .*POST /infer/", finished.output, re.MULTILINE)
     assert re.search(r"^\[train\] .*'global_step/max_steps': '3/3'", finished.output, re.MULTILINE)
     assert (tmp_path / "run/logging.jsonl").is_file()
     assert (tmp_path / "logs/server0.log").stat().st_size > 1000
     assert (tmp_path / "logs/ended").read_text() == "0 (node 0)\n"
+
+
+def test_ctrl_c_ends_everything(assets: Path, tmp_path: Path) -> None:
+    """Ranks of a training, then a server with its two replicas."""
+    port = free_port()
+    server = [str(SWIFT), "rollout", *server_argv(assets, "--vllm_data_parallel_size", "2")]
+    server += ["--host", "127.0.0.1", "--port", str(port)]
+    training = [
+        *(str(SWIFT), "rlhf", "examples/digits/grpo.yaml", "--max_steps", "1000"),
+        *("--model", str(assets / "tiny_vlm"), "--dataset", str(assets / "digits/train.jsonl")),
+        *("--per_device_train_batch_size", "4", "--num_generations", "4"),
+        *("--output_dir", str(tmp_path / "run"), "--add_version", "false", *client_argv(port)),
+    ]
+    ranks = {"NPROC_PER_NODE": "2"}
+    with started(server, tmp_path / "server.log", real=True) as serving:
+        serving.wait_for("Uvicorn running on", seconds=900)
+        with started(training, tmp_path / "log", ranks, real=True) as running:
+            running.wait_for("'global_step/max_steps': '1/1000'", seconds=900)
+            running.interrupt()
+            assert running.survivors(SECONDS_TO_END) == []
+            assert running.process.wait(5) != 0
+        serving.interrupt()
+        assert serving.survivors(SECONDS_TO_END) == []

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.policy import SAME
+from tests.stack.policy import SAME, read_records
 from tests.stack.processes import free_port, rollout_server
 from tests.stack.rounds import LORA, Samples, assert_same, logged_steps, server_argv, train
 
@@ -52,16 +53,19 @@ class Case:
     """Metrics that are 0 in the first step, and more in the second: policy and reference, or
     teacher, are one before the first update."""
 
-    ranks: int = 1
+    is_alike: bool = True
+    """Whether prompts, their order and the first round's noise are those of the plain run."""
 
-    plugins: tuple[str, ...] = ("examples/digits/rewards.py", "tests/stack/recorder.py")
+    ranks: int = 1
 
 
 def options(text: str, **more: Any) -> Case:
     return Case(tuple(text.split()), **more)
 
 
-ALIKE: dict[str, Case] = {
+other = partial(options, is_alike=False)
+
+CASES: dict[str, Case] = {
     "bnpo": options(
         "--loss_type bnpo --delta 1.5 --epsilon 0.1 --epsilon_high 0.28 --overlong_filter true "
         "--scale_rewards batch --num_iterations 2",
@@ -150,45 +154,38 @@ ALIKE: dict[str, Case] = {
         "--reward_model {judge} --reward_model_type qwen2_5_vl --reward_model_revision master "
         "--reward_template qwen2_5_vl --reward_model_plugin default --reward_adapters {adapter}"
     ),
-}
-"""Options that leave the prompts and the first round's noise as they are."""
-
-
-OTHER: dict[str, Case] = {
-    "prompts": options(
+    "prompts": other(
         "--system Look! --response_prefix It --agent_template hermes --norm_bbox none "
         "--max_pixels 50176 --add_non_thinking_prefix false"
     ),
-    "distribution": options(
+    "distribution": other(
         "--top_p 0.95 --top_k 500 --min_p 0.001 --repetition_penalty 1.05", is_exact=False
     ),
-    "structure": options("--structured_outputs_regex [0-9]+", is_exact=False),
-    "bfloat16": options(
+    "structure": other("--structured_outputs_regex [0-9]+", is_exact=False),
+    "bfloat16": other(
         "--torch_dtype bfloat16 --bf16 true --logps_chunk_size auto", gap=0.3, ranks=2
     ),
-    "adapters": options(
+    "adapters": other(
         f"{' '.join(LORA)} --adapters {{adapter}} --ref_adapters {{adapter}} --beta 0.1 "
         "--multi_turn_scheduler ask_again --max_turns 2 --completion_length_limit_scope total",
         begins=("kl",),
-        plugins=(*Case.plugins, "tests/stack/scenarios.py"),
     ),
-    "order": options(
+    "order": other(
         "--dataset_shuffle false --train_dataloader_shuffle false --data_seed 7 "
         "--report_to tensorboard --save_only_model true --save_strategy steps --save_steps 1 "
         "--optimizer multimodal --vit_lr 1e-4 --aligner_lr 1e-3 --weight_decay 0.01"
     ),
-    "evaluation": options(
+    "evaluation": other(
         "--val_dataset {rows} --eval_on_start true --eval_strategy steps --eval_steps 1 "
         "--num_generations_eval 2 --per_device_eval_batch_size 6 --vllm_mm_processor_cache_gb 0 "
         "--vllm_disable_cascade_attn true --vllm_gpu_memory_utilization 0.5",
     ),
-    "teacher": options(
+    "teacher": other(
         "--teacher_model {model} --teacher_model_type qwen2_5_vl --teacher_kl_coef 0.5 "
         "--offload_teacher_model true",
         begins=("teacher_kl",),
     ),
 }
-"""Options that change the prompts, their order, or the distribution that is drawn from."""
 
 
 Places = dict[str, Path]
@@ -258,45 +255,30 @@ def argv_of(case: Case, places: Places) -> list[str]:
     return [names.get(word, word) for word in case.argv]
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_options_leave_rollouts_alone(
+@pytest.mark.parametrize("name", CASES)
+def test_options(
     name: str, assets: Path, places: Places, reference: Samples, tmp_path: Path
 ) -> None:
-    case = ALIKE[name]
-    samples = run(case, assets, places, tmp_path)
-    assert {round_of(sample) for sample in samples} == set(case.rounds)
-    assert_same({n: s for n, s in samples.items() if round_of(n) == "0.0"}, reference, range(1))
-    assert_trains(tmp_path / "a/run", case)
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_options_that_change_rollouts(
-    name: str, assets: Path, places: Places, tmp_path: Path
-) -> None:
-    case = OTHER[name]
-    samples = run(case, assets, places, tmp_path)
-    trained = {n for n in samples if SampleId.parse(n).phase == "train"}
+    case = CASES[name]
+    argv = (*LEARN, *argv_of(case, places))
+    samples = train(
+        *(assets, places["rows"], tmp_path / "a", *argv), ranks=case.ranks, steps=case.steps
+    )
+    trained = {n: s for n, s in samples.items() if SampleId.parse(n).phase == "train"}
     assert {round_of(name) for name in trained} == set(case.rounds)
+    if case.is_alike:
+        first = {n: s for n, s in trained.items() if round_of(n) == "0.0"}
+        assert_same(first, reference, range(1))
     assert_trains(tmp_path / "a/run", case)
     if name == "bfloat16":
-        assert_one_chunk_size(tmp_path / "a", case.ranks)
+        assert_one_chunk_size(tmp_path / "a")
 
 
-def run(case: Case, assets: Path, places: Places, folder: Path) -> Samples:
-    argv = (*LEARN, *argv_of(case, places))
-    of_case: dict[str, Any] = {"ranks": case.ranks, "steps": case.steps, "plugins": case.plugins}
-    return train(assets, places["rows"], folder / "a", *argv, **of_case)
-
-
-def assert_one_chunk_size(folder: Path, num_ranks: int) -> None:
+def assert_one_chunk_size(folder: Path) -> None:
     """`--logps_chunk_size auto` says its figure once, and is the same on all ranks."""
-    sizes = []
-    for rank in range(num_ranks):
-        lines = (folder / f"record/advantages{rank}.jsonl").read_text(encoding="utf-8").splitlines()
-        sizes += [json.loads(line)["chunk_size"] for line in lines]
-    assert len(set(sizes)) == 1
-    said = f"--logps_chunk_size auto: {sizes[0]} positions at a time"
-    assert sizes[0] >= 64
+    [size] = {record["chunk_size"] for record in read_records(folder / "record", "advantages")}
+    assert size >= 64
+    said = f"--logps_chunk_size auto: {size} positions at a time"
     assert (folder / "log").read_text(encoding="utf-8").count(said) == 1
 
 

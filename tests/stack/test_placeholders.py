@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from swift_grpo_ext.record.reader import read_samples
 from tests.stack.policy import SAME
-from tests.stack.processes import PLUGIN, swift
-from tests.stack.rounds import PRESET, without_vllm
+from tests.stack.rounds import BATCH, PRESET, logged_steps, run_training, without_vllm
 from tests.stack.spelled import write_speller
 
 pytestmark = pytest.mark.stack
@@ -40,21 +38,14 @@ def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_placeholder_of_probability_1_is_never_sampled(
     use_vllm: bool, model: Path, assets: Path, tmp_path: Path
 ) -> None:
-    finished = swift(
-        *("rlhf", str(PRESET if use_vllm else without_vllm(tmp_path))),
-        *("--model", str(model), "--dataset", str(assets / "digits/train.jsonl")),
-        *("--external_plugins", PLUGIN, "examples/digits/rewards.py"),
-        *("--num_generations", "4", "--max_steps", "2", "--per_device_train_batch_size", "12"),
-        *("--save_strategy", "no", "--output_dir", str(tmp_path / "run"), "--add_version", "false"),
-        log=tmp_path / "log",
-    )
+    preset = PRESET if use_vllm else without_vllm(tmp_path)
+    rows, argv = assets / "digits/train.jsonl", ("--model", str(model))
+    finished = run_training(assets, rows, tmp_path, *argv, steps=2, preset=preset)
     assert finished.returncode == 0, finished.cause
-    rows = read_samples(tmp_path / "run", columns=["token_ids"])["token_ids"].to_pylist()
-    assert len(rows) == 2 * 12
-    assert all(rows)
-    assert not any(IMAGE_PAD in token_ids for token_ids in rows)
+    drawn = read_samples(tmp_path / "run", columns=["token_ids"])["token_ids"].to_pylist()
+    assert len(drawn) == 2 * BATCH
+    assert all(drawn)
+    assert not any(IMAGE_PAD in token_ids for token_ids in drawn)
     if use_vllm:
-        lines = (tmp_path / "run/logging.jsonl").read_text(encoding="utf-8").splitlines()
-        gaps = [e["rollout_gap/max"] for e in map(json.loads, lines) if "rollout_gap/max" in e]
-        assert len(gaps) == 2
-        assert gaps[0] < SAME  # the softmax is over the other tokens on both sides
+        # The softmax is over the other tokens on both sides.
+        assert [s["rollout_gap/max"] < SAME for s in logged_steps(tmp_path / "run")] == [True] * 2

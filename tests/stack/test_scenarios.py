@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from swift_grpo_ext.record.reader import read_rewards
 from swift_grpo_ext.sampling.seeding import SampleId
+from tests.stack.policy import SAME, read_records
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
@@ -22,11 +24,6 @@ from tests.stack.rounds import (
 
 pytestmark = pytest.mark.stack
 
-PLUGINS = (
-    "examples/digits/rewards.py",
-    "tests/stack/scenarios.py",
-    "tests/stack/recorder.py",
-)
 SHORT_STEPS = (
     "--vllm_engine_kwargs",
     '{"kv_cache_memory_bytes": 134217728, "max_num_batched_tokens": 96}',
@@ -74,7 +71,7 @@ def test_long_rounds_lora_eval_and_mixed_media(
         *("--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "2"),
     ]
     small = ("--per_device_eval_batch_size", "4")
-    first = train(assets, mixed_rows, tmp_path / "a", *argv, *small, steps=6, plugins=PLUGINS)
+    first = train(assets, mixed_rows, tmp_path / "a", *argv, *small, steps=6)
     assert names_of_rounds(first) == {"0.0", "2.0", "4.0"}
     assert len(of_phase(first, "train")) == 3 * 16
     assert names_of_rounds(first, "eval") == {"2.0", "4.0", "6.0"}
@@ -89,37 +86,60 @@ def test_long_rounds_lora_eval_and_mixed_media(
     resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-3"))
     # Other batches in every respect: of evaluation, and of what vLLM computes in a step.
     argv += [*resume, "--per_device_eval_batch_size", "12", *SHORT_STEPS]
-    second = train(assets, mixed_rows, tmp_path / "b", *argv, steps=6, plugins=PLUGINS)
+    second = train(assets, mixed_rows, tmp_path / "b", *argv, steps=6)
     assert names_of_rounds(second) == {"2.0", "4.0"}
     assert names_of_rounds(second, "eval") == {"4.0", "6.0"}
     assert token_ids(second) == {name: first[name]["token_ids"] for name in second}
 
 
-def test_dynamic_sampling(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """Two rounds a step, each with a round that fills it up; on one rank as on two."""
+def test_dynamic_sampling_and_scores(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """Two rounds a step, each with two rounds that fill it up; on one rank as on two. Each sample's
+    scores and fate are in the record, also of those that were dropped."""
     argv = [
-        *("--dynamic_sample", "true", "--max_resample_times", "2", "--reward_funcs", "odd_groups"),
+        *("--dynamic_sample", "true", "--max_resample_times", "3"),
+        *("--reward_funcs", "odd_groups", "silent", "--reward_weights", "1.0", "2.0"),
         *("--gradient_accumulation_steps", "2", "--steps_per_generation", "1"),
     ]
-    samples = train(assets, rows, tmp_path / "a", *argv, steps=2, plugins=PLUGINS)
-    # Regular rounds are 0 and 1; round n may add 2 + 2 n and the one after it.
-    rounds = {f"{step}.{number}" for step in (0, 1) for number in (0, 1, 2, 4)}
-    assert names_of_rounds(samples) == rounds
-    assert len(samples) == 8 * BATCH
+    samples = train(assets, rows, tmp_path / "a", *argv, steps=2)
+    # Regular rounds are 0 and 1; round n may add 2 + 3 n and the two after it.
+    numbers = (0, 2, 3, 1, 5, 6)
+    assert names_of_rounds(samples) == {f"{step}.{n}" for step in (0, 1) for n in numbers}
+    assert len(samples) == 12 * BATCH
     assert len({s["infos"]["seed"] for s in samples.values()}) == len(samples)
-    on_two = train(assets, rows, tmp_path / "b", *argv, ranks=2, steps=2, plugins=PLUGINS)
+    on_two = train(assets, rows, tmp_path / "b", *argv, ranks=2, steps=2)
     assert token_ids(on_two) == token_ids(samples)
+
+    names = ("phase", "step", "number", "group", "index")
+    scores = {
+        SampleId(**{name: row.pop(name) for name in names}).request_id: row
+        for row in read_rewards(tmp_path / "b/run").to_pylist()
+    }
+    assert scores.keys() == samples.keys()
+    records = read_records(tmp_path / "b/record", "advantages")
+    advantages = {record["name"]: record["advantage"] for record in records}
+    assert len(advantages) == 4 * BATCH
+    for name, score in scores.items():
+        sample_id = SampleId.parse(name)
+        is_odd = sample_id.group == 1
+        odd, silent = float(is_odd * sample_id.index), 0.25 if is_odd else None
+        assert score["rewards"] == [("OddGroups", odd), ("Silent", silent)]
+        assert score["reward"] == odd + 2 * (silent or 0)
+        assert score["fate"] == ("trained" if is_odd else "dropped")
+        assert is_odd == (name in advantages) == (score["gap_max"] is not None)
+        assert score["advantage"] == pytest.approx(advantages.get(name))
+        assert (score["gap_mean"] or 0) <= (score["gap_max"] or 0) < SAME
+        assert not score["replaced"]
 
 
 def test_group_size_that_does_not_divide_a_ranks_batch(
-    assets: Path, rows: Path, tmp_path: Path, reference: Samples
+    assets: Path, rows: Path, tmp_path: Path
 ) -> None:
     """Ranks hold 4 samples and groups 6: each second group is split."""
     argv = ("--num_generations", "6")
     split = train(assets, rows, tmp_path / "split", *argv, ranks=3)
     whole = train(assets, rows, tmp_path / "whole", *argv)
     assert token_ids(split) == token_ids(whole)
-    assert {n: s["images"] for n, s in split.items()} == {n: s["images"] for n, s in whole.items()}
+    assert all(sample["images"] == whole[name]["images"] for name, sample in split.items())
     data = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     solutions = {row["images"][0]: row["solution"] for row in data}
     assert all(s["solution"] == solutions[s["images"][0]] for s in split.values())
@@ -129,18 +149,15 @@ def test_conversations(assets: Path, rows: Path, tmp_path: Path) -> None:
     """Two turns: colocated on two ranks, and run by a server's async engine, whose steps are too
     short for whole prompts, draw the same."""
     turns = ("--multi_turn_scheduler", "ask_again", "--max_turns", "2")
-    colocated = train(assets, rows, tmp_path / "c", *turns, ranks=2, steps=2, plugins=PLUGINS)
+    colocated = train(assets, rows, tmp_path / "c", *turns, ranks=2, steps=2)
     assert all(len(s["turns"]) == 2 for s in colocated.values())
     assert len({tuple(s["turns"][1]) for s in colocated.values()}) == len(colocated)
     argv = ("--vllm_use_async_engine", "true", *SHORT_STEPS, "--vllm_max_num_seqs", "32", *turns)
-    server = server_argv(assets, *argv, plugins=PLUGINS[1:2])
+    server = server_argv(assets, *argv, plugins=["tests/stack/scenarios.py"])
     with rollout_server(*server, log=tmp_path / "server.log") as port:
-        served = train(
-            assets, rows, tmp_path / "s", *client_argv(port), ranks=2, steps=2, plugins=PLUGINS
-        )
-    assert {n: s["turns"] for n, s in served.items()} == {
-        n: s["turns"] for n, s in colocated.items()
-    }
+        served = train(assets, rows, tmp_path / "s", *client_argv(port), ranks=2, steps=2)
+    assert served.keys() == colocated.keys()
+    assert all(sample["turns"] == colocated[name]["turns"] for name, sample in served.items())
 
 
 @pytest.mark.extra
@@ -150,7 +167,7 @@ def test_gym_environments(assets: Path, rows: Path, tmp_path: Path) -> None:
         *("--use_gym_env", "true", "--gym_env", "examiner", "--reward_weights", "1.0", "1.0"),
         *("--multi_turn_scheduler", "gym_scheduler", "--max_turns", "2"),
     ]
-    samples = train(assets, rows, tmp_path / "a", *argv, steps=2, plugins=PLUGINS)
+    samples = train(assets, rows, tmp_path / "a", *argv, steps=2)
     for name, sample in samples.items():
         assert f"Question {SampleId.parse(name).index}:" in sample["messages"][1]["content"]
         assert len(sample["turns"]) == 2

@@ -8,26 +8,24 @@ policy learns and is compared with a reference model. `scripts/setup.sh` install
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.stack.conftest import once
-from tests.stack.policy import SAME
-from tests.stack.processes import PLUGIN, Finished, rollout_server, swift
+from tests.stack.policy import SAME, read_records
+from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
+    LORA,
     PRESET,
     client_argv,
-    faults,
     logged_steps,
+    run_training,
     server_argv,
     without_vllm,
 )
@@ -42,8 +40,7 @@ WHOLE = ("plain", "zero1", "zero2")
 CLOSE = {"rel": 5e-5, "abs": 2e-5}
 """Of values that are sums in another order, after steps that amplify the difference."""
 
-LORA = ("--tuner_type", "lora", "--target_modules", "all-linear", "--lora_dropout", "0")
-LEFT = ("--padding_side", "left")
+LEFT = ("--lora_dropout", "0", "--padding_side", "left")
 TUNINGS: dict[str, tuple[str, ...]] = {
     "full": ("--padding_side", "right"),
     # The tower is frozen, as ms-swift has it by default: each image of a call is encoded once.
@@ -68,6 +65,8 @@ def sharding(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         return [], {}
     if name == "fsdp2":
         return ["--fsdp", "fsdp2", "--use_cpu", "false"], ON_CPU
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: bash scripts/setup.sh")
     # 0: small weights travel too, as large ones do.
     zero = {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0, "overlap_comm": False}
     config = folder / "deepspeed.json"
@@ -76,13 +75,8 @@ def sharding(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     return ["--deepspeed", str(config), "--use_cpu", "false"], env
 
 
-def needs_deepspeed(name: str) -> None:
-    if name.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: bash scripts/setup.sh")
-
-
-Passes = list[list[dict[str, Any]]]
-"""What each rank's passes came to, in order (`sharded_recorder.py`)."""
+Training = tuple[list[list[dict[str, Any]]], list[dict[str, float]]]
+"""What each rank's passes came to, in order (`sharded_recorder.py`), and what each step logged."""
 
 
 @pytest.fixture(scope="session")
@@ -97,54 +91,30 @@ def unequal_rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def training(
-    assets: Path, rows: Path, folder: Path, *argv: str, shards: str = "plain"
-) -> tuple[Passes, list[dict[str, float]]]:
-    """The passes of each rank, and what each step logged."""
-    finished = run_training(assets, rows, folder, *argv, shards=shards)
+def training(assets: Path, rows: Path, folder: Path, *argv: str, shards: str = "plain") -> Training:
+    folder.mkdir(parents=True, exist_ok=True)
+    sharded, env = sharding(shards, folder)
+    finished = run_training(
+        *(assets, rows, folder, "--per_device_train_batch_size", "4"),
+        # Not AdamW, whose first step is the sign of each gradient.
+        *("--optim", "sgd", "--learning_rate", "0.5", "--beta", "0.5"),
+        *("--lr_scheduler_type", "constant", *sharded, *argv),
+        ranks=RANKS,
+        steps=STEPS,
+        plugins=["tests/stack/sharded_recorder.py"],
+        env=env,
+        preset=PRESET if "--vllm_mode" in argv else without_vllm(folder),
+    )
     assert finished.returncode == 0, finished.cause
     return read(folder)
 
 
-def run_training(
-    assets: Path,
-    rows: Path,
-    folder: Path,
-    *argv: str,
-    shards: str,
-    plugins: tuple[str, ...] = (),
-    more_env: dict[str, str] | None = None,
-) -> Finished:
-    folder.mkdir(parents=True, exist_ok=True)
-    sharded, env = sharding(shards, folder)
-    draws = "--vllm_mode" in argv
-    return swift(
-        *("rlhf", str(PRESET if draws else without_vllm(folder))),
-        *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
-        *("--external_plugins", PLUGIN, "tests/stack/sharded_recorder.py", *plugins),
-        *("--output_dir", str(folder / "run"), "--add_version", "false"),
-        *("--max_steps", str(STEPS), "--save_strategy", "no", "--num_generations", "4"),
-        *("--per_device_train_batch_size", "4", "--temperature", "2.0"),
-        # Not AdamW, whose first step is the sign of each gradient.
-        *("--optim", "sgd", "--learning_rate", "0.5", "--warmup_steps", "0", "--beta", "0.5"),
-        *("--lr_scheduler_type", "constant"),
-        *("--reward_funcs", "position", "--reward_weights", "1.0"),
-        *sharded,
-        *argv,
-        log=folder / "log",
-        env={"RECORD_DIR": str(folder), "NPROC_PER_NODE": str(RANKS), **env, **(more_env or {})},
-    )
-
-
-def read(folder: Path) -> tuple[Passes, list[dict[str, float]]]:
-    def lines(path: Path) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-    passes = [lines(folder / f"passes{rank}.jsonl") for rank in range(RANKS)]
+def read(folder: Path) -> Training:
+    passes = [read_records(folder / "record", f"passes{rank}") for rank in range(RANKS)]
     return passes, logged_steps(folder / "run")
 
 
-def assert_same(found: tuple[Passes, Any], expected: tuple[Passes, Any], *, whole: bool) -> None:
+def assert_same(found: Training, expected: Training, *, whole: bool) -> None:
     """Tokens to the last one, numbers within float error.
 
     Args:
@@ -161,7 +131,7 @@ def assert_same(found: tuple[Passes, Any], expected: tuple[Passes, Any], *, whol
         assert [s[name] for s in found[1]] == pytest.approx([s[name] for s in expected[1]], **CLOSE)
 
 
-def assert_is_telling(plain: tuple[Passes, Any]) -> None:
+def assert_is_telling(plain: Training) -> None:
     """Ranks have unequal numbers of tokens, and losses are none by construction."""
     counts = [[sum(p["counts"]) for p in of_rank if "counts" in p] for of_rank in plain[0]]
     assert all(a != b for a, b in zip(*counts, strict=True))
@@ -186,7 +156,6 @@ def test_without_vllm(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    needs_deepspeed(shards)
     argv = (*TUNINGS[tuning], *CHUNKS, *(GENERATES_SHARDED if shards == "zero3" else ()))
 
     def make(folder: Path) -> None:
@@ -224,7 +193,6 @@ def test_where_vllm_draws(
     request: pytest.FixtureRequest,
 ) -> None:
     """Each update reaches the engine, and is verified, a part of the weights at a time."""
-    needs_deepspeed(shards)
     argv = (*TUNINGS[tuning], *CHUNKS, *COOLER, "--move_model_batches", "2")
 
     def make(folder: Path) -> None:
@@ -242,7 +210,6 @@ def test_where_vllm_draws(
 @pytest.mark.extra
 def test_a_teacher_with_shards_of_its_own(assets: Path, unequal_rows: Path, tmp_path: Path) -> None:
     """The policy has ZeRO-3, and its teacher is whole."""
-    needs_deepspeed("zero3")
     config = tmp_path / "teacher.json"
     whole = {**DEEPSPEED, "zero_optimization": {"stage": 0}}
     config.write_text(json.dumps(whole), encoding="utf-8")
@@ -263,7 +230,6 @@ def test_resumed(
     shards: str, tuning: str, assets: Path, unequal_rows: Path, tmp_path: Path
 ) -> None:
     """The last step of a run is that of the same run, resumed before it."""
-    needs_deepspeed(shards)
     saves = ("--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2")
     argv = (*TUNINGS[tuning], *CHUNKS)
     whole, steps = training(assets, unequal_rows, tmp_path / "a", *argv, *saves, shards=shards)
@@ -273,46 +239,11 @@ def test_resumed(
     assert_same(resumed, (last, steps[-1:]), whole=shards == "zero2")
 
 
-@pytest.mark.extra
-def test_a_server_is_lost_before_weights_are_gathered(
-    assets: Path, unequal_rows: Path, tmp_path: Path
-) -> None:
-    """Between two rounds: each rank ends by name, and none waits in a gather (SPEC F3)."""
-    needs_deepspeed("zero3")
-    timeout = 15
-    waits = faults({"trainer": "wait", "step": 0, "rank": 0, "folder": str(tmp_path)})
-    argv = ("--rollout_timeout", str(timeout), *COOLER, "--reward_funcs", "position", "fate")
-    argv += ("--reward_weights", "1.0", "0.0")
-    with ExitStack() as lives, ThreadPoolExecutor(1) as pool:
-        port = lives.enter_context(rollout_server(*server_argv(assets), log=tmp_path / "server"))
-        running = pool.submit(
-            run_training,
-            *(assets, unequal_rows, tmp_path / "run", *argv, *client_argv(port)),
-            shards="zero3",
-            plugins=("tests/stack/faults.py",),
-            more_env=waits,
-        )
-        while not (tmp_path / "waiting").exists():
-            assert not running.done(), running.result().cause
-            time.sleep(0.2)
-        lives.close()
-        (tmp_path / "go").touch()
-        began = time.monotonic()
-        finished = running.result()
-    assert finished.returncode != 0
-    # A step's training, three timeouts, and the launcher's half minute for ranks that do not end.
-    assert time.monotonic() - began < 3 * timeout + 60
-    cause = f"RolloutError: server 0 (http://127.0.0.1:{port}) does not answer"
-    assert f"rank_group.{cause}" in finished.output, finished.cause
-    assert f"WeightUpdateError: The weight update failed on rank 0: {cause}" in finished.output
-
-
 @pytest.mark.parametrize("shards", ["fsdp2", pytest.param("zero3", marks=pytest.mark.extra)])
 def test_rows_that_are_cut_on_one_rank(
     shards: str, assets: Path, unequal_rows: Path, tmp_path: Path
 ) -> None:
     """No rank waits in the canary's gather of weights for one that has nothing to compare."""
-    needs_deepspeed(shards)
     argv = (*COLOCATED, *COOLER, "--max_length", "45", "--truncation_strategy", "left")
     passes, steps = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
     assert len({len(of_rank) for of_rank in passes}) == 1

@@ -14,8 +14,7 @@ import pytest
 from swift_grpo_ext.record.reader import read_samples
 from tests.stack import policy
 from tests.stack.conftest import LEARNED_STEPS
-from tests.stack.processes import PLUGIN, swift
-from tests.stack.rounds import LEARNING, train
+from tests.stack.rounds import BATCH, LEARNING, run_training, train, without_vllm
 
 pytestmark = pytest.mark.stack
 
@@ -49,22 +48,13 @@ def test_without_vllm(assets: Path, tmp_path: Path) -> None:
         row["images"] = [str(tmp_path / "bad.png")]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    argv = [
-        *("rlhf", "--rlhf_type", "grpo"),
-        *("--external_plugins", PLUGIN, "examples/digits/rewards.py"),
-        *("--model", str(assets / "tiny_vlm"), "--dataset", str(data)),
-        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--torch_dtype", "float32"),
-        *("--check_model", "false", "--use_vllm", "false", "--tuner_type", "full"),
-        *("--reward_funcs", "digit_accuracy", "--num_generations", "4", "--max_steps", "3"),
-        *("--per_device_train_batch_size", "8", "--max_completion_length", "12"),
-        *("--truncation_strategy", "delete", "--max_length", "500"),
-        *("--report_to", "none", "--output_dir", str(tmp_path / "run"), "--add_version", "false"),
-    ]
-    finished = swift(*argv, log=tmp_path / "log")
+    argv = ("--truncation_strategy", "delete", "--max_length", "500", *LEARNING)
+    preset = without_vllm(tmp_path)
+    finished = run_training(assets, data, tmp_path / "a", *argv, steps=2, preset=preset)
     assert finished.returncode == 0, finished.cause
-    assert (tmp_path / "run/checkpoint-3/model.safetensors").is_file()
-    samples = read_samples(tmp_path / "run", columns=["media"])["media"].to_pylist()
-    assert len(samples) == 3 * 8
+    assert (tmp_path / "a/run/checkpoint-2/model.safetensors").is_file()
+    samples = read_samples(tmp_path / "a/run", columns=["media"])["media"].to_pylist()
+    assert len(samples) == 2 * BATCH
     assert all("bad.png" not in str(media) for media in samples)
-    # Each of the three rows stands in an epoch of three steps, and is drawn once.
+    # Each of the three rows stands in an epoch of two steps, and is drawn once.
     assert finished.output.count("takes the place of the whole group") == 3

@@ -11,8 +11,7 @@ A forked command line behaves as the real one: session, environment, working dir
 signals, exit status, and `multiprocessing`'s spawned processes, which are forked from a process
 without plugins. Four things differ: `/proc/PID/environ` and `/proc/PID/cmdline` are the zygote's;
 hash seeds are the same in all processes; nothing is read from the environment at import; and with
-`NPROC_PER_NODE` this module ends ranks by torchrun's rule. `test_launch.py` and
-`test_interrupt.py` start the real thing.
+`NPROC_PER_NODE` this module ends ranks by torchrun's rule. `test_launch.py` starts the real thing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import context, forkserver, popen_forkserver, resource_tracker, spawn
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,37 +42,14 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parents[2]
 
 PRELOADED = (
-    *("swift.cli.main", "swift.pipelines.train.rlhf"),
-    *("swift.rlhf_trainers.grpo_trainer", "swift.rlhf_trainers.vllm_client"),
-    *("vllm.v1.engine.llm_engine", "vllm.v1.engine.async_llm", "vllm.v1.executor.uniproc_executor"),
-    *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.plugins"),
-    *("vllm.model_executor.models.qwen2_5_vl", "vllm.lora.lora_model", "vllm.tokenizers.hf"),
-    *(
-        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-        "vllm.renderers.hf",
-        "vllm._custom_ops",
-    ),
-    *("transformers.models.qwen2_5_vl.processing_qwen2_5_vl", "torch._inductor.compile_fx"),
-    *("transformers.models.qwen2.tokenization_qwen2", "transformers.tokenization_mistral_common"),
-    *("transformers.models.qwen2_vl.image_processing_qwen2_vl", "torch._dynamo.convert_frame"),
-    *("transformers.models.qwen2_vl.video_processing_qwen2_vl", "torch._export", "torch.export"),
-    *("compressed_tensors", "scipy.stats", "sacrebleu", "rapidfuzz.distance", "referencing"),
-    *("PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "PIL.JpegImagePlugin"),
-    *(
-        "scipy.io",
-        "sympy.combinatorics",
-        "docstring_parser",
-        "multiprocess.managers",
-        "vllm._custom_ops",
-    ),
-    *("torch.distributed.tensor.experimental", "torch.export._trace", "torch._export.db"),
-    *("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "tensorboard"),
-    *("fastapi", "uvicorn", "uvloop", "aiohttp", "peft.tuners.lora", "qwen_vl_utils", "deepspeed"),
+    "swift.pipelines.train.rlhf",
+    "swift.rlhf_trainers.grpo_trainer",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.tokenization_mistral_common",
+    "deepspeed",
 )
-"""What processes of these tests import sooner or later, as `sys.modules` showed at their end."""
-
-NOT_PRELOADED = "swift.pipelines.infer.rollout"
-"""Whether it is loaded tells a server from a training."""
+"""They bring all that takes longer than 0.05 s to import. `swift.pipelines.infer.rollout` is not
+among them: whether it is loaded tells a server from a training."""
 
 SECONDS_TO_END = 30
 """Which torchrun gives the other ranks when one has failed."""
@@ -96,8 +72,6 @@ def serve(name: str, owner: int) -> list[str]:
             if owner_ends in ready:
                 for pid in started:
                     _end_session(pid)
-                for file in (_log(owner), Path(f"{_log(owner)}.lock")):
-                    file.unlink(missing_ok=True)
                 os._exit(0)
             client, _ = listener.accept()
             pid = os.fork()
@@ -118,7 +92,6 @@ def _preload() -> dict[str, str]:
             importlib.import_module(module)
     # What a compiler is asked in each process that samples: a minute beside torch's CUDA build.
     importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
-    assert NOT_PRELOADED not in sys.modules
     _spawn_by_forking()
     gc.collect()
     gc.freeze()  # pages stay shared
@@ -156,13 +129,10 @@ def _become(client: socket.socket, given: Mapping[str, str]) -> list[str]:
     if _is_forked_for_spawned(client):
         return []  # its server has ended
     argv: list[str] = request["argv"]
-    is_swift = Path(argv[0]).name == "swift"
     try:
-        if is_swift:
+        if Path(argv[0]).name == "swift":
             argv = _command_of_swift(argv)
-        envs = _environments_of_ranks() if "torch.distributed.run" in argv else [{}]
-        if len(envs) > 1 or envs[0]:
-            argv = _without_torchrun(argv)
+        argv, envs = _ranks_of(argv)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return _report(client, 1)
@@ -175,8 +145,7 @@ def _become(client: socket.socket, given: Mapping[str, str]) -> list[str]:
             return argv
         ranks[pid] = rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others have it too, and end
-    status = _wait(ranks)
-    return _report(client, status % 256 if is_swift else status)
+    return _report(client, _wait(ranks))
 
 
 def _report(client: socket.socket, status: int) -> NoReturn:
@@ -253,33 +222,24 @@ def _command_of_swift(argv: Sequence[str]) -> list[str]:
     return commands[0]
 
 
-def _environments_of_ranks() -> list[dict[str, str]]:
-    """As torchrun's, but rank 0 opens the store, and no rank is started again."""
-    num_ranks = int(os.environ["NPROC_PER_NODE"])
-    assert os.environ.get("NNODES", "1") == "1", "several nodes: start the real `swift`"
-    shared = {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
-    names = ("RANK", "LOCAL_RANK", "ROLE_RANK")
-    return [{**shared, **dict.fromkeys(names, str(rank))} for rank in range(num_ranks)]
-
-
-def _without_torchrun(argv: list[str]) -> list[str]:
-    """`python -m torch.distributed.run --name value ... file ...` -> `python file ...`."""
+def _ranks_of(argv: list[str]) -> tuple[list[str], list[dict[str, str]]]:
+    """`python -m torch.distributed.run --name value ... FILE ...` -> `python FILE ...`, and what
+    torchrun puts into the environment of each rank. Rank 0 opens the store."""
+    if "torch.distributed.run" not in argv:
+        return argv, [{}]
     first = 3
     while argv[first].startswith("--"):
         first += 2
-    return [argv[0], *argv[first:]]
+    num_ranks = os.environ["NPROC_PER_NODE"]
+    shared = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    envs = [{**shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(int(num_ranks))]
+    return [argv[0], *argv[first:]], envs
 
 
 def _wait(ranks: dict[int, int]) -> int:
@@ -296,13 +256,12 @@ def _wait(ranks: dict[int, int]) -> int:
         if code and not failed:
             failed, deadline = code, time.monotonic() + SECONDS_TO_END
             if several:
-                cause = f"Signal {-code} ({signal.Signals(-code).name})" if code < 0 else str(code)
-                print(f"zygote: rank {rank} has ended: {cause}", file=sys.stderr, flush=True)
+                print(f"zygote: rank {rank} has ended: {code}", file=sys.stderr, flush=True)
                 _signal(ranks, signal.SIGTERM)
-    return 1 if several and failed else failed
+    return 1 if several and failed else failed % 256
 
 
-def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+def _signal(pids: Mapping[int, int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -340,9 +299,7 @@ class Forked:
         sent = socket.send_fds(self._connection, [message], outputs)
         self._connection.sendall(message[sent:])
         self._answers = self._connection.makefile("rb")
-        line = self._answers.readline()
-        assert line, f"the zygote has ended; see {_log(_owner())}"
-        self.pid = int(line)
+        self.pid = int(self._answers.readline())
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -359,40 +316,33 @@ class Forked:
         return self.returncode
 
 
-def _owner() -> int:
-    """The process that all of pytest's workers share."""
-    return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-
-
-def _log(owner: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"swift-grpo-ext-zygote-{owner}.log"
-
-
 def _connect() -> socket.socket:
-    """To the zygote of this session of pytest, which is started if it is not there."""
-    owner = _owner()
+    """To the zygote of this session of pytest, which the first to ask starts for all workers."""
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     name = f"swift-grpo-ext-zygote-{owner}"
+    log = Path(tempfile.gettempdir()) / f"{name}.log"
     deadline = time.monotonic() + SECONDS_TO_END
-    with FileLock(f"{_log(owner)}.lock"):
-        client = socket.socket(socket.AF_UNIX)
-        try:
-            client.connect("\0" + name)
-            return client
-        except ConnectionRefusedError:
-            command = [sys.executable, "-m", "tests.stack.zygote", name, str(owner)]
-            with _log(owner).open("wb") as log:
-                subprocess.Popen(
-                    command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )  # fmt: skip
-        while True:
-            try:
+    is_started = False
+    with FileLock(f"{log}.lock"):
+        while time.monotonic() < deadline:
+            client = socket.socket(socket.AF_UNIX)
+            with contextlib.suppress(ConnectionRefusedError):
                 client.connect("\0" + name)
                 return client
-            except ConnectionRefusedError:
-                assert time.monotonic() < deadline, f"no zygote; see {_log(owner)}"
-                time.sleep(0.1)
+            if not is_started:
+                with log.open("wb") as file:
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.stack.zygote", name, str(owner)],
+                        cwd=ROOT,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                is_started = True
+            time.sleep(0.1)
+    raise TimeoutError(f"no zygote; see {log}")
 
 
 if __name__ == "__main__":
