@@ -82,16 +82,14 @@ def spoil_received_weights() -> None:
         self._received = [(name, flipped), *self._received[1:]]
         receive(self)
 
-    Extension.process_weights_after_loading = (  # type: ignore[method-assign]
-        process_weights_after_loading
-    )
+    Extension.process_weights_after_loading = process_weights_after_loading
 
 
 orms["fate"] = Fate
 replicas.MAX_RESTARTS = int(os.environ.get("MAX_RESTARTS", "3"))
-engine.RolloutEngine = FailingEngine  # type: ignore[misc]  # the server installs it
+engine.RolloutEngine = FailingEngine  # the server installs it
 rollout = sys.modules.get("swift.pipelines.infer.rollout")
 if rollout is not None:
-    rollout.GRPOVllmEngine = FailingEngine  # type: ignore[attr-defined]
+    rollout.GRPOVllmEngine = FailingEngine
 if any("weights" in fault for fault in FAULTS):
     spoil_received_weights()

@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,16 +113,17 @@ def started(
     is_forked = not real and command[0] in (str(SWIFT), sys.executable)
     process: subprocess.Popen[bytes] | Forked
     with reserved(needed(command, env or {})):
-        with log.open("wb") as f, out.open("wb") if out else nullcontext(f) as o:
-            if is_forked:
-                outputs = (o.fileno(), f.fileno())
-                process = Forked(command, cwd=ROOT, env=environment, outputs=outputs)
-            else:
+        log.touch()
+        (out or log).touch()
+        if is_forked:
+            process = Forked(command, environment, out or log, log)
+        else:
+            with log.open("wb") as f:
                 process = subprocess.Popen(
                     command,
                     cwd=ROOT,
                     env=environment,
-                    stdout=o,
+                    stdout=f,
                     stderr=f,
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,

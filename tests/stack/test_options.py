@@ -223,7 +223,8 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 def make_adapter(folder: Path, model: Path) -> Path:
     """A LoRA of the language model that changes what it says a little."""
-    text = json.loads((model / "config.json").read_text(encoding="utf-8"))["text_config"]
+    of_model = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    text = of_model.get("text_config", of_model)
     size, rank = text["hidden_size"], 4
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 8}
     config |= {"target_modules": ["q_proj"], "base_model_name_or_path": str(model)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -139,72 +139,53 @@ def assert_is_telling(plain: Training) -> None:
 
 
 CHUNKS = ("--logps_chunk_size", "16", "--logits_shim", "strict")
-SHARDINGS = ("zero1", "zero2", "zero3", "fsdp2")
-CORE = (("plain", "full"), ("zero3", "full"), ("fsdp2", "full"))
-CELLS = [
-    pytest.param(*cell, marks=() if cell in CORE else pytest.mark.extra)
-    for cell in itertools.product(("plain", *SHARDINGS), TUNINGS)
-]
-
-
-@pytest.mark.parametrize(("shards", "tuning"), CELLS)
-def test_without_vllm(
-    shards: str,
-    tuning: str,
-    assets: Path,
-    unequal_rows: Path,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    argv = (*TUNINGS[tuning], *CHUNKS, *(GENERATES_SHARDED if shards == "zero3" else ()))
-
-    def make(folder: Path) -> None:
-        training(assets, unequal_rows, folder, *TUNINGS[tuning], "--logits_shim", "off")
-
-    plain = read(once(tmp_path_factory, f"plain-{tuning}", make))
-    assert_is_telling(plain)
-    sharded = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
-    assert_same(sharded, plain, whole=shards in WHOLE)
-
-
 COLOCATED = ("--vllm_mode", "colocate")
 COOLER = ("--temperature", "1.0")
 """From the whole vocabulary: hotter, no completion would end before its last possible token."""
 
+SHARDINGS = ("zero1", "zero2", "zero3", "fsdp2")
+CORE = (("plain", "full", "none"), ("zero3", "full", "none"), ("fsdp2", "full", "none"))
+CELLS = [
+    *itertools.product(("plain", *SHARDINGS), TUNINGS, ["none"]),
+    *((shards, "full", "colocate") for shards in SHARDINGS),
+    *((shards, "lora", "server") for shards in SHARDINGS),
+]
+"""Shards, what is trained, and where vLLM generates."""
 
-@pytest.fixture(scope="module")
-def server(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with rollout_server(*server_argv(assets), log=log) as port:
-        yield port
 
-
-@pytest.mark.extra
-@pytest.mark.parametrize(("mode", "tuning"), [("colocate", "full"), ("server", "lora")])
-@pytest.mark.parametrize("shards", SHARDINGS)
-def test_where_vllm_draws(
+@pytest.mark.parametrize(
+    ("shards", "tuning", "vllm"),
+    [pytest.param(*cell, marks=() if cell in CORE else pytest.mark.extra) for cell in CELLS],
+)
+def test_numbers_are_those_of_plain_ranks(
     shards: str,
     tuning: str,
-    mode: str,
+    vllm: str,
     assets: Path,
     unequal_rows: Path,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
 ) -> None:
-    """Each update reaches the engine, and is verified, a part of the weights at a time."""
-    argv = (*TUNINGS[tuning], *CHUNKS, *COOLER, "--move_model_batches", "2")
+    """Each update reaches vLLM, and is verified, a part of the weights at a time."""
 
     def make(folder: Path) -> None:
-        own = (*TUNINGS[tuning], *COLOCATED, *COOLER)
+        own = (*TUNINGS[tuning], *(() if vllm == "none" else (*COLOCATED, *COOLER)))
         training(assets, unequal_rows, folder, *own, "--logits_shim", "off")
 
-    plain = read(once(tmp_path_factory, f"plain-colocated-{tuning}", make))
+    plain = read(once(tmp_path_factory, f"plain-{tuning}-{vllm}", make))
     assert_is_telling(plain)
-    served = client_argv(request.getfixturevalue("server")) if mode == "server" else COLOCATED
-    sharded = training(assets, unequal_rows, tmp_path / "run", *argv, *served, shards=shards)
+    argv = (*TUNINGS[tuning], *CHUNKS)
+    with ExitStack() as servers:
+        if vllm == "none":
+            argv += GENERATES_SHARDED if shards == "zero3" else ()
+        elif vllm == "colocate":
+            argv += (*COLOCATED, *COOLER, "--move_model_batches", "2")
+        else:
+            server = rollout_server(*server_argv(assets), log=tmp_path / "server.log")
+            argv += (*client_argv(servers.enter_context(server)), *COOLER)
+        sharded = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
     assert_same(sharded, plain, whole=shards in WHOLE)
-    assert all(step["rollout_gap/max"] < SAME for step in sharded[1])
+    assert vllm == "none" or all(step["rollout_gap/max"] < SAME for step in sharded[1])
 
 
 @pytest.mark.extra
