@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from swift_grpo_ext.diversity.record import RoundRecord, read_records
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.tools.view.pages import write_page
 from tests.stack.processes import PLUGIN, Finished, swift
-from tests.stack.rounds import HOT, write_rows
+from tests.stack.rounds import HOT, digits, read_lines, write_lines
 
 pytestmark = pytest.mark.stack
 
@@ -38,8 +37,7 @@ def train(
 @pytest.fixture(scope="module")
 def one_prompt(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prompt that each round meets again, three times."""
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    return write_rows(assets / "digits/train.jsonl", path, [0] * 3)
+    return write_lines(tmp_path_factory.mktemp("rows") / "rows.jsonl", digits(assets, [0] * 3))
 
 
 def test_frozen_noise_stops_the_run_in_its_second_round(
@@ -78,8 +76,7 @@ def test_sound_noise_is_no_alarm_and_reaches_the_log(
     assert [r.verdict for r in records] == ["healthy"] * 5
     assert all(r.num_earlier_pairs for r in records[1:])
     assert "diversity:" not in finished.output
-    lines = (tmp_path / "run/logging.jsonl").read_text(encoding="utf-8").splitlines()
-    logged = [json.loads(line) for line in lines][: len(records)]
+    logged = read_lines(tmp_path / "run/logging.jsonl")[: len(records)]
     assert [row["diversity/vendi"] for row in logged] == pytest.approx(
         [r.metrics["vendi"] for r in records], abs=1e-6
     )

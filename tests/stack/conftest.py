@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +16,7 @@ from PIL import Image
 
 from tests.stack import rounds
 from tests.stack.processes import rollout_server
-from tests.stack.rounds import LEARNING, LORA, server_argv, train
+from tests.stack.rounds import LEARNING, LORA, digits, server_argv, train, write_lines
 
 STEPS = 6
 LEARNED_STEPS = 4
@@ -31,8 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def rows(assets: Path, folder: Path) -> Path:
     """Two generation batches; one prompt stands in it three times, so that it meets itself."""
-    source = assets / "digits/train.jsonl"
-    return rounds.write_rows(source, folder / "rows.jsonl", [0, 0, 0, 1, 2, 3])
+    return write_lines(folder / "rows.jsonl", digits(assets, [0, 0, 0, 1, 2, 3]))
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -69,14 +67,11 @@ def learning_rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
     def write(folder: Path) -> None:
         folder.mkdir()
-        path = rounds.write_rows(assets / "digits/train.jsonl", folder / "rows.jsonl", range(3))
-        lines = path.read_text(encoding="utf-8").splitlines()
-        row, content = json.loads(lines[1]), io.BytesIO()
+        rows, content = digits(assets, range(3)), io.BytesIO()
         noise = np.random.default_rng(0).integers(0, 256, (56, 56, 3), np.uint8)
         Image.fromarray(noise).save(content, "PNG")
-        row["images"] = [base64.b64encode(content.getvalue()).decode()]
-        lines[1] = json.dumps(row, ensure_ascii=False)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        rows[1]["images"] = [base64.b64encode(content.getvalue()).decode()]
+        write_lines(folder / "rows.jsonl", rows)
 
     return once(tmp_path_factory, "learning-rows", write) / "rows.jsonl"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,14 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
+from tests.stack.rounds import read_records
+
 SAME = 2 * 151_936 * 2**-24
 """Nats, 0.018: the log-probabilities of a rollout and of training at the same weights, in float32.
 Each side sums the exponentials of 151,936 logits, and each addition may round by 2^-24 of the sum
 (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where one logit leads by 12,
 torch's log_softmax is off by 2.4e-4 with AVX-512 and by 6.0e-4 with AVX2, which sums in fewer
 lanes. A step makes a gap of 1 and more."""
-
-
-def read_records(folder: Path, kind: str = "rank") -> list[dict[str, Any]]:
-    """All that `recorder.py` wrote of this kind, over all ranks."""
-    files = sorted(folder.glob(f"{kind}*.jsonl"))
-    return [json.loads(line) for f in files for line in f.read_text(encoding="utf-8").splitlines()]
 
 
 def load_policy(checkpoint: Path, base: Path) -> Any:

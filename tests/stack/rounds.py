@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from swift_grpo_ext.record.row import SampleRow, to_rows
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.client import RolloutServers
-from tests.stack.policy import read_records
 from tests.stack.processes import PLUGIN, ROOT, Finished, free_port, swift
 
 Samples = dict[str, dict[str, Any]]
@@ -45,11 +45,26 @@ LEARNING = (
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear")
 
 
-def write_rows(source: Path, target: Path, order: Sequence[int]) -> Path:
-    """A data set of the rows of `source` with these numbers, in this order."""
-    lines = source.read_text(encoding="utf-8").splitlines()
-    target.write_text("".join(f"{lines[i]}\n" for i in order), encoding="utf-8")
-    return target
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The values of a file with one of JSON in each line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path: Path, values: Iterable[Any]) -> Path:
+    lines = (json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def read_records(folder: Path, kind: str = "rank") -> list[dict[str, Any]]:
+    """All that `recorder.py` wrote of this kind, over all ranks."""
+    return [line for file in sorted(folder.glob(f"{kind}*.jsonl")) for line in read_lines(file)]
+
+
+def digits(assets: Path, order: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of the digits with these numbers, in this order."""
+    rows = read_lines(assets / "digits/train.jsonl")
+    return [deepcopy(rows[i]) for i in order]
 
 
 def train(
@@ -174,8 +189,7 @@ def token_ids(samples: Samples) -> dict[str, list[int]]:
 
 def logged_steps(run: Path) -> list[dict[str, Any]]:
     """What ms-swift logged of a training's steps."""
-    lines = (run / "logging.jsonl").read_text(encoding="utf-8").splitlines()
-    return [log for log in map(json.loads, lines) if "loss" in log]
+    return [log for log in read_lines(run / "logging.jsonl") if "loss" in log]
 
 
 def assert_same(samples: Samples, reference: Samples, steps: range = range(3)) -> None:

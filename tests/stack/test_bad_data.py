@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,15 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.policy import read_records
-from tests.stack.rounds import BATCH, GROUP_SIZE, LORA, logged_steps, train
+from tests.stack.rounds import (
+    BATCH,
+    GROUP_SIZE,
+    LORA,
+    logged_steps,
+    read_records,
+    train,
+    write_lines,
+)
 
 pytestmark = pytest.mark.stack
 
@@ -66,12 +72,11 @@ def kinds(assets: Path, tmp_path: Path) -> tuple[Path, set[str], set[str]]:
     questions = {name: f"<image>{name}?" for name in rows}
     questions["bad too long"] += " again" * 300
     questions["bad two marks"] += "<image>"
-    path = tmp_path / "rows.jsonl"
     lines = (
         {"messages": [{"role": "user", "content": questions[name]}], "solution": name, "images": i}
         for name, i in rows.items()
     )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path = write_lines(tmp_path / "rows.jsonl", lines)
     good = {name for name in rows if name.startswith("good")}
     return path, good, rows.keys() - good
 

@@ -26,9 +26,8 @@ from swift_grpo_ext.record.row import to_rows
 from swift_grpo_ext.training.agreement import gap_limit
 from tests.stack import rounds
 from tests.stack.conftest import once
-from tests.stack.policy import read_records
 from tests.stack.processes import ROOT, Finished, rollout_server
-from tests.stack.rounds import client_argv, run_training
+from tests.stack.rounds import client_argv, read_records, run_training
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from tiny_vlm.families import FAMILIES, Family, make_family
@@ -114,18 +113,17 @@ def configured_placeholders(folder: Path) -> list[int]:
 
 def write_rows(assets: Path, path: Path, prompts: Sequence[str]) -> Path:
     """Each prompt with images and tones of its own; a video shows four images, one a second."""
-    lines = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
-    images = [json.loads(line)["images"][0] for line in lines]
+    images = [row["images"][0] for row in rounds.digits(assets, range(8))]
     video = str(rounds.write_video(images[:4], path.with_name("digits.mp4")))
-    with path.open("w", encoding="utf-8") as file:
-        for i, prompt in enumerate(prompts):
-            row = {"messages": [{"role": "user", "content": prompt}], "solution": "1"}
-            row["images"] = images[i : i + prompt.count("<image>")]
-            row["videos"] = [video] * prompt.count("<video>")
-            if "<audio>" in prompt:
-                row["audios"] = [write_tone(path.with_name(f"{i}.wav"), 220.0 * (i + 1))]
-            file.write(json.dumps(row) + "\n")
-    return path
+    rows = []
+    for i, prompt in enumerate(prompts):
+        row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "solution": "1"}
+        row["images"] = images[i : i + prompt.count("<image>")]
+        row["videos"] = [video] * prompt.count("<video>")
+        if "<audio>" in prompt:
+            row["audios"] = [write_tone(path.with_name(f"{i}.wav"), 220.0 * (i + 1))]
+        rows.append(row)
+    return rounds.write_lines(path, rows)
 
 
 def write_tone(path: Path, hertz: float) -> str:

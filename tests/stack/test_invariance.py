@@ -13,7 +13,7 @@ import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.stack.conftest import STEPS
-from tests.stack.policy import SAME, read_records
+from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
@@ -23,6 +23,7 @@ from tests.stack.rounds import (
     client_argv,
     drawn_by,
     logged_steps,
+    read_records,
     server_argv,
     train,
 )

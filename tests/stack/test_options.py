@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,19 @@ import torch
 from safetensors.torch import save_file
 
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.policy import SAME, read_records
+from tests.stack.policy import SAME
 from tests.stack.processes import free_port, rollout_server
-from tests.stack.rounds import LORA, Samples, assert_same, logged_steps, server_argv, train
+from tests.stack.rounds import (
+    LORA,
+    Samples,
+    assert_same,
+    logged_steps,
+    read_lines,
+    read_records,
+    server_argv,
+    train,
+    write_lines,
+)
 
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
@@ -64,6 +73,7 @@ def options(text: str, **more: Any) -> Case:
 
 
 other = partial(options, is_alike=False)
+"""Options that change prompts, their order, or the distribution that vLLM samples from."""
 
 CASES: dict[str, Case] = {
     "bnpo": options(
@@ -195,7 +205,7 @@ Places = dict[str, Path]
 def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Places:
     """What stands for the words in braces."""
     folder = tmp_path_factory.mktemp("places")
-    lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(rows)
     question = "<image>Which digit is this? It is a {}."
     told = [{**row, "teacher_prompt": question.format(row["solution"])} for row in lines]
     tagged = [{**row, "kind": ("even", "odd")[int(row["solution"]) % 2]} for row in lines]
@@ -208,17 +218,12 @@ def places(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
     return {
         "rows": rows,
         "model": model,
-        "told": write(folder / "told.jsonl", told),
-        "tagged": write(folder / "tagged.jsonl", tagged),
-        "experts": write(folder / "experts.jsonl", experts),
+        "told": write_lines(folder / "told.jsonl", told),
+        "tagged": write_lines(folder / "tagged.jsonl", tagged),
+        "experts": write_lines(folder / "experts.jsonl", experts),
         "adapter": make_adapter(folder / "adapter", model),
         "judge": make_judge(folder / "judge", model),
     }
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def make_adapter(folder: Path, model: Path) -> Path:
@@ -260,19 +265,17 @@ def argv_of(case: Case, places: Places) -> list[str]:
 def test_options(
     name: str, assets: Path, places: Places, reference: Samples, tmp_path: Path
 ) -> None:
-    case = CASES[name]
+    case, rows = CASES[name], places["rows"]
     argv = (*LEARN, *argv_of(case, places))
-    samples = train(
-        *(assets, places["rows"], tmp_path / "a", *argv), ranks=case.ranks, steps=case.steps
-    )
+    samples = train(assets, rows, tmp_path, *argv, ranks=case.ranks, steps=case.steps)
     trained = {n: s for n, s in samples.items() if SampleId.parse(n).phase == "train"}
     assert {round_of(name) for name in trained} == set(case.rounds)
     if case.is_alike:
         first = {n: s for n, s in trained.items() if round_of(n) == "0.0"}
         assert_same(first, reference, range(1))
-    assert_trains(tmp_path / "a/run", case)
+    assert_trains(tmp_path / "run", case)
     if name == "bfloat16":
-        assert_one_chunk_size(tmp_path / "a")
+        assert_one_chunk_size(tmp_path)
 
 
 def assert_one_chunk_size(folder: Path) -> None:

@@ -3,7 +3,6 @@ What else is refused is in the tests of `swift_grpo_ext/checks`."""
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack.processes import PLUGIN, swift
-from tests.stack.rounds import PRESET, server_argv
+from tests.stack.rounds import PRESET, server_argv, write_lines
 
 pytestmark = pytest.mark.stack
 
@@ -45,7 +44,7 @@ def test_a_training_is_refused(case: str, assets: Path, tmp_path: Path) -> None:
     argv, expected = CASES[case]
     question = [{"role": "user", "content": "<image>Which digit is this?"}]
     row = {"messages": question, "solution": "7", "images": [str(tmp_path / "none.png")]}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8, encoding="utf-8")
+    write_lines(tmp_path / "rows.jsonl", [row] * 8)
     finished = swift(
         *("rlhf", str(PRESET), "--external_plugins", PLUGIN, "examples/digits/rewards.py"),
         *("--model", str(assets / "tiny_vlm"), "--dataset", str(assets / "digits/train.jsonl")),

@@ -9,16 +9,20 @@ import pytest
 
 from swift_grpo_ext.record.reader import read_rewards
 from swift_grpo_ext.sampling.seeding import SampleId
-from tests.stack.policy import SAME, read_records
+from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
     GROUP_SIZE,
     Samples,
     client_argv,
+    digits,
+    read_lines,
+    read_records,
     server_argv,
     token_ids,
     train,
+    write_lines,
     write_video,
 )
 
@@ -43,8 +47,7 @@ def of_phase(samples: Samples, phase: str) -> Samples:
 @pytest.fixture
 def mixed_rows(assets: Path, tmp_path: Path) -> Path:
     """Rows with one image, two images, a video, and no media at all; same words, other images."""
-    lines = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines[:8]]
+    rows = digits(assets, range(8))
     images = [row["images"][0] for row in rows]
     rows[1]["images"] = images[:2]
     rows[1]["messages"][0]["content"] = "<image><image>Which digits are these?"
@@ -54,9 +57,7 @@ def mixed_rows(assets: Path, tmp_path: Path) -> Path:
     rows[3]["messages"][0]["content"] = "<video>Which digits come by?"
     rows[4] = {**rows[4], "images": []}
     rows[4]["messages"][0]["content"] = "Which digit comes after 4?"
-    path = tmp_path / "mixed.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_lines(tmp_path / "mixed.jsonl", rows)
 
 
 def test_long_rounds_lora_eval_and_mixed_media(
@@ -140,8 +141,7 @@ def test_group_size_that_does_not_divide_a_ranks_batch(
     whole = train(assets, rows, tmp_path / "whole", *argv)
     assert token_ids(split) == token_ids(whole)
     assert all(sample["images"] == whole[name]["images"] for name, sample in split.items())
-    data = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    solutions = {row["images"][0]: row["solution"] for row in data}
+    solutions = {row["images"][0]: row["solution"] for row in read_lines(rows)}
     assert all(s["solution"] == solutions[s["images"][0]] for s in split.values())
 
 

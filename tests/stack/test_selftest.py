@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.stack.processes import COMMAND, rollout_server, started
-from tests.stack.rounds import HOT, PRESET, server_argv, write_rows
+from tests.stack.rounds import HOT, PRESET, digits, server_argv, write_lines
 from tests.stack.selftest_faults import FAULTS
 
 pytestmark = pytest.mark.stack
@@ -24,7 +24,7 @@ STOP = "</digit>"
 def found(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results by name, of the healthy stack and of each fault, all on one engine."""
     folder = tmp_path_factory.mktemp("selftest")
-    rows = write_rows(assets / "digits/train.jsonl", folder / "rows.jsonl", range(8))
+    rows = write_lines(folder / "rows.jsonl", digits(assets, range(8)))
     argv = [
         *(str(PRESET), "--model", str(assets / "tiny_vlm"), "--dataset", str(rows), *HOT),
         *("--num_generations", "4", "--per_device_train_batch_size", "16"),
@@ -85,7 +85,7 @@ def test_settings_that_nothing_can_start_with_are_said_once(assets: Path, tmp_pa
 
 @pytest.mark.extra
 def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:
-    rows = write_rows(assets / "digits/train.jsonl", tmp_path / "rows.jsonl", range(8))
+    rows = write_lines(tmp_path / "rows.jsonl", digits(assets, range(8)))
     settings = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
     settings |= {"model": str(assets / "tiny_vlm"), "dataset": str(rows), "temperature": 2.0}
     settings |= {"num_generations": 4, "stop_words": [STOP], "vllm_mode": "server"}

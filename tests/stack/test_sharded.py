@@ -18,16 +18,19 @@ from typing import Any
 import pytest
 
 from tests.stack.conftest import once
-from tests.stack.policy import SAME, read_records
+from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     LORA,
     PRESET,
     client_argv,
+    digits,
     logged_steps,
+    read_records,
     run_training,
     server_argv,
     without_vllm,
+    write_lines,
 )
 
 pytestmark = pytest.mark.stack
@@ -82,13 +85,10 @@ Training = tuple[list[list[dict[str, Any]]], list[dict[str, float]]]
 @pytest.fixture(scope="session")
 def unequal_rows(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every other prompt is longer by half."""
-    lines = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()[: 2 * STEPS]
-    rows = [json.loads(line) for line in lines]
+    rows = digits(assets, range(2 * STEPS))
     for row in rows[::2]:
         row["messages"][0]["content"] += " Look closely, and take your time." * 4
-    path = tmp_path_factory.mktemp("unequal") / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_lines(tmp_path_factory.mktemp("unequal") / "rows.jsonl", rows)
 
 
 def training(assets: Path, rows: Path, folder: Path, *argv: str, shards: str = "plain") -> Training:

@@ -6,7 +6,6 @@ The model spells ` find it</search>` with two line breaks in its last token, `Mo
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from tests.stack.rounds import (
     BATCH,
     PRESET,
     client_argv,
+    read_lines,
     run_training,
     server_argv,
     without_vllm,
@@ -87,9 +87,8 @@ def test_a_training_stops(way: str, assets: Path, rows: Path, tmp_path: Path) ->
         finished = run_training(assets, rows, run, *argv, *reward, steps=2, preset=preset)
     assert finished.returncode == 0, finished.cause
     ids = spelled[: ends.num_tokens]
-    told = (run / "record/rewards.jsonl").read_text(encoding="utf-8").splitlines()
     expected = [ends.text, ends.reason, [ids, ids] if way == "turns" else ids, False]
-    assert list(map(json.loads, told)) == [expected] * TOLD
+    assert read_lines(run / "record/rewards.jsonl") == [expected] * TOLD
     row = {"text": ends.text, "token_ids": ids, "finish_reason": "stop"}
     row["stop_reason"] = str(ends.reason)
     logged = read_samples(run / "run", columns=list(row)).to_pylist()

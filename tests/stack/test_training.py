@@ -14,7 +14,15 @@ import pytest
 from swift_grpo_ext.record.reader import read_samples
 from tests.stack import policy
 from tests.stack.conftest import LEARNED_STEPS
-from tests.stack.rounds import BATCH, LEARNING, run_training, train, without_vllm
+from tests.stack.rounds import (
+    BATCH,
+    LEARNING,
+    digits,
+    run_training,
+    train,
+    without_vllm,
+    write_lines,
+)
 
 pytestmark = pytest.mark.stack
 
@@ -41,13 +49,11 @@ def test_tensor_parallel(assets: Path, learning_rows: Path, tmp_path: Path) -> N
 
 def test_without_vllm(assets: Path, tmp_path: Path) -> None:
     """The plugin lets ms-swift's transformers engine draw; groups with a bad row are replaced."""
-    lines = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()[:6]
-    rows = [json.loads(line) for line in lines]
+    rows = digits(assets, range(6))
     (tmp_path / "bad.png").write_text("not an image")
     for row in rows[::2]:
         row["images"] = [str(tmp_path / "bad.png")]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = write_lines(tmp_path / "rows.jsonl", rows)
     argv = ("--truncation_strategy", "delete", "--max_length", "500", *LEARNING)
     preset = without_vllm(tmp_path)
     finished = run_training(assets, data, tmp_path / "a", *argv, steps=2, preset=preset)
