@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from swift.infer_engine.protocol import RequestConfig
@@ -76,13 +76,12 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
         prompts = {id(sample.encoded): _checked_prompt(sample) for sample in samples}
         for encoded in batch:
             prompt = prompts.get(id(encoded), ())
-            # For `max_length` a medium is one token.
-            is_cut = max_length is not None and 0 < max_length <= len(prompt)
+            was_cut = is_cut(prompt, max_length)
             changed = with_text_of(
-                prompt, encoded, placeholders, template.tokenizer.decode, was_cut=is_cut
+                prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
             )
             encoded.update(changed)
-            if changed and not is_cut:
+            if changed and not was_cut:
                 logger.info_once(
                     "ms-swift's template writes other line breaks beside media for training than "
                     "for vLLM, or vLLM merges them (docs/support.md): training has those that the "
@@ -118,8 +117,17 @@ def check_training_batch(
             f"--max_length, MAX_PIXELS and the like. {remedy}"
         )
     for sample in samples:
+        cause = remedy
+        if is_cut(_checked_prompt(sample), template.max_length):
+            cause = (
+                f"Rollouts cut prompts to --max_length {template.max_length} "
+                "(--truncation_strategy left), and training cannot be given what was left of this "
+                "one: no text is left between two media, or vLLM writes them otherwise than "
+                "training does. Raise the first, or have such prompts replaced with "
+                "--truncation_strategy delete."
+            )
         try:
-            check_prompt_of(sample, template, placeholders, remedy)
+            check_prompt_of(sample, template, placeholders, cause)
         except DisagreementError as e:
             if args.rollout_mismatch == "stop":
                 raise
@@ -147,6 +155,11 @@ def _checked_prompt(sample: GRPOSample) -> Sequence[int]:
     turns = sample.response_token_ids
     is_conversation = turns and isinstance(turns[0], (list, tuple)) and len(turns) > 1
     return () if is_conversation else getattr(sample, "rollout_prompt_ids", None) or ()
+
+
+def is_cut(prompt_ids: Sequence[int], max_length: int | None) -> bool:
+    """Return whether `--max_length`, for which a medium is one token, may have cut a prompt."""
+    return max_length is not None and 0 < max_length <= len(prompt_ids)
 
 
 def gap_limit_of(args: RolloutGRPOConfig, dtype: torch.dtype) -> float:
@@ -250,11 +263,12 @@ def _flatten(values: Any) -> Iterator[Any]:
 
 # --- generated samples against the trainer's own model ---
 
+Encoded: TypeAlias = "tuple[dict[str, Any], GRPOBatch]"
+"""A model's inputs, and their batch."""
 
-def encoded_batch(
-    trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample]
-) -> tuple[dict[str, Any], GRPOBatch]:
-    """Encode generated samples as ms-swift does for training: a model's inputs, and their batch.
+
+def encoded_batch(trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample]) -> Encoded:
+    """Encode generated samples as ms-swift does for training.
 
     It leaves what a template made of each sample in its `encoded`.
     """
@@ -273,15 +287,20 @@ def encoded_batch(
     return inputs, batch
 
 
-def sample_gaps(trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample]) -> list[Gap | None]:
+def sample_gaps(
+    trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample], encoded: Encoded
+) -> list[Gap | None]:
     """Compare log-probabilities of generated samples with those of the trainer's model, in one
     forward.
+
+    Args:
+        encoded: `encoded_batch` of the samples.
 
     Returns:
         A gap for each sample; None where training sees another prompt, which the round's own check
         names, or where the engine gave no log-probabilities.
     """
-    inputs, batch = encoded_batch(trainer, samples)
+    inputs, batch = encoded
     checkpointing = disable_gradient_checkpointing(
         trainer.model, trainer.args.gradient_checkpointing_kwargs
     )
@@ -305,4 +324,4 @@ def sample_gaps(trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample]) -> l
 
 def sample_gap(trainer: RolloutGRPOTrainer, sample: GRPOSample) -> Gap:
     """Return the gap of one generated sample, without a token where it cannot be compared."""
-    return sample_gaps(trainer, [sample])[0] or Gap()
+    return sample_gaps(trainer, [sample], encoded_batch(trainer, [sample]))[0] or Gap()

@@ -48,6 +48,7 @@ from swift_grpo_ext.stops.templates import check_template_stops, record_stop_rea
 from swift_grpo_ext.training.batch import (
     check_counts,
     check_training_batch,
+    encoded_batch,
     gap_limit_of,
     measure_rollout_gap,
     rollouts_own_prompts,
@@ -377,7 +378,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> Any:
         self._encoder_cache.forget()
         with self._media.in_training(self.template):
-            canary_gap = self._canary.judge(partial(sample_gaps, self), self.state.global_step)
+            canary_gap = self._canary.judge(
+                partial(encoded_batch, self), partial(sample_gaps, self), self.state.global_step
+            )
         check_counts(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
         media = self._media.in_training(self.template, joins_late=self._encoder_cache.is_on)
@@ -517,14 +520,15 @@ class RolloutGRPOTrainer(GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if not self._has_loaded(self.state.best_model_checkpoint):
+        note = f", the best ({self.state.best_metric})"
+        if not self._has_loaded(self.state.best_model_checkpoint, note=note):
             super()._load_best_model()
 
-    def _has_loaded(self, checkpoint: str, model: nn.Module | None = None) -> bool:
+    def _has_loaded(self, checkpoint: str, model: nn.Module | None = None, note: str = "") -> bool:
         """Load the checkpoint of a whole model; false where upstream has to."""
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if is_sharded or not holds_whole_model(Path(checkpoint)):
             return False
         load_whole_model(self.model if model is None else model, Path(checkpoint))
-        logger.info(f"The weights of {checkpoint} are loaded.")
+        logger.info(f"The weights of {checkpoint} are loaded{note}.")
         return True

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from math import isnan
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from peft import LoraConfig
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
+T = TypeVar("T")
 Load = Callable[[StateDict], None]
 """ms-swift's own way of giving tensors to its engine, or engines."""
 
@@ -326,11 +327,15 @@ class WeightCanary:
         return deepcopy(gathered[chosen])
 
     def judge(
-        self, gaps_of: Callable[[list[OnPolicySample]], Sequence[Gap | None]], step: int
+        self,
+        encode: Callable[[list[OnPolicySample]], T],
+        gaps_of: Callable[[list[OnPolicySample], T], Sequence[Gap | None]],
+        step: int,
     ) -> float | None:
         """Compare what was generated with the trainer's own model, before it trains on.
 
         Args:
+            encode: makes a batch of generated samples.
             gaps_of: compares generated samples with the model, in one forward (a collective where
                 weights are sharded); None for a sample that cannot be compared.
 
@@ -343,10 +348,23 @@ class WeightCanary:
         if not self._generated:
             return None
         generated, self._generated = self._generated, []
+        starts = range(0, len(generated), COMPLETIONS)
+        of_engines = [generated[start : start + COMPLETIONS] for start in starts]
+        batches, failure = [], ""
+        try:
+            batches = [encode(samples) for samples in of_engines]
+        except Exception as e:  # the others would wait in their forward
+            failure = f"on rank {self._ranks.rank} {_text(e)}"
+        if failures := [text for text in self._ranks.all_gather(failure) if text]:
+            if self._ranks.rank == 0:
+                logger.warning(
+                    "The canary's prompt could not be encoded for training, so that no "
+                    f"engine was compared after this update ({failures[0]})."
+                )
+            return None
         of_rank = []
-        for start in range(0, len(generated), COMPLETIONS):
-            samples = generated[start : start + COMPLETIONS]
-            gaps = [(gap.mean, gap.count) for gap in gaps_of(samples) if gap is not None]
+        for samples, batch in zip(of_engines, batches, strict=True):
+            gaps = [(gap.mean, gap.count) for gap in gaps_of(samples, batch) if gap is not None]
             if gaps:  # the least counts, or NaN, which nothing explains
                 mean, count = min(gaps, key=lambda gap: (not isnan(gap[0]), gap[0]))
                 engine = str((samples[0].rollout_infos or {}).get("replica", "The engine"))

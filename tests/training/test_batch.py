@@ -98,6 +98,14 @@ def test_what_is_collated_has_the_text_that_max_length_left(
         made.max_length = None  # as ms-swift, while it encodes
         made.data_collator([drawn.encoded])
     assert drawn.encoded["input_ids"] == ([3, 90, 4, 5] if is_cut else [1, 2, 3, 90, 4, 5])
+    drawn.rollout_prompt_ids = [9, 90, 4]
+    cause = (
+        rf"cut prompts to --max_length {max_length} \(.* left\).* delete\.$"
+        if is_cut
+        else "vLLM than"
+    )
+    with pytest.raises(DisagreementError, match=cause):
+        check_training_batch([drawn], batch(), arguments(), template(max_length))
 
 
 # --- counts (M6) ---

@@ -43,9 +43,7 @@ class RecordingEngine:
         self.rounds: list[list[tuple[str, RequestMetadata]]] = []
         self.canaries: list[list[tuple[str, RequestMetadata]]] = []
         self.weights: list[dict[str, torch.Tensor]] = []
-        self.engine = self
-        self.inner_model: Any = torch.nn.Module()
-        self.inner_model.load_weights = self.load_weights
+        self.engine = self.inner_model = self
         self.model_config = None
         self.inner_model_executor = SimpleNamespace(is_sleeping=False)
         self.made.append(self)
@@ -56,7 +54,10 @@ class RecordingEngine:
         raise AttributeError(name)
 
     def reload_weights(self, weights: Any) -> None:
-        self.inner_model.load_weights(weights)
+        self.load_weights(weights)
+
+    def named_parameters(self) -> list[Any]:
+        return []
 
     def load_weights(self, weights: Any) -> set[str]:
         self.weights.append({name: tensor.clone() for name, tensor in weights})

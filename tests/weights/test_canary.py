@@ -50,8 +50,8 @@ class Engines:
 def judged(gaps: dict[str, Sequence[Any]], size: int = 1, **args: Any) -> list[Any]:
     """What `judge` gives on each rank; `gaps`: by engine, the mean gap of each completion."""
 
-    def gaps_of(samples: Any) -> list[Any]:
-        assert [sample.rollout_prompt_ids for sample in samples] == [[2]] * COMPLETIONS
+    def gaps_of(samples: Any, batch: Any) -> list[Any]:
+        assert batch == [sample.rollout_prompt_ids for sample in samples] == [[2]] * COMPLETIONS
         means = gaps[samples[0].rollout_infos["replica"]]
         return [None if mean is None else Gap(2 * mean, 2, mean) for mean in means]
 
@@ -59,7 +59,7 @@ def judged(gaps: dict[str, Sequence[Any]], size: int = 1, **args: Any) -> list[A
         canary = make(ranks, **args)
         canary.generate([sample("one")], RequestConfig(), 1 - ranks.rank, Engines())
         try:
-            return canary.judge(gaps_of, 3)
+            return canary.judge(lambda samples: [s.rollout_prompt_ids for s in samples], gaps_of, 3)  # type: ignore[attr-defined]
         except WeightUpdateError as e:
             return str(e)
 
@@ -123,6 +123,36 @@ def test_all_ranks_ask_the_same_with_media_where_there_are_any(rows: list[str], 
     assert run_rank_groups(len(rows), work) == [[asked] * 2] * len(rows)
 
 
+@pytest.mark.parametrize(("failing", "num_forwards"), [(None, 2), (1, 0)])
+def test_every_rank_makes_the_same_forwards(
+    failing: int | None, num_forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are gathered in a forward: rows that cannot be encoded on one rank keep no other
+    waiting."""
+    calls: list[int] = []
+    warnings: list[str] = []
+    monkeypatch.setattr(sync.logger, "warning", warnings.append)
+
+    def work(ranks: ThreadRanks) -> float | None:
+        def encode(samples: Any) -> None:
+            if ranks.rank == failing:
+                raise OSError("no such image")
+
+        def gaps_of(samples: Any, batch: Any) -> list[None]:
+            calls.append(1)
+            return [None] * COMPLETIONS
+
+        canary = make(ranks)
+        canary.generate([sample("one")], RequestConfig(), 1, Engines())
+        return canary.judge(encode, gaps_of, step=3)
+
+    assert run_rank_groups(2, work) == [None, None]
+    assert len(calls) == num_forwards
+    assert ["on rank 1 OSError: no such image" in text for text in warnings] == [True] * bool(
+        failing
+    )
+
+
 @pytest.mark.parametrize(
     ("gaps", "expected"),
     [
@@ -164,7 +194,7 @@ def test_a_gap_may_be_a_warning_and_an_idle_canary_says_why(
     assert told == ["No canary tests what engines sample with: this is async."]
 
 
-def test_two_prompts_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_prompts_are_not_compared() -> None:
     """Both are in the forward; the round names the one that differs."""
     template = SimpleNamespace(placeholder_tokens=[90], tokenizer=SimpleNamespace(decode=str))
     logps = torch.tensor([[-0.5], [-2.0]])
@@ -182,7 +212,6 @@ def test_two_prompts_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     batch: Any = SimpleNamespace(
         rollout_per_token_logps=torch.tensor([[-1.0], [-1.0]]), completion_mask=torch.ones(2, 1)
     )
-    monkeypatch.setattr(training_batch, "encoded_batch", lambda *_: ({}, batch))
-    assert training_batch.sample_gaps(trainer, samples) == [Gap(0.5, 1, 0.5), None]
+    assert training_batch.sample_gaps(trainer, samples, ({}, batch)) == [Gap(0.5, 1, 0.5), None]
     batch.rollout_per_token_logps = None
-    assert training_batch.sample_gaps(trainer, samples) == [None, None]
+    assert training_batch.sample_gaps(trainer, samples, ({}, batch)) == [None, None]
