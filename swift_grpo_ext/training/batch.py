@@ -1,39 +1,43 @@
-"""The training batch: what the rollout saw and generated, held against what training sees."""
+"""The training batch: what the rollout saw and generated, held against what training sees.
+
+Templates of ms-swift write media in one way for training and in another for vLLM: a placeholder may
+be a negative number in training. That is no difference. Where line breaks beside media differ, or
+the rollout's prompt was cut, training is given the rollout's text (docs/promises.md, M3). Then the
+gap of log-probabilities at equal weights is measured (M5).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, groupby
 from math import isnan
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from swift.infer_engine.protocol import RequestConfig
-from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch, encode_sample
-from swift.trainers import disable_gradient_checkpointing
 from swift.utils import get_logger
 
 from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
-from swift_grpo_ext.training.agreement import (
-    DisagreementError,
-    Gap,
-    check_prompt,
-    gap_limit,
-    with_text_of,
-)
-from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch, GRPOSample
     from swift.template import Template
 
     from swift_grpo_ext.config import RolloutGRPOConfig
-    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
 logger = get_logger()
+
+Decode = Callable[[list[int]], str]
+Span = tuple[bool, list[int]]
+"""Placeholders (True) or text, and the tokens."""
+
+SHOWN = 5
+"""Tokens that a message shows of each side."""
 
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "dropout_p")
 """Attributes from which transformers' layers call functional dropout."""
@@ -49,6 +53,29 @@ WHOLE: dict[str, tuple[Any, ...]] = {
 None leaves the choice to the model's own generation settings."""
 
 
+class DisagreementError(RuntimeError):
+    """What a rollout says of a sample is not what training on it sees."""
+
+
+# --- the tokens of a sample ---
+
+
+def logprobs_of(sample: GRPOSample) -> list[float]:
+    return list(_flatten(sample.rollout_logprobs))
+
+
+def trained_ids(sample: GRPOSample) -> list[int]:
+    """Return the tokens that were sampled, without those that an environment put in between."""
+    ids = list(_flatten(sample.response_token_ids))
+    mask = list(_flatten(sample.response_loss_mask))
+    return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
+
+
+def _flatten(values: Any) -> Iterator[Any]:
+    """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
+    return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
+
+
 def check_counts(samples: Sequence[GRPOSample]) -> None:
     """Raise `DisagreementError` for a sample that lacks a log-probability for a token (M6)."""
     for sample in samples:
@@ -58,6 +85,9 @@ def check_counts(samples: Sequence[GRPOSample]) -> None:
                 f"{sample.sample_id}: {num_tokens} sampled tokens and {num_logprobs} "
                 "log-probabilities came back from the engine."
             )
+
+
+# --- prompts: training is given the rollout's text ---
 
 
 @contextmanager
@@ -76,7 +106,7 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
         prompts = {id(sample.encoded): _checked_prompt(sample) for sample in samples}
         for encoded in batch:
             prompt = prompts.get(id(encoded), ())
-            was_cut = is_cut(prompt, max_length)
+            was_cut = _may_be_cut(prompt, max_length)
             changed = with_text_of(
                 prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
             )
@@ -91,6 +121,105 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
 
     with before_collating(template, change):
         yield
+
+
+def with_text_of(
+    rollout: Sequence[int],
+    encoded: Mapping[str, Any],
+    placeholders: Collection[int],
+    decode: Decode,
+    *,
+    was_cut: bool,
+) -> dict[str, Any]:
+    """Return what changes of an encoded sample so that it has the text of the rollout's prompt.
+
+    The policy was asked with the rollout's prompt: it is trained on that one. Media stay as they
+    are encoded. Two prompts come of one row where
+
+    - a template writes a line more beside an image for training (ms-swift's InternVL), or an engine
+      merges line breaks (vLLM's Gemma3);
+    - ms-swift cuts a prompt to `--max_length` for a rollout, and keeps all media and the last of
+      its other tokens (4.6.0, template/base.py, `_truncate`); for training it encodes it whole.
+
+    Args:
+        rollout: token ids of the prompt, as the engine saw it.
+        encoded: ms-swift's, with `input_ids`, `labels` (-100 in the prompt) and what else has one
+            value for each token, as a list or a tensor [tokens].
+        placeholders: ids that stand for media.
+        decode: the text of token ids.
+        was_cut: whether the rollout's prompt may be a cut one.
+
+    Returns:
+        New entries; none where the prompts are equal or differ in more than that, or where text
+        tokens of the prompt do not share an entry's value.
+    """
+    ids, labels = encoded["input_ids"], encoded.get("labels")
+    if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
+        return {}
+    num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+    ours, theirs = _spans(rollout, placeholders), _spans(ids[:num_prompt], placeholders)
+
+    # Where a cut leaves no text between two media, numbers of runs differ too: side by side,
+    # transformers takes two for one (5.19, `get_rope_index`).
+    if len(ours) != len(theirs):
+        return {}
+    text_positions = [at for at, i in enumerate(ids[:num_prompt]) if not _is_media(i, placeholders)]
+    new_ids: list[int] = []
+    sources: list[int] = []
+    """The position in `ids` from which each new token has its other values."""
+    start = 0
+    for (is_media, own), (_, other) in zip(ours, theirs, strict=True):
+        end = start + len(other)
+        if is_media:
+            agree = _same_item(own, other)
+            new_ids += other
+            sources += range(start, end)
+        else:
+            is_cut = was_cut and own == other[max(len(other) - len(own), 0) :]
+            own_line, other_line = (decode(part).replace("\n", "") for part in (own, other))
+            # Without media no template writes other line breaks.
+            agree = is_cut or (len(ours) > 1 and own_line == other_line)
+            new_ids += own
+            sources += text_positions[:1] * len(own)
+        if not agree:
+            return {}
+        start = end
+    sources += range(num_prompt, len(ids))
+    changed: dict[str, Any] = {"input_ids": [*new_ids, *ids[num_prompt:]]}
+    if "length" in encoded:
+        changed["length"] = len(sources)
+    for name, values in encoded.items():
+        is_list = isinstance(values, list) and len(values) == len(ids)
+        if name == "input_ids" or not (is_list or getattr(values, "shape", None) == (len(ids),)):
+            continue
+        if len({float(values[at]) for at in text_positions}) > 1:
+            return {}
+        changed[name] = [values[at] for at in sources] if is_list else values[sources]
+    return changed
+
+
+def _is_media(token_id: int, placeholders: Collection[int]) -> bool:
+    return token_id < 0 or token_id in placeholders
+
+
+def _spans(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
+    """Return the runs of placeholders and of text, beginning with text."""
+    runs = groupby(ids, key=lambda i: _is_media(i, placeholders))
+    spans = [(is_media, list(run)) for is_media, run in runs]
+    return spans if spans and not spans[0][0] else [(False, []), *spans]
+
+
+def _same_item(ours: list[int], theirs: list[int]) -> bool:
+    """Return whether two runs of placeholders differ in notation at most.
+
+    Negative numbers stand for a whole item, however many tokens it takes. InternVL's frames are
+    `<video>` to vLLM and `<IMG_CONTEXT>` to training, as many of the one as of the other.
+    """
+    alike = len(ours) == len(theirs) and len({*ours}) == len({*theirs}) == 1
+    return ours == theirs or alike or min(theirs) < 0
+
+
+# --- prompts and tokens: what still differs is an error ---
 
 
 def check_training_batch(
@@ -116,18 +245,16 @@ def check_training_batch(
             "Give `swift rollout` the settings of the training: --template, --system, "
             f"--max_length, MAX_PIXELS and the like. {remedy}"
         )
+    if_cut = (
+        f"Rollouts cut prompts to --max_length {template.max_length} (--truncation_strategy "
+        f"{template.truncation_strategy}), and training cannot be given what was left of this one: "
+        "no text is left between two media, or vLLM writes them otherwise than training does. "
+        "Raise the first, or have such prompts replaced with --truncation_strategy delete."
+    )
     for sample in samples:
-        cause = remedy
-        if is_cut(_checked_prompt(sample), template.max_length):
-            cause = (
-                f"Rollouts cut prompts to --max_length {template.max_length} "
-                "(--truncation_strategy left), and training cannot be given what was left of this "
-                "one: no text is left between two media, or vLLM writes them otherwise than "
-                "training does. Raise the first, or have such prompts replaced with "
-                "--truncation_strategy delete."
-            )
+        is_cut = _may_be_cut(_checked_prompt(sample), template.max_length)
         try:
-            check_prompt_of(sample, template, placeholders, cause)
+            check_prompt_of(sample, template, placeholders, if_cut if is_cut else remedy)
         except DisagreementError as e:
             if args.rollout_mismatch == "stop":
                 raise
@@ -136,17 +263,51 @@ def check_training_batch(
                 "its own prompt, and rollout_gap says how far they lie apart. (Said once.)",
                 hash_id="rollout_mismatch",
             )
-    _check_alignment(samples, batch)
+    # ms-swift drops all log-probabilities of a batch where counts disagree.
+    if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
+        return
+    for sample, mask in zip(samples, batch.completion_mask, strict=True):
+        count, num_sampled = int(mask.sum()), len(logprobs_of(sample))
+        if num_sampled not in (count, count + 1):
+            raise DisagreementError(
+                f"{sample.sample_id}: {num_sampled} tokens were sampled, and {count} would "
+                "be trained on. The template has to keep a completion's tokens as they are."
+            )
 
 
 def check_prompt_of(
-    sample: GRPOSample, template: Template, placeholders: Sequence[int], remedy: str = ""
+    sample: GRPOSample, template: Template, placeholders: Collection[int], remedy: str = ""
 ) -> None:
-    """Check the prompt of an encoded sample that knows what its rollout saw."""
-    if prompt_ids := _checked_prompt(sample):
-        training_ids = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
-        decode = template.tokenizer.decode
-        check_prompt(str(sample.sample_id), prompt_ids, training_ids, remedy, placeholders, decode)
+    """Raise `DisagreementError` where an encoded sample does not begin with the prompt that its
+    rollout saw, if that is known.
+
+    Args:
+        placeholders: ids that stand for media; in training negative ones do too.
+        remedy: the message's last sentence.
+    """
+    rollout = _checked_prompt(sample)
+    if not rollout:
+        return
+    training = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
+    ours = _spans(rollout, placeholders)
+    theirs = _spans(training, placeholders)[: len(ours)]
+    is_media, last = ours[-1]
+    if len(theirs) == len(ours) and not is_media:  # the completion follows the prompt's last text
+        theirs[-1] = (False, theirs[-1][1][: len(last)])
+    if len(theirs) == len(ours) and all(
+        _same_item(own, other) if is_media else own == other
+        for (is_media, own), (_, other) in zip(ours, theirs, strict=True)
+    ):
+        return
+    pairs = zip(rollout, training, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rollout), len(training)))
+    seen, trained = (list(ids[first : first + SHOWN]) for ids in (rollout, training))
+    words = [repr(template.tokenizer.decode([i for i in ids if i >= 0])) for ids in (seen, trained)]
+    raise DisagreementError(
+        f"{sample.sample_id}: the rollout saw a prompt of {len(rollout)} tokens that training does "
+        f"not begin with; they differ from token {first} on ({seen} against {trained}, {words[0]} "
+        f"against {words[1]}). {remedy}"
+    )
 
 
 def _checked_prompt(sample: GRPOSample) -> Sequence[int]:
@@ -157,16 +318,60 @@ def _checked_prompt(sample: GRPOSample) -> Sequence[int]:
     return () if is_conversation else getattr(sample, "rollout_prompt_ids", None) or ()
 
 
-def is_cut(prompt_ids: Sequence[int], max_length: int | None) -> bool:
+def _may_be_cut(prompt_ids: Sequence[int], max_length: int | None) -> bool:
     """Return whether `--max_length`, for which a medium is one token, may have cut a prompt."""
     return max_length is not None and 0 < max_length <= len(prompt_ids)
 
 
-def gap_limit_of(args: RolloutGRPOConfig, dtype: torch.dtype) -> float:
-    """Return `gap_limit` of a training with a model of this type."""
-    # Under autocast, models of 32 bits compute in 16.
-    bits = 16 if args.bf16 or args.fp16 else torch.finfo(dtype).bits
-    return gap_limit(bits, args.temperature)
+# --- the gap between log-probabilities ---
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The distance, in nats, of two log-probabilities of each of some tokens."""
+
+    total: float = 0.0
+    """Sum of absolute differences."""
+
+    count: int = 0
+    """Number of tokens."""
+
+    largest: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean difference in nats; 0 where there was no token."""
+        return self.total / self.count if self.count else 0.0
+
+    def __add__(self, other: Gap) -> Gap:
+        largest = float(np.maximum(self.largest, other.largest))  # NaN where one of them is
+        return Gap(self.total + other.total, self.count + other.count, largest)
+
+
+def gap_between(rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> Gap:
+    """Compare log-probabilities, in nats, where `mask` is true; all three have one shape."""
+    difference = (training - rollout).abs()[mask].float()
+    if not difference.numel():
+        return Gap()
+    return Gap(float(difference.sum()), difference.numel(), float(difference.max()))
+
+
+def gap_limit(bits: int, temperature: float = 1.0) -> float:
+    """Return the mean gap, in nats, above which something is wrong rather than imprecise.
+
+    A log-probability is a difference of logits, of which large models have some around 2^4. A float
+    of 16 bits that keeps 8 of them as its mantissa (bfloat16) rounds those to steps of 2^-4, by
+    2^-5 at most; layers before add to it, and averaging over tokens takes from it. Twice a step is
+    beyond that. 32 bits round to 2^-19 there; their limit is that of kernels that sum in different
+    orders, with a wide margin. Other weights, another prompt or dropout lie well above both: with
+    LoRA's default dropout of 0.05 single ratios were off by 0.7 to 1 nats.
+
+    Args:
+        bits: of the less precise of both sides' numbers.
+        temperature: of the sampling. Logits are divided by it, and their rounding with them; one
+            above 1 leaves the limit as it is.
+    """
+    return (0.125 if bits <= 16 else 0.01) / min(temperature or 1.0, 1.0)
 
 
 def measure_rollout_gap(
@@ -222,106 +427,3 @@ def switch_off_dropout(model: torch.nn.Module) -> int:
                 count += 1
                 setattr(module, name, 0.0)
     return count
-
-
-def gap_between(rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> Gap:
-    """Compare log-probabilities, in nats, where `mask` is true; all three have one shape."""
-    difference = (training - rollout).abs()[mask].float()
-    if not difference.numel():
-        return Gap()
-    return Gap(float(difference.sum()), difference.numel(), float(difference.max()))
-
-
-def _check_alignment(samples: Sequence[GRPOSample], batch: GRPOBatch) -> None:
-    """Refuse counts that disagree, where ms-swift drops all log-probabilities of a batch (M6)."""
-    if batch.rollout_per_token_logps is not None or not all(map(logprobs_of, samples)):
-        return
-    for sample, mask in zip(samples, batch.completion_mask, strict=True):
-        count, num_sampled = int(mask.sum()), len(logprobs_of(sample))
-        if num_sampled not in (count, count + 1):
-            raise DisagreementError(
-                f"{sample.sample_id}: {num_sampled} tokens were sampled, and {count} would "
-                "be trained on. The template has to keep a completion's tokens as they are."
-            )
-
-
-def logprobs_of(sample: GRPOSample) -> list[float]:
-    return list(_flatten(sample.rollout_logprobs))
-
-
-def trained_ids(sample: GRPOSample) -> list[int]:
-    """Return the tokens that were sampled, without those that an environment put in between."""
-    ids = list(_flatten(sample.response_token_ids))
-    mask = list(_flatten(sample.response_loss_mask))
-    return [i for i, is_own in zip(ids, mask, strict=True) if is_own] if mask else ids
-
-
-def _flatten(values: Any) -> Iterator[Any]:
-    """Yield the values of ms-swift's lists for each turn, and of single turns without lists."""
-    return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
-
-
-# --- generated samples against the trainer's own model ---
-
-Encoded: TypeAlias = "tuple[dict[str, Any], GRPOBatch]"
-"""A model's inputs, and their batch."""
-
-
-def encoded_batch(trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample]) -> Encoded:
-    """Encode generated samples as ms-swift does for training.
-
-    It leaves what a template made of each sample in its `encoded`.
-    """
-    template = trainer.template
-    sampled = only_sampled_tokens(template, samples)
-    # Before the context, in which the template has no `max_length`.
-    own_prompts = rollouts_own_prompts(template, samples)
-    with own_prompts, trainer._template_context(template), sampled:
-        for sample in samples:
-            sample.encoded = encode_sample(sample, template)
-            sample.encoded.pop("_extra_kwargs", None)
-        inputs, batch = collate_to_grpo_micro_batch(
-            list(samples), template, device=trainer.accelerator.device, use_logits_to_keep=True
-        )
-    inputs.pop("labels", None)
-    return inputs, batch
-
-
-def sample_gaps(
-    trainer: RolloutGRPOTrainer, samples: Sequence[GRPOSample], encoded: Encoded
-) -> list[Gap | None]:
-    """Compare log-probabilities of generated samples with those of the trainer's model, in one
-    forward.
-
-    Args:
-        encoded: `encoded_batch` of the samples.
-
-    Returns:
-        A gap for each sample; None where training sees another prompt, which the round's own check
-        names, or where the engine gave no log-probabilities.
-    """
-    inputs, batch = encoded
-    checkpointing = disable_gradient_checkpointing(
-        trainer.model, trainer.args.gradient_checkpointing_kwargs
-    )
-    with torch.no_grad(), checkpointing:
-        logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
-    of_rollout = batch.rollout_per_token_logps
-    if of_rollout is None:
-        return [None] * len(samples)
-    placeholders = placeholder_ids(trainer.template)
-    gaps: list[Gap | None] = []
-    for row, sample in enumerate(samples):
-        try:
-            check_prompt_of(sample, trainer.template, placeholders)
-        except DisagreementError:
-            gaps.append(None)
-            continue
-        mask = batch.completion_mask[row].bool()
-        gaps.append(gap_between(of_rollout[row], logps[row], mask))
-    return gaps
-
-
-def sample_gap(trainer: RolloutGRPOTrainer, sample: GRPOSample) -> Gap:
-    """Return the gap of one generated sample, without a token where it cannot be compared."""
-    return sample_gaps(trainer, [sample], encoded_batch(trainer, [sample]))[0] or Gap()

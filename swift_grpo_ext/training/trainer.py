@@ -48,19 +48,18 @@ from swift_grpo_ext.stops.templates import check_template_stops, record_stop_rea
 from swift_grpo_ext.training.batch import (
     check_counts,
     check_training_batch,
-    encoded_batch,
-    gap_limit_of,
+    gap_limit,
     measure_rollout_gap,
     rollouts_own_prompts,
-    sample_gaps,
     switch_off_dropout,
 )
+from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
 from swift_grpo_ext.training.prompts import replace_failing_prompts, tell_duplicates, tell_uneven
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
-from swift_grpo_ext.weights.sync import WeightCanary, WeightSync
+from swift_grpo_ext.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RequestConfig
@@ -106,7 +105,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         num_rows, parallel = len(self.train_dataset), template.sequence_parallel_size
         self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
         auto = partial(agreed_chunk_size, self.model, self.ranks.all_gather)
-        self._gap_limit = limit = gap_limit_of(config, self.model.dtype)
+        # Under autocast, models of 32 bits compute in 16.
+        bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
+        self._gap_limit = limit = gap_limit(bits, config.temperature)
         agree = lambda holds: all(self.ranks.all_gather(holds))  # noqa: E731
         self._logps = CompletionLogps(config, template, auto, agree, limit)
         off = self._reason_against_canary()
@@ -282,8 +283,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         else:
             config = self._get_request_config()
             samples2requests = super().samples2requests  # `generate` gives them their metadata
-            own = int(self.vllm_mode == "colocate")
-            num_engines = sum(self._servers.replicas) if self._servers else own
+            colocated = int(self.vllm_mode == "colocate")
+            num_engines = sum(self._servers.replicas) if self._servers else colocated
             self._canary.generate(samples, config, num_engines, self._draw_canary)
             outputs, uneven = generate(
                 sample_ids,
@@ -378,9 +379,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> Any:
         self._encoder_cache.forget()
         with self._media.in_training(self.template):
-            canary_gap = self._canary.judge(
-                partial(encoded_batch, self), partial(sample_gaps, self), self.state.global_step
-            )
+            canary_gap = self._canary.judge(self, self.state.global_step)
         check_counts(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
         media = self._media.in_training(self.template, joins_late=self._encoder_cache.is_on)

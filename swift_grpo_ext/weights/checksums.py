@@ -2,11 +2,18 @@
 
 Each side takes a checksum of every tensor that it sends or loads, under the name that crosses the
 wire. Checksums that differ name the tensors that were lost, or changed on the way.
+
+An engine has to generate with an adapter too that it was given (`--vllm_enable_lora`). Without this
+module rollouts come from the base model, or from the adapter before, and nothing fails. A server
+logs that vLLM refused an adapter (`--lora_rank 64` where the server allows 16, DoRA), and answers
+200 (ms-swift 4.6, pipelines/infer/rollout.py, `llm_worker`). vLLM leaves out what no layer of its
+own takes, such as adapters of a vision tower, without a word (vLLM 0.32, lora/model_manager.py,
+`activate_adapter`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +33,9 @@ WORDS_OF_PART = 2**18
 times as many: there the number of kernels is what costs."""
 
 MOST_NAMED = 5
+MERGED = "--vllm_enable_lora on both sides: adapters are then merged into the engine's weights."
+"""Ends a remedy that begins with "leave out"."""
+
 UNFILLED = "swift_grpo_ext.unfilled"
 """Key beside a worker's checksums: parameters that the update has left as they were, in words."""
 
@@ -112,6 +122,66 @@ def recorded_loads(model: torch.nn.Module, loads: Loads) -> Iterator[None]:
         del model.load_weights  # its class's own is seen again
 
 
+@contextmanager
+def recorded_adapter(manager: Any) -> Iterator[WeightChecksums]:
+    """Record the adapter that a LoRA manager of vLLM is given: its checksums, and under
+    `ADAPTER_FAULT` why the engine does not generate with it, in words.
+
+    Args:
+        manager: a model runner's `lora_manager`; None where the engine has none.
+
+    Raises:
+        WeightUpdateError: the engine does not use it, or not all of it.
+    """
+    sums: WeightChecksums = {}
+
+    def add_adapter(request: Any) -> bool:
+        # Before vLLM scales matrices on CPU where they lie, which in a colocated engine is the
+        # trainer's own memory.
+        tensors = {
+            name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor
+            for name, tensor in request.lora_tensors.items()
+        }
+        sums.update(weight_checksums(tensors.items()))
+        request.lora_tensors = tensors
+        try:
+            added = bool(type(manager).add_adapter(manager, request))
+        except Exception as e:
+            raise WeightUpdateError(
+                f"vLLM refuses the adapter: {e} Give `swift rollout` a --vllm_max_lora_rank that "
+                f"is at least the adapter's rank, train with plain LoRA, or leave out {MERGED}"
+            ) from e
+        layers = manager._adapter_manager
+        held = layers.get_adapter(request.lora_int_id)
+        if held is None or request.lora_int_id not in layers.lora_index_to_id:
+            raise WeightUpdateError(
+                f"vLLM holds no adapter after it was given one. Leave out {MERGED}"
+            )
+        # `base_layer`: the first of two matrices of experts that lie in one tensor.
+        ignored = sorted(
+            name for name in held.loras if name.removesuffix(".base_layer") not in layers.modules
+        )
+        if ignored:
+            raise WeightUpdateError(
+                "vLLM has no place for parts of the adapter: it ignores those of "
+                f"{len(ignored)} modules ({_first(ignored)}). Train none there (--freeze_vit true "
+                "and --freeze_aligner true for the tower of a model that sees, --target_modules "
+                f"for others), or leave out {MERGED}"
+            )
+        return added
+
+    if manager is not None:
+        manager.add_adapter = add_adapter
+    try:
+        yield sums
+    except Exception as e:
+        sums[ADAPTER_FAULT] = str(e)
+        raise
+    finally:
+        if manager is not None:
+            del manager.add_adapter
+
+
 def note_unfilled(model: torch.nn.Module, loads: Loads, config: ModelConfig) -> None:
     """Add a model's parameters that an update of all weights has left as they were, as vLLM itself
     looks for them when it loads from disk.
@@ -144,15 +214,15 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         "arrived changed": [n for n in sent if n in received and sent[n] != received[n]],
         "were not sent": [name for name in received if name not in sent],
     }
-    wrong = [
-        f"{len(names)} {what} ({', '.join(names[:MOST_NAMED])}"
-        + (", ...)" if len(names) > MOST_NAMED else ")")
-        for what, names in faults.items()
-        if names
-    ]
+    wrong = [f"{len(names)} {what} ({_first(names)})" for what, names in faults.items() if names]
     if wrong:
         raise WeightUpdateError(
             f"{who} does not hold the trainer's weights: of {len(sent)} tensors "
             f"{'; '.join(wrong)}. Rollouts would come from another policy. Its "
             "log tells why; start it anew and resume from the last checkpoint."
         )
+
+
+def _first(names: Sequence[str]) -> str:
+    """Spell the first names of a list that may be long."""
+    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")

@@ -15,7 +15,7 @@ parameters. Both can go when ms-swift sends what a checkpoint has.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -37,10 +37,28 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
         model: of transformers, wrapped in any way, whose parameters these are.
         state_dict: tensors by the names that the checkpoint has.
     """
+    base = base_model(model)
+    if not isinstance(base, transformers.PreTrainedModel):
+        return state_dict
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import Transpose, WeightConverter
+    except ImportError:  # before 5.0, which converted nothing
+        return state_dict
+    conversions = getattr(base, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(base, add_legacy=False)
     transposed = dict(state_dict)
-    for pattern, dims in _transpositions(base_model(model)):
-        for name in filter(pattern.search, state_dict):
-            transposed[name] = state_dict[name].transpose(*dims)
+    for conversion in conversions or ():
+        # Others merge or split tensors: vLLM takes the runtime's layout of those.
+        if not isinstance(conversion, WeightConverter) or len(conversion.operations) != 1:
+            continue
+        [operation] = conversion.operations
+        if isinstance(operation, Transpose):
+            for pattern in map(re.compile, conversion.source_patterns):
+                for name in filter(pattern.search, state_dict):
+                    tensor = state_dict[name]
+                    transposed[name] = tensor.transpose(operation.dim0, operation.dim1)
     return transposed
 
 
@@ -66,7 +84,7 @@ def checkpoint_buffers(model: nn.Module) -> StateDict:
     base = base_model(model)
     # A quantized layer is packed into buffers (`qweight`, `qzeros`, `scales`, `g_idx` of GPTQ and
     # AWQ), which the engine has loaded from the checkpoint and turned into a form of its own. No
-    # training changes them, nor any other buffer, and `unfilled` asks for none of such a model.
+    # training changes them, nor any other buffer; `note_unfilled` asks for none of such a model.
     if getattr(base, "is_quantized", False):
         return {}
     modules = dict(base.named_modules())
@@ -80,27 +98,3 @@ def checkpoint_buffers(model: nn.Module) -> StateDict:
                 buffers[f"{path}.{name}".replace(".base_layer", "").lstrip(".")] = buffer
     named: StateDict = revert_runtime_names_to_checkpoint(base, buffers)
     return named
-
-
-def _transpositions(model: nn.Module) -> Iterable[tuple[re.Pattern[str], tuple[int, int]]]:
-    """Yield patterns of tensors that were transposed at loading, with the two dimensions.
-
-    Conversions that merge or split tensors are not among them: vLLM takes their runtime layout.
-    """
-    if not isinstance(model, transformers.PreTrainedModel):
-        return
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import Transpose, WeightConverter
-    except ImportError:  # before 5.0, which converted nothing
-        return
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-    for conversion in conversions or ():
-        if not isinstance(conversion, WeightConverter):
-            continue
-        match conversion.operations:
-            case [Transpose(dim0=first, dim1=second)]:
-                for pattern in conversion.source_patterns:
-                    yield re.compile(pattern), (first, second)

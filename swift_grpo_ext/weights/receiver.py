@@ -34,11 +34,11 @@ from swift_grpo_ext.upstream.weight_sync import (
     bounded_broadcasts,
     bounded_rendezvous,
 )
-from swift_grpo_ext.weights.adapters import recorded_adapter
 from swift_grpo_ext.weights.checksums import (
     Loads,
     WeightChecksums,
     note_unfilled,
+    recorded_adapter,
     recorded_loads,
 )
 

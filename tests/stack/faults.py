@@ -25,7 +25,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import replicas
 
 CANARY = 2**31
-"""As in weights/sync.py, which a server has no need to import."""
+"""As in training/canary.py, which a server has no need to import."""
 
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 

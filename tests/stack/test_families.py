@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import to_rows
-from swift_grpo_ext.training.agreement import gap_limit
+from swift_grpo_ext.training.batch import gap_limit
 from tests.stack import rounds
 from tests.stack.conftest import once
 from tests.stack.processes import ROOT, Finished, rollout_server

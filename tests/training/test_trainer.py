@@ -25,7 +25,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import sample_seed
-from swift_grpo_ext.weights.sync import ROUND as CANARY
+from swift_grpo_ext.training.canary import ROUND as CANARY
 
 ROOT = Path(__file__).resolve().parents[2]
 END_OF_TURN = 151645

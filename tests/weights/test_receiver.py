@@ -13,8 +13,7 @@ from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-from swift_grpo_ext.weights.adapters import MERGED
-from swift_grpo_ext.weights.checksums import UNFILLED, WeightUpdateError, weight_checksums
+from swift_grpo_ext.weights.checksums import MERGED, UNFILLED, WeightUpdateError, weight_checksums
 from swift_grpo_ext.weights.receiver import (
     REPLICA_NUMBER,
     CPUWeightSyncWorkerExtension,

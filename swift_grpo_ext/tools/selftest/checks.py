@@ -26,15 +26,15 @@ from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
-from swift_grpo_ext.training.agreement import DisagreementError, Gap, gap_limit
 from swift_grpo_ext.training.batch import (
+    DisagreementError,
+    Gap,
     check_prompt_of,
-    encoded_batch,
+    gap_limit,
     logprobs_of,
-    sample_gap,
     trained_ids,
 )
-from swift_grpo_ext.weights.sync import probe_config
+from swift_grpo_ext.training.canary import encoded_batch, probe_config, sample_gap
 
 Finding = tuple[dict[str, Any], list[str]]
 """The values that a check measured, and the faults that it found; none where the promise holds."""

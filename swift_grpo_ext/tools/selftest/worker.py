@@ -110,7 +110,7 @@ def attempt(rig: Rig, name: str, check: Check) -> Result:
     import torch
 
     from swift_grpo_ext.rollout.rank_group import RolloutError
-    from swift_grpo_ext.training.agreement import DisagreementError
+    from swift_grpo_ext.training.batch import DisagreementError
     from swift_grpo_ext.weights.checksums import WeightUpdateError
 
     values: dict[str, Any] = {}

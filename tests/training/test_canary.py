@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +14,10 @@ from swift.rl_core.data import OnPolicySample
 from swift_grpo_ext.rollout.generate import to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.training import batch as training_batch
-from swift_grpo_ext.training.agreement import Gap
-from swift_grpo_ext.weights import sync
+from swift_grpo_ext.training import canary as canary_module
+from swift_grpo_ext.training.batch import Gap
+from swift_grpo_ext.training.canary import COMPLETIONS, MAX_TOKENS, ROUND, WeightCanary, sample_gaps
 from swift_grpo_ext.weights.checksums import WeightUpdateError
-from swift_grpo_ext.weights.sync import COMPLETIONS, MAX_TOKENS, ROUND, WeightCanary
 from tests.ranks import ThreadRanks, run_rank_groups
 
 NAN = float("nan")
@@ -47,19 +46,34 @@ class Engines:
         return [to_rollout_output(completion, [2]) for completion in drawn]
 
 
-def judged(gaps: dict[str, Sequence[Any]], size: int = 1, **args: Any) -> list[Any]:
-    """What `judge` gives on each rank; `gaps`: by engine, the mean gap of each completion."""
+def judged(
+    gaps: dict[str, Sequence[Any]], monkeypatch: Any, size: int = 1, failing: int = -1, **args: Any
+) -> list[Any]:
+    """What `judge` gives on each rank.
 
-    def gaps_of(samples: Any, batch: Any) -> list[Any]:
-        assert batch == [sample.rollout_prompt_ids for sample in samples] == [[2]] * COMPLETIONS
+    Args:
+        gaps: by engine, the mean gap of each completion.
+        failing: a rank on which the prompt cannot be encoded.
+    """
+
+    def encoded_batch(rank: Any, samples: Any) -> Any:
+        if rank == failing:
+            raise OSError("no such image")
+        return [sample.rollout_prompt_ids for sample in samples]
+
+    def gaps_of(_: Any, samples: Any, batch: Any) -> list[Any]:
+        assert batch == [[2]] * COMPLETIONS
         means = gaps[samples[0].rollout_infos["replica"]]
         return [None if mean is None else Gap(2 * mean, 2, mean) for mean in means]
 
+    monkeypatch.setattr(canary_module, "encoded_batch", encoded_batch)
+    monkeypatch.setattr(canary_module, "sample_gaps", gaps_of)
+
     def work(ranks: ThreadRanks) -> float | str | None:
-        canary = make(ranks, **args)
+        canary, trainer = make(ranks, **args), cast(Any, ranks.rank)
         canary.generate([sample("one")], RequestConfig(), 1 - ranks.rank, Engines())
         try:
-            return canary.judge(lambda samples: [s.rollout_prompt_ids for s in samples], gaps_of, 3)  # type: ignore[attr-defined]
+            return canary.judge(trainer, 3)
         except WeightUpdateError as e:
             return str(e)
 
@@ -123,34 +137,14 @@ def test_all_ranks_ask_the_same_with_media_where_there_are_any(rows: list[str], 
     assert run_rank_groups(len(rows), work) == [[asked] * 2] * len(rows)
 
 
-@pytest.mark.parametrize(("failing", "num_forwards"), [(None, 2), (1, 0)])
 def test_every_rank_makes_the_same_forwards(
-    failing: int | None, num_forwards: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    """Weights are gathered in a forward: rows that cannot be encoded on one rank keep no other
-    waiting."""
-    calls: list[int] = []
-    warnings: list[str] = []
-    monkeypatch.setattr(sync.logger, "warning", warnings.append)
-
-    def work(ranks: ThreadRanks) -> float | None:
-        def encode(samples: Any) -> None:
-            if ranks.rank == failing:
-                raise OSError("no such image")
-
-        def gaps_of(samples: Any, batch: Any) -> list[None]:
-            calls.append(1)
-            return [None] * COMPLETIONS
-
-        canary = make(ranks)
-        canary.generate([sample("one")], RequestConfig(), 1, Engines())
-        return canary.judge(encode, gaps_of, step=3)
-
-    assert run_rank_groups(2, work) == [None, None]
-    assert len(calls) == num_forwards
-    assert ["on rank 1 OSError: no such image" in text for text in warnings] == [True] * bool(
-        failing
-    )
+    """Weights are gathered in a forward: a row that cannot be encoded on one rank keeps no other
+    waiting. (Gaps are of no engine here.)"""
+    assert judged({}, monkeypatch, size=2, failing=1) == [None, None]
+    [warning] = warnings
+    assert "no engine was compared after this update (on rank 1 OSError: no such image)" in warning
 
 
 @pytest.mark.parametrize(
@@ -168,9 +162,9 @@ def test_every_rank_makes_the_same_forwards(
     ],
 )
 def test_an_engine_is_at_fault_where_all_its_completions_say_so(
-    gaps: dict[str, Any], expected: Any
+    gaps: dict[str, Any], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, other = judged(gaps, size=2)
+    found, other = judged(gaps, monkeypatch, size=2)
     assert found == other
     if isinstance(expected, str):
         assert str(found).startswith(f"{expected} does not sample with the trainer's weights")
@@ -181,16 +175,14 @@ def test_an_engine_is_at_fault_where_all_its_completions_say_so(
 
 
 def test_a_gap_may_be_a_warning_and_an_idle_canary_says_why(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    warnings: list[str] = []
     told: list[str] = []
-    monkeypatch.setattr(sync.logger, "warning", warnings.append)
-    monkeypatch.setattr(sync.logger, "info", told.append)
-    assert judged({"engine 0": [9.0, 9.0]}, action="warn") == [9.0]
+    monkeypatch.setattr(canary_module.logger, "info", told.append)
+    assert judged({"engine 0": [9.0, 9.0]}, monkeypatch, action="warn") == [9.0]
     assert [text.startswith("engine 0 does not sample") for text in warnings] == [True]
     assert told == []
-    assert judged({}, off="this is async") == [None]
+    assert judged({}, monkeypatch, off="this is async") == [None]
     assert told == ["No canary tests what engines sample with: this is async."]
 
 
@@ -212,6 +204,6 @@ def test_two_prompts_are_not_compared() -> None:
     batch: Any = SimpleNamespace(
         rollout_per_token_logps=torch.tensor([[-1.0], [-1.0]]), completion_mask=torch.ones(2, 1)
     )
-    assert training_batch.sample_gaps(trainer, samples, ({}, batch)) == [Gap(0.5, 1, 0.5), None]
+    assert sample_gaps(trainer, samples, ({}, batch)) == [Gap(0.5, 1, 0.5), None]
     batch.rollout_per_token_logps = None
-    assert training_batch.sample_gaps(trainer, samples, ({}, batch)) == [None, None]
+    assert sample_gaps(trainer, samples, ({}, batch)) == [None, None]

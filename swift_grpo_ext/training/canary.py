@@ -1,0 +1,262 @@
+"""The canary: each engine must sample with the trainer's weights (docs/promises.md, M4).
+
+Checksums (`weights/sync.py`) tell what an engine was given, and not whether it uses that. So after
+each weight update each engine generates a few tokens for one fixed prompt, before the next round is
+generated, and their log-probabilities are held against the trainer's model, before that trains on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
+from math import isnan
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from swift.infer_engine.protocol import RequestConfig, RolloutOutput
+from swift.rl_core.data import OnPolicySample
+from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch, encode_sample
+from swift.trainers import disable_gradient_checkpointing
+from swift.utils import get_logger
+
+from swift_grpo_ext.rollout.placeholders import placeholder_ids
+from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.training.batch import (
+    DisagreementError,
+    Gap,
+    check_prompt_of,
+    gap_between,
+    rollouts_own_prompts,
+)
+from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+from swift_grpo_ext.weights.checksums import WeightUpdateError
+
+if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOBatch
+
+    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
+
+logger = get_logger()
+
+MAX_TOKENS = 8
+COMPLETIONS = 2
+"""Completions of each engine, in one request. An engine is at fault where all of them say so: in 16
+bits one expert that is chosen otherwise moves a few tokens by whole nats."""
+
+MARGIN = 4.0
+"""A mean over so few tokens lies further from 0 than one over a round, which the limit is for."""
+
+ROUND = 2**31
+"""Number of a round that no run has: the canary's noise is nobody else's."""
+
+Encoded: TypeAlias = "tuple[dict[str, Any], GRPOBatch]"
+"""A model's inputs, and their batch."""
+
+Generate = Callable[[OnPolicySample, Sequence[SampleId], RequestConfig], list[RolloutOutput]]
+"""Generates one completion of a sample under each of some ids."""
+
+
+# --- generated samples against the trainer's own model ---
+
+
+def encoded_batch(trainer: RolloutGRPOTrainer, samples: Sequence[OnPolicySample]) -> Encoded:
+    """Encode generated samples as ms-swift does for training.
+
+    It leaves what a template made of each sample in its `encoded`.
+    """
+    template = trainer.template
+    sampled = only_sampled_tokens(template, samples)
+    # Before the context, in which the template has no `max_length`.
+    own_prompts = rollouts_own_prompts(template, samples)
+    with own_prompts, trainer._template_context(template), sampled:
+        for sample in samples:
+            sample.encoded = encode_sample(sample, template)
+            sample.encoded.pop("_extra_kwargs", None)
+        inputs, batch = collate_to_grpo_micro_batch(
+            list(samples), template, device=trainer.accelerator.device, use_logits_to_keep=True
+        )
+    inputs.pop("labels", None)
+    return inputs, batch
+
+
+def sample_gaps(
+    trainer: RolloutGRPOTrainer, samples: Sequence[OnPolicySample], encoded: Encoded
+) -> list[Gap | None]:
+    """Compare log-probabilities of generated samples with those of the trainer's model, in one
+    forward, which is a collective where weights are sharded.
+
+    Args:
+        encoded: `encoded_batch` of the samples.
+
+    Returns:
+        A gap for each sample; None where training sees another prompt, which the round's own check
+        names, or where the engine gave no log-probabilities.
+    """
+    inputs, batch = encoded
+    checkpointing = disable_gradient_checkpointing(
+        trainer.model, trainer.args.gradient_checkpointing_kwargs
+    )
+    with torch.no_grad(), checkpointing:
+        logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
+    of_rollout = batch.rollout_per_token_logps
+    if of_rollout is None:
+        return [None] * len(samples)
+    placeholders = placeholder_ids(trainer.template)
+    gaps: list[Gap | None] = []
+    for row, sample in enumerate(samples):
+        try:
+            check_prompt_of(sample, trainer.template, placeholders)
+        except DisagreementError:
+            gaps.append(None)
+        else:
+            mask = batch.completion_mask[row].bool()
+            gaps.append(gap_between(of_rollout[row], logps[row], mask))
+    return gaps
+
+
+def sample_gap(trainer: RolloutGRPOTrainer, sample: OnPolicySample) -> Gap:
+    """Return the gap of one generated sample, without a token where it cannot be compared."""
+    return sample_gaps(trainer, [sample], encoded_batch(trainer, [sample]))[0] or Gap()
+
+
+def probe_config(config: RequestConfig, max_tokens: int = MAX_TOKENS) -> RequestConfig:
+    """Return a request config for so many tokens at most of the whole distribution, as in
+    training."""
+    config = copy(config)
+    config.max_tokens = min(config.max_tokens or max_tokens, max_tokens)
+    config.top_p, config.top_k, config.min_p, config.repetition_penalty = 1.0, -1, 0.0, 1.0
+    config.structured_outputs_regex = None
+    return config
+
+
+# --- the canary ---
+
+
+class WeightCanary:
+    """Says whether engines sample with the trainer's weights; every rank calls each method.
+
+    The prompt is the run's first with media, or its first where no rank begins with any. It is
+    always the same, so that a prefix or encoder cache that outlived an update is seen as well as an
+    engine that takes weights and does not use them. An update that changes less than rounding does
+    is not told from none.
+
+    Args:
+        action: `--rollout_mismatch`: what to do about a gap.
+        ranks: all training ranks.
+        limit: the mean gap of a round, in nats, above which something is wrong (`gap_limit`).
+        off: why there can be no canary in this run; "" where there can.
+    """
+
+    def __init__(
+        self, action: Literal["stop", "warn"], ranks: RankGroup, limit: float, off: str
+    ) -> None:
+        self._action, self._ranks, self._limit = action, ranks, MARGIN * limit
+        self._is_on, self._is_due = not off, False
+        self._prompt: OnPolicySample | None = None
+        self._generated: list[OnPolicySample] = []
+        if off and ranks.rank == 0:
+            logger.info(f"No canary tests what engines sample with: {off}.")
+
+    def weights_changed(self) -> None:
+        self._is_due = self._is_on
+
+    def generate(
+        self,
+        samples: Sequence[OnPolicySample],
+        config: RequestConfig,
+        num_engines: int,
+        engines: Generate,
+    ) -> None:
+        """Let the engines generate, where weights have changed since the last time.
+
+        Args:
+            samples: of the round that begins; of the run's first round one is kept.
+            config: the round's.
+            num_engines: that this rank calls, alone or with all others.
+            engines: asks engine k for the samples whose group is k; numbers from the last engine on
+                begin anew with the first.
+        """
+        if not self._is_due:
+            return
+        self._is_due = False
+        self._prompt = self._prompt or self._choose(samples)
+        sizes = self._ranks.all_gather(num_engines)
+        # Every rank asks equally often: its forward over the answers is a collective.
+        count = max(-(-max(sizes) // self._ranks.size), 1)
+        ids = [
+            SampleId(phase="eval", step=0, number=ROUND, group=group, index=index)
+            for group in range(self._ranks.rank * count, (self._ranks.rank + 1) * count)
+            for index in range(COMPLETIONS)
+        ]
+        for output in engines(self._prompt, ids, probe_config(config)):
+            sample = deepcopy(self._prompt)
+            sample.apply_rollout_output(rollout_output=output)
+            sample.rollout_prompt_ids = output.response.prompt_token_ids
+            self._generated.append(sample)
+
+    def _choose(self, samples: Sequence[OnPolicySample]) -> OnPolicySample:
+        """Return one sample, the same on all ranks."""
+
+        def has_media(sample: OnPolicySample) -> bool:
+            return bool(sample.images or sample.videos or sample.audios)
+
+        offered = next(filter(has_media, samples), samples[0])
+        of_ranks = self._ranks.all_gather(has_media(offered))
+        chosen = of_ranks.index(True) if any(of_ranks) else 0
+        # Only one rank's sample travels, with its images.
+        gathered = self._ranks.all_gather(offered if self._ranks.rank == chosen else None)
+        return deepcopy(gathered[chosen])
+
+    def judge(self, trainer: RolloutGRPOTrainer, step: int) -> float | None:
+        """Compare what was generated with the trainer's own model, before it trains on.
+
+        Returns:
+            The largest mean gap of an engine in nats; None where nothing was generated or compared.
+
+        Raises:
+            WeightUpdateError: on every rank, with `--rollout_mismatch stop`; names the engine.
+        """
+        if not self._generated:
+            return None
+        generated, self._generated = self._generated, []
+        starts = range(0, len(generated), COMPLETIONS)
+        of_engines = [generated[start : start + COMPLETIONS] for start in starts]
+        batches, failure = [], ""
+        try:
+            batches = [encoded_batch(trainer, samples) for samples in of_engines]
+        except Exception as e:  # the others would wait in their forward
+            failure = f"on rank {self._ranks.rank} {type(e).__name__}: {e}"
+        if failures := [text for text in self._ranks.all_gather(failure) if text]:
+            if self._ranks.rank == 0:
+                logger.warning(
+                    "The canary's prompt could not be encoded for training, so that no "
+                    f"engine was compared after this update ({failures[0]})."
+                )
+            return None
+        of_rank = []
+        for samples, batch in zip(of_engines, batches, strict=True):
+            gaps = [gap for gap in sample_gaps(trainer, samples, batch) if gap is not None]
+            if gaps:  # the least counts, or NaN, which nothing explains
+                gap = min(gaps, key=lambda gap: (not isnan(gap.mean), gap.mean))
+                engine = str((samples[0].rollout_infos or {}).get("replica", "The engine"))
+                of_rank.append((gap, engine))
+        compared = [gap for gaps in self._ranks.all_gather(of_rank) for gap in gaps]
+        if not compared:
+            return None
+        gap, engine = max(compared, key=lambda pair: (isnan(pair[0].mean), pair[0].mean))
+        if not gap.mean <= self._limit:  # nor NaN
+            text = (
+                f"{engine} does not sample with the trainer's weights: at step {step} the canary's "
+                f"log-probabilities lie {gap.mean:.3g} nats from the trainer's in the mean of "
+                f"{gap.count} tokens, in each of {COMPLETIONS} completions above the "
+                f"{self._limit:g} that rounding explains. It has other weights, a cache of older "
+                "ones, sees the prompt otherwise, or uses numbers of other precision. Start it "
+                "anew and resume from the last checkpoint; where the precision is meant (a "
+                "quantized engine), --rollout_mismatch warn."
+            )
+            if self._action == "stop":
+                raise WeightUpdateError(text)
+            if self._ranks.rank == 0:
+                logger.warning(text)
+        return gap.mean
