@@ -413,7 +413,7 @@ def measure_rollout_gap(
 
 
 def switch_off_dropout(model: torch.nn.Module) -> int:
-    """Set every dropout of a model to 0; returns how many there were.
+    """Set every dropout of a model to 0, and return how many there were.
 
     Ratios of importance sampling compare two passes over the same tokens. Dropout draws a mask for
     each, so that they differ at equal weights (PPO's ratio, arXiv:1707.06347, is 1 there).
@@ -426,4 +426,9 @@ def switch_off_dropout(model: torch.nn.Module) -> int:
             if isinstance(value, float) and value > 0:
                 count += 1
                 setattr(module, name, 0.0)
+    if count:
+        logger.info(
+            f"Dropout is switched off in {count} places (--lora_dropout is ignored): importance "
+            "ratios would differ from 1 at equal weights."
+        )
     return count

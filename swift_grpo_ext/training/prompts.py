@@ -22,6 +22,7 @@ from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOSample
     from swift.template import Template
 
 logger = get_logger()
@@ -116,15 +117,12 @@ def candidate_order(seed: int, round_: Round, num_rows: int) -> list[int]:
     return order
 
 
-def tell_duplicates(
-    sample_ids: Sequence[SampleId], hashes: Sequence[str], ranks: RankGroup
-) -> None:
+def tell_duplicates(samples: Sequence[GRPOSample], ranks: RankGroup) -> None:
     """Warn once where a generation batch holds a prompt twice (G4); every rank calls it."""
-    pairs = zip(sample_ids, hashes, strict=True)
-    of_ranks = ranks.all_gather([h for sample_id, h in pairs if sample_id.index == 0])
+    of_ranks = ranks.all_gather([s.prompt_hash for s in samples if s.sample_id.index == 0])
     if num_duplicates := count_duplicates(h for hashes in of_ranks for h in hashes):
         logger.warning_once(
-            f"{sample_ids[0]}: {num_duplicates} of {sum(map(len, of_ranks))} prompts of the "
+            f"{samples[0].sample_id}: {num_duplicates} of {sum(map(len, of_ranks))} prompts of the "
             "generation batch stand in it twice, media included; each is a group of its own, "
             "with its own noise. (Said once.)",
             hash_id="duplicates",

@@ -26,6 +26,7 @@ from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.generate import (
     RolloutSettings,
+    Sample,
     ServedSample,
     begin_turn,
     generate,
@@ -58,13 +59,20 @@ from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_mo
 from swift_grpo_ext.training.prompts import replace_failing_prompts, tell_duplicates, tell_uneven
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
-from swift_grpo_ext.weights.layout import checkpoint_buffers, checkpoint_layout, one_by_one
+from swift_grpo_ext.weights.layout import (
+    StateDict,
+    checkpoint_buffers,
+    checkpoint_layout,
+    one_by_one,
+)
 from swift_grpo_ext.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from swift.infer_engine.protocol import RequestConfig
+    from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
     from swift.rl_core.data import GRPOBatch, GRPOSample
     from torch.utils.data import DataLoader
+
+    from swift_grpo_ext.server.client import RolloutServers
 
 logger = get_logger()
 
@@ -114,14 +122,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._canary = WeightCanary(config.rollout_mismatch, self.ranks, limit, off)
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
-        num_dropouts = switch_off_dropout(self.model)
+        switch_off_dropout(self.model)
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
-        if num_dropouts and self.is_world_process_zero():
-            logger.info(
-                f"Dropout is switched off in {num_dropouts} places (--lora_dropout is "
-                "ignored): importance ratios would differ from 1 at equal weights."
-            )
 
     @property
     def _mode(self) -> str:
@@ -135,7 +138,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _prepare_vllm(self) -> None:
         super()._prepare_vllm()
-        servers = None
+        self._servers: RolloutServers | None = None
         if not self.args.use_vllm:
             from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
 
@@ -146,9 +149,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         elif self._settings.generates and self.vllm_mode == "server" and self.ranks.rank == 0:
             from swift_grpo_ext.server.client import connect_servers
 
-            servers = connect_servers(self.vllm_client, self.args)
-        self._servers = servers
-        self._weights = WeightSync(self.ranks, servers)
+            self._servers = connect_servers(self.vllm_client, self.args)
+        self._weights = WeightSync(self.ranks, self._servers)
 
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext.rollout import engine
@@ -229,7 +231,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     # --- the rollout: samples are named, generated, and written down ---
 
-    def _add_prompt_id_to_inputs(self, samples: list[GRPOSample]) -> list[Any]:
+    def _add_prompt_id_to_inputs(self, samples: list[GRPOSample]) -> list[GRPOSample]:
         """Name each sample by its position; groups are never merged by their words."""
         if not self.args.async_generate:  # an engine beside the model wants the memory
             self._encoder_cache.forget()
@@ -248,16 +250,14 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._recorder.open(start_step=self.state.global_step)
         return samples
 
-    def _preprocess_inputs(self, samples: list[GRPOSample]) -> list[Any]:
+    def _preprocess_inputs(self, samples: list[GRPOSample]) -> list[GRPOSample]:
         samples = super()._preprocess_inputs(samples)
         for sample, prompt in zip(samples, prompt_hashes(samples), strict=True):
             sample.prompt_hash = prompt
-        tell_duplicates(
-            [s.sample_id for s in samples], [s.prompt_hash for s in samples], self.ranks
-        )
+        tell_duplicates(samples, self.ranks)
         return samples
 
-    def samples2requests(self, samples: list[GRPOSample]) -> list[Any]:
+    def samples2requests(self, samples: list[GRPOSample]) -> list[RolloutInferRequest]:
         """Return requests with metadata, for the rollouts that ms-swift makes itself."""
         requests = super().samples2requests(samples)
         for sample, request in zip(samples, requests, strict=True):
@@ -271,7 +271,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         samples: list[GRPOSample],
         request_config: RequestConfig,
         is_global_inputs: bool = False,
-    ) -> list[Any]:
+    ) -> list[RolloutOutput]:
         sample_ids = [begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
         # An environment asks each sample its own question, and each turn is another prompt.
         is_multi_turn = bool(self.multi_turn_scheduler)
@@ -307,8 +307,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return outputs
 
     def _draw_canary(
-        self, sample: GRPOSample, sample_ids: Sequence[SampleId], config: Any
-    ) -> list[Any]:
+        self, sample: GRPOSample, sample_ids: Sequence[SampleId], config: RequestConfig
+    ) -> list[RolloutOutput]:
         samples2requests = super().samples2requests
 
         def to_replica(sample_id: SampleId, count: int) -> RequestMetadata:
@@ -345,8 +345,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return self.ranks if shares else SingleRank()
 
     def _call_engine(
-        self, requests: list[Any], metadatas: Sequence[RequestMetadata], config: Any = None
-    ) -> list[list[Any]]:
+        self,
+        requests: list[RolloutInferRequest],
+        metadatas: Sequence[RequestMetadata],
+        config: RequestConfig | None = None,
+    ) -> list[list[Sample]]:
         config = config or self._get_request_config()
         if self._servers is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
@@ -367,8 +370,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
     # --- the training batch ---
 
     def _postprocess_rollout_outputs(
-        self, samples: list[GRPOSample], outputs: list[Any]
-    ) -> list[Any]:
+        self, samples: list[GRPOSample], outputs: list[RolloutOutput]
+    ) -> list[GRPOSample]:
         for output in outputs:
             record_stop_reason(output)
         results = super()._postprocess_rollout_outputs(samples, outputs)
@@ -376,7 +379,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
             sample.rollout_prompt_ids = output.response.prompt_token_ids
         return results
 
-    def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> Any:
+    def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> list[dict[str, Any]]:
         self._encoder_cache.forget()
         with self._media.in_training(self.template):
             canary_gap = self._canary.judge(self, self.state.global_step)
@@ -406,8 +409,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return batches
 
     def _micro_batches(
-        self, samples: list[GRPOSample], batches: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self, samples: list[GRPOSample], batches: list[dict[str, Any]]
+    ) -> tuple[list[list[GRPOSample]], list[GRPOBatch]]:
         """Return each micro-batch's samples and `GRPOBatch`.
 
         None are returned where sequence parallelism mixes samples.
@@ -447,7 +450,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
             with_entropy=compute_entropy,
         )
 
-    def _gather_teacher_requests(self, requests: list[Any]) -> Any:
+    def _gather_teacher_requests(self, requests: list[RolloutInferRequest]) -> Any:
         return super()._gather_teacher_requests(list(answers_for_servers(requests)))
 
     # --- how samples scored ---
@@ -459,7 +462,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return values
 
     def _postprocess_batch(
-        self, samples: list[GRPOSample], batch_encoded_inputs: list[Any]
+        self, samples: list[GRPOSample], batch_encoded_inputs: list[dict[str, Any]]
     ) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
         micro_batches = self._micro_batches(samples, batch_encoded_inputs)
@@ -495,7 +498,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._weights.update(move)
         self._canary.weights_changed()
 
-    def _load_state_dict_to_vllm(self, state_dict: dict[str, Any]) -> None:
+    def _load_state_dict_to_vllm(self, state_dict: StateDict) -> None:
         load = super()._load_state_dict_to_vllm
         state_dict = checkpoint_layout(self.model, state_dict)
         state_dict = checkpoint_buffers(self.model) | state_dict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,10 +155,12 @@ def sample_ids(num_groups: int) -> list[SampleId]:
 
 
 def test_a_prompt_that_stands_twice_over_ranks_is_said_once(warnings: list[str]) -> None:
-    def work(ranks: ThreadRanks) -> None:
+    def work(ranks: Any) -> None:
         for hashes in ("ccdd", "aabb") if ranks.rank else ("aabb", "bbcc"):  # the first has none
+            pairs = zip(sample_ids(2), hashes, strict=True)
+            samples: Any = [SimpleNamespace(sample_id=i, prompt_hash=h) for i, h in pairs]
             for _ in range(2):
-                tell_duplicates(sample_ids(2), hashes, ranks)  # type: ignore[arg-type]
+                tell_duplicates(samples, ranks)
 
     run_rank_groups(2, work)
     [warning] = warnings
