@@ -53,6 +53,15 @@ WHOLE: dict[str, tuple[Any, ...]] = {
 None leaves the choice to the model's own generation settings."""
 
 
+REMEDY = (
+    "Give `swift rollout` the settings of the training: --template, --system, --max_length, "
+    "MAX_PIXELS and the like. Where --max_length leaves no text between two media of a prompt, "
+    "raise it, or have such prompts replaced with --truncation_strategy delete. Where ms-swift's "
+    "template writes another prompt for vLLM than for training (docs/support.md), "
+    "--rollout_mismatch warn trains on its prompt all the same."
+)
+
+
 class DisagreementError(RuntimeError):
     """What a rollout says of a sample is not what training on it sees."""
 
@@ -106,7 +115,8 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
         prompts = {id(sample.encoded): _checked_prompt(sample) for sample in samples}
         for encoded in batch:
             prompt = prompts.get(id(encoded), ())
-            was_cut = _may_be_cut(prompt, max_length)
+            # For `max_length` a medium is one token.
+            was_cut = max_length is not None and 0 < max_length <= len(prompt)
             changed = with_text_of(
                 prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
             )
@@ -227,34 +237,14 @@ def check_training_batch(
 ) -> None:
     """Raise `DisagreementError` where training sees other prompts (M3) or tokens (M6).
 
-    `--rollout_mismatch warn` makes a warning of the first, once for each process.
-
     Args:
-        samples: ms-swift's, encoded for training.
-        batch: the `GRPOBatch` that was made of them.
-        args: of the training.
-        template: of the training.
+        args: of the training; `--rollout_mismatch warn` makes one warning of other prompts.
+        template: of the training, which has encoded the samples.
     """
     placeholders = placeholder_ids(template)
-    remedy = (
-        "Where ms-swift's template writes another prompt for vLLM than for training "
-        "(docs/support.md), --rollout_mismatch warn trains on its prompt all the same."
-    )
-    if args.vllm_mode == "server":
-        remedy = (
-            "Give `swift rollout` the settings of the training: --template, --system, "
-            f"--max_length, MAX_PIXELS and the like. {remedy}"
-        )
-    if_cut = (
-        f"Rollouts cut prompts to --max_length {template.max_length} (--truncation_strategy "
-        f"{template.truncation_strategy}), and training cannot be given what was left of this one: "
-        "no text is left between two media, or vLLM writes them otherwise than training does. "
-        "Raise the first, or have such prompts replaced with --truncation_strategy delete."
-    )
     for sample in samples:
-        is_cut = _may_be_cut(_checked_prompt(sample), template.max_length)
         try:
-            check_prompt_of(sample, template, placeholders, if_cut if is_cut else remedy)
+            check_prompt_of(sample, template, placeholders, REMEDY)
         except DisagreementError as e:
             if args.rollout_mismatch == "stop":
                 raise
@@ -316,11 +306,6 @@ def _checked_prompt(sample: GRPOSample) -> Sequence[int]:
     turns = sample.response_token_ids
     is_conversation = turns and isinstance(turns[0], (list, tuple)) and len(turns) > 1
     return () if is_conversation else getattr(sample, "rollout_prompt_ids", None) or ()
-
-
-def _may_be_cut(prompt_ids: Sequence[int], max_length: int | None) -> bool:
-    """Return whether `--max_length`, for which a medium is one token, may have cut a prompt."""
-    return max_length is not None and 0 < max_length <= len(prompt_ids)
 
 
 # --- the gap between log-probabilities ---
