@@ -3,9 +3,8 @@
 ms-swift imports `--external_plugins` inside `BaseArguments.__post_init__`, after argparse, and
 hands on declared dataclass fields only. `BaseArguments._init_model_kwargs`, the first call after
 the import, therefore turns the object into our subclass of its own class, which declares our flags
-as fields, with the values of what ms-swift is parsing: the command line, or a script's list. Where
-`register()` is called before that (Python scripts), the pipelines' `args_class` is ours already;
-the same rules hold.
+as fields, with the values of what ms-swift is parsing: the command line, or a script's list. It is
+the same where a script has called `register()` before.
 
 Upstream: ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py. Can go when ms-swift
 imports plugins before it parses arguments.
@@ -13,15 +12,11 @@ imports plugins before it parses arguments.
 
 from __future__ import annotations
 
-import ast
-import difflib
 import functools
 import inspect
-import logging
-import shlex
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
 from swift.utils import get_logger
@@ -29,7 +24,7 @@ from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.finding import enforce
+from swift_grpo_ext.checks.finding import did_you_mean, enforce
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
 from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
@@ -38,27 +33,14 @@ from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 from swift_grpo_ext.upstream.patches import patch
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 logger = get_logger()
-
-# ids of the arguments whose left-over command line was checked, and holds nothing but our flags. No
-# attribute of theirs: ms-swift writes all of them to args.json.
-_checked: set[int] = set()
-
-
-class _StrictArguments:
-    """Makes left-over arguments harmless to ms-swift once we have checked that they are ours."""
-
-    @property
-    def ignore_args_error(self) -> bool:
-        return id(self) in _checked or self.__dict__.get("ignore_args_error", False)
-
-    @ignore_args_error.setter
-    def ignore_args_error(self, value: bool) -> None:
-        self.__dict__["ignore_args_error"] = value
 
 
 @dataclass
-class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
+class RLHFExtArguments(ExtFlags, RLHFArguments):
     """`swift rlhf`'s arguments with our flags."""
 
     def _check_grpo(self) -> None:
@@ -72,13 +54,13 @@ class RLHFExtArguments(_StrictArguments, ExtFlags, RLHFArguments):
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
 
-    def load_dataset(self) -> tuple[Any, Any]:
+    def load_dataset(self) -> tuple[Dataset, Dataset | None]:
         # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.
         return self.__dict__.pop("_loaded_datasets", None) or super().load_dataset()
 
 
 @dataclass
-class RolloutExtArguments(_StrictArguments, ExtFlags, RolloutArguments):
+class RolloutExtArguments(ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     def _check_device_count(self) -> None:
@@ -115,13 +97,6 @@ def install() -> None:
         original(self)
 
     patch(BaseArguments, _init_model_kwargs=_init_model_kwargs)
-    from swift.pipelines.train.rlhf import SwiftRLHF
-
-    patch(SwiftRLHF, args_class=RLHFExtArguments)
-    # The rollout pipeline needs vLLM, and is loaded only where `swift rollout` runs.
-    rollout = sys.modules.get("swift.pipelines.infer.rollout")
-    if rollout is not None:
-        patch(rollout.SwiftRolloutDeploy, args_class=RolloutExtArguments)
 
 
 def _check(args: Any, given: list[str]) -> None:
@@ -142,33 +117,32 @@ def _check(args: Any, given: list[str]) -> None:
         api_key.take(args, on_command_line="api_key" in given)
     else:
         api_key.check_urls(args)
-    preflight.choose_master_port()
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
     apply_cpu_settings(args, given)
 
 
 def _adopt_command_line(args: Any, upstream: type) -> list[str]:
-    """Turn `args` into its extended class with our flags' values; returns the flags given."""
-    extended = EXTENDED[upstream]
-    argv = off_again(_command_line(type(args)))
-    parser = Parser([extended], allow_abbrev=False)
-    namespace, leftover = parser.parse_known_args(argv)
+    """Turn `args` into its extended class with our flags' values; return the flags given."""
+    given, left_over = _being_parsed(type(args))
+    argv = off_again(given)
+    parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
+    values, unknown = parser.parse_known_args(argv)
     # ms-swift takes abbreviations of its own flags.
-    _, leftover = Parser([upstream]).parse_known_args(leftover)
-    if leftover and not args.ignore_args_error:
-        _refuse(leftover, parser)
+    _, unknown = Parser([upstream]).parse_known_args(unknown)
+    if unknown and not args.ignore_args_error:
+        _refuse(unknown, parser)
+    left_over[:] = unknown  # else ms-swift would refuse our flags when it is done
     if argv or type(args) is upstream:  # else made in Python, with values of our flags
-        args.__class__ = extended
+        args.__class__ = EXTENDED[upstream]
         for name in flag_names():
-            setattr(args, name, getattr(namespace, name))
-    _checked.add(id(args))
-    logger.addFilter(_reword_leftovers)
+            setattr(args, name, getattr(values, name))
     return _given(argv, parser)
 
 
-def _command_line(kind: type) -> list[str]:
-    """Return what is being parsed into arguments of that class; [] where Python makes them.
+def _being_parsed(kind: type) -> tuple[list[str], list[str]]:
+    """Return what is being parsed into arguments of that class, and ms-swift's own list of what it
+    did not know; nothing where Python makes the arguments.
 
     Plugins are imported in the middle of it: only the call that is under way knows what it was
     given, the command line, a script's list, or Ray's.
@@ -176,11 +150,12 @@ def _command_line(kind: type) -> list[str]:
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:
-            given = frame.f_locals
-            if kind in given["self"].dataclass_types:
-                return list(sys.argv[1:] if given["args"] is None else given["args"])
+            names = frame.f_locals
+            if kind in names["self"].dataclass_types:
+                argv = sys.argv[1:] if names["args"] is None else names["args"]
+                return list(argv), names["remaining_args"]
         frame = frame.f_back
-    return []
+    return [], []
 
 
 def off_again(argv: list[str]) -> list[str]:
@@ -200,7 +175,7 @@ def _name(token: str) -> str:
 def _given(argv: list[str], parser: HfArgumentParser) -> list[str]:
     """Return the names of all flags on a command line, ours and ms-swift's."""
     by_option = {option: a.dest for a in parser._actions for option in a.option_strings}
-    options = (token.partition("=")[0] for token in argv if token.startswith("--"))
+    options = (token.partition("=")[0] for token in argv)
     return [by_option[option] for option in options if option in by_option]
 
 
@@ -215,18 +190,8 @@ class Parser(HfArgumentParser):
         raise ValueError(f"{message}. `swift-grpo-ext flags` lists our flags and their values.")
 
 
-def _refuse(leftover: list[str], parser: HfArgumentParser) -> NoReturn:
-    known = [o[2:] for a in parser._actions for o in a.option_strings if "-" not in o[2:]]
-    unknown = next((t for t in leftover if t.startswith("--")), leftover[0])
-    near = difflib.get_close_matches(_name(unknown), known, n=1, cutoff=0.6)
-    hint = f"did you mean --{near[0]}?" if near else "`swift-grpo-ext flags` lists our flags."
-    raise ValueError(f"Unknown argument {unknown} (left over: {' '.join(leftover)}); {hint}")
-
-
-def _reword_leftovers(record: logging.LogRecord) -> bool:
-    """Say that our flags are flags: ms-swift warns of `remaining_argv`, as if it ignored them."""
-    what, _, argv = str(record.msg).partition(": ")
-    if what == "remaining_argv":
-        record.msg = f"Flags of swift-grpo-ext: {shlex.join(ast.literal_eval(argv))}"
-        record.levelno, record.levelname = logging.INFO, "INFO"
-    return True
+def _refuse(unknown: list[str], parser: HfArgumentParser) -> NoReturn:
+    token = next((t for t in unknown if t.startswith("--")), unknown[0])
+    known = [f"--{action.dest}" for action in parser._actions]
+    hint = did_you_mean(f"--{_name(token)}", known) or "`swift-grpo-ext flags` lists our flags."
+    raise ValueError(f"Unknown argument {token} (left over: {' '.join(unknown)}); {hint}")

@@ -1,11 +1,11 @@
-"""Every flag of ours, once: meaning, default and range.
+"""Every flag of ours, once: meaning, type and default.
 
-`--help`, the documentation's table and the checks are all made from these dataclasses.
+`swift-grpo-ext flags`, the documentation's table and the parsers are made from these dataclasses;
+`checks/preflight.py` holds the ranges of their values.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -98,22 +98,7 @@ class DiversityFlags:
     """p-value of a round below which shared prefixes count as broken randomness."""
 
 
-EXPECTED = {
-    "rollout_timeout": "number of seconds above 0",
-    "media_cache_gb": "number of gigabytes, or 0 to keep no media",
-    "encoder_cache_gb": "number of gigabytes, or 0 for ms-swift's passes",
-    "sample_log_gb": "number of gigabytes, or 0 for no bound",
-    "logps_chunk_size": "number of positions, 0 for no chunks, or `auto`",
-    "diversity_alarm_p": "probability between 0 and 1, such as 1e-6",
-}
-
-FLAG_GROUPS: tuple[type, ...] = (
-    RolloutFlags,
-    RecordFlags,
-    StopFlags,
-    LogitsFlags,
-    DiversityFlags,
-)
+FLAG_GROUPS = (RolloutFlags, RecordFlags, StopFlags, LogitsFlags, DiversityFlags)
 
 
 @dataclass(kw_only=True)
@@ -135,30 +120,28 @@ class FlagInfo:
 @cache
 def flag_infos() -> tuple[FlagInfo, ...]:
     """Return every flag in the order of its group, with its field's docstring."""
-    parsed = [(group, docstring_parser.parse_from_object(group)) for group in FLAG_GROUPS]
-    texts = {p.arg_name: p.description or "" for _, docs in parsed for p in docs.params}
-    return tuple(
-        FlagInfo(
-            name=f.name,
-            group=docs.short_description or "",
-            type=_type_words(_hints()[f.name]),
-            default=getattr(ExtFlags(), f.name),
-            help=" ".join(texts[f.name].split()),
-        )
-        for group, docs in parsed
-        for f in fields(group)
-    )
+    infos: list[FlagInfo] = []
+    hints, defaults = get_type_hints(ExtFlags), ExtFlags()
+    for group in FLAG_GROUPS:
+        docs = docstring_parser.parse_from_object(group)
+        texts = {param.arg_name: param.description or "" for param in docs.params}
+        infos += [
+            FlagInfo(
+                name=f.name,
+                group=docs.short_description or "",
+                type=_type_words(hints[f.name]),
+                default=getattr(defaults, f.name),
+                help=" ".join(texts[f.name].split()),
+            )
+            for f in fields(group)
+        ]
+    return tuple(infos)
 
 
 def _type_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " | ".join(get_args(hint))
     return f"{get_args(hint)[0].__name__} ..." if get_origin(hint) is list else str(hint.__name__)
-
-
-@cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(ExtFlags)
 
 
 def flag_names() -> list[str]:
@@ -177,35 +160,3 @@ def show(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none given"
     return str(value)
-
-
-def check_flags(flags: ExtFlags) -> None:
-    """Refuse values out of range.
-
-    Args:
-        flags: the flags, as an object that has every field of `ExtFlags`.
-
-    Raises:
-        ValueError: names the flag, the value received, what was expected and the remedy.
-    """
-    for name, hint in _hints().items():
-        value = getattr(flags, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ValueError(f"--{name} {value}: expected one of {', '.join(get_args(hint))}.")
-    negative = [i for i in flags.stop_token_ids if i < 0]
-    if negative:
-        raise ValueError(
-            f"--stop_token_ids {show(flags.stop_token_ids)}: {negative[0]} is negative; token ids "
-            "are 0 or more, as `tokenizer.convert_tokens_to_ids` gives them."
-        )
-    within = {
-        "rollout_timeout": flags.rollout_timeout > 0,
-        "media_cache_gb": 0 <= flags.media_cache_gb < float("inf"),
-        "encoder_cache_gb": 0 <= flags.encoder_cache_gb < float("inf"),
-        "sample_log_gb": 0 <= flags.sample_log_gb < float("inf"),
-        "logps_chunk_size": re.fullmatch("auto|[0-9]+", str(flags.logps_chunk_size)),
-        "diversity_alarm_p": 0 < flags.diversity_alarm_p < 1,
-    }
-    for name, is_within in within.items():
-        if not is_within:
-            raise ValueError(f"--{name} {getattr(flags, name)}: expected a {EXPECTED[name]}.")

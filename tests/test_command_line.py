@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
 import sys
@@ -32,33 +31,28 @@ def parsed(argv: list[str] | None, *, registered: bool) -> dict[str, Any] | str:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        found: Any = {}
+
+        def stop(args: Any, given: list[str]) -> None:
+            """End where settings are checked, which needs a model and data."""
+            assert command_line._being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
+            found.update({name: getattr(args, name) for name in MEANT}, given=given)
+            raise InterruptedError
+
         try:
-            result: Any = _parsed(argv, registered)
+            command_line._check = stop
+            if registered:
+                swift_grpo_ext.register()
+            with contextlib.suppress(InterruptedError):
+                parse_args(RLHFArguments, argv)
         except BaseException as e:
-            result = f"{type(e).__name__}: {e}"
-        os.write(write, pickle.dumps(result))
+            found = f"{type(e).__name__}: {e}"
+        os.write(write, pickle.dumps(found))
         os._exit(0)
     os.close(write)
     os.waitpid(child, 0)
     with os.fdopen(read, "rb") as f:
         return pickle.load(f)  # type: ignore[no-any-return]
-
-
-def _parsed(argv: list[str] | None, registered: bool) -> dict[str, Any]:
-    """As far as the checks of settings, which need a model and data."""
-    found: dict[str, Any] = {}
-
-    def stop(args: Any, given: list[str]) -> None:
-        assert args.ignore_args_error  # what ms-swift calls left over is ours
-        found.update({name: getattr(args, name) for name in MEANT}, given=given)
-        raise InterruptedError
-
-    command_line._check = stop
-    if registered:
-        swift_grpo_ext.register()
-    with contextlib.suppress(InterruptedError):
-        parse_args(command_line.RLHFExtArguments if registered else RLHFArguments, argv)
-    return found
 
 
 BASE = ["--rlhf_type", "grpo", "--model", "none", "--external_plugins", str(PLUGIN)]
@@ -91,22 +85,20 @@ def test_a_misspelt_flag_in_a_scripts_list_is_refused(registered: bool) -> None:
     )
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [RLHFArguments, command_line.RLHFExtArguments])
 def test_arguments_made_in_python_keep_their_values(
-    registered: bool, monkeypatch: pytest.MonkeyPatch
+    kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script's own command line is none of ms-swift's."""
     swift_grpo_ext.register()
     monkeypatch.setattr(sys, "argv", ["script.py", *BASE, "--logits_shim", "strict"])
-    args: Any = RLHFArguments.__new__(
-        command_line.RLHFExtArguments if registered else RLHFArguments
-    )
-    if registered:
+    args: Any = kind.__new__(kind)
+    is_ours = kind is not RLHFArguments
+    if is_ours:
         args.stop_token_ids = [5]
-    given = command_line._adopt_command_line(args, RLHFArguments)
-    assert given == []
-    assert args.logits_shim == "auto"
-    assert args.stop_token_ids == ([5] if registered else [])
+    assert command_line._adopt_command_line(args, RLHFArguments) == []
+    assert type(args) is command_line.RLHFExtArguments
+    assert (args.logits_shim, args.stop_token_ids) == ("auto", [5] if is_ours else [])
 
 
 def test_json_flags_do_not_depend_on_what_was_imported_first(
@@ -150,10 +142,7 @@ def test_megatron_is_told_that_nothing_of_ours_acts_there(monkeypatch: pytest.Mo
 
 # --- the parser ---
 
-
-@pytest.fixture(scope="module", params=[RLHFArguments, RolloutArguments])
-def parser(request: pytest.FixtureRequest) -> HfArgumentParser:
-    return command_line.Parser([command_line.EXTENDED[request.param]], allow_abbrev=False)
+EXTENDED = pytest.mark.parametrize("extended", command_line.EXTENDED.values())
 
 
 @pytest.mark.parametrize("upstream", [RLHFArguments, RolloutArguments])
@@ -181,21 +170,14 @@ def test_yamls_off_is_off(argv: list[str], meant: list[str] | None) -> None:
     assert command_line.off_again(argv) == (argv if meant is None else meant)
 
 
-def test_given_flags_are_known_in_every_spelling(parser: HfArgumentParser) -> None:
+@EXTENDED
+def test_a_parser_knows_every_spelling_and_raises(extended: type) -> None:
+    parser = command_line.Parser([extended], allow_abbrev=False)
     argv = ["--logits-shim=off", "--stop_token_ids", "3", "--no_include_stop_str_in_output"]
-    assert command_line._given(argv, parser) == [
-        "logits_shim",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-    ]
-
-
-def test_an_unknown_flag_is_named_with_the_nearest(parser: HfArgumentParser) -> None:
+    given = ["logits_shim", "stop_token_ids", "include_stop_str_in_output"]
+    assert command_line._given(argv, parser) == given
     with pytest.raises(ValueError, match=r"Unknown argument --zzzz .*`swift-grpo-ext flags`"):
         command_line._refuse(["--zzzz"], parser)
-
-
-def test_a_bad_value_raises_instead_of_printing_all_usage(parser: HfArgumentParser) -> None:
     with pytest.raises(ValueError, match=r"--diversity_alarm_p.*invalid float value: 'many'"):
         parser.parse_known_args(["--diversity_alarm_p", "many"])
 
@@ -206,18 +188,3 @@ def test_registering_twice_is_harmless() -> None:
     swift_grpo_ext.register()
     assert once == (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
     assert TrainerFactory.TRAINER_MAPPING["grpo"] == "swift_grpo_ext.training.RolloutGRPOTrainer"
-
-
-def test_flags_that_ms_swift_calls_left_over() -> None:
-    """They are not ignored."""
-    said = "remaining_argv: ['--rollout_seed_mode', 'sample', '--stop_token_ids', '7']"
-    record = logging.LogRecord("swift", logging.WARNING, "", 0, said, None, None)
-    assert command_line._reword_leftovers(record)
-    assert record.levelname == "INFO"
-    assert record.getMessage() == (
-        "Flags of swift-grpo-ext: --rollout_seed_mode sample --stop_token_ids 7"
-    )
-    other = logging.LogRecord("swift", logging.WARNING, "", 0, "other: [1]", None, None)
-    assert command_line._reword_leftovers(other)
-    assert other.getMessage() == "other: [1]"
-    assert other.levelname == "WARNING"

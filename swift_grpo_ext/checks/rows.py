@@ -27,7 +27,6 @@ Row = Mapping[str, Any]
 
 IMAGE_MARK = "<image>"
 MEDIA = ("images", "videos", "audios")
-_MEDIA_TYPES = (list, tuple, str, bytes, Mapping)
 MAX_IMAGES_OPENED = 20_000
 """Rows of a larger data set that are chosen at random and looked at."""
 
@@ -52,7 +51,7 @@ def check_rows(
     bad: list[str] = []
     for i in numbers:
         row = dataset[i]
-        has_media = has_media or _has_media(row)
+        has_media = has_media or any(row.get(kind) for kind in MEDIA)
         if reason := bad_media(row):
             bad.append(f"in the row that asks {question_of(row)!r}, {reason}")
             if not deletes_bad_rows:
@@ -106,25 +105,12 @@ def _chosen(length: int) -> Sequence[int]:
 # --- one row ---
 
 
-def _has_media(row: object) -> bool:
-    media = [row.get(kind) for kind in MEDIA] if isinstance(row, Mapping) else []
-    return any(isinstance(m, _MEDIA_TYPES) and len(m) > 0 for m in media)
-
-
 def prompt_of(row: Row) -> dict[str, Any]:
     """Return a row without the answer that it ends with: rollouts never see it."""
-    messages = _messages(row)
+    messages = list(row.get("messages") or ())
     if messages and messages[-1].get("role") == "assistant":
         messages.pop()
     return {**row, "messages": messages}
-
-
-def _messages(row: Row) -> list[Any]:
-    """Return a row's messages; none where it holds something else, which `bad_media` names."""
-    messages = row.get("messages")
-    if not isinstance(messages, (list, tuple)):
-        return []
-    return list(messages) if all(isinstance(m, Mapping) for m in messages) else []
 
 
 def question_of(row: Row) -> str:
@@ -132,7 +118,7 @@ def question_of(row: Row) -> str:
 
     A number would mislead: ms-swift shuffles as it loads.
     """
-    messages = (_messages(row) if isinstance(row, Mapping) else None) or [{}]
+    messages = row.get("messages") or [{}]
     return str(messages[-1].get("content", ""))[:60]
 
 
@@ -141,8 +127,6 @@ def bad_media(row: Row) -> str | None:
 
     More images than marks are right: ms-swift puts the marks in front.
     """
-    if malformed := _malformed(row):
-        return malformed
     images = row.get("images") or ()
     if isinstance(images, (str, bytes, Mapping)):
         images = [images]  # as ms-swift takes it
@@ -152,25 +136,8 @@ def bad_media(row: Row) -> str | None:
         return f"{marks} {IMAGE_MARK} marks stand for {len(images)} images"
     for image in images:
         if reason := unreadable(image):
-            return f"image {_source(image)!r} {reason}"
-    return None
-
-
-def _malformed(row: object) -> str | None:
-    """Say why something is no row of ms-swift's; None where it is one."""
-    if not isinstance(row, Mapping):
-        return f"there is {row!r:.60}, which is no row"
-    messages = row.get("messages")
-    is_empty = isinstance(messages, (list, tuple)) and not messages
-    if messages is not None and not _messages(row) and not is_empty:
-        return (
-            f"`messages` is {messages!r:.60}; expected a list such as "
-            '[{"role": "user", "content": "..."}]'
-        )
-    for kind in MEDIA:
-        media = row.get(kind)
-        if media is not None and not isinstance(media, _MEDIA_TYPES):
-            return f"`{kind}` is {media!r:.60}; expected a list of paths"
+            source = image.get("path") if isinstance(image, Mapping) else image
+            return f"image {str(source)[:255]!r} {reason}"
     return None
 
 
@@ -215,40 +182,24 @@ def media_content(image: object) -> Path | io.BytesIO | None:
     return Path(root) / path if root and not path.exists() else path
 
 
-def _source(image: object) -> str:
-    """Name an image in an error by its path, or by a short piece of what stands there."""
-    if isinstance(image, Mapping):
-        image = image.get("path") or image.get("bytes")
-    text = image if isinstance(image, str) else repr(image)
-    return text if len(text) <= 255 else f"{text[:40]}..."
-
-
 # --- encoding ---
 
 
 def encoding_error(template: Template, row: Row) -> str | None:
     """Say why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it."""
+    import torch
+    from swift.utils import remove_response
+
     if not row.get("messages"):
         return "it has no messages"
     if bad := bad_media(row):
         return bad
-    try:
-        encode_prompt(template, row)
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
-    return None
-
-
-def encode_prompt(template: Template, row: Row) -> dict[str, Any]:
-    """Encode a row's prompt, once.
-
-    `template.encode` would try three times, and what loads a URL has retries of its own.
-    """
-    import torch
-    from swift.utils import remove_response
-
     prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
     remove_response(prompt["messages"])
-    with torch.inference_mode():
-        encoded: dict[str, Any] = inspect.unwrap(type(template).encode)(template, prompt)
-    return encoded
+    try:
+        # Once: `template.encode` would try three times, and readers of URLs have their own retries.
+        with torch.inference_mode():
+            inspect.unwrap(type(template).encode)(template, prompt)
+    except Exception as e:  # templates, processors and readers of media raise many kinds
+        return f"{type(e).__name__}: {e}"
+    return None

@@ -1,12 +1,13 @@
 """`swift-grpo-ext`: what can be asked of the plugin, and of a run's samples, without training.
 
-`main` adds a parser for each command, with the function that runs it. A function imports what its
-command needs, so that `flags` does without the rest.
+`main` adds a parser for each command, and imports what runs it only when it is asked for, so that
+`flags` does without the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -24,19 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(
-        run: Callable[[argparse.Namespace], int | None], text: str, epilog: str = ""
-    ) -> Callable[..., argparse.Action]:
-        """Add the command of a function; return what adds its arguments."""
-        name = run.__name__.replace("_", "-")
+    def command(name: str, runs: str, text: str, epilog: str = "") -> Callable[..., object]:
+        """Add a command that `runs` a module's function; return what adds its arguments."""
         added = commands.add_parser(name, help=text, epilog=epilog)
-        added.set_defaults(run=run)
+        added.set_defaults(runs=runs)
         return added.add_argument
 
     # --- before a run ---
 
     add = command(
-        check,
+        "check",
+        "check.command.run",
         "is this machine ready, and would this run start? each problem with a remedy",
         "Arguments of swift rlhf behind -- win over the file's settings. Without CONFIG, the "
         "machine, --model and --dataset are looked at. Exit status: 1 where there is an error.",
@@ -52,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--quiet", action="store_true", help="errors and warnings only")
 
     add = command(
-        selftest,
+        "selftest",
+        "selftest.command.run",
         "check each promise with your settings, model, rows and devices",
         "Arguments of swift rlhf behind -- win over the file's settings. Servers that the settings "
         "name must run. Exit status: 1 where a promise does not hold, 2 where none could be tried.",
@@ -63,26 +63,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, default=Path("output/selftest"), help="folder (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of text")
 
-    add = command(init, "copy a preset and its launch script to start from")
+    add = command("init", "cli.init", "copy a preset and its launch script to start from")
     add("directory", type=Path, nargs="?", help="where to")
     add("--preset", default="server_2x6_lora", help="which (--list shows them)")
     add("--list", action="store_true", help="show the presets, copy nothing")
 
-    command(plugin_path, "the file to give to --external_plugins")
+    command("plugin-path", "cli.plugin_path", "the file to give to --external_plugins")
 
-    add = command(flags, "list the flags that the plugin adds")
+    add = command("flags", "cli.flags", "list the flags that the plugin adds")
     add("--markdown", action="store_true", help="as the documentation's table")
 
     # --- a run that has been ---
 
-    add = command(view, "samples, rewards, curves and diversity of a run in a browser")
+    add = command(
+        "view", "cli.view", "samples, rewards, curves and diversity of a run in a browser"
+    )
     add("run_dir", nargs="+", help="a run's output folder, or two to look at together")
     add("--port", type=int, default=8462, help="0: any (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
     add("--groups", type=int, default=40, help="in that page (default: %(default)s)")
     add("--steps", metavar="A:B", default="", help="only these, in that page")
 
-    add = command(replay, "generate a logged group again, and compare token by token")
+    add = command(
+        "replay", "replay.command.run", "generate a logged group again, and compare token by token"
+    )
     add("run_dir", help="the run's output folder: args.json, samples, checkpoints")
     add("--round", required=True, type=round_name, help="step and number: 12.0; 12 means 12.0")
     add("--group", required=True, type=int, help="number in its round, from 0")
@@ -99,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     add = command(
-        diff,
+        "diff",
+        "diff.run",
         "the first place where two runs differ, and the settings that differ",
         "Exit status: 0 equal, 1 different, 2 nothing to compare.",
     )
@@ -109,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", action="store_true", help="for scripts")
 
     add = command(
-        compare, "how much better runs score than others, prompt by prompt, with intervals"
+        "compare",
+        "paired.run",
+        "how much better runs score than others, prompt by prompt, with intervals",
     )
     add("--baseline", nargs="+", required=True, metavar="RUN", help="output folders")
     add("--candidate", nargs="+", required=True, metavar="RUN", help="paired by their --seed")
@@ -118,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--reward", metavar="NAME", help="a reward function (default: the total)")
     add("--json", action="store_true", help="for scripts")
 
-    add = command(audit, "do rollouts that any framework dumped share their noise?")
+    add = command("audit", "audit.run", "do rollouts that any framework dumped share their noise?")
     add("file", nargs="+", type=Path, help="of TRL, verl, slime, ms-swift: .parquet, .jsonl")
     for column in ("step", "group", "prompt", "completion", "token-ids", "logprobs"):
         add(f"--{column}", metavar="COLUMN", help=f"the column that holds the {column}")
@@ -129,8 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:end])
     options.rest = words[end + 1 :]
+    module, _, function = options.runs.rpartition(".")
     try:
-        return options.run(options) or 0
+        run = getattr(importlib.import_module(f"swift_grpo_ext.tools.{module}"), function)
+        return run(options) or 0
     except (OSError, ValueError) as e:
         print(f"swift-grpo-ext {options.command}: {e}", file=sys.stderr)
         return 1
@@ -140,18 +149,6 @@ def steps(text: str) -> range:
     """Parse the steps A:B, both included."""
     first, _, last = text.partition(":")
     return range(int(first), int(last) + 1)
-
-
-def check(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.tools.check.command import run
-
-    return run(options)
-
-
-def selftest(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.tools.selftest.command import run
-
-    return run(options)
 
 
 def init(options: argparse.Namespace) -> None:
@@ -204,27 +201,3 @@ def view(options: argparse.Namespace) -> None:
         from swift_grpo_ext.tools.view.server import serve
 
         serve(options.run_dir, options.port)
-
-
-def replay(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.tools.replay.command import run
-
-    return run(options)
-
-
-def diff(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.tools.diff import run
-
-    return run(options)
-
-
-def compare(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.tools.paired import run
-
-    return run(options)
-
-
-def audit(options: argparse.Namespace) -> int:
-    from swift_grpo_ext.tools.audit import run
-
-    return run(options)

@@ -84,14 +84,16 @@ def checkpoint(run: Path, step: int, state: str | None) -> Path:
     return folder
 
 
-def refused(**args: Any) -> str:
-    return "".join(finding.sentence for finding in check_resume(SimpleNamespace(**args)))
+def refused(folder: Path | None, *, only_model: bool = False) -> str:
+    given = None if folder is None else str(folder)
+    args: Any = SimpleNamespace(resume_from_checkpoint=given, resume_only_model=only_model)
+    return "".join(finding.sentence for finding in check_resume(args))
 
 
 def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
     assert last_whole(tmp_path) is None
     missing = checkpoint(tmp_path, 10, None)
-    assert refused(resume_from_checkpoint=str(missing)) == (
+    assert refused(missing) == (
         f"--resume_from_checkpoint {missing}: is no whole checkpoint: its trainer_state.json, "
         f"which is written last, is missing or cut short. {tmp_path} has no whole checkpoint: "
         "start without --resume_from_checkpoint."
@@ -103,9 +105,5 @@ def test_only_whole_checkpoints_are_resumed_from(tmp_path: Path) -> None:
     checkpoint(tmp_path, 71, "{}")
     (tmp_path / "checkpoint-best").mkdir()
     assert last_whole(tmp_path) == whole
-    text = refused(resume_from_checkpoint=str(cut_short))
-    assert f"The last whole one is {whole}: resume with" in text
-    for resume in (None, str(whole)):
-        assert refused(resume_from_checkpoint=resume) == ""
-    assert refused() == ""
-    assert refused(resume_from_checkpoint=str(missing), resume_only_model=True) == ""
+    assert f"The last whole one is {whole}: resume with" in refused(cut_short)
+    assert refused(None) == refused(whole) == refused(missing, only_model=True) == ""

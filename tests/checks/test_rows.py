@@ -66,24 +66,17 @@ def test_unreadable(image: Any, reason: str) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (7, "there is 7, which is no row"),
-        ({"messages": "Hi"}, "`messages` is 'Hi'; expected a list such as"),
-        ({"messages": ["Hi"]}, "`messages` is ['Hi']; expected a list such as"),
-        ({"messages": []}, None),
         ({"messages": None}, None),
-        ({"images": 7}, "`images` is 7; expected a list of paths"),
-        ({"audios": 7}, "`audios` is 7; expected a list of paths"),
-        ({"videos": {}}, None),
+        ({"messages": []}, None),
         ({"images": PICTURE}, None),
         ({"images": "/none.png"}, "image '/none.png' does not exist"),
         ({"images": {"path": "/none.png", "bytes": None}}, "image '/none.png' does not exist"),
         ({"images": ["/a" + "b" * 200 + ".png"]}, "image '/abbb"),
-        ({"images": [DATA_URL]}, f"image '{DATA_URL[:40]}...' is not an image"),
+        ({"images": [DATA_URL]}, f"image '{DATA_URL[:255]}' is not an image"),
     ],
 )
-def test_rows_that_are_none(row: Any, reason: str | None) -> None:
-    problem = bad_media(row)
-    assert problem == reason or (reason and problem and problem.startswith(reason))
+def test_images_of_a_row(row: Any, reason: str | None) -> None:
+    assert str(bad_media(row)).startswith(str(reason))
 
 
 def test_marks_of_the_answer_do_not_count() -> None:
@@ -124,7 +117,6 @@ def test_questions_are_cut_short() -> None:
     messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "x" * 61}]
     assert question_of({"messages": messages}) == "x" * 60
     assert question_of({}) == question_of({"messages": [{}]}) == ""
-    assert question_of(7) == ""  # type: ignore[arg-type]
 
 
 def test_rows_of_large_data_sets_are_chosen_at_random(monkeypatch: pytest.MonkeyPatch) -> None:

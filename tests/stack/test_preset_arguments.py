@@ -90,8 +90,9 @@ def test_a_preset_is_parsed(preset: Path, assets: Path, tmp_path: Path) -> None:
             assert args[name] == settings[name]
     if not is_server:  # our checker works batches and addresses out as ms-swift does
         assert args["world_size"] == run.num_ranks
-        assert args["generation_batch_size"] == run.generation_batch
-        assert args["steps_per_generation"] == run.steps_per_generation
+        batch = run.batch()
+        assert args["generation_batch_size"] == batch.generation_batch_size
+        assert args["steps_per_generation"] == batch.steps_per_generation
         if run.has_servers:
             assert args["vllm_server_host"] == run.train("vllm_server_host")
             assert args["vllm_server_port"] == run.train("vllm_server_port")

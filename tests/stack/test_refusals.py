@@ -15,10 +15,6 @@ from tests.stack.rounds import PRESET, server_argv, write_lines
 pytestmark = pytest.mark.stack
 
 CASES = {
-    "model": (
-        ("--model", "{folder}/none"),
-        r"--model .*/none: there is no such directory.*config\.json",
-    ),
     "missing image": (
         ("--dataset", "{folder}/rows.jsonl"),
         r"--dataset: in the row .*Which digit.* image '.*none\.png' does not exist\. Correct",

@@ -7,25 +7,21 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 
 from rich.console import Console
 from rich.text import Text
 
-from swift_grpo_ext.checks.finding import Finding, error, warning
-from swift_grpo_ext.checks.preflight import check_model
+from swift_grpo_ext.checks.finding import Finding, Findings, error, warning
 from swift_grpo_ext.tools.check import machine
-from swift_grpo_ext.tools.check.data import check_data, check_template
-from swift_grpo_ext.tools.check.lookup import look_up
+from swift_grpo_ext.tools.check.lookup import check_data, check_template, look_up
 from swift_grpo_ext.tools.check.rules import check_settings
 from swift_grpo_ext.tools.check.settings import Run, parse, read_run
 from swift_grpo_ext.version import __version__
 
 COLORS = {"ok": "green", "note": "", "warning": "yellow", "error": "red"}
-
-Check = Callable[[], Iterable[Finding]]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,14 +47,13 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     """Yield what each check says as soon as it is known, with what it looked at: the machine, or a
     configuration."""
     here = "this machine"
-    checks: list[tuple[str, Check]] = []
+    checks: list[tuple[str, Callable[[], Findings]]] = []
     if not options.settings_only:
-        servers = [s.rstrip("/") if "://" in s else f"http://{s}" for s in options.server]
-        checks += [
+        checks = [
             (here, machine.check_versions),
             (here, machine.check_shared_memory),
             (here, machine.check_builds),
-            *((here, partial(machine.check_server, server)) for server in servers),
+            *((here, partial(machine.check_server, server)) for server in options.server),
         ]
     dataset = ["--dataset", *options.dataset] if options.dataset else []
     overrides = [*dataset, *options.rest]
@@ -79,8 +74,6 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     if not options.config and (options.model or overrides):
         model = ["--model", options.model] if options.model else []
         read = Run(training=parse("training", {}, [*model, *overrides]))
-        if options.model:
-            checks.append((here, partial(check_model, read.arguments("training"))))
         checks += [(here, partial(check_template, read)), (here, partial(check_data, read))]
 
     for subject, check in checks:

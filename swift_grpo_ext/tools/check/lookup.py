@@ -1,31 +1,41 @@
-"""What a run's settings name, looked up on this machine: plugins, packages, GPUs.
+"""What a run's settings name, looked up on this machine: plugins, rewards, GPUs, template, rows.
 
 Only `swift-grpo-ext check` asks, in a process that ends with it: plugin files are imported as
-`swift` imports them, so that names they register are known.
+`swift` imports them, so that names they register are known. Template and rows take a model and data
+alone; a run's settings need not be whole for them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.finding import Findings, did_you_mean, error
+from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, note, ok, warning
+from swift_grpo_ext.checks.rows import MEDIA, check_rows
 from swift_grpo_ext.tools.check.rules import PLUGIN
-from swift_grpo_ext.tools.check.settings import Run, devices_of, plugins_of
+from swift_grpo_ext.tools.check.settings import Run, devices_of, environment, plugins_of
 
-PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "reward_funcs": {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"},
-    "report_to": {"wandb": "wandb", "swanlab": "swanlab"},
-}
-"""Modules that a value of a setting needs, which ms-swift does not bring along, and asks for once
-the model is loaded."""
+PACKAGE_OF_REWARD = {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"}
+"""Modules that ms-swift's rewards need, which it does not bring along, and asks for once the model
+is loaded."""
+
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+LOCAL = ("/", ".", "~")
+"""Beginnings of what is a path, and no id of a hub."""
+
+NUM_ROWS = 32
+"""Rows of each data set that are looked at."""
 
 
 def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
-    """Check what a run's settings name.
+    """Check the plugins, names and GPUs of a run, and all that its start would.
 
     Args:
         run: the settings.
@@ -36,7 +46,9 @@ def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
     for side, given in run.sides:
         yield from preflight.check_arguments(run.arguments(side), given)
     yield from check_names(run)
-    yield from check_gpus(run, gpus, int(get_device_count()))
+    if gpus is None and "CUDA_VISIBLE_DEVICES" not in os.environ:  # which wins over ENV
+        gpus = [gpu for _, settings in run.sides for gpu in devices_of(settings)]
+    yield from check_gpus(gpus or (), int(get_device_count()))
 
 
 def check_names(run: Run) -> Findings:
@@ -46,66 +58,146 @@ def check_names(run: Run) -> Findings:
     from swift.rollout import multi_turns
     from swift.utils import import_external_file
 
-    can_be_imported = True
-    plugins = [plugin for _, settings in run.sides for plugin in plugins_of(settings)]
-    for plugin in dict.fromkeys(plugins):
-        path = Path(plugin).expanduser()
-        problem = "" if path.is_file() else f"there is no such file in {Path.cwd()}."
-        if not problem and path.name != PLUGIN:  # this one is ours, and changes ms-swift
+    for plugin in dict.fromkeys(p for _, settings in run.sides for p in plugins_of(settings)):
+        path, problem = Path(plugin).expanduser(), ""
+        if not path.is_file():
+            problem = f"there is no such file in {Path.cwd()}."
+        elif path.name != PLUGIN:  # this one is ours, and changes ms-swift
             try:
                 import_external_file(plugin)
             except Exception as e:  # a user's code raises anything
                 problem = f"cannot be imported ({type(e).__name__}: {e})."
         if problem:
             yield error(f"external_plugins {plugin}", problem)
-            can_be_imported = False
-
-    named: dict[str, tuple[Iterable[str], Collection[str]]] = {
-        "reward_funcs": (run.train("reward_funcs") or (), orms),
-        "reward_model_plugin": (run.train("reward_model_plugin") or (), rm_plugins),
-        "callbacks": (run.train("callbacks") or (), [*callbacks_map, "diversity"]),
-        "multi_turn_scheduler": (
-            {run.train("multi_turn_scheduler"), run.serve("multi_turn_scheduler")} - {None},
-            multi_turns,
-        ),
-        "report_to": (run.train("report_to") or (), ()),  # transformers knows the names
-    }
-    for setting, (names, registered) in named.items():
+            return  # the other names may be registered there
+    rewards = run.train("reward_funcs") or ()
+    schedulers = {run.train("multi_turn_scheduler"), run.serve("multi_turn_scheduler")} - {None}
+    for setting, names, registered in (
+        ("reward_funcs", rewards, orms),
+        ("reward_model_plugin", run.train("reward_model_plugin") or (), rm_plugins),
+        ("callbacks", run.train("callbacks") or (), {**callbacks_map, "diversity": None}),
+        ("multi_turn_scheduler", schedulers, multi_turns),
+    ):
         for name in names:
-            if registered and name not in registered:
-                if can_be_imported:  # else it may be registered there
-                    near = did_you_mean(name, registered).replace("did", "Did", 1)
-                    yield error(
-                        f"{setting} {name}",
-                        "is registered by neither ms-swift nor a file of external_plugins.",
-                        near or f"Known: {', '.join(sorted(registered))}.",
-                    )
-                continue
-            if setting == "reward_funcs" and not orms[name].__module__.startswith("swift."):
-                continue  # the user's, by the same name
-            module = PACKAGES.get(setting, {}).get(name)
-            if module and importlib.util.find_spec(module) is None:
-                text = f"needs the package {module}, which is not installed."
-                yield error(f"{setting} {name}", text, f"pip install {module}")
+            if name not in registered:
+                hint = did_you_mean(name, registered) or f"known: {', '.join(sorted(registered))}."
+                text = "is registered by neither ms-swift nor a file of external_plugins;"
+                yield error(f"{setting} {name}", text, hint)
+    for name in rewards:
+        module = PACKAGE_OF_REWARD.get(name)
+        is_swifts = name in orms and orms[name].__module__.startswith("swift.")  # not the user's
+        if module and is_swifts and importlib.util.find_spec(module) is None:
+            text = f"needs the package {module}, which is not installed."
+            yield error(f"reward_funcs {name}", text, f"pip install {module}")
 
 
-def check_gpus(run: Run, gpus: Sequence[str] | None, present: int) -> Findings:
+def check_gpus(gpus: Sequence[str], present: int) -> Findings:
     """Refuse GPUs that are not there.
 
     Args:
-        run: the settings.
-        gpus: those that processes will use; None: as ENV says, unless the shell says otherwise.
+        gpus: those that processes will use.
         present: the number that this machine has.
     """
-    if gpus is None and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        gpus = [gpu for _, settings in run.sides for gpu in devices_of(settings)]
-    absent = [gpu for gpu in gpus or () if not present or (gpu.isdecimal() and int(gpu) >= present)]
-    if absent and not present:
+    absent = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= present]
+    if absent:
         yield error(
             "CUDA_VISIBLE_DEVICES",
-            f"GPUs {', '.join(gpus or ())} are to be used, and torch sees none on this machine.",
+            f"GPUs {', '.join(absent)} are to be used, counted from 0, and torch sees {present} on "
+            "this machine.",
             "Without GPUs: swift-grpo-ext init cpu-run --preset cpu_2x6, with a tiny model.",
         )
-    elif absent:
-        text = f"GPUs {', '.join(absent)} are to be used, and this machine has {present}."
-        yield error("CUDA_VISIBLE_DEVICES", text, "They are counted from 0.")
+
+
+def check_template(run: Run) -> Findings:
+    """Say what ends a completion, and refuse stop words that the template would always emit."""
+    from swift.model import get_processor
+    from swift.model.model_meta import get_matched_model_meta
+    from swift.template import get_template
+
+    from swift_grpo_ext.stops.templates import check_template_stops, end_ids
+
+    args = run.arguments("training" if run.training is not None else "rollout")
+    folder = model_folder(args.model) if args.model else None
+    if folder is None:
+        if args.model and args.model.startswith(LOCAL):
+            text = f"there is no such directory in {Path.cwd()}."
+            remedy = (
+                "Give the directory of config.json and the weights, or a hub id such as Org/model."
+            )
+            yield error(f"model {args.model}", text, remedy)
+        return
+    meta = get_matched_model_meta(args.model)  # by the hub's name, which the cache lacks
+    try:
+        model_type = args.model_type or (meta and meta.model_type)
+        processor = get_processor(str(folder), model_type=model_type)
+        template = get_template(processor, template_type=args.template)
+    except (ValueError, KeyError, OSError) as e:
+        text = " ".join(str(e).split())[:300]
+        yield warning("template", text, "Give --model_type and --template, as for swift rlhf.")
+        return
+    words = args.stop_words or ()
+    try:
+        check_template_stops(SimpleNamespace(stop_words=words, stop_token_ids=[]), template)
+    except ValueError as e:
+        yield error("template", str(e), "Change --stop_words.")
+        return
+    ends = template.tokenizer.convert_ids_to_tokens(sorted(end_ids(template)))
+    yield ok(
+        "template",
+        f"{template.template_meta.template_type}: a turn ends with {' or '.join(ends)}; stop "
+        f"words: {', '.join(map(repr, words)) or 'none'}.",
+    )
+
+
+def model_folder(model: str) -> Path | None:
+    """Return where a model's files are: its folder, or a hub's cache; None where nowhere here."""
+    import huggingface_hub
+    import modelscope
+
+    if (folder := Path(model).expanduser()).is_dir():
+        return folder
+    for hub in (modelscope, huggingface_hub):
+        with suppress(Exception):  # each has a type of its own for what is in no cache
+            return Path(hub.snapshot_download(model, local_files_only=True))
+    return None
+
+
+def check_data(run: Run) -> Findings:
+    """Load the first rows of each file with their images; leave ids of a hub to ms-swift."""
+    from swift.dataset import load_dataset
+    from swift.dataset.dataset_syntax import DatasetSyntax
+    from swift.utils import json_parse_to_dict
+
+    columns = json_parse_to_dict(run.train("columns")) if run.train("columns") else None
+    deletes = run.train("truncation_strategy") == "delete"
+    named = [(s, given) for s in ("dataset", "val_dataset") for given in run.train(s) or ()]
+    # ENV may hold ROOT_IMAGE_DIR; what the shell says wins in ms-swift too.
+    env = {name: str(value) for name, value in environment(run.training).items()}
+    with patch.dict(os.environ, {**env, **os.environ}):
+        for setting, given in named:
+            name, path = f"{setting} {given}", DatasetSyntax.parse(given).dataset
+            if not Path(path).expanduser().exists():
+                if Path(path).suffix in DATA_SUFFIXES or path.startswith(LOCAL):
+                    text = f"there is no such file in {Path.cwd()}, nor folder."
+                    yield error(name, text, "Name a file of rows, or a hub id.")
+                else:
+                    yield note(name, "is no file here, so it is taken for a hub id.")
+                continue
+            try:
+                loaded, _ = load_dataset(
+                    [given], streaming=True, remove_unused_columns=False, columns=columns
+                )
+                first = list(islice(iter(loaded), NUM_ROWS))
+            except Exception as e:  # `datasets` and ms-swift raise many kinds
+                text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})."
+                remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
+                yield error(name, text, remedy)
+                continue
+            if not first:
+                yield error(name, "holds no rows that ms-swift can use.", "Name another file.")
+                continue
+            # Here belongs the comparison of rows as training and as vLLM encode them.
+            yield from check_rows(first, setting=name, expects_media=True, deletes_bad_rows=deletes)
+            with_media = sum(any(row.get(kind) for kind in MEDIA) for row in first)
+            text = f"{with_media} of the first {len(first)} rows hold images, videos or audios."
+            yield note(name, text)

@@ -1,4 +1,4 @@
-"""The installation, this machine, and servers that run. What decides takes plain values."""
+"""The installation, this machine, and servers that run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import importlib
 import importlib.metadata
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import requests
 from packaging.utils import canonicalize_name
@@ -92,49 +90,39 @@ def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Findings:
 
 
 def check_shared_memory() -> Findings:
-    """Check the machine's shared memory."""
-    folder = Path("/dev/shm")
-    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-    yield from shared_memory(free, has_gpu=has_accelerator())
-
-
-def shared_memory(free_bytes: int, *, has_gpu: bool) -> Findings:
     """Check that shared memory is enough for vLLM's queues, NCCL, and data loaders."""
-    text = f"{free_bytes / GIB:.1f} GiB are free in /dev/shm."
+    free = shutil.disk_usage("/dev/shm").free
+    text = f"{free / GIB:.1f} GiB are free in /dev/shm."
     remedy = "Give the container more: docker run --shm-size 16g, or --ipc host."
-    if free_bytes < LEAST_SHARED:
+    if free < LEAST_SHARED:
         yield error("Shared memory", text, remedy)
-    elif has_gpu and free_bytes < ENOUGH_SHARED:
+    elif has_accelerator() and free < ENOUGH_SHARED:
         yield warning("Shared memory", text, remedy)
 
 
 # --- servers that run ---
 
 
-def check_server(url: str) -> Findings:
+def check_server(address: str) -> Findings:
     """Check that a server answers, and speaks this version of our wire format."""
     from swift_grpo_ext.server.api_key import REMEDY
 
+    url = (address if "://" in address else f"http://{address}").rstrip("/")
     name = f"server {url}"
     start = "Start it: swift rollout --external_plugins $(swift-grpo-ext plugin-path) ..."
     session = requests.Session()
     session.trust_env = False  # past any proxy, but with the key that a training would send
     session.auth = requests.utils.get_netrc_auth(url)
     try:
-        session.get(f"{url}/health", timeout=SERVER_SECONDS)
         answer = session.post(f"{url}/get_engine_type/", timeout=SERVER_SECONDS)
-        says: Any = answer.json() if answer.ok else {}
+        if answer.status_code == 401:
+            yield error(name, "does not get its API key from here.", f"{REMEDY}.")
+            return
+        answer.raise_for_status()
+        ours = answer.json().get(wire.KEY)
     except (requests.RequestException, ValueError) as e:
-        yield error(name, f"does not answer ({e}).", start)
+        yield error(name, f"does not answer as a swift rollout does ({e}).", start)
         return
-    if answer.status_code == 401:
-        yield error(name, "does not get its API key from here.", f"{REMEDY}.")
-        return
-    if not answer.ok:
-        text = f"answers {answer.status_code} to /get_engine_type/: no swift rollout?"
-        yield error(name, text, start)
-        return
-    ours = says.get(wire.KEY) if isinstance(says, dict) else None
     if ours is None:
         yield error(name, "runs without swift-grpo-ext.", start)
         return

@@ -7,7 +7,7 @@ Keys, types, choices and defaults are ms-swift's own. Nothing is imported that l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
-
-# ms-swift fills these in after it has parsed the command line (arguments/rlhf_args.py,
-# `_set_default`; transformers' TrainingArguments).
-_LATER_DEFAULTS = {"gradient_accumulation_steps": 1, "save_strategy": "steps"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,39 +64,35 @@ class Run:
             yield "rollout", self.rollout
 
     @property
-    def steps_per_generation(self) -> int:
-        """Micro-batches that one round serves, as ms-swift works it out (args_mixin.py)."""
-        steps, size = self.train("steps_per_generation"), self.train("generation_batch_size")
-        if steps is None and size is not None:
-            return int(max(size // self.global_batch, 1))
-        return int(self.train("gradient_accumulation_steps") if steps is None else steps)
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one micro-batch, over all ranks."""
-        return int(self.train("per_device_train_batch_size")) * self.num_ranks
-
-    @property
-    def generation_batch(self) -> int:
-        """Samples of one round."""
-        size = self.train("generation_batch_size")
-        return self.global_batch * self.steps_per_generation if size is None else int(size)
-
-    @property
     def num_rollout_gpus(self) -> int:
         return int(self.serve("vllm_data_parallel_size") * self.serve("vllm_tensor_parallel_size"))
 
+    def batch(self) -> SimpleNamespace:
+        """Return the training's arguments with the sizes of a round, as ms-swift works them out;
+        raise its `ValueError` where groups do not fill the batch."""
+        from swift.rlhf_trainers.args_mixin import RolloutTrainerArgumentsMixin
+
+        args = self.arguments("training")
+        args.world_size = self.num_ranks
+        # As ms-swift fills them in before that (rlhf_args.py, `_set_default`; sft_args.py).
+        args.gradient_accumulation_steps = args.gradient_accumulation_steps or 1
+        args.eval_strategy = args.eval_strategy or args.save_strategy
+        if not (args.val_dataset or args.split_dataset_ratio or args.eval_dataset):
+            args.eval_strategy = "no"
+        RolloutTrainerArgumentsMixin._init_generation_batch_params(args)
+        return args
+
     def train(self, name: str) -> Any:
         """Return a setting of the training, or its default."""
-        values = [(self.training or {}).get(name), defaults("training").get(name)]
-        return next((v for v in [*values, _LATER_DEFAULTS.get(name)] if v is not None), None)
+        value = (self.training or {}).get(name)
+        return defaults("training").get(name) if value is None else value
 
     def serve(self, name: str) -> Any:
         """Return a setting of the servers, or its default."""
         value = (self.rollout or {}).get(name)
         return defaults("rollout").get(name) if value is None else value
 
-    def arguments(self, side: Side) -> Any:
+    def arguments(self, side: Side) -> SimpleNamespace:
         """Return all settings of a side as attributes, as `swift` has them after parsing."""
         given = self.training if side == "training" else self.rollout
         return SimpleNamespace(**{**defaults(side), **(given or {})})
@@ -221,7 +213,7 @@ def parse(side: Side, settings: Settings, overrides: Sequence[str] = ()) -> dict
     """
     from swift_grpo_ext.command_line import off_again
 
-    argv = off_again([*_as_command_line(settings), *overrides])
+    argv = off_again([*to_argv(settings), *overrides])
     parser, of_swift = _parsers(side)
     values, unknown = parser.parse_known_args(argv)
     values, unknown = of_swift.parse_known_args(unknown, values)
@@ -240,7 +232,7 @@ def parse(side: Side, settings: Settings, overrides: Sequence[str] = ()) -> dict
     return {"ENV": settings["ENV"], **given} if settings.get("ENV") else given
 
 
-def _as_command_line(settings: Settings) -> Iterable[str]:
+def to_argv(settings: Settings) -> Iterator[str]:
     """Yield settings as ms-swift's own reader of YAML does (cli/main.py, `parse_yaml_args`)."""
     for name, value in settings.items():
         if name == "ENV":
@@ -252,15 +244,3 @@ def _as_command_line(settings: Settings) -> Iterable[str]:
             yield from map(str, value)
         else:
             yield json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
-
-
-def from_command_line(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the names and values of a command line."""
-    options: list[tuple[str, list[str]]] = []
-    for token in argv:
-        if token.startswith("--"):
-            name, equals, value = token[2:].partition("=")
-            options.append((name, [value] if equals else []))
-        elif options:
-            options[-1][1].append(token)
-    return options

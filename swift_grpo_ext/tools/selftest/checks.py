@@ -136,16 +136,10 @@ def shared_noise(rounds: Sequence[Sequence[Sample]]) -> tuple[float, float]:
     memory, log2_p, bits = PromptMemory(), 0.0, 0.0
     for number, samples in enumerate(rounds):
         # The last round repeats the names of the first, with another --seed: number them.
-        named = [
-            replace(
-                sample,
-                origin=replace(
-                    sample.origin,
-                    sample_id=replace(sample.origin.sample_id, step=number),
-                ),
-            )
-            for sample in samples
-        ]
+        named = []
+        for sample in samples:
+            sample_id = replace(sample.origin.sample_id, step=number)
+            named.append(replace(sample, origin=replace(sample.origin, sample_id=sample_id)))
         log2_p = min(log2_p, collision_test(named, memory).log2_p)
         memory.remember(named)
         bits += sum(float(surprisal_bits(sample).sum()) for sample in named)
@@ -199,28 +193,32 @@ def _stop_faults(rig: Rig, word: str, sample: OnPolicySample) -> Iterator[str]:
     trainer = rig.trainer
     decode = trainer.template.tokenizer.decode
     ids = trained_ids(sample)
-    text, spelled = sample.messages[-1]["content"], decode(ids)
+    spelled = decode(ids)
     match = find(spelled, [*trainer.args.stop_words, word])
     if match is None:
         yield f"{word!r} was forced and is not in {spelled!r}"
         return
-    word = match.string  # another stop string may begin earlier
-    expected = spelled[: match.start]
-    if trainer.args.include_stop_str_in_output:
-        expected = spelled[: match.end]
-    if text != expected:
-        yield f"{word!r}: the text is {text!r}, expected {expected!r}"
-    if word in decode(ids[:-1]):
-        yield f"{word!r}: tokens go on behind the one that completes it ({spelled!r})"
-    reason = sample.rollout_infos.get("stop_reason")
-    if (sample.finish_reason, reason) != ("stop", word):
-        yield f"{word!r}: finish_reason is {sample.finish_reason!r}, stop_reason {reason!r}"
-    if len(logprobs_of(sample)) != len(ids):
-        yield f"{word!r}: {len(ids)} tokens have {len(logprobs_of(sample))} log-probabilities"
+    end = match.end if trainer.args.include_stop_str_in_output else match.start
     _, batch = encoded_batch(trainer, [sample])
-    num_trained = int(batch.completion_mask.sum())
-    if num_trained != len(ids):
-        yield f"{word!r}: {len(ids)} tokens were sampled, and {num_trained} would be trained on"
+    found = {
+        "the text": sample.messages[-1]["content"],
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.rollout_infos.get("stop_reason"),
+        "the number of log-probabilities": len(logprobs_of(sample)),
+        "the number of trained tokens": int(batch.completion_mask.sum()),
+    }
+    expected = {
+        "the text": spelled[:end],
+        "finish_reason": "stop",
+        "stop_reason": match.string,  # another stop string may begin earlier
+        "the number of log-probabilities": len(ids),
+        "the number of trained tokens": len(ids),
+    }
+    for name, value in found.items():
+        if value != expected[name]:
+            yield f"{word!r}: {name} is {value!r}, expected {expected[name]!r}"
+    if match.string in decode(ids[:-1]):
+        yield f"{word!r}: tokens go on behind the one that completes it ({spelled!r})"
 
 
 # --- weights ---

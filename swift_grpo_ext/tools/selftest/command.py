@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,9 +23,14 @@ from typing import Any
 import psutil
 import torch
 
-from swift_grpo_ext.checks.preflight import free_port
 from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
-from swift_grpo_ext.tools.check.settings import devices_of, from_command_line, read_settings
+from swift_grpo_ext.tools.check.settings import (
+    devices_of,
+    environment,
+    parse,
+    read_settings,
+    to_argv,
+)
 from swift_grpo_ext.tools.selftest.outcome import ALL, PROMISES, SAME_TOKENS, Result
 from swift_grpo_ext.tools.selftest.worker import Job
 from swift_grpo_ext.tools.share import PLUGIN_FILE
@@ -81,19 +87,15 @@ def run(options: argparse.Namespace) -> int:
         ValueError: settings cannot be read, or name no model or data set.
         OSError: the output folder cannot be written.
     """
-    settings = read_training(options)
-    folder: Path = options.output
+    settings, folder = read_training(options), options.output
     folder.mkdir(parents=True, exist_ok=True)
     if torch.accelerator.is_available():
         device = str(torch.accelerator.current_accelerator())
         num_devices = len(devices_of(settings)) or torch.accelerator.device_count()
     else:
         device, num_devices = "cpu", len(os.sched_getaffinity(0))  # each core holds a rank
-    env = {
-        name: str(value)
-        for name, value in (settings.get("ENV") or {}).items()
-        if name not in OF_LAUNCHERS
-    }
+    given = environment(settings)
+    env = {name: str(value) for name, value in given.items() if name not in OF_LAUNCHERS}
     results: list[Result] = []
     jobs = plan(settings, folder)
     Path(jobs[0].first_round).unlink(missing_ok=True)  # of another run
@@ -139,12 +141,10 @@ def run(options: argparse.Namespace) -> int:
 
 def read_training(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of `swift rlhf`: of the file, `--model`, `--dataset`, and behind `--`."""
-    settings = read_settings(options.config) if options.config else dict(DEFAULTS)
-    for name, value in (("model", options.model), ("dataset", options.dataset)):
-        if value:
-            settings[name] = value
-    for name, values in from_command_line(options.rest):
-        settings[name.replace("-", "_")] = values[0] if len(values) == 1 else values
+    overrides = ["--model", options.model] if options.model else []
+    overrides += ["--dataset", *options.dataset] if options.dataset else []
+    from_file = read_settings(options.config) if options.config else DEFAULTS
+    settings = parse("training", from_file, [*overrides, *options.rest])
     if not (settings.get("model") and settings.get("dataset")):
         raise ValueError("selftest: give a YAML file of `swift rlhf`, or --model and --dataset.")
     if settings.get("rlhf_type") != "grpo":
@@ -170,7 +170,7 @@ def plan(settings: Mapping[str, Any], folder: Path) -> list[Job]:
     return [
         Job(
             topology=name,
-            argv=to_argv(of_topology),
+            argv=[*to_argv(of_topology)],
             ranks=ranks,
             checks=[SAME_TOKENS] if number else ALL,
             results=str(folder / "results.jsonl"),
@@ -188,7 +188,9 @@ def run_job(job: Job, log: Path, env: Mapping[str, str]) -> tuple[list[Result], 
     """
     results = Path(job.results)
     results.write_text("", encoding="utf-8")
-    port = str(free_port())
+    with socket.socket() as any_free:
+        any_free.bind(("", 0))
+        port = str(any_free.getsockname()[1])
     command = [sys.executable, "-m"]
     if job.ranks > 1:
         command += ["torch.distributed.run", "--nproc_per_node", str(job.ranks)]
@@ -219,17 +221,6 @@ def run_job(job: Job, log: Path, env: Mapping[str, str]) -> tuple[list[Result], 
         process.wait()
     lines = results.read_text(encoding="utf-8").splitlines()
     return [Result(**json.loads(line)) for line in lines], reason
-
-
-def to_argv(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as `swift` takes them on its command line (ms-swift's `parse_yaml_args`)."""
-    argv: list[str] = []
-    for name, value in settings.items():
-        values = value if isinstance(value, list) else [value]
-        if isinstance(value, dict):
-            values = [json.dumps(value, ensure_ascii=False)]
-        argv += [f"--{name}", *map(str, values)]
-    return argv
 
 
 def last_error(log: Path) -> str:

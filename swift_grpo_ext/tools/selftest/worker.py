@@ -17,13 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift_grpo_ext.tools.selftest.outcome import (
-    ALL,
-    REMEDIES,
-    SAME_TOKENS,
-    NotTriedError,
-    Result,
-)
+from swift_grpo_ext.tools.selftest.outcome import ALL, REMEDIES, SAME_TOKENS, NotTriedError, Result
 
 if TYPE_CHECKING:
     from swift_grpo_ext.tools.selftest.checks import Check
@@ -49,11 +43,6 @@ class Job:
     """The file with round 0: the first topology saves it, others compare theirs with it."""
 
     ranks: int = 1
-
-
-def main(job: Job) -> None:
-    """Build the trainer, check it, and append the results to the job's file."""
-    run_with_trainer(job.argv, partial(check_all, job))
 
 
 def run_with_trainer(argv: Sequence[str], use: Callable[[RolloutGRPOTrainer], None]) -> None:
@@ -96,9 +85,7 @@ def check_all(job: Job, trainer: RolloutGRPOTrainer) -> None:
             first_round.write_bytes(samples)
     checks: dict[str, Check] = {**CHECKS, SAME_TOKENS: partial(check_same_tokens, path=first_round)}
     for name in job.checks:
-        result = Result(check=name, reason=reason)
-        if rig is not None:
-            result = attempt(rig, name, checks[name])
+        result = attempt(rig, name, checks[name]) if rig else Result(check=name, reason=reason)
         if trainer.ranks.rank == 0:
             with Path(job.results).open("a", encoding="utf-8") as f:
                 values = asdict(replace(result, topology=job.topology))
@@ -121,19 +108,23 @@ def attempt(rig: Rig, name: str, check: Check) -> Result:
     except NotTriedError as e:
         return Result(check=name, reason=str(e))
     except torch.OutOfMemoryError as e:
-        text = str(e).splitlines()[0]
+        reason = f"no memory is left: {str(e).splitlines()[0]}"
         remedy = "Make --vllm_gpu_memory_utilization smaller, or set --sleep_level 1."
-        return Result(check=name, reason=f"no memory is left: {text}", remedy=remedy)
+        return Result(check=name, reason=reason, remedy=remedy)
     except Exception as e:  # the other checks still have something to say
         reason = f"the check itself failed ({type(e).__name__}: {e})"
         return Result(check=name, reason=reason, remedy="Report it.")
-    if faults:
-        reason, remedy = "; ".join(faults), REMEDIES[name]
-        return Result(
-            check=name, status="does not hold", values=values, reason=reason, remedy=remedy
-        )
-    return Result(check=name, status="holds", values=values)
+    if not faults:
+        return Result(check=name, status="holds", values=values)
+    return Result(
+        check=name,
+        status="does not hold",
+        values=values,
+        reason="; ".join(faults),
+        remedy=REMEDIES[name],
+    )
 
 
 if __name__ == "__main__":
-    main(Job(**json.loads(sys.argv[1])))
+    job = Job(**json.loads(sys.argv[1]))
+    run_with_trainer(job.argv, partial(check_all, job))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from PIL import Image
 
 from swift_grpo_ext.checks.finding import Finding, error
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.tools.check import data, lookup, machine
+from swift_grpo_ext.tools.check import lookup, machine
 from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.tools.cli import main
 
@@ -92,8 +93,13 @@ def test_versions_that_nobody_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         (16_384, True, ""),
     ],
 )
-def test_shared_memory(mib: int, has_gpu: bool, expected: str) -> None:
-    assert_says(machine.shared_memory(mib * 2**20, has_gpu=has_gpu), expected)
+def test_shared_memory(
+    mib: int, has_gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(free=mib * 2**20)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(machine, "has_accelerator", lambda: has_gpu)
+    assert_says(machine.check_shared_memory(), expected)
 
 
 # --- servers that run ---
@@ -105,17 +111,10 @@ def server(engine_type: Any, status: int = 200, key: str = "key") -> Iterator[st
     authorization = f"Basic {base64.b64encode(f'swift:{key}'.encode()).decode()}"
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(200, {"level": "ok"})
-
         def do_POST(self) -> None:
-            accepted = self.headers["Authorization"] == authorization
-            self._answer(status if accepted else 401, engine_type)
-
-        def _answer(self, status: int, body: Any) -> None:
-            self.send_response(status)
+            self.send_response(status if self.headers["Authorization"] == authorization else 401)
             self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+            self.wfile.write(json.dumps(engine_type).encode())
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -136,8 +135,7 @@ OURS = {"version": wire.VERSION, "replicas": 2}
         ({wire.KEY: OURS}, {"key": "other"}, "does not get its API key from here. ...~/.netrc"),
         ({"engine_type": "vLLM"}, {}, "runs without swift-grpo-ext. ...--external_plugins"),
         ({wire.KEY: {**OURS, "version": 0}}, {}, "...speaks version 0... Install the same version"),
-        ({}, {"status": 404}, "answers 404 to /get_engine_type/: no swift rollout?"),
-        (["odd"], {}, "runs without swift-grpo-ext."),
+        ({}, {"status": 404}, "does not answer as a swift rollout does (404...Start it: swift"),
     ],
 )
 def test_servers(
@@ -158,7 +156,7 @@ def test_servers(
 
 def test_a_server_that_is_not_there() -> None:
     url = "http://127.0.0.1:1"
-    expected = f"error: --server {url}: ...does not answer...Connection refused...Start it: swift"
+    expected = f"error: --server {url}: does not answer...Connection refused...Start it: swift"
     assert_says(machine.check_server(url), expected)
 
 
@@ -172,23 +170,24 @@ def test_templates(assets: Path) -> None:
         ({**tiny, "stop_words": [""]}, "error: --template: --stop_words holds an empty string"),
         ({"model": tiny["model"]}, "warning: --template: ... Give --model_type and --template"),
         ({"model": "No-Such/Model"}, ""),
+        ({"model": "./none"}, "error: --model ./none: there is no such directory in /"),
         ({}, ""),
     ):
-        assert_says(data.check_template(Run(training=settings)), expected)
-    assert_says(data.check_template(Run(rollout=tiny)), "ok: --template: qwen2_5_vl: a turn ends")
+        assert_says(lookup.check_template(Run(training=settings)), expected)
+    assert_says(lookup.check_template(Run(rollout=tiny)), "ok: --template: qwen2_5_vl: a turn ends")
 
 
 def test_a_model_of_the_hub_is_found_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert data.model_folder("Some-Org/Model-2.5") is None
+    assert lookup.model_folder("Some-Org/Model-2.5") is None
     folder = tmp_path / "models--Some-Org--Model-2.5/snapshots/abc"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder.parents[1] / "refs").mkdir()
     (folder.parents[1] / "refs/main").write_text("abc")
-    assert data.model_folder("Some-Org/Model-2.5") == folder
+    assert lookup.model_folder("Some-Org/Model-2.5") == folder
 
 
 def write_rows(path: Path, *images: Path | str, question: str = "messages") -> str:
@@ -226,8 +225,10 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("~/none", {}, f"error: --dataset ~/none: {absent}"),
         ("Org/other", {}, "note: --dataset Org/other: is no file here, so it is taken for a hub"),
     ):
-        assert_says(data.check_data(Run(training={"dataset": [dataset], **more})), expected)
-    assert_says(data.check_data(Run(training={"val_dataset": ["a.csv"]})), "error: --val_dataset a")
+        assert_says(lookup.check_data(Run(training={"dataset": [dataset], **more})), expected)
+    assert_says(
+        lookup.check_data(Run(training={"val_dataset": ["a.csv"]})), "error: --val_dataset a"
+    )
 
 
 # --- names, packages, GPUs ---
@@ -237,16 +238,15 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "expected"),
     [
         ({"reward_funcs": ["accuracy", "format"], "callbacks": ["diversity"]}, ""),
-        ({"reward_funcs": ["acuracy"]}, "error: --reward_funcs acuracy: ...Did you mean accuracy?"),
-        ({"reward_funcs": ["format", "zzz"]}, "error: --reward_funcs zzz: ...Known: ...repetition"),
-        ({"callbacks": ["diversty"]}, "error: --callbacks diversty: ...Did you mean diversity?"),
+        ({"reward_funcs": ["acuracy"]}, "error: --reward_funcs acuracy: ...did you mean accuracy?"),
+        ({"reward_funcs": ["format", "zzz"]}, "error: --reward_funcs zzz: ...known: ...repetition"),
+        ({"callbacks": ["diversty"]}, "error: --callbacks diversty: ...did you mean diversity?"),
         ({"reward_model_plugin": ["defualt"]}, "error: --reward_model_plugin ...mean default?"),
         ({"multi_turn_scheduler": "gym_schedular"}, "error: --multi_turn_...mean gym_scheduler?"),
         ({"external_plugins": ["none.py"], "reward_funcs": ["zzz"]}, "error: --external_plugins n"),
         ({"external_plugins": ["a.py"]}, "error: --external_plugins a.py: cannot be imported (Mod"),
         ({"external_plugins": [PLUGIN, "b.py"], "reward_funcs": ["looked_up"]}, ""),
         ({"reward_funcs": ["cosine"]}, "error: --reward_funcs cosine: needs the package math_ver"),
-        ({"report_to": ["wandb", "none"]}, "error: --report_to wandb: needs the package wandb"),
     ],
 )
 def test_names(
@@ -265,28 +265,24 @@ def test_names_of_the_user_and_of_servers(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(orms, "accuracy", type("Users", (), {}))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    training = {"reward_funcs": ["accuracy"], "report_to": ["none"]}
+    training = {"reward_funcs": ["accuracy"]}
     assert_says(lookup.check_names(Run(training=training)), "")
     run = Run(training={}, rollout={"multi_turn_scheduler": "none_such"})
     assert_says(lookup.check_names(run), "error: --multi_turn_scheduler none_such")
 
 
-def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    sides = ({"ENV": {"CUDA_VISIBLE_DEVICES": gpus}} for gpus in ("2,3", "0,1"))
-    run = Run(training=next(sides), rollout=next(sides))
-    for named, present, expected in (
-        (None, 4, ""),
-        (None, 3, "error: CUDA_VISIBLE_DEVICES: GPUs 3 are to be used, and this machine has 3."),
-        (None, 0, "error: CUDA_VISIBLE_DEVICES: GPUs 2, 3, 0, 1 are to be used, and torch sees"),
-        (["0", "2"], 3, ""),
-        (["0", "5"], 3, "error: CUDA_VISIBLE_DEVICES: GPUs 5 are"),
+@pytest.mark.parametrize(
+    ("gpus", "present", "expected"),
+    [
+        (["2", "3"], 4, ""),
+        (["0", "5"], 3, "error: CUDA_VISIBLE_DEVICES: GPUs 5 are to be used, counted from 0, and"),
+        (["2", "3"], 0, "error: CUDA_VISIBLE_DEVICES: GPUs 2, 3 are ...torch sees 0 on this mach"),
         ([], 0, ""),  # for CPU
         (["GPU-8932f937"], 2, ""),
-    ):
-        assert_says(lookup.check_gpus(run, named, present), expected)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # ENV gives way to the shell
-    assert_says(lookup.check_gpus(run, None, 0), "")
+    ],
+)
+def test_gpus_that_are_not_there(gpus: list[str], present: int, expected: str) -> None:
+    assert_says(lookup.check_gpus(gpus, present), expected)
 
 
 # --- the command ---
@@ -315,17 +311,18 @@ def test_what_a_new_user_mistypes(
         return "\n".join(printed[1:])
 
     assert check() == ""
-    assert "Did you mean accuracy?" in check(reward_funcs="acuracy")
+    assert "did you mean accuracy?" in check(reward_funcs="acuracy")
     assert "--model ./none: there is no such directory" in check(model="./none")
     assert "--dataset rows.jsonl: there is no such file" in check(dataset="rows.jsonl")
     assert "--dataset a.jsonl: there is no such file" in check("--dataset", "a.jsonl")
-    assert "--num_generations: 3 does not divide the 14" in check(
-        "--ranks", "7", "--", "--num_generations", "3"
-    )
+    batches = check("--ranks", "7", "--", "--num_generations", "3")
+    assert "Batches of 7 ranks: generation_batch_size (14) must be evenly divisible" in batches
     gpus = {"ENV": "{CUDA_VISIBLE_DEVICES: '0,1'}"}
     assert "GPUs 0, 1 are to be used" in check(**gpus)
     assert check("--settings-only", **gpus) == ""
     assert check("--gpus", "", **gpus) == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # ENV gives way to the shell
+    assert check(**gpus) == ""
 
 
 def test_the_report_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,7 +348,7 @@ def test_a_check_that_fails_itself_does_not_hide_the_others(
     output = capsys.readouterr().out
     assert "the check itself failed (ZeroDivisionError: odd)" in output
     assert "error: --seed: is odd." in output
-    assert "error: --model ./none: there is no such directory." in output
+    assert "error: --model ./none: there is no such directory in " in output
 
 
 @pytest.mark.stack
