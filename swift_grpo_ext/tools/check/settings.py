@@ -159,12 +159,10 @@ def files_of(path: Path) -> tuple[Path | None, Path | None]:
     """Return the training's file and the servers' file that belong to a path."""
     stem = path.name.removesuffix(".train.yaml").removesuffix(".rollout.yaml")
     training, rollout = (path.with_name(f"{stem}.{side}.yaml") for side in ("train", "rollout"))
-    is_there = path.is_file()
-    if stem != path.name and not is_there:
-        raise ValueError(f"{path}: there is no such file.")
-    if training.is_file() or rollout.is_file():
-        return training if training.is_file() else None, rollout if rollout.is_file() else None
-    if not is_there:
+    pair = (training if training.is_file() else None, rollout if rollout.is_file() else None)
+    if any(pair) and (path.is_file() or path.name == stem):
+        return pair
+    if not path.is_file():
         raise ValueError(f"{path}: there is no such file, nor {training.name} beside it.")
     return path, None
 

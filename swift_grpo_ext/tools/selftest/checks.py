@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import replace
 from math import log2, log10
@@ -234,9 +234,8 @@ CLEAR = 4.0
 def check_weights(rig: Rig) -> Finding:
     """Compare log-probabilities of rollout and trainer on the same tokens: as they are, after an
     update of a known change, and after it was taken back."""
-    limit = gap_limit(rig.bits)
-    gaps, samples = {}, _probes(rig)
-    gaps["before an update"] = _gap(rig, samples)
+    limit, samples = gap_limit(rig.bits), _probes(rig)
+    gaps = {"before an update": _gap(rig, samples)}
     if not gaps["before an update"].count:
         raise NotTriedError(
             "rollout and training see other prompts: `prompts` says how they differ"
@@ -351,16 +350,16 @@ def _logps(
     """
     trainer = rig.trainer
     args = copy(trainer.args)
-    for name, value in flags.items():
-        setattr(args, name, value)
-    logps_before, towers = trainer._logps, trainer._encoder_cache.towers
-    were_off = [tower.is_off for tower in towers]
-    for tower in towers:
-        tower.is_off = tower.is_off or as_upstream
-    trainer._logps = CompletionLogps(
-        args, trainer.template, agree=logps_before.agree, limit=logps_before.limit
-    )
-    try:
+    vars(args).update(flags)
+    with ExitStack() as as_before:
+        for tower in trainer._encoder_cache.towers if as_upstream else ():
+            as_before.callback(setattr, tower, "is_off", tower.is_off)
+            tower.is_off = True
+        usual = trainer._logps
+        as_before.callback(setattr, trainer, "_logps", usual)
+        trainer._logps = CompletionLogps(
+            args, trainer.template, agree=usual.agree, limit=usual.limit
+        )
         inputs, batch = encoded_batch(trainer, deepcopy(samples))
         with torch.no_grad():
             # Twice: --logps_shared_prompt proves itself on a first batch.
@@ -369,10 +368,6 @@ def _logps(
                     trainer.model, dict(inputs), batch
                 )
         return values.float().cpu()
-    finally:
-        trainer._logps = logps_before
-        for tower, was_off in zip(towers, were_off, strict=True):
-            tower.is_off = was_off
 
 
 CHECKS: dict[str, Check] = {
