@@ -7,10 +7,10 @@ alone; a run's settings need not be whole for them.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def check_names(run: Run) -> Findings:
     for name in rewards:
         module = PACKAGE_OF_REWARD.get(name)
         is_swifts = name in orms and orms[name].__module__.startswith("swift.")  # not the user's
-        if module and is_swifts and importlib.util.find_spec(module) is None:
+        if module and is_swifts and find_spec(module) is None:
             text = f"needs the package {module}, which is not installed."
             yield error(f"reward_funcs {name}", text, f"pip install {module}")
 

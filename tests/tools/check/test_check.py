@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import resource
 import subprocess
@@ -256,7 +255,7 @@ def test_names(
     Path("a.py").write_text("import no_such_module")
     Path("b.py").write_text("from swift.rewards import orms\norms['looked_up'] = object\n")
     package = None if "needs the package" in expected else object()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(lookup, "find_spec", lambda name: package)
     assert_says(lookup.check_names(Run(training=settings)), expected)
 
 
@@ -264,7 +263,7 @@ def test_names_of_the_user_and_of_servers(monkeypatch: pytest.MonkeyPatch) -> No
     from swift.rewards import orms
 
     monkeypatch.setitem(orms, "accuracy", type("Users", (), {}))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(lookup, "find_spec", lambda name: None)
     training = {"reward_funcs": ["accuracy"]}
     assert_says(lookup.check_names(Run(training=training)), "")
     run = Run(training={}, rollout={"multi_turn_scheduler": "none_such"})
