@@ -19,9 +19,8 @@ from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import CallEngine, generate
 from swift_grpo_ext.rollout.rank_group import SingleRank
 from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.groups import sample_ids_at
-from swift_grpo_ext.sampling.prompt_hash import prompt_hashes
-from swift_grpo_ext.sampling.rounds import Round
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 
 RUN_SEED = 42
 TEMPERATURE = 2.0
@@ -136,7 +135,7 @@ def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: CallEngine) -> 
     """Generate as our trainer's `_rollout` does, in a training of one process."""
     return generate(
         [sample.sample_id for sample in samples],
-        prompt_hashes(samples),
+        [prompt_hash(sample) for sample in samples],
         make_request=lambda position: samples[position].to_infer_request(),
         make_metadata=lambda sample_id, count: RequestMetadata(
             sample_id=sample_id, count=count, run_seed=run_seed, packed=True

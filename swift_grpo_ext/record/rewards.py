@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.row import make_table
-from swift_grpo_ext.sampling.groups import sample_ids_at
-from swift_grpo_ext.sampling.rounds import Round
+from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ goes to that worker, unless that one is lost or has failed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,12 +23,9 @@ T = TypeVar("T")
 
 MOST_LOST = 2
 CHARACTERS_PER_TOKEN = 4
-BYTES_PER_IMAGE_TOKEN = 400
-"""A compressed image takes about as many: a 1024 x 1024 photograph is 300 to 600 kB and 1,369
-tokens. Only the comparison between prompts matters, and their completions weigh more."""
-
-TOKENS_OF_UNSEEN_MEDIA = 1000
-"""An image, a video or an audio that is named by a path or a URL counts as so many tokens."""
+TOKENS_PER_MEDIUM = 1000
+"""An image, a video or an audio counts as so many: a photograph of 1024 x 1024 pixels is 1,369 of
+Qwen2.5-VL's. Only the comparison between prompts matters, and their completions weigh more."""
 
 
 class WorkerError(RuntimeError):
@@ -84,6 +81,13 @@ def dispatch(
         NoWorkerError: no worker is left that has not failed.
         RequestError: `send` raised it, or a request was with too many workers that were lost.
     """
+
+    def attempt(worker: Worker, share: list[int]) -> Sequence[T] | WorkerError:
+        try:
+            return send(worker, share) if share else []  # an idle worker is left alone
+        except WorkerError as e:
+            return e
+
     answers: dict[int, T] = {}
     failures: dict[Worker, WorkerError] = {}
     losses: Counter[int] = Counter()
@@ -102,7 +106,9 @@ def dispatch(
             [left[k] for k in share]
             for share in balance([costs[i] for i in left], list(usable.values()), fixed)
         ]
-        for worker, share, outcome in _send_all(list(usable), shares, send):
+        with ThreadPoolExecutor(len(usable)) as pool:
+            outcomes = list(pool.map(attempt, usable, shares))
+        for worker, share, outcome in zip(usable, shares, outcomes, strict=True):
             if not isinstance(outcome, WorkerError):
                 answers.update(zip(share, outcome, strict=True))
                 continue
@@ -110,33 +116,14 @@ def dispatch(
             on_failure(worker, outcome)
             if isinstance(outcome, WorkerLostError):
                 losses.update(share)
-        _check_losses(losses, failures.values())
+        suspects = [str(i) for i in sorted(losses) if losses[i] >= MOST_LOST]
+        if suspects:
+            raise RequestError(
+                f"requests {', '.join(suspects)} of the batch were with {MOST_LOST} workers when "
+                f"these were lost, and are given to no other: "
+                f"{'; '.join(map(str, failures.values()))}"
+            )
     return [answers[i] for i in range(len(costs))]
-
-
-def _send_all(
-    workers: list[Worker],
-    shares: list[list[int]],
-    send: Callable[[Worker, list[int]], Sequence[T]],
-) -> list[tuple[Worker, list[int], Sequence[T] | WorkerError]]:
-    def attempt(worker: Worker, share: list[int]) -> Sequence[T] | WorkerError:
-        try:
-            return send(worker, share) if share else []  # an idle worker is left alone
-        except WorkerError as e:
-            return e
-
-    with ThreadPoolExecutor(len(workers)) as pool:
-        return list(zip(workers, shares, pool.map(attempt, workers, shares), strict=True))
-
-
-def _check_losses(losses: Mapping[int, int], failures: Iterable[WorkerError]) -> None:
-    suspects = [i for i, count in losses.items() if count >= MOST_LOST]
-    if suspects:
-        causes = "; ".join(map(str, failures))
-        raise RequestError(
-            f"requests {', '.join(map(str, sorted(suspects)))} of the batch were with {MOST_LOST} "
-            f"workers when these were lost, and are given to no other: {causes}"
-        )
 
 
 def balance(
@@ -148,12 +135,7 @@ def balance(
         costs: estimated cost of each request, any unit, positive.
         capacities: relative speed of each replica, positive (of a server: its replicas).
         fixed: the replica of each request that has no choice.
-
-    Raises:
-        ValueError: there is no replica.
     """
-    if not capacities:
-        raise ValueError("No replica is left to serve requests.")
     done_at = [0.0] * len(capacities)
     shares: list[list[int]] = [[] for _ in capacities]
     fixed = fixed or {}
@@ -174,19 +156,9 @@ def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> fl
         count: number of samples.
         max_tokens: length limit of a completion.
     """
-    words = sum(_text_length(message.get("content")) for message in request.get("messages") or ())
-    media = [m for kind in ("images", "videos", "audios") for m in request.get(kind) or ()]
-    prompt = words / CHARACTERS_PER_TOKEN + sum(map(_media_tokens, media))
+    contents = [message.get("content") for message in request.get("messages") or ()]
+    words = sum(len(content) for content in contents if isinstance(content, str))
+    parts = sum(len(content) for content in contents if isinstance(content, list))  # or token ids
+    media = sum(len(request.get(kind) or ()) for kind in ("images", "videos", "audios"))
+    prompt = words / CHARACTERS_PER_TOKEN + parts + TOKENS_PER_MEDIUM * media
     return prompt + count * max_tokens
-
-
-def _text_length(content: Any) -> int:
-    if isinstance(content, list):  # token ids, or parts of a message
-        return CHARACTERS_PER_TOKEN * len(content)
-    return len(content) if isinstance(content, str) else 0
-
-
-def _media_tokens(media: Any) -> float:
-    if isinstance(media, str) and len(media) > 4096:  # base64, not a path
-        return len(media) * 3 / 4 / BYTES_PER_IMAGE_TOKEN
-    return TOKENS_OF_UNSEEN_MEDIA

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from PIL import UnidentifiedImageError
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
+    ChatCompletionResponseChoice,
     RequestConfig,
     RolloutOutput,
     serialize_ndarray,
@@ -33,10 +34,10 @@ from swift_grpo_ext.media import paths
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import RequestError, note_failure
 from swift_grpo_ext.rollout.generate import PackedResponse
-from swift_grpo_ext.rollout.placeholders import logit_bias, placeholder_ids
+from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
-from swift_grpo_ext.stops.templates import TemplateStops, record_stop_reason, with_stop_reason
+from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_stop_reason
 from swift_grpo_ext.upstream import data_parallel, pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
@@ -51,7 +52,6 @@ from swift_grpo_ext.upstream.patches import patch
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
     from swift.infer_engine.utils import AdapterRequest
-    from swift.template import StdTemplateInputs
     from vllm.logprobs import SampleLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -86,7 +86,8 @@ class RolloutEngine(GRPOVllmEngine):
         if self._serves:
             paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
-        self._placeholder_bias = logit_bias(placeholder_ids(self.template))
+        # Not for the constructor of `SamplingParams`, which would cut it off at -100.
+        self._placeholder_bias = dict.fromkeys(placeholder_ids(self.template), float("-inf"))
         size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
         self._replicas = range(size if size > 1 else 0)  # of this engine, where it has several
         if self._replicas:
@@ -126,7 +127,10 @@ class RolloutEngine(GRPOVllmEngine):
         adapter_request: AdapterRequest | None = None,
         pre_infer_hook: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> Any:
-        metadata = advance_turn(infer_request, _conversation.get())
+        data_dict = _data_of_sample.get() or wire.data_dict_of(infer_request)
+        metadata = wire.read_metadata(data_dict)
+        if metadata is not None and data_dict is not None:  # the scheduler's next request
+            wire.write_metadata(data_dict, metadata.next_turn())
         if metadata is not None and request_config is not None and (request_config.n or 1) > 1:
             raise ValueError(
                 f"--multi_turn_scheduler: its `run` asked for n={request_config.n} completions in "
@@ -238,22 +242,47 @@ class RolloutEngine(GRPOVllmEngine):
         args = (result, inputs, request_config, request_id)
         if metadata is None:
             return super()._create_chat_completion_response(*args)
-        template_inputs = inputs["template_inputs"]
         endings = [self._take_ending(output, inputs[STOPS]) for output in result.outputs]
+        texts = [
+            self._template_stops.text(output.token_ids, ending, inputs["template_inputs"])
+            for output, ending in zip(result.outputs, endings, strict=True)
+        ]
+        ended = list(zip(result.outputs, endings, texts, strict=True))
         if not metadata.packed:
+            # ms-swift's form, which schedulers read, with our text and the stop reason.
             response = super()._create_chat_completion_response(*args)
-            return self._with_stops(response, result.outputs, endings, template_inputs)
-        num_tokens = sum(len(output.token_ids) for output in result.outputs)
+            choices: list[ChatCompletionResponseChoice] = []
+            for choice, (output, ending, text) in zip(response.choices, ended, strict=True):
+                if text != choice.message.content:
+                    calls = tool_calls(self, text, inputs["template_inputs"])
+                    choice.message.content, choice.message.tool_calls = text, calls
+                ended_by = {"finish_reason": output.finish_reason, "stop_reason": ending.reason}
+                choices.append(StoppedChoice(**{**vars(choice), **ended_by}))
+            response.choices = choices
+            return response
+        completions = []
+        for output, ending, text in ended:
+            experts = getattr(output, "routed_experts", None)
+            completions.append(
+                Completion(
+                    text=text,
+                    token_ids=output.token_ids,
+                    logprobs=_flat_logprobs(output.logprobs, output.token_ids),
+                    finish_reason=output.finish_reason,
+                    stop_reason=ending.reason,
+                    seed=metadata.seed_of(output.index),
+                    replica=self._replica_of(metadata),
+                    extra=None if experts is None else {"routed_experts": experts},
+                )
+            )
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
         return PackedResponse(
             model=self.model_name,
             choices=[],
             usage=self._get_usage_info(len(result.prompt_token_ids), num_tokens),
             id=request_id,
             prompt_token_ids=list(result.prompt_token_ids),
-            completions=[
-                self._completion(output, ending, metadata, template_inputs)
-                for output, ending in zip(result.outputs, endings, strict=True)
-            ],
+            completions=completions,
         )
 
     def _take_ending(self, output: CompletionOutput, stops: Stops) -> Ending:
@@ -273,42 +302,6 @@ class RolloutEngine(GRPOVllmEngine):
             if values is not None:
                 setattr(output, name, values[:-surplus])
         return ending
-
-    def _with_stops(
-        self,
-        response: ChatCompletionResponse,
-        outputs: Sequence[Any],
-        endings: Sequence[Ending],
-        template_inputs: StdTemplateInputs,
-    ) -> ChatCompletionResponse:
-        """Return ms-swift's response with our text, which schedulers read, and the stop reason."""
-        choices = []
-        for choice, output, ending in zip(response.choices, outputs, endings, strict=True):
-            text = self._template_stops.text(output.token_ids, ending, template_inputs)
-            if text != choice.message.content:
-                choice.message.tool_calls = tool_calls(self, text, template_inputs)
-            choices.append(with_stop_reason(choice, text, output.finish_reason, ending.reason))
-        response.choices = list(choices)
-        return response
-
-    def _completion(
-        self,
-        output: CompletionOutput,
-        ending: Ending,
-        metadata: RequestMetadata,
-        template_inputs: StdTemplateInputs,
-    ) -> Completion:
-        routed_experts = getattr(output, "routed_experts", None)
-        return Completion(
-            text=self._template_stops.text(output.token_ids, ending, template_inputs),
-            token_ids=output.token_ids,
-            logprobs=_flat_logprobs(output.logprobs, output.token_ids),
-            finish_reason=output.finish_reason,
-            stop_reason=ending.reason,
-            seed=metadata.seed_of(output.index),
-            replica=self._replica_of(metadata),
-            extra=None if routed_experts is None else {"routed_experts": routed_experts},
-        )
 
     def _replica_of(self, metadata: RequestMetadata) -> str:
         """Name the replica of a server that served a request.
@@ -334,14 +327,20 @@ class RolloutEngine(GRPOVllmEngine):
 
     def _packed_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
         """Return the outputs; on a server, packed responses become plain arrays for the wire."""
-        for output in outputs:
+        for i, output in enumerate(outputs):
             record_stop_reason(output)
-        if not self._serves:
-            return outputs
-        return [
-            _pack(output.response) if isinstance(output.response, PackedResponse) else output
-            for output in outputs
-        ]
+            response = output.response
+            if not self._serves or not isinstance(response, PackedResponse):
+                continue
+            for completion in response.completions:
+                if completion.extra:
+                    experts = completion.extra["routed_experts"]
+                    completion.extra["routed_experts"] = serialize_ndarray(experts)
+            replica = response.completions[0].replica
+            answer = wire.pack_answer(response.completions, response.prompt_token_ids, replica)
+            bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
+            outputs[i] = RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
+        return outputs
 
     # --- weights ---
 
@@ -356,19 +355,10 @@ class RolloutEngine(GRPOVllmEngine):
         vllm_repairs.reload_weights(model_runner, weights)
 
 
-@dataclass
-class Conversation:
-    """The turns that a server's scheduler asks for one sample, a request each.
-
-    Schedulers may ask with requests that they made themselves, which have no metadata, and with
-    copies of one request side by side.
-    """
-
-    upcoming: RequestMetadata | None
-    """The next request's metadata; None where the trainer sent none."""
-
-
-_conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
+_data_of_sample: ContextVar[dict[str, Any] | None] = ContextVar("data_of_sample", default=None)
+"""The `data_dict` of the sample whose conversation a task holds; its metadata is that of the next
+turn. Schedulers may ask with requests that they made themselves, which have no metadata, and with
+copies of one request side by side."""
 
 
 async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
@@ -378,26 +368,8 @@ async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
     multi_turn.py, `_infer_async_single`; `infer_async` of the engine).
     """
     request = inspect.getcoroutinelocals(task).get("infer_request")
-    metadata = None if request is None else wire.read_metadata(wire.data_dict_of(request))
-    _conversation.set(Conversation(metadata))
+    _data_of_sample.set(request and wire.data_dict_of(request))
     return await task
-
-
-def advance_turn(
-    request: RolloutInferRequest | dict[str, Any], conversation: Conversation | None = None
-) -> RequestMetadata | None:
-    """Return the metadata of a request that the engine is about to serve.
-
-    The request itself moves on to its next turn: a multi-turn scheduler sends it, or a copy, again.
-    """
-    data_dict = wire.data_dict_of(request)
-    metadata = carried = wire.read_metadata(data_dict)
-    if conversation is not None and conversation.upcoming is not None:
-        metadata = conversation.upcoming
-        conversation.upcoming = metadata.next_turn()
-    if metadata is not None and carried is not None and data_dict is not None:
-        wire.write_metadata(data_dict, metadata.next_turn())
-    return metadata
 
 
 def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list[float] | None:
@@ -408,17 +380,6 @@ def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> lis
     if flat is not None and len(flat) == len(token_ids):
         return list(flat)
     return [position[i].logprob for position, i in zip(logprobs, token_ids, strict=True)]
-
-
-def _pack(response: PackedResponse) -> RolloutOutput:
-    for completion in response.completions:
-        if completion.extra:
-            routed_experts = serialize_ndarray(completion.extra["routed_experts"])
-            completion.extra["routed_experts"] = routed_experts
-    replica = response.completions[0].replica
-    answer = wire.pack_answer(response.completions, response.prompt_token_ids, replica)
-    bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
-    return RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
 
 
 _verify_once = cache(verify)  # of a second training in one process, the hooks are ours

@@ -1,8 +1,8 @@
 """One rollout: samples become requests by groups, and completions return to their samples.
 
-Each rank names the samples that it needs (`sampling/groups.py` plans the requests), makes the rows
-of the requests that begin with one of them, and gets its own samples back. A row, with its images,
-travels only to a rank that calls an engine, and a sample only to its own rank.
+Each rank names the samples that it needs, makes the rows of the requests that begin with one of
+them, and gets its own samples back. A row, with its images, travels only to a rank that calls an
+engine, and a sample only to its own rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from swift.infer_engine.protocol import (
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
 from swift_grpo_ext.rollout.wire import Completion, Numbers, RequestMetadata
-from swift_grpo_ext.sampling.groups import GroupRequest, plan_requests
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
 
@@ -99,6 +98,49 @@ def begin_turn(sample: OnPolicySample | RolloutInferRequest, scheduler: str | No
 # --- groups to requests, completions to samples ---
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """One request: samples of one group that follow one another and share a prompt."""
+
+    first: SampleId
+    """The first sample; the others have the indices that follow."""
+
+    owners: list[tuple[int, int]]
+    """For each sample, in order, the rank that needs it and its position on that rank."""
+
+
+def plan_requests(
+    samples_of_ranks: Sequence[Sequence[tuple[SampleId, str]]],
+) -> tuple[list[GroupRequest], list[SampleId]]:
+    """Return the fewest requests for all ranks' samples, and the groups whose rows differ.
+
+    A group that ranks share becomes one request (docs/promises.md, G2). Prompts are compared only
+    to keep rows that differ out of one (G3): where those of a group differ (a custom sampler's, or
+    a gym's), each of its samples becomes a request of its own.
+
+    Args:
+        samples_of_ranks: for each rank, the ids of its samples and their prompts' hashes, in order.
+
+    Returns:
+        The requests in the order of ranks and samples, and the ids of the uneven groups.
+    """
+    prompts: dict[SampleId, set[str]] = {}
+    for samples in samples_of_ranks:
+        for sample_id, prompt in samples:
+            prompts.setdefault(sample_id.group_id, set()).add(prompt)
+    uneven = {group: None for group, hashes in prompts.items() if len(hashes) > 1}  # in order
+    requests: list[GroupRequest] = []
+    upcoming = None  # the sample that the last request would go on with
+    for rank, samples in enumerate(samples_of_ranks):
+        for position, (sample_id, _) in enumerate(samples):
+            if sample_id == upcoming and sample_id.group_id not in uneven:
+                requests[-1].owners.append((rank, position))
+            else:
+                requests.append(GroupRequest(first=sample_id, owners=[(rank, position)]))
+            upcoming = replace(sample_id, index=sample_id.index + 1)
+    return requests, list(uneven)
+
+
 class ServedSample(NamedTuple):
     """A sample as rank 0 read it from a server; the rank that it belongs to makes its output."""
 
@@ -145,15 +187,25 @@ def generate(
     except Exception as e:  # raised by the rank that drives the engine: it waits for these rows
         rows = f"rank {sharing.rank}: {type(e).__name__}: {e}"
     rows_of_ranks = sharing.gather(rows)
+
     samples: list[list[Any]] | Exception | None = None
     if sharing.drives_engine:
         samples = [[None] * len(of_rank) for of_rank in samples_of_ranks]
         try:
-            answers = _call(requests, rows_of_ranks, make_metadata, call_engine)
+            failures = [failure for failure in rows_of_ranks if isinstance(failure, str)]
+            if failures:
+                raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
+            of_all = (of_rank for of_rank in rows_of_ranks if isinstance(of_rank, dict))
+            row_of = {i: row for of_rank in of_all for i, row in of_rank.items()}
+            in_order = [row_of[i] for i in range(len(requests))]
+            metadatas = [make_metadata(r.first, len(r.owners)) for r in requests]
+            for row, metadata in zip(in_order, metadatas, strict=True):
+                wire.write_metadata(row.data_dict, metadata)
+            answers = call_engine(in_order, metadatas)
             for request, answer in zip(requests, answers, strict=True):
-                if len(answer) != request.count:
+                if len(answer) != len(request.owners):
                     raise ValueError(
-                        f"{request.first}: the request was for {request.count} samples, and "
+                        f"{request.first}: the request was for {len(request.owners)} samples, and "
                         f"{len(answer)} came back."
                     )
                 for (rank, position), sample in zip(request.owners, answer, strict=True):
@@ -162,27 +214,6 @@ def generate(
             samples = e  # not raised yet: the other ranks wait for their share
     share = sharing.scatter(samples)
     return [to_rollout_output(*s) if isinstance(s, ServedSample) else s for s in share], uneven
-
-
-def _call(
-    requests: Sequence[GroupRequest],
-    rows_of_ranks: Sequence[dict[int, RolloutInferRequest] | str],
-    make_metadata: Callable[[SampleId, int], RequestMetadata],
-    call_engine: CallEngine,
-) -> Sequence[list[Sample]]:
-    rows: dict[int, RolloutInferRequest] = {}
-    failures = []
-    for of_rank in rows_of_ranks:
-        if isinstance(of_rank, str):
-            failures.append(of_rank)
-        else:
-            rows |= of_rank
-    if failures:
-        raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
-    metadatas = [make_metadata(request.first, request.count) for request in requests]
-    for i, metadata in enumerate(metadatas):
-        wire.write_metadata(rows[i].data_dict, metadata)
-    return call_engine([rows[i] for i in range(len(requests))], metadatas)
 
 
 # --- outputs in the form that ms-swift's trainer reads ---

@@ -27,7 +27,6 @@ SHARE_OF_LOWEST = 1 / 16
 """Share of a type's lowest number: far enough from it for a temperature of 1/16, and 0 times it is
 0, as entropies need, where 0 times minus infinity is not a number."""
 
-
 CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
 """Attributes by which configurations of transformers name placeholders."""
 
@@ -54,11 +53,6 @@ def placeholder_ids(template: Template) -> list[int]:
     text = getattr(config, "text_config", config)
     num_ids = getattr(text, "vocab_size", None) or sys.maxsize
     return sorted({i for i in found if isinstance(i, int) and 0 <= i < num_ids})
-
-
-def logit_bias(ids: list[int]) -> dict[int, float]:
-    """Return vLLM's `SamplingParams.logit_bias`, whose constructor would cut it off at -100."""
-    return dict.fromkeys(ids, float("-inf"))
 
 
 def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:

@@ -7,7 +7,7 @@ only to its own rank.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -18,56 +18,43 @@ class RolloutError(RuntimeError):
     """The rollout failed on the rank that drives the engines; every rank raises it."""
 
 
-class RankGroup(Protocol):
-    """The ranks that share an engine."""
+class RankGroup:
+    """The ranks that share an engine; here, a process that has one by itself."""
 
-    rank: int
+    rank = 0
     """Number of this process among them, from 0."""
 
-    size: int
+    size = 1
     """Number of ranks."""
 
-    drives_engine: bool
+    drives_engine = True
     """Whether this process calls the engine."""
 
     def all_gather(self, value: T) -> list[T]:
         """Return each rank's value, in the order of ranks, on every rank."""
-        ...
+        return [value]
 
     def gather(self, value: T) -> list[T]:
         """Return each rank's value on ranks that drive an engine; [] on others."""
-        ...
+        return self.all_gather(value)
 
     def scatter(self, values: list[Any] | Exception | None) -> Any:
         """Return this rank's share of the values that the driving rank holds, one for each rank.
 
         Raises:
-            RolloutError: the driving rank scattered an exception.
+            RolloutError: the driving rank scattered an exception, which itself raises as it is.
         """
-        ...
-
-
-class SingleRank:
-    """A process with an engine of its own."""
-
-    rank = 0
-    size = 1
-    drives_engine = True
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
-    def gather(self, value: T) -> list[T]:
-        return self.all_gather(value)
-
-    def scatter(self, values: list[Any] | Exception | None) -> Any:
         if isinstance(values, Exception):
             raise values
         assert values is not None
         return values[self.rank]
 
 
-class TensorParallelGroup(SingleRank):
+class SingleRank(RankGroup):
+    """A process with an engine of its own."""
+
+
+class TensorParallelGroup(RankGroup):
     """Ranks that run one engine together: all of them make the same call."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

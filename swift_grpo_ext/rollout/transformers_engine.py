@@ -35,20 +35,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.stops.rule import Stops, find
-from swift_grpo_ext.stops.templates import (
-    StoppedChoice,
-    TemplateStops,
-    record_stop_reason,
-    with_stop_reason,
-)
+from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_stop_reason
 from swift_grpo_ext.upstream.encoding import tool_calls
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
     from swift.infer_engine.utils import AdapterRequest
-    from swift.template import StdTemplateInputs
     from transformers import GenerationConfig
 
 Hook = Callable[[dict[str, Any]], dict[str, Any]]
@@ -100,10 +93,13 @@ class RolloutTransformersEngine(TransformersEngine):
         self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
     ) -> list[Any]:
         responses = super().infer(infer_requests, *args, **kwargs)
-        choices = [getattr(response, "choices", None) or [None] for response in responses]
-        if not all(isinstance(of_response[0], StoppedChoice) for of_response in choices):
-            return list(responses)
-        return [record_stop_reason(RolloutOutput(response=response)) for response in responses]
+        return [
+            record_stop_reason(RolloutOutput(response=response))
+            if isinstance(response, ChatCompletionResponse)
+            and all(isinstance(choice, StoppedChoice) for choice in response.choices)
+            else response
+            for response in responses
+        ]
 
     def _infer(
         self,
@@ -113,23 +109,14 @@ class RolloutTransformersEngine(TransformersEngine):
         pre_infer_hook: Hook | None = None,
         **kwargs: Any,
     ) -> Any:
-        metadata = None if request_config.stream else _common_metadata(infer_requests)
-        if metadata is not None:
-            pre_infer_hook = self._with_stops(metadata, pre_infer_hook)
-        upstream = TransformersEngine._infer
-        if isinstance(self.model, FSDPModule):
-            # FSDP2 keeps the tensors that it gathers weights into: made in inference mode, they
-            # could not be written to by the training passes.
-            upstream = torch.no_grad()(inspect.unwrap(upstream))
-        return upstream(
-            self, infer_requests, request_config, pre_infer_hook=pre_infer_hook, **kwargs
-        )
-
-    def _with_stops(self, metadata: RequestMetadata, pre_infer_hook: Hook | None) -> Any:
-        """Return a hook that adds `stops` to the arguments of `_infer_full`."""
+        # The flags of a run are in the metadata of each of its requests.
+        metadata = wire.read_metadata(wire.data_dict_of(infer_requests[0]))
 
         def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
+            """Add `stops` to the arguments of `_infer_full`."""
             kwargs = pre_infer_hook(kwargs) if pre_infer_hook else kwargs
+            if metadata is None:
+                return kwargs
             config = kwargs["generation_config"]
             stops = self._template_stops.stops(
                 config.stop_words,
@@ -141,40 +128,59 @@ class RolloutTransformersEngine(TransformersEngine):
             tokens = {**{i: i for i in ends if i is not None}, **stops.tokens}
             return {**kwargs, "stops": replace(stops, tokens=tokens)}
 
-        return attach
+        upstream = TransformersEngine._infer
+        if isinstance(self.model, FSDPModule):
+            # FSDP2 keeps the tensors that it gathers weights into: made in inference mode, they
+            # could not be written to by the training passes.
+            upstream = torch.no_grad()(inspect.unwrap(upstream))
+        return upstream(self, infer_requests, request_config, pre_infer_hook=attach, **kwargs)
 
     def _infer_full(
         self, inputs: dict[str, Any], *, stops: Stops | None = None, **kwargs: Any
     ) -> list[ChatCompletionResponse]:
         if stops is None:
             return super()._infer_full(inputs, **kwargs)
-        request_config = kwargs["request_config"]
-        ids_BT, logprobs = self._generate(
-            inputs, kwargs["generation_config"], kwargs["adapter_request"], request_config, stops
-        )
+        top_logprobs = kwargs["request_config"].top_logprobs
         count = kwargs["generation_config"].num_return_sequences
-        prompt_ids = _prompt_ids(inputs)
-        num_prompt_tokens = inputs["attention_mask"].sum(-1).tolist()  # without padding
+        ids_BT, logits = self._generate(
+            inputs, kwargs["generation_config"], kwargs["adapter_request"], stops
+        )
+        logprobs = self.preprocess_logits(logits, ids_BT, top_logprobs)
         responses = []
         for i, row_inputs in enumerate(kwargs["template_inputs"]):
-            choices = [
-                self._choice(
-                    j,
-                    ids_BT[i * count + j].tolist(),
-                    None if logprobs is None else logprobs[i * count + j],
-                    stops,
-                    row_inputs,
-                    request_config,
+            choices: list[ChatCompletionResponseChoice] = []
+            num_tokens = 0
+            for j in range(count):
+                token_ids = ids_BT[i * count + j].tolist()
+                ending = self._template_stops.find_ending(token_ids, stops)
+                text = self._template_stops.text(token_ids, ending, row_inputs)
+                token_ids = token_ids[: ending.num_tokens]
+                own_logprobs = logprobs and logprobs[i * count + j][: ending.num_tokens]
+                choice = StoppedChoice(
+                    index=j,
+                    message=ChatMessage(
+                        role="assistant",
+                        content=text,
+                        tool_calls=tool_calls(self, text, row_inputs),
+                    ),
+                    # Nothing but a stop ends a row before all of them, and then it is known.
+                    finish_reason="length" if ending.reason is None else "stop",
+                    stop_reason=ending.reason,
+                    logprobs=self._get_logprobs(own_logprobs, token_ids, top_logprobs),
+                    token_ids=token_ids,
                 )
-                for j in range(count)
-            ]
-            num_tokens = sum(num for _, num in choices)
+                choices.append(choice)
+                num_tokens += ending.num_tokens
+            is_prompt_T = inputs["attention_mask"][i].bool()  # ms-swift would go by the padding id
+            embedded = "input_ids" not in inputs
             responses.append(
                 ChatCompletionResponse(
                     model=self.model_name,
-                    choices=[choice for choice, _ in choices],
-                    usage=self._get_usage_info(num_prompt_tokens[i], num_tokens),
-                    prompt_token_ids=prompt_ids[i] if request_config.return_details else None,
+                    choices=choices,
+                    usage=self._get_usage_info(int(is_prompt_T.sum()), num_tokens),
+                    prompt_token_ids=(
+                        None if embedded else inputs["input_ids"][i][is_prompt_T].tolist()
+                    ),
                 )
             )
         return responses
@@ -184,10 +190,9 @@ class RolloutTransformersEngine(TransformersEngine):
         inputs: dict[str, Any],
         generation_config: GenerationConfig,
         adapter_request: AdapterRequest | None,
-        request_config: RequestConfig,
         stops: Stops,
-    ) -> tuple[torch.Tensor, list[Any] | None]:
-        """Return sampled ids [rows, tokens], padded behind their ends, and log-probabilities."""
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        """Return sampled ids [rows, tokens], padded behind their ends, and logits of each token."""
         kwargs = {"generation_config": generation_config, **inputs}
         adapter_names = self._get_adapter_names(adapter_request)
         if adapter_names is not None:
@@ -207,54 +212,4 @@ class RolloutTransformersEngine(TransformersEngine):
         output = self.template.generate(self.model, **kwargs)
         num_prompt = self._get_num_tokens(inputs)
         ids_BT = self.template.get_generate_ids(output["sequences"], num_prompt)
-        logits = output.get("logits")
-        return ids_BT, self.preprocess_logits(logits, ids_BT, request_config.top_logprobs)
-
-    def _choice(
-        self,
-        index: int,
-        token_ids: list[int],
-        logprobs: Any,
-        stops: Stops,
-        template_inputs: StdTemplateInputs,
-        request_config: RequestConfig,
-    ) -> tuple[StoppedChoice, int]:
-        """Return a completion as ms-swift's trainer reads it, and its number of tokens."""
-        ending = self._template_stops.find_ending(token_ids, stops)
-        text = self._template_stops.text(token_ids, ending, template_inputs)
-        token_ids = token_ids[: ending.num_tokens]
-        choice = ChatCompletionResponseChoice(
-            index=index,
-            message=ChatMessage(
-                role="assistant",
-                content=text,
-                tool_calls=tool_calls(self, text, template_inputs),
-            ),
-            finish_reason=None,
-            logprobs=self._get_logprobs(
-                None if logprobs is None else logprobs[: ending.num_tokens],
-                token_ids,
-                request_config.top_logprobs,
-            ),
-            token_ids=token_ids if request_config.return_details else None,
-        )
-        # Nothing but a stop ends a row before all of them, and then it is known.
-        finish_reason = "length" if ending.reason is None else "stop"
-        return with_stop_reason(choice, text, finish_reason, ending.reason), ending.num_tokens
-
-
-def _common_metadata(infer_requests: Sequence[Any]) -> RequestMetadata | None:
-    """Return metadata with the stop settings that all requests share; None where they have none."""
-    metadatas = [wire.read_metadata(wire.data_dict_of(request)) for request in infer_requests]
-    settings = {e and (e.stop_token_ids, e.include_stop_str_in_output) for e in metadatas}
-    if len(settings) > 1:
-        raise ValueError(f"Requests of one batch have different stop settings: {settings}.")
-    return metadatas[0] if metadatas else None
-
-
-def _prompt_ids(inputs: dict[str, Any]) -> list[list[int] | None]:
-    """Return the ids of each row's prompt, unpadded; None where it was given as embeddings."""
-    if "input_ids" not in inputs:
-        return [None] * len(inputs["attention_mask"])
-    pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-    return [ids[mask.bool()].tolist() for ids, mask in pairs]
+        return ids_BT, output.get("logits")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,31 +112,25 @@ def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None
     check_version(wire, "a request")
     try:
         values = {field.name: wire[field.name] for field in fields(RequestMetadata)}
-        values["sample_id"] = SampleId(**values["sample_id"])
-        values["stop_token_ids"] = tuple(values["stop_token_ids"])
+        values["sample_id"] = sample_id = SampleId(**values["sample_id"])
+        values["stop_token_ids"] = ids = tuple(values["stop_token_ids"])
         metadata = RequestMetadata(**values)
     except (KeyError, TypeError) as e:
         raise WireError(f"A request's {KEY} is malformed ({e!r}): {wire!r}") from e
-    if not _is_sound(metadata):
-        raise WireError(f"A request's {KEY} is malformed (phase, numbers or flags): {wire!r}")
-    return metadata
-
-
-def _is_sound(metadata: RequestMetadata) -> bool:
-    """Return whether all samples' seeds can be made, and vLLM can be asked for so many."""
-    sample_id, ids = metadata.sample_id, metadata.stop_token_ids
-    run_seed = 0 if metadata.run_seed is None else metadata.run_seed
-    replica = 0 if metadata.replica is None else metadata.replica
-    numbers = (run_seed, metadata.count, replica, *ids, *astuple(sample_id)[1:])
+    # All samples' seeds can be made, and vLLM can be asked for so many.
+    optional = [n for n in (metadata.run_seed, metadata.replica) if n is not None]
+    numbers = (metadata.count, *optional, *ids, *astuple(sample_id)[1:])
     flags = (metadata.packed, metadata.include_stop_str_in_output)
-    return (
+    if not (
         sample_id.phase in PHASES
         and all(type(number) is int and number >= 0 for number in numbers)
         and 0 < metadata.count <= MAX_GROUP_SIZE
         and sample_id.index < MAX_GROUP_SIZE
         and max(ids, default=0) < 2**31
         and all(type(flag) is bool for flag in flags)
-    )
+    ):
+        raise WireError(f"A request's {KEY} is malformed (phase, numbers or flags): {wire!r}")
+    return metadata
 
 
 def data_dict_of(request: RolloutInferRequest | dict[str, Any]) -> dict[str, Any] | None:
@@ -228,59 +221,40 @@ def unpack_answer(
     """
     check_version(answer, server)
     try:
-        return _unpack(answer, metadata, server), _token_ids(answer["prompt_token_ids"]).tolist()
+        lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]
+        stop_reasons, extras = answer["stop_reasons"], answer["extras"] or [None] * len(lengths)
+        ids, prompt_ids = (unpack(answer[n], "<i4") for n in ("token_ids", "prompt_token_ids"))
+        logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
+        counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, extras)}
+        if counts != {metadata.count} or min(lengths) < 0 or sum(lengths) != len(ids):
+            raise WireError(
+                f"{server} answered {metadata} with {sorted(counts)} samples of {lengths} tokens, "
+                f"{len(ids)} in all."
+            )
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise WireError(
+                f"{server} answered {metadata} with {len(ids)} tokens and {len(logprobs)} "
+                "log-probabilities."
+            )
+        ends = np.cumsum(lengths).tolist()
+        completions = [
+            Completion(
+                text=texts[k],
+                token_ids=ids[end - length : end],
+                logprobs=None if logprobs is None else logprobs[end - length : end],
+                finish_reason=reasons[k],
+                stop_reason=stop_reasons[k],
+                seed=metadata.seed_of(k),
+                replica=f"{server} {answer['replica']}",
+                extra=extras[k],
+            )
+            for k, (length, end) in enumerate(zip(lengths, ends, strict=True))
+        ]
     except WireError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise WireError(f"{server} answered {metadata} with nonsense: {e!r}") from e
-
-
-def _unpack(answer: Mapping[str, Any], metadata: RequestMetadata, server: str) -> list[Completion]:
-    lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]
-    stop_reasons = answer["stop_reasons"]
-    extras = answer["extras"] or [None] * len(lengths)
-    ids = _token_ids(answer["token_ids"])
-    logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
-    counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, extras)}
-    if counts != {metadata.count} or min(lengths) < 0 or sum(lengths) != len(ids):
-        raise WireError(
-            f"{server} answered {metadata} with {sorted(counts)} samples of {lengths} tokens, "
-            f"{len(ids)} in all."
-        )
-    if logprobs is not None and len(logprobs) != len(ids):
-        raise WireError(
-            f"{server} answered {metadata} with {len(ids)} tokens and {len(logprobs)} "
-            "log-probabilities."
-        )
-    for name, values, types in (
-        ("texts", texts, (str,)),
-        ("finish_reasons", reasons, (str, NoneType)),
-        ("stop_reasons", stop_reasons, (str, int, NoneType)),
-        ("extras", extras, (dict, NoneType)),
-    ):
-        if not isinstance(values, list) or not all(isinstance(value, types) for value in values):
-            raise TypeError(f"{name}: {values!r:.200}")
-    ends = np.cumsum(lengths).tolist()
-    return [
-        Completion(
-            text=texts[k],
-            token_ids=ids[end - length : end],
-            logprobs=None if logprobs is None else logprobs[end - length : end],
-            finish_reason=reasons[k],
-            stop_reason=stop_reasons[k],
-            seed=metadata.seed_of(k),
-            replica=f"{server} {answer['replica']}",
-            extra=extras[k],
-        )
-        for k, (length, end) in enumerate(zip(lengths, ends, strict=True))
-    ]
-
-
-def _token_ids(text: str) -> NDArray[Any]:
-    ids = unpack(text, "<i4")
-    if ids.min(initial=0) < 0:
-        raise ValueError(f"token id {ids.min()}")
-    return ids
+    return completions, prompt_ids.tolist()
 
 
 def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:

@@ -30,70 +30,8 @@ def prompt_hash(row: Any) -> str:
     Raises:
         ValueError: a field holds what has no form as JSON; names it.
     """
-    return prompt_hashes([row])[0]
-
-
-def prompt_hashes(rows: Iterable[Any]) -> list[str]:
-    """Return the hash of each row, in order.
-
-    A row that equals the one before it, as in a group, is compared and not hashed again: hashing
-    the pixels of a group once instead of G times.
-    """
-    hashes: list[str] = []
-    before: dict[str, Any] | None = None
-    for row in rows:
-        fields = _prompt_fields(row)
-        hashes.append(hashes[-1] if _are_equal(fields, before) else _digest(fields))
-        before = fields
-    return hashes
-
-
-def count_duplicates(hashes: Iterable[str]) -> int:
-    """Return how many prompts repeat an earlier one."""
-    return sum(count - 1 for count in Counter(hashes).values())
-
-
-def _prompt_fields(row: Any) -> dict[str, Any]:
-    values = {name: _read(row, name) for name in PROMPT_FIELDS}
-    return {name: value for name, value in values.items() if not _is_empty(value)}
-
-
-def _read(row: Any, name: str) -> Any:
-    if isinstance(row, Mapping):
-        return row.get(name)
-    if hasattr(row, name):
-        return getattr(row, name)
-    # Columns for which ms-swift's sample has no field.
-    return (getattr(row, "extra", None) or {}).get(name)
-
-
-def _is_empty(value: Any) -> bool:
-    try:
-        return value is None or len(value) == 0
-    except TypeError:  # numbers and images have no length
-        return False
-
-
-def _are_equal(value: Any, other: Any) -> bool:
-    """Return whether two values surely have one hash: they are equal and of one type (`True` and
-    `1` are equal, and written differently)."""
-    if type(value) is not type(other):
-        return False
-    try:
-        if isinstance(value, dict):
-            return value.keys() == other.keys() and all(
-                _are_equal(item, other[key]) for key, item in value.items()
-            )
-        if isinstance(value, (list, tuple)):
-            return len(value) == len(other) and all(map(_are_equal, value, other))
-        if isinstance(value, float):
-            return repr(value) == repr(other)  # 0.0 is not -0.0
-        return bool(value == other)
-    except (ValueError, RuntimeError):  # arrays and tensors have no truth; depth without end
-        return False
-
-
-def _digest(fields: dict[str, Any]) -> str:
+    fields = {name: _read(row, name) for name in PROMPT_FIELDS}
+    fields = {name: value for name, value in fields.items() if not _is_empty(value)}
     digest = hashlib.blake2b(digest_size=16)
 
     def content(value: Any) -> str:
@@ -121,3 +59,24 @@ def _digest(fields: dict[str, Any]) -> str:
         ) from e
     digest.update(text.encode("utf-8", errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def _read(row: Any, name: str) -> Any:
+    if isinstance(row, Mapping):
+        return row.get(name)
+    if hasattr(row, name):
+        return getattr(row, name)
+    # Columns for which ms-swift's sample has no field.
+    return (getattr(row, "extra", None) or {}).get(name)
+
+
+def _is_empty(value: Any) -> bool:
+    try:
+        return value is None or len(value) == 0
+    except TypeError:  # numbers and images have no length
+        return False
+
+
+def count_duplicates(hashes: Iterable[str]) -> int:
+    """Return how many prompts repeat an earlier one."""
+    return sum(count - 1 for count in Counter(hashes).values())

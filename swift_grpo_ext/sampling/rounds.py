@@ -6,10 +6,11 @@ as the uninterrupted run did, also when it was resumed in the middle of a round.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from swift_grpo_ext.sampling.seeding import Phase
+from swift_grpo_ext.sampling.seeding import Phase, SampleId
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOConfig
@@ -25,6 +26,27 @@ class Round:
     first_group: int = 0
     """Index of the first group: a later batch of an evaluation goes on counting, so that seeds do
     not depend on the size of eval batches."""
+
+
+def sample_ids_at(round_: Round, positions: Iterable[int], group_size: int) -> list[SampleId]:
+    """Return the ids of samples from their positions in the generation batch.
+
+    Groups are positional (docs/promises.md, G1): the order in which the sampler repeats prompts
+    makes them.
+
+    Args:
+        positions: count over all training ranks, from 0.
+    """
+    return [
+        SampleId(
+            phase=round_.phase,
+            step=round_.step,
+            number=round_.number,
+            group=round_.first_group + position // group_size,
+            index=position % group_size,
+        )
+        for position in positions
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,23 +111,9 @@ class RoundClock:
         number = first // self.batches_per_round - earlier_steps
         return Round(phase="train", step=epoch * self._steps_per_epoch + step, number=number)
 
-    def resample_round(self, regular: Round, resample: int) -> Round:
-        """Return the `resample`-th (from 0) round that dynamic sampling adds to `regular`."""
-        number = self._rounds_per_step + regular.number * self.max_resamples + resample
-        return Round(phase="train", step=regular.step, number=number)
-
-    def resample_position(self, regular: Round, resample: int) -> int:
-        """Return which generation batch of the resampling order that round takes: each its own."""
-        per_step = self._rounds_per_step * self.max_resamples
-        return regular.step * per_step + regular.number * self.max_resamples + resample
-
     @property
     def _steps_per_epoch(self) -> int:
         return -(-self.batches_per_epoch // self.batches_per_step)
-
-    @property
-    def _rounds_per_step(self) -> int:
-        return -(-self.batches_per_step // self.batches_per_round)
 
 
 class RoundNames:
@@ -125,11 +133,14 @@ class RoundNames:
         self._resamples = 0
 
     def begin_resampling(self) -> int:
-        """Begin a round of dynamic sampling; return which batch of its order it takes."""
-        self.current = self.clock.resample_round(self._regular, self._resamples)
-        position = self.clock.resample_position(self._regular, self._resamples)
+        """Begin a round of dynamic sampling; return which batch of the resampling order it takes,
+        each its own."""
+        clock, step = self.clock, self._regular.step
+        regular_rounds = -(-clock.batches_per_step // clock.batches_per_round)  # of a step, at most
+        added = self._regular.number * clock.max_resamples + self._resamples
+        self.current = Round(phase="train", step=step, number=regular_rounds + added)
         self._resamples += 1
-        return position
+        return step * regular_rounds * clock.max_resamples + added
 
     def begin_evaluation(self, step: int) -> None:
         """Begin the evaluation loop over one data set."""

@@ -7,7 +7,6 @@ run makes a new one, and meets the first epoch's order in every epoch (trl 0.29,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,16 +56,10 @@ class EpochSampler(Sampler[int]):
     def _order(self, epoch: int) -> torch.Tensor:
         if self._seed is None:
             return torch.arange(self._num_rows)
-        return _order(self._num_rows, self._seed, epoch)
-
-
-@lru_cache(maxsize=4)  # this epoch and the next, of training and of what dynamic sampling adds
-def _order(num_rows: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the permutation of an epoch, not to be written to; eight bytes a row."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(epoch):
-        torch.randperm(num_rows, generator=generator)
-    return torch.randperm(num_rows, generator=generator)
+        generator = torch.Generator().manual_seed(self._seed)
+        for _ in range(epoch):  # as one generator would draw them, epoch after epoch
+            torch.randperm(self._num_rows, generator=generator)
+        return torch.randperm(self._num_rows, generator=generator)
 
 
 def rank_share(indices: Sequence[int], rank: int, num_ranks: int) -> list[int]:

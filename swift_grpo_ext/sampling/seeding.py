@@ -93,10 +93,6 @@ class SampleId:
         step, number, group, index = map(int, match.groups()[1:])
         return cls(phase=phase, step=step, number=number, group=group, index=index)
 
-    def following(self, count: int) -> SampleId:
-        """Return the id of the sample that stands so many places behind in the same group."""
-        return replace(self, index=self.index + count)
-
     def __str__(self) -> str:
         """Return the name that errors and logs use."""
         turn = f", turn {self.turn}" if self.turn else ""
@@ -114,17 +110,13 @@ def sample_seed(run_seed: int, sample_id: SampleId) -> int:
         sample_id: which sample.
 
     Raises:
-        ValueError: `run_seed` or a part of `sample_id` is negative, or the group is too large.
+        ValueError: the group is too large, or (numpy's) a number is negative.
     """
-    if run_seed < 0:
-        raise ValueError(f"--seed {run_seed}: expected 0 or more.")
     if not 0 <= sample_id.index < MAX_GROUP_SIZE:
         raise ValueError(
             f"index {sample_id.index} in a group: expected 0 to {MAX_GROUP_SIZE - 1}; use a "
             "smaller --num_generations."
         )
-    if min(sample_id.step, sample_id.number, sample_id.group, sample_id.turn) < 0:
-        raise ValueError(f"{sample_id!r}: expected numbers of 0 or more.")
     key = (PHASES.index(sample_id.phase), sample_id.step, sample_id.number, sample_id.turn)
     low = _first_32_bits(run_seed, key)
     high = _first_32_bits(run_seed, (*key, sample_id.group)) >> 2

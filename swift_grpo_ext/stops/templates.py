@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING
 
 from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutOutput
 
-from swift_grpo_ext.stops.rule import (
-    Ending,
-    StopReason,
-    Stops,
-    check_stops,
-    find_ending,
-    make_stops,
-)
+from swift_grpo_ext.stops.rule import Ending, StopReason, Stops, find_ending
 
 if TYPE_CHECKING:
     from swift.arguments import RLHFArguments
     from swift.template import StdTemplateInputs, Template
-    from transformers import PreTrainedTokenizerBase
 
 STOP_REASON = "stop_reason"
 """Key in `rollout_infos`, where reward functions find what stopped a completion."""
@@ -36,27 +28,48 @@ class StoppedChoice(ChatCompletionResponseChoice):
 class TemplateStops:
     """Stop settings and cuts for one template of ms-swift; made once an engine."""
 
+    special_ids: dict[str, int]
+    """The tokenizer's special tokens by their text, those of `--new_special_tokens` included."""
+
+    end_ids: frozenset[int]
+    """Tokens with which the template ends a turn, which ms-swift leaves out of texts. An end that
+    is several tokens is a stop string like another, and shows."""
+
     def __init__(self, template: Template) -> None:
         self._template = template
-        self._tokenizer = template.tokenizer
-        self.special_ids = special_ids(self._tokenizer)
-        self.end_ids = end_ids(template)
+        self._tokenizer = tokenizer = template.tokenizer
+        named = [str(token) for token in tokenizer.all_special_tokens]
+        ids = dict(zip(named, tokenizer.convert_tokens_to_ids(named), strict=True))
+        added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.special_ids = {**ids, **added}
+
+        suffix = template.template_meta.suffix_stop
+        if isinstance(suffix, str):
+            special = self.special_ids.get(suffix)
+            suffix = (
+                tokenizer.encode(suffix, add_special_tokens=False) if special is None else [special]
+            )
+        ends = [tokenizer.eos_token_id, *(suffix if suffix and len(suffix) == 1 else ())]
+        self.end_ids = frozenset(i for i in ends if isinstance(i, int))
 
     def stops(
         self, words: Sequence[str], token_ids: Sequence[int] = (), *, include: bool = True
     ) -> Stops:
-        """Return the settings of one request.
+        """Sort the settings of a request into what is looked for in text and what by token id.
 
         Args:
-            words: stop strings, those of the template and the engine behind the user's.
+            words: stop strings, those of the template and the engine behind the user's. One that is
+                a special token stands for that token (one that spells it in other tokens is not
+                matched), so that nothing has to be decoded.
             token_ids: `--stop_token_ids`.
             include: `--include_stop_str_in_output`.
         """
-        return make_stops(
-            words,
-            token_ids,
-            special_ids=self.special_ids,
-            end_ids=self.end_ids,
+        words = list(dict.fromkeys(words))
+        named = {self.special_ids[word]: word for word in words if word in self.special_ids}
+        return Stops(
+            strings=tuple(word for word in words if word not in self.special_ids),
+            tokens={i: named.get(i, i) for i in (*named, *token_ids, *sorted(self.end_ids))},
+            hidden=self.end_ids,
             include=include,
         )
 
@@ -84,64 +97,39 @@ class TemplateStops:
         return text.removesuffix(ending.trailing_text) if isinstance(text, str) else text
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the tokenizer's special tokens, those of `--new_special_tokens` included, by their
-    text."""
-    named = [str(token) for token in tokenizer.all_special_tokens]
-    ids = dict(zip(named, tokenizer.convert_tokens_to_ids(named), strict=True))
-    added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    return {**ids, **added}
-
-
-def end_ids(template: Template) -> frozenset[int]:
-    """Return the tokens with which the template ends a turn, which ms-swift leaves out of texts.
-
-    An end that is several tokens is a stop string like another, and shows.
-    """
-    tokenizer, suffix = template.tokenizer, template.template_meta.suffix_stop
-    if isinstance(suffix, str):
-        special = special_ids(tokenizer).get(suffix)
-        suffix = (
-            tokenizer.encode(suffix, add_special_tokens=False) if special is None else [special]
-        )
-    ids = [tokenizer.eos_token_id, *(suffix if suffix and len(suffix) == 1 else ())]
-    return frozenset(i for i in ids if isinstance(i, int))
-
-
-def check_stop_settings(args: RLHFArguments) -> None:
-    """Refuse settings that are wrong with any template, before a model is loaded.
-
-    The model's directory is known already. Raises as `check_stops`.
-    """
-    size = 0
-    if args.stop_token_ids:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
-        size = len(tokenizer) + len(args.new_special_tokens)  # perhaps some are known already
-    check_stops(args.stop_words or (), args.stop_token_ids, vocabulary_size=size)
-
-
 def check_template_stops(args: RLHFArguments, template: Template) -> None:
-    """Refuse stop settings that cannot be meant with this template; raises as `check_stops`."""
-    check_stops(
-        args.stop_words or (),
-        args.stop_token_ids,
-        vocabulary_size=len(template.tokenizer),
-        response_prefix=template._get_response_prefix() or "",
-    )
+    """Refuse stop settings that cannot be meant with this template (docs/promises.md, T5).
 
-
-def with_stop_reason(
-    choice: ChatCompletionResponseChoice,
-    text: str,
-    finish_reason: str | None,
-    reason: StopReason,
-) -> StoppedChoice:
-    """Return ms-swift's choice with its text up to its end, and why it ended."""
-    choice.message.content = text
-    ended = {"finish_reason": finish_reason, "stop_reason": reason}
-    return StoppedChoice(**{**vars(choice), **ended})
+    Raises:
+        ValueError: names the setting, the value received, what was expected and the remedy.
+    """
+    response_prefix = template._get_response_prefix() or ""
+    for word in args.stop_words or ():
+        if word == "":
+            raise ValueError(
+                "--stop_words holds an empty string, which would end every completion before its "
+                "first token: leave it out."
+            )
+        if "\ufffd" in word:
+            raise ValueError(
+                f"--stop_words {word!r} holds U+FFFD, which stands for bytes that are no character "
+                "and is in no text that a model means: give the characters themselves (is the file "
+                "in UTF-8?)."
+            )
+        if word in response_prefix:
+            raise ValueError(
+                f"--stop_words {word!r} stands in {response_prefix!r}, with which the template "
+                "begins every response: each text would hold it from the start. Take another stop "
+                "string, or another --response_prefix or --enable_thinking."
+            )
+    num_tokens = len(template.tokenizer)
+    outside = [i for i in args.stop_token_ids if not 0 <= i < num_tokens]
+    if outside:
+        raise ValueError(
+            f"--stop_token_ids {' '.join(map(str, args.stop_token_ids))}: {outside[0]} is no "
+            f"token; the tokenizer has the ids 0 to {num_tokens - 1}. Ask it for the id: "
+            "tokenizer.convert_tokens_to_ids('...')."
+        )
 
 
 def record_stop_reason(output: RolloutOutput) -> RolloutOutput:

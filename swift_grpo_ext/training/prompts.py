@@ -17,7 +17,7 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.checks.rows import encoding_error, question_of
 from swift_grpo_ext.rollout.rank_group import RankGroup
-from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hashes
+from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -70,7 +70,7 @@ def replace_failing_prompts(
     start = sum(ranks.all_gather(len(rows))[: ranks.rank])
     group_of = [(start + position) // group_size for position in range(len(rows))]
     # Equal rows of a group are looked at once.
-    distinct = dict(zip(zip(group_of, prompt_hashes(rows), strict=True), rows, strict=True))
+    distinct = dict(zip(zip(group_of, map(prompt_hash, rows), strict=True), rows, strict=True))
     failed_here: dict[int, tuple[str, Row]] = {}
     for (group, _), row in distinct.items():
         if group not in failed_here and (error := encoding_error(template, row)):

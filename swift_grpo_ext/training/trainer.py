@@ -40,9 +40,8 @@ from swift_grpo_ext.rollout.rank_group import (
     training_ranks,
 )
 from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.groups import sample_ids_at
-from swift_grpo_ext.sampling.prompt_hash import prompt_hashes
-from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler, rank_share
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
@@ -252,8 +251,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     def _preprocess_inputs(self, samples: list[GRPOSample]) -> list[GRPOSample]:
         samples = super()._preprocess_inputs(samples)
-        for sample, prompt in zip(samples, prompt_hashes(samples), strict=True):
-            sample.prompt_hash = prompt
+        for sample in samples:
+            sample.prompt_hash = prompt_hash(sample)
         tell_duplicates(samples, self.ranks)
         return samples
 
@@ -275,7 +274,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         sample_ids = [begin_turn(s, self.args.multi_turn_scheduler) for s in samples]
         # An environment asks each sample its own question, and each turn is another prompt.
         is_multi_turn = bool(self.multi_turn_scheduler)
-        prompts = prompt_hashes(samples) if is_multi_turn else [s.prompt_hash for s in samples]
+        prompts = [prompt_hash(s) if is_multi_turn else s.prompt_hash for s in samples]
         if not self._settings.generates or self.enable_server_multi_turn:
             outputs = super()._rollout(samples, request_config, is_global_inputs)
         elif is_global_inputs and self.ranks.rank > 0:

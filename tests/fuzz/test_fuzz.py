@@ -21,7 +21,7 @@ from PIL import Image
 from swift_grpo_ext.checks.rows import bad_media, check_rows, question_of, unreadable
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
-from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash, prompt_hashes
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PIL's
@@ -117,30 +117,9 @@ def test_a_data_set_is_sound_or_refused_by_name(
 
 
 @fuzz
-@given(st.lists(rows, max_size=3), st.data())
-def test_neighbours_have_the_hashes_of_single_rows(data: list[Any], draw: st.DataObject) -> None:
-    repeated = [row for row in data for _ in range(draw.draw(st.integers(1, 2)))]
-    hashes = prompt_hashes(repeated)
-    assert hashes == [prompt_hash({**row, "solution": "another", "index": 1}) for row in repeated]
-    assert count_duplicates(hashes) >= len(repeated) - len(data)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"), [(1, True), (1, 1.0), (0, False), (0.0, -0.0), ([1], [True])]
-)
-def test_equal_numbers_of_other_types_are_other_prompts(one: Any, other: Any) -> None:
-    """Python calls them equal; a template writes them differently."""
-    data = [{"objects": {"value": one}}, {"objects": {"value": other}}]
-    assert len(set(prompt_hashes(data))) == 2
-
-
-def test_what_cannot_be_written_down_is_refused_by_name() -> None:
-    deep: list[Any] = []
-    for _ in range(100_000):
-        deep = [deep]
-    for value in (deep, {b"bytes": 1}, {1: 0, "1": 0}):
-        with pytest.raises(ValueError, match=r"fields objects cannot be told from others"):
-            prompt_hash({"objects": {"value": value}})
+@given(rows)
+def test_a_row_has_a_hash_whatever_it_holds_beside_the_prompt(row: Any) -> None:
+    assert prompt_hash(row) == prompt_hash({**row, "solution": "another", "index": 1})
 
 
 # --- messages between trainer and server ---
@@ -188,18 +167,13 @@ def test_an_envelope_is_usable_or_refused(message: Any) -> None:
 @fuzz
 @given(mutated(ANSWER) | json_like)
 @example({**ANSWER, "lengths": [10**30, -(10**30) + 4]})
-@example({**ANSWER, "extras": ["x", 7]})
 def test_an_answer_is_usable_or_refused(answer: Any) -> None:
     read = or_refusal(lambda: wire.unpack_answer(answer, METADATA, "server 1"))
     if isinstance(read, WireError):
         assert str(read).startswith("server 1 ")
         return
-    completions, prompt_token_ids = read
+    completions, _ = read
     assert len(completions) == METADATA.count
     for completion in completions:
-        assert isinstance(completion.text, str)
-        assert isinstance(completion.stop_reason, (str, int, type(None)))
         logprobs = completion.logprobs
         assert logprobs is None or len(logprobs) == len(completion.token_ids)
-        assert all(i >= 0 for i in completion.token_ids)
-    assert all(i >= 0 for i in prompt_token_ids)

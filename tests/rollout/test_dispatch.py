@@ -1,20 +1,102 @@
-"""Requests over workers that fail: which of them gets which request, and when it ends."""
+"""Requests over workers: evenly (G5), and to others where workers fail (F3, F5)."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swift_grpo_ext.rollout.dispatch import (
     NoWorkerError,
     RequestError,
     WorkerError,
     WorkerLostError,
+    balance,
     dispatch,
+    estimate_cost,
 )
+
+# --- the balance ---
+
+
+@pytest.mark.parametrize(
+    ("costs", "capacities", "fixed", "expected"),
+    [
+        ([], [1.0, 1.0], {}, [[], []]),
+        ([1, 1, 1, 1], [1.0, 1.0], {}, [[0, 2], [1, 3]]),
+        ([1, 1, 8, 1, 5], [1.0, 1.0], {}, [[2], [0, 1, 3, 4]]),
+        ([1, 1, 1, 1, 1, 1], [1.0, 2.0], {}, [[1, 4], [0, 2, 3, 5]]),
+        ([4, 4], [1.0, 4.0], {}, [[], [0, 1]]),
+        ([9, 1, 1], [1.0, 1.0, 1.0], {0: 2, 1: 2}, [[2], [], [0, 1]]),
+        ([3, 9, 1, 1], [1.0, 1.0], {1: 0}, [[1], [0, 2, 3]]),
+    ],
+)
+def test_shares_by_example(
+    costs: list[float], capacities: list[float], fixed: dict[int, int], expected: list[list[int]]
+) -> None:
+    assert balance(costs, capacities, fixed) == expected
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=30),
+    st.lists(st.integers(1, 8), min_size=1, max_size=6),
+)
+def test_every_request_is_served_once_and_no_replica_waits_longer_than_one(
+    costs: list[int], capacities: list[float]
+) -> None:
+    """Also where replicas differ in speed."""
+    shares = balance(costs, capacities)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(costs[i] for i in share) for share in shares]
+    ends = [load / speed for load, speed in zip(loads, capacities, strict=True)]
+    assert max(ends) - min(ends) <= max(costs) / min(capacities) + 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_the_longest_replica_is_within_grahams_bound(costs: list[int], num_replicas: int) -> None:
+    """4/3 - 1/(3m) of the best possible on m equal replicas."""
+    longest = max(sum(costs[i] for i in share) for share in balance(costs, [1.0] * num_replicas))
+    best = min(
+        max(sum(c for c, r in zip(costs, choice, strict=True) if r == i) for i in set(choice))
+        for choice in itertools.product(range(num_replicas), repeat=len(costs))
+    )
+    assert longest <= best * (4 / 3 - 1 / (3 * num_replicas)) + 1e-9
+
+
+PROMPT: dict[str, Any] = {"messages": [{"role": "user", "content": "词" * 400}]}
+
+
+@pytest.mark.parametrize(
+    ("request_", "count", "max_tokens", "tokens"),
+    [
+        (PROMPT, 1, 0, 100),
+        (PROMPT, 8, 256, 2148),
+        ({}, 8, 256, 2048),
+        ({"messages": None, "images": None}, 1, 10, 10),
+        ({"messages": [{"role": "assistant", "content": None}]}, 1, 10, 10),
+        ({"messages": [{"role": "user", "content": [1] * 400}]}, 1, 0, 400),
+        ({"images": ["a.png", {"path": "b.png"}], "videos": ["c.mp4"]}, 1, 0, 3000),
+        ({**PROMPT, "audios": ["a.mp3"]}, 2, 5, 1110),
+    ],
+)
+def test_costs_by_example(
+    request_: dict[str, Any], count: int, max_tokens: int, tokens: float
+) -> None:
+    assert estimate_cost(request_, count, max_tokens) == tokens
+
+
+# --- workers that fail ---
 
 
 class Workers:
@@ -48,27 +130,19 @@ def test_all_workers_share_the_requests_by_cost_and_speed() -> None:
     assert workers.dispatch([1, 1, 8, 1]) == ["b0", "b1", "a2", "b3"]
     workers.speeds = {"a": 1.0, "b": 3.0}
     assert [answer[0] for answer in workers.dispatch([1.0] * 4)] == ["b", "b", "a", "b"]
-    assert workers.dispatch([]) == []
     assert Workers("").dispatch([]) == []
+    idle = Workers("abc")
+    idle.dispatch([1.0])
+    assert idle.sent == [("a", [0])]
 
 
-def test_an_addressed_request_goes_to_its_worker_whatever_it_costs() -> None:
+def test_an_addressed_request_goes_to_its_worker_unless_that_cannot() -> None:
     """The others are spread around it."""
     assert Workers("abc").dispatch([9, 1, 1], "cca") == ["c0", "c1", "a2"]
-    addresses = [None, "a", None, None]
-    assert Workers("ab").dispatch([3, 9, 1, 1], addresses) == ["b0", "a1", "b2", "b3"]
-
-
-def test_another_draws_an_addressed_request_where_its_worker_cannot() -> None:
+    assert Workers("ab").dispatch([3, 9, 1, 1], [None, "a", None, None]) == ["b0", "a1", "b2", "b3"]
     assert Workers("ab").dispatch([1], ["c"]) == ["a0"]
     for error in (WorkerError("full"), WorkerLostError("gone")):
         assert Workers("ab", b=error).dispatch([1, 1], "ba") == ["a0", "a1"]
-
-
-def test_an_idle_worker_gets_nothing() -> None:
-    workers = Workers("abc")
-    workers.dispatch([1.0])
-    assert workers.sent == [("a", [0])]
 
 
 @pytest.mark.parametrize("error", [WorkerError("full"), WorkerLostError("gone")])
@@ -89,25 +163,17 @@ def test_with_none_left_the_causes_are_named() -> None:
         Workers("").dispatch([1.0])
 
 
-def test_a_worker_that_fails_but_lives_does_not_count_against_a_request() -> None:
-    failing = {name: WorkerError(name) for name in "abc"}
-    assert Workers("abcd", **failing).dispatch([1.0]) == ["d0"]
-
-
 def test_a_request_is_with_at_most_two_workers_that_are_lost() -> None:
+    """Not counted: workers that live on, and those that were with another request."""
     lost = {name: WorkerLostError(name) for name in "ab"}
     workers = Workers("abc", **lost)
     with pytest.raises(RequestError, match=r"^requests 0 of the batch were with 2 .*: a; b$"):
         workers.dispatch([1.0])
     assert [worker for worker, _ in workers.sent] == ["a", "b"]
-    one = Workers("ab", a=WorkerLostError("a"))
-    assert one.dispatch([1.0]) == ["b0"]
-
-
-def test_losses_are_counted_by_request() -> None:
-    """Two workers lost at once were with different requests."""
-    lost = {name: WorkerLostError(name) for name in "ab"}
+    assert Workers("ab", a=WorkerLostError("a")).dispatch([1.0]) == ["b0"]
     assert Workers("abc", **lost).dispatch([1.0] * 3) == ["c0", "c1", "c2"]
+    failing = {name: WorkerError(name) for name in "abc"}
+    assert Workers("abcd", **failing).dispatch([1.0]) == ["d0"]
 
 
 def test_a_request_at_fault_ends_the_dispatch() -> None:

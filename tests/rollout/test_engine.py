@@ -206,26 +206,31 @@ def config(**fields: Any) -> RequestConfig:
     return RequestConfig(**({"max_tokens": 16, "logprobs": True} | fields))
 
 
+def ask(engine: Any, metadata: RequestMetadata | None, **settings: Any) -> Any:
+    [output] = engine.infer([request(metadata)], config(**settings), use_tqdm=False)
+    return output
+
+
 # --- requests ---
 
 
 def test_a_group_is_one_request_with_its_seed(make: Any) -> None:
     vllm = RecordingVllm(["a.", "b.", "c."])
-    [output] = make(vllm).infer([request(metadata_of(7, count=3))], config(), use_tqdm=False)
+    response = ask(make(vllm), metadata_of(7, count=3)).response
     [params] = vllm.params
     seed = sample_seed(RUN_SEED, metadata_of(7).sample_id)
     assert (params.n, params.seed, params.max_tokens) == (3, seed, 16)
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
     assert params.logit_bias == {IMAGE: float("-inf")}
     assert (params.logprobs, is_flat(params)) == (0, FlatLogprobs is not None)
-    response = output.response
     assert isinstance(response, PackedResponse)
-    assert [c.text for c in response.completions] == ["a", "b", "c"]
-    assert [c.seed for c in response.completions] == [seed, seed + 1, seed + 2]
-    assert [c.token_ids for c in response.completions] == [[ord(c), EOS] for c in "abc"]
-    assert response.completions[0].logprobs == [0.0, -1.0]
-    assert {c.finish_reason for c in response.completions} == {"stop"}
-    assert {c.stop_reason for c in response.completions} == {"<eos>"}
+    assert [
+        (c.text, c.seed, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason)
+        for c in response.completions
+    ] == [
+        (text, seed + k, [ord(text), EOS], [0.0, -1.0], "stop", "<eos>")
+        for k, text in enumerate("abc")
+    ]
     assert response.prompt_token_ids == [ord("H"), ord("i")]
     usage = response.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (2, 6, 8)
@@ -265,32 +270,28 @@ def test_a_request_that_cannot_be_encoded_leaves_the_others_their_metadata(make:
 
 def test_a_request_without_metadata_is_ms_swifts(make: Any) -> None:
     vllm = RecordingVllm(["a."])
-    [output] = make(vllm).infer([request(None)], config(seed=5), use_tqdm=False)
+    engine = make(vllm)
+    output = ask(engine, None, seed=5)
     [params] = vllm.params
     assert (params.n, params.seed, params.stop) == (1, 5, ["<eos>"])
     assert params.detokenize
     assert params.logit_bias == {IMAGE: float("-inf")}
     assert not isinstance(output.response, PackedResponse)
     assert output.response.choices[0].message.content == "a"
-
-
-def test_the_bias_of_a_request_stays(make: Any) -> None:
-    vllm = RecordingVllm(["a"])
-    engine = make(vllm)
-    params = SamplingParams()
-    params.logit_bias = {5: 1.0}
-    engine._add_request({"input_ids": [1]}, params, "0")
-    assert params.logit_bias == {5: 1.0, IMAGE: float("-inf")}
+    biased = SamplingParams()
+    biased.logit_bias = {5: 1.0}
+    engine.engine = RecordingVllm(["a"])
+    engine._add_request({"input_ids": [1]}, biased, "0")
+    assert biased.logit_bias == {5: 1.0, IMAGE: float("-inf")}
 
 
 def test_top_logprobs_are_not_flat(make: Any) -> None:
     vllm = RecordingVllm(["ab", "c"])
-    settings = config(top_logprobs=2)
-    [output] = make(vllm).infer([request(metadata_of())], settings, use_tqdm=False)
+    response = ask(make(vllm), metadata_of(), top_logprobs=2).response
     assert (vllm.params[0].logprobs, is_flat(vllm.params[0])) == (2, False)
-    assert output.response.completions[0].logprobs == [0.0, -1.0]
-    [without] = make(vllm).infer([request(metadata_of())], config(logprobs=False), use_tqdm=False)
-    assert without.response.completions[0].logprobs is None
+    assert response.completions[0].logprobs == [0.0, -1.0]
+    response = ask(make(vllm), metadata_of(), logprobs=False).response
+    assert response.completions[0].logprobs is None
 
 
 # --- stops ---
@@ -298,64 +299,51 @@ def test_top_logprobs_are_not_flat(make: Any) -> None:
 
 def test_single_token_stops_need_no_text(make: Any) -> None:
     vllm = RecordingVllm(["a."])
-    make(vllm).infer([request(metadata_of(stop_token_ids=(65, EOS)))], config(), use_tqdm=False)
+    ask(make(vllm), metadata_of(stop_token_ids=(65, EOS)))
     [params] = vllm.params
-    assert sorted(params.stop_token_ids) == [EOS, 65]
-    assert params.stop == []
+    assert (sorted(params.stop_token_ids), params.stop) == ([EOS, 65], [])
     assert not params.detokenize
 
 
 def test_stop_strings_are_searched_in_all_text(make: Any) -> None:
     vllm = RecordingVllm(["a</s>\n"], "length")
     metadata = metadata_of(include_stop_str_in_output=False)
-    [output] = make(vllm).infer([request(metadata)], config(stop=["</s>"]), use_tqdm=False)
+    [completion] = ask(make(vllm), metadata, stop=["</s>"]).response.completions
     [params] = vllm.params
     assert params.stop == ["</s>"]
     assert params.detokenize
     assert not params.include_stop_str_in_output
     assert not params.skip_special_tokens
     assert not params.spaces_between_special_tokens
-    [completion] = output.response.completions
     assert (completion.text, completion.stop_reason) == ("a", "</s>")
     assert (completion.finish_reason, completion.token_ids) == ("stop", [*map(ord, "a</s>")])
     assert completion.logprobs == [-0.0, -1.0, -2.0, -3.0, -4.0]
 
 
-def test_what_follows_a_stop_is_taken_off_everything(make: Any) -> None:
-    vllm = RecordingVllm(["aX" + "yz"], "length")
-    vllm.experts = np.arange(8).reshape(4, 2)
+@pytest.mark.parametrize(
+    ("said", "finish_reason", "expected"),
+    [
+        ("abc", "length", ("abc", "length", None)),
+        ("aXyz", "length", ("aX", "stop", ord("X"))),  # what follows is taken off everything
+        # `generation_config.json` may list ends that neither the template nor the user knows.
+        ("ab", "stop", ("ab", "stop", ord("b"))),
+        ("", "length", ("", "length", None)),
+        ("", "stop", ("", "stop", None)),
+    ],
+)
+def test_completions_end_where_a_token_stops_them(
+    make: Any, said: str, finish_reason: str, expected: tuple[Any, ...]
+) -> None:
+    vllm = RecordingVllm([said], finish_reason)
+    vllm.experts = np.arange(len(said))
     metadata = metadata_of(stop_token_ids=(ord("X"),))
-    [output] = make(vllm).infer([request(metadata)], config(), use_tqdm=False)
-    [completion] = output.response.completions
-    assert (completion.text, completion.stop_reason) == ("aX", ord("X"))
-    assert completion.token_ids == [*map(ord, "aX")]
-    assert completion.logprobs == [0.0, -1.0]
+    [completion] = ask(make(vllm), metadata).response.completions
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == expected
+    num_tokens = len(expected[0])
+    assert completion.token_ids == [*map(ord, expected[0])]
+    assert completion.logprobs == [-float(i) for i in range(num_tokens)]
     assert completion.extra is not None
-    assert completion.extra["routed_experts"].tolist() == [[0, 1], [2, 3]]
-
-
-def test_a_completion_that_nothing_stopped_stays_whole(make: Any) -> None:
-    vllm = RecordingVllm(["abc", ""], "length")
-    asked = request(metadata_of(count=2))
-    [output] = make(vllm).infer([asked], config(), use_tqdm=False)
-    whole, empty = output.response.completions
-    assert (whole.text, whole.finish_reason, whole.stop_reason) == ("abc", "length", None)
-    assert whole.token_ids == [*map(ord, "abc")]
-    assert (empty.text, empty.token_ids, empty.logprobs) == ("", [], [])
-
-
-def test_an_end_of_the_models_own_is_named(make: Any) -> None:
-    """`generation_config.json` may list ends that neither the template nor the user knows."""
-    vllm = RecordingVllm(["ab", "ab", ""])
-    [output] = make(vllm).infer([request(metadata_of())], config(), use_tqdm=False)
-    [completion] = output.response.completions
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", ord("b"))
-    [longer] = make(RecordingVllm(["ab"], "length")).infer(
-        [request(metadata_of())], config(), use_tqdm=False
-    )
-    assert longer.response.completions[0].stop_reason is None
-    [empty] = make(RecordingVllm([""])).infer([request(metadata_of())], config(), use_tqdm=False)
-    assert empty.response.completions[0].stop_reason is None
+    assert completion.extra["routed_experts"].tolist() == list(range(num_tokens))
 
 
 def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
@@ -368,8 +356,7 @@ def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
 
     engine._get_toolcall = tool_call
     metadata = metadata_of(packed=False, include_stop_str_in_output=False)
-    settings = config(stop=["</s>"], return_details=True)
-    [output] = engine.infer([request(metadata)], settings, use_tqdm=False)
+    output = ask(engine, metadata, stop=["</s>"], return_details=True)
     [choice] = output.response.choices
     assert (choice.message.content, choice.stop_reason) == ("a", "</s>")
     assert (choice.finish_reason, choice.token_ids) == ("stop", [*map(ord, "a</s>")])
@@ -455,8 +442,7 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SWIFT_ROLLOUT_DP_RANK", "3")
     vllm = RecordingVllm(["ab.", "c."])
     vllm.experts = np.zeros((3, 1))
-    asked = request(metadata_of(count=2))
-    [output] = make(vllm, serves=True).infer([asked], config(), use_tqdm=False)
+    output = ask(make(vllm, serves=True), metadata_of(count=2))
     answer = output.rollout_infos[wire.KEY]
     assert answer["replica"] == "replica 3"
     completions, prompt = wire.unpack_answer(answer, metadata_of(count=2), "server 0")
@@ -466,9 +452,7 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     assert (output.response.choices, output.response.id) == ([], "0")
     assert type(output.response) is not PackedResponse
     monkeypatch.delenv("SWIFT_ROLLOUT_DP_RANK")
-    [first] = make(RecordingVllm(["a"]), serves=True).infer(
-        [request(metadata_of())], config(), use_tqdm=False
-    )
+    first = ask(make(RecordingVllm(["a"]), serves=True), metadata_of())
     assert first.rollout_infos[wire.KEY]["replica"] == "replica 0"
 
 

@@ -33,7 +33,7 @@ from swift_grpo_ext.rollout.rank_group import RolloutError, SingleRank
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.arguments import training_arguments
-from tests.ranks import Gather, run_ranks
+from tests.ranks import ThreadRanks, run_rank_groups
 
 RUN_SEED = 42
 
@@ -73,7 +73,6 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, SampleId, int]] = []
-        self.metadatas: list[RequestMetadata] = []
 
     def __call__(
         self, requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
@@ -82,7 +81,6 @@ class RecordingEngine:
             assert wire.read_metadata(request.data_dict) == metadata
             content = request.messages[0]["content"]
             self.requests.append((content, metadata.sample_id, metadata.count))
-        self.metadatas += metadatas
         return [
             [
                 f"{request.messages[0]['content']}{metadata.seed_of(k)}"
@@ -90,26 +88,6 @@ class RecordingEngine:
             ]
             for request, metadata in zip(requests, metadatas, strict=True)
         ]
-
-
-class ThreadGroup:
-    """Ranks as threads, of which rank 0 drives the engine."""
-
-    def __init__(self, rank: int, gather: Gather) -> None:
-        self.rank, self.drives_engine, self._gather = rank, rank == 0, gather
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return self._gather(value)
-
-    def gather(self, value: Any) -> list[Any]:
-        gathered = self._gather(value)
-        return gathered if self.drives_engine else []
-
-    def scatter(self, values: Any) -> Any:
-        values = self._gather(values)[0]
-        if isinstance(values, Exception):
-            raise values if self.drives_engine else RolloutError(str(values))
-        return values[self.rank]
 
 
 def expected(*samples: tuple[int, int]) -> list[str]:
@@ -142,11 +120,11 @@ def test_each_rank_makes_the_outputs_of_its_own_served_samples() -> None:
         completions, prompt_ids = wire.unpack_answer(answer, metadata, "server 0")
         return [[ServedSample(c, prompt_ids) for c in completions]]
 
-    def work(rank: int, gather: Gather) -> list[Any]:
-        samples = [(0, 2 * rank), (0, 2 * rank + 1)]
-        return generate_samples(samples, ThreadGroup(rank, gather), serve)[0]
+    def work(ranks: ThreadRanks) -> list[Any]:
+        samples = [(0, 2 * ranks.rank), (0, 2 * ranks.rank + 1)]
+        return generate_samples(samples, ranks, serve)[0]
 
-    outputs = [output for of_rank in run_ranks(2, work) for output in of_rank]
+    outputs = [output for of_rank in run_rank_groups(2, work) for output in of_rank]
     for k, output in enumerate(outputs):
         [choice] = output.response.choices
         assert (choice.message.content, choice.token_ids) == (f"{k}", [k, 7])
@@ -171,51 +149,44 @@ def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
     made: list[tuple[int, int]] = []
     samples_of_ranks = [[(0, 0), (0, 1)], [(0, 2), (1, 0)], [(1, 1), (1, 2)]]
 
-    def work(rank: int, gather: Gather) -> list[Any]:
-        samples = samples_of_ranks[rank]
+    def work(ranks: ThreadRanks) -> list[Any]:
+        samples = samples_of_ranks[ranks.rank]
 
         def request(position: int) -> RolloutInferRequest:
-            made.append((rank, position))
+            made.append((ranks.rank, position))
             content = "abcdefgh"[samples[position][0]]
             return RolloutInferRequest(messages=[{"role": "user", "content": content}])
 
-        group = ThreadGroup(rank, gather)
-        return generate_samples(samples, group, engine, make_request=request)[0]
+        return generate_samples(samples, ranks, engine, make_request=request)[0]
 
-    outputs = run_ranks(3, work)
+    outputs = run_rank_groups(3, work)
     assert engine.requests == [("a", sample_id(0, 0), 3), ("b", sample_id(1, 0), 3)]
     assert sorted(made) == [(0, 0), (1, 1)]
     assert outputs == [expected(*samples) for samples in samples_of_ranks]
 
 
-def test_a_rank_that_cannot_make_its_row_ends_the_round_on_every_rank() -> None:
+@pytest.mark.parametrize("fault", ["row", "engine"])
+def test_a_failure_ends_the_round_on_every_rank(fault: str) -> None:
+    """One of rank 1, which cannot make its row, or of the engine that rank 0 drives."""
     engine = RecordingEngine()
 
-    def work(rank: int, gather: Gather) -> str:
-        def fails(position: int) -> RolloutInferRequest:
-            raise OSError("no such image")
+    def fails(position: int) -> RolloutInferRequest:
+        raise OSError("no such image")
 
-        group = ThreadGroup(rank, gather)
-        with pytest.raises(RolloutError) as failed:
-            generate_samples([(rank, 0)], group, engine, make_request=fails if rank == 1 else None)
-        return str(failed.value)
-
-    messages = run_ranks(2, work)
-    assert engine.requests == []
-    assert set(messages) == {"Requests could not be made. rank 1: OSError: no such image"}
-
-
-def test_an_engine_that_fails_ends_the_round_on_every_rank() -> None:
-    def fails(*_: Any) -> Any:
+    def is_gone(*_: Any) -> Any:
         raise ConnectionError("server 1 is gone")
 
-    def work(rank: int, gather: Gather) -> str:
-        expected_type = ConnectionError if rank == 0 else RolloutError
-        with pytest.raises(expected_type) as failed:
-            generate_samples([(rank, 0)], ThreadGroup(rank, gather), fails)
-        return str(failed.value)
+    def work(ranks: ThreadRanks) -> str:
+        make_request = fails if fault == "row" and ranks.rank == 1 else None
+        call = is_gone if fault == "engine" else engine
+        with pytest.raises((ConnectionError, RolloutError)) as failed:
+            generate_samples([(ranks.rank, 0)], ranks, call, make_request=make_request)
+        return f"{failed.typename}: {failed.value}"
 
-    assert run_ranks(2, work) == ["server 1 is gone"] * 2
+    row = "RolloutError: Requests could not be made. rank 1: OSError: no such image"
+    gone = ["ConnectionError: server 1 is gone", "RolloutError: server 1 is gone"]
+    assert run_rank_groups(2, work) == ([row] * 2 if fault == "row" else gone)
+    assert engine.requests == []
 
 
 def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
@@ -282,15 +253,11 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     [choice] = output.response.choices
     assert (choice.index, choice.message.role, choice.message.content) == (0, "assistant", "two")
     assert (choice.finish_reason, choice.token_ids) == ("stop", [5, 6, 7])
-    assert choice.logprobs is None
-    assert choice.routed_experts is None
+    assert (choice.logprobs, choice.routed_experts) == (None, None)
     assert output.rollout_logprobs == [[-0.5, -1.0, -0.25]]
     assert output.rollout_infos == {"seed": 9, "replica": "replica 1", "stop_reason": "o"}
     assert output.response.prompt_token_ids == [1, 2]
     assert output.response.usage == UsageInfo(2, 3, 5)
-
-
-def test_a_completion_without_logprobs_and_with_experts() -> None:
     experts = np.arange(6).reshape(3, 2)
     extra = {"routed_experts": serialize_ndarray(experts)}
     output = to_rollout_output(completion(logprobs=None, extra=extra), [1])
@@ -307,10 +274,6 @@ def test_a_packed_response_names_its_replica() -> None:
     assert [o.rollout_infos["replica"] for o in outputs] == ["rank 4"] * 2
     assert [o.rollout_infos["seed"] for o in outputs] == [9, 10]
     assert [o.response.prompt_token_ids for o in outputs] == [[1, 2]] * 2
-    response.prompt_token_ids = None
-    assert to_rollout_outputs(RolloutOutput(response=response), METADATA, "")[
-        0
-    ].response.usage == UsageInfo(0, 3, 3)
 
 
 def test_an_upstream_response_is_split_by_choices() -> None:

@@ -49,38 +49,19 @@ def names(rows: list[Row]) -> tuple[list[str], int]:
     return [row.name for row in rows], arrived
 
 
-def error_of(call: Callable[[], Any]) -> tuple[str, str] | None:
+def exchange(ranks: RankGroup, everyone: list[int]) -> Seen:
+    """What a rank of these ranks of the training sees of each exchange."""
+    own, asks = everyone[ranks.rank], ranks.drives_engine
+    seen: Seen = {"rank": ranks.rank, "asks": asks}
+    seen["told"] = ranks.all_gather(f"parts of {own}")
+    seen["rows"] = names(ranks.gather(Row(f"row of {own}")))
+    samples = [Row(f"samples of {rank}") for rank in everyone] if asks else None
+    seen["share"] = names([ranks.scatter(samples)])
     try:
-        call()
+        ranks.scatter(ConnectionError("server 1 is gone") if asks else None)
     except Exception as e:
-        return type(e).__name__, str(e)
-    return None
-
-
-def through_main(rank: int) -> Seen:
-    rank_group: RankGroup = MainRankGroup()
-    seen: Seen = {"rank": rank_group.rank, "asks": rank_group.drives_engine}
-    seen["told"] = rank_group.all_gather(f"parts of {rank}")
-    seen["rows"] = names(rank_group.gather(Row(f"row of {rank}")))
-    samples = (
-        [Row(f"samples of {r}") for r in range(NUM_RANKS)] if rank_group.drives_engine else None
-    )
-    seen["share"] = names([rank_group.scatter(samples)])
-    failure = ConnectionError("server 1 is gone") if rank_group.drives_engine else None
-    seen["failed"] = error_of(lambda: rank_group.scatter(failure))
-    seen["after"] = rank_group.scatter([10, 11, 12] if rank_group.drives_engine else None)
-    return seen
-
-
-def tensor_parallel(rank: int, group: Any) -> Seen:
-    rank_group: RankGroup = TensorParallelGroup(group)
-    seen: Seen = {"rank": rank_group.rank, "asks": rank_group.drives_engine}
-    seen["told"] = rank_group.all_gather(f"parts of {rank}")
-    seen["rows"] = names(rank_group.gather(Row(f"row of {rank}")))
-    # All ask the engine the same, and get the same: nothing travels.
-    samples = [Row(f"samples of {r}") for r in TENSOR_PARALLEL]
-    seen["share"] = names([rank_group.scatter(samples)])
-    seen["failed"] = error_of(lambda: rank_group.scatter(ValueError("too long")))
+        seen["failed"] = f"{type(e).__name__}: {e}"
+    seen["after"] = ranks.scatter(list(range(10, 10 + len(everyone))) if asks else None)
     return seen
 
 
@@ -93,60 +74,55 @@ def run_rank(rank: int, folder: Path) -> None:
         timeout=timedelta(seconds=300),  # ranks import one after the other on a busy machine
     )
     group = dist.new_group(TENSOR_PARALLEL)
-    seen = {"main": through_main(rank)}
+    seen = {"main": exchange(MainRankGroup(), list(range(NUM_RANKS)))}
     if rank in TENSOR_PARALLEL:
-        seen["tensor parallel"] = tensor_parallel(rank, group)
+        seen["tensor parallel"] = exchange(TensorParallelGroup(group), TENSOR_PARALLEL)
     (folder / str(rank)).write_bytes(pickle.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
-    """What each rank saw."""
-    folder = tmp_path_factory.mktemp("exchange")
-    mp.spawn(run_rank, args=(folder,), nprocs=NUM_RANKS)
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(NUM_RANKS)]
-
-
-def test_rank_0_alone_calls_the_servers(seen: list[dict[str, Seen]]) -> None:
-    """All ranks know all parts, rows reach rank 0 alone, and each sample its own rank (G2)."""
-    told = ("RolloutError", "The rollout failed on rank 0: ConnectionError: server 1 is gone")
+def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
+    """Rank 0 alone calls the servers: all ranks know all parts, rows reach rank 0 alone, and each
+    sample its own rank (G2). Ranks 1 and 2 of the training are ranks 0 and 1 of an engine: both
+    call it, and no sample travels."""
+    mp.spawn(run_rank, args=(tmp_path,), nprocs=NUM_RANKS)
     for rank in range(NUM_RANKS):
+        seen = pickle.loads((tmp_path / str(rank)).read_bytes())
         rows = [f"row of {r}" for r in range(NUM_RANKS)]
-        assert seen[rank]["main"] == {
+        error = "ConnectionError: server 1 is gone"
+        assert seen["main"] == {
             "rank": rank,
             "asks": rank == 0,
             "told": ["parts of 0", "parts of 1", "parts of 2"],
             "rows": ([], 0) if rank else (rows, NUM_RANKS),
             "share": ([f"samples of {rank}"], 1),
-            "failed": told if rank else ("ConnectionError", "server 1 is gone"),
+            "failed": f"RolloutError: The rollout failed on rank 0: {error}" if rank else error,
             "after": 10 + rank,  # in step after a failure
         }
-
-
-def test_all_ranks_of_a_tensor_parallel_engine_call_it(seen: list[dict[str, Seen]]) -> None:
-    """Ranks 1 and 2 of the training are ranks 0 and 1 of the engine; no sample travels."""
-    for number, rank in enumerate(TENSOR_PARALLEL):
-        assert seen[rank]["tensor parallel"] == {
-            "rank": number,
-            "asks": True,
-            "told": ["parts of 1", "parts of 2"],
-            "rows": (["row of 1", "row of 2"], 2),
-            "share": ([f"samples of {rank}"], 0),
-            "failed": ("ValueError", "too long"),
-        }
+        if rank in TENSOR_PARALLEL:
+            assert seen["tensor parallel"] == {
+                "rank": rank - 1,
+                "asks": True,
+                "told": ["parts of 1", "parts of 2"],
+                "rows": (["row of 1", "row of 2"], 2),
+                "share": ([f"samples of {rank}"], 0),
+                "failed": error,
+                "after": 9 + rank,
+            }
 
 
 def test_a_process_with_an_engine_of_its_own_exchanges_with_itself() -> None:
-    rank_group: RankGroup = SingleRank()
-    row = Row("row")
-    assert (rank_group.rank, rank_group.drives_engine) == (0, True)
-    assert rank_group.all_gather("parts") == ["parts"]
-    assert rank_group.gather(row) == [row]
-    assert rank_group.scatter(["samples"]) == "samples"
-    with pytest.raises(ValueError, match="too long"):
-        rank_group.scatter(ValueError("too long"))
+    Row.arrived = 0
+    assert exchange(SingleRank(), [0]) == {
+        "rank": 0,
+        "asks": True,
+        "told": ["parts of 0"],
+        "rows": (["row of 0"], 0),
+        "share": (["samples of 0"], 0),
+        "failed": "ConnectionError: server 1 is gone",
+        "after": 10,
+    }
 
 
 def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,15 +139,13 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
 
         return call
 
+    collectives = ["all_gather_object", "gather_object", "scatter_object_list"]
     fakes: dict[str, Any] = {
         "is_initialized": lambda: True,
         "get_rank": lambda _group: 0,
         "get_world_size": lambda _group: 2,
         "new_group": lambda **settings: settings,
-        **{
-            name: collective(name)
-            for name in ("all_gather_object", "gather_object", "scatter_object_list")
-        },
+        **{name: collective(name) for name in collectives},
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(dist, name, fake)
@@ -184,5 +158,5 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
         ranks.all_gather(1)
         ranks.gather(1)
         assert ranks.scatter([1, 2]) == "share"
-        assert calls == [(name, group) for name in list(fakes)[4:]]
+        assert calls == [(name, group) for name in collectives]
         calls.clear()

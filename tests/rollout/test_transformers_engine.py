@@ -126,73 +126,44 @@ def infer(
     return engine.infer(requests, config, use_tqdm=False), generated[0]
 
 
-def seen(output: RolloutOutput) -> dict[str, Any]:
+def seen(output: RolloutOutput) -> tuple[Any, ...]:
     [choice] = output.response.choices
-    return {
-        "text": choice.message.content,
-        "token_ids": choice.token_ids,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": output.rollout_infos["stop_reason"],
-    }
+    reasons = (choice.finish_reason, output.rollout_infos["stop_reason"])
+    return choice.message.content, choice.token_ids, *reasons
 
 
 def test_rows_of_a_batch_each_end_where_they_should(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [[*SEARCH, NEVER], [ALICE, PAD, ALICE, END_OF_TURN], [ALICE] * 6]
-    outputs, ids_BT = infer(engine, monkeypatch, rows, words=["</search>"])
-    assert ids_BT.shape == (3, 6)
-    alice = engine.tokenizer.decode([ALICE])
+    rows = [[*SEARCH, NEVER], [ALICE, PAD, ALICE, END_OF_TURN], [ALICE] * 6, [5, ALICE]]
+    outputs, ids_BT = infer(engine, monkeypatch, rows, words=["</search>"], stop_token_ids=(5,))
+    assert ids_BT.shape == (4, 6)
+    alice, pad, five = (engine.tokenizer.decode([token]) for token in (ALICE, PAD, 5))
     assert [seen(output) for output in outputs] == [
-        {
-            "text": " find it</search>",
-            "token_ids": SEARCH,
-            "finish_reason": "stop",
-            "stop_reason": "</search>",
-        },
-        {
-            "text": alice + engine.tokenizer.decode([PAD]),
-            "token_ids": [ALICE, PAD],  # it is the padding of rows that ended, too
-            "finish_reason": "stop",
-            "stop_reason": engine.tokenizer.decode([PAD]),
-        },
-        {
-            "text": alice * 6,
-            "token_ids": [ALICE] * 6,
-            "finish_reason": "length",
-            "stop_reason": None,
-        },
+        (" find it</search>", SEARCH, "stop", "</search>"),
+        (alice + pad, [ALICE, PAD], "stop", pad),  # it is the padding of rows that ended, too
+        (alice * 6, [ALICE] * 6, "length", None),
+        (five, [5], "stop", 5),
     ]
-    for output in outputs:
+    prompts = [output.response.prompt_token_ids for output in outputs]
+    assert len(prompts[0]) < len(prompts[1])
+    for prompt, output in zip(prompts, outputs, strict=True):
         [choice] = output.response.choices
         logprobs = [token["logprob"] for token in choice.logprobs["content"]]
-        assert len(logprobs) == len(choice.token_ids)
         assert max(map(abs, logprobs)) < 0.01
+        assert PAD not in prompt
+        usage = output.response.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(logprobs))
+        assert len(logprobs) == len(choice.token_ids)
 
 
 def test_generation_ends_with_the_last_row(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [[*SEARCH, ALICE, ALICE], [5, ALICE]]
-    outputs, ids_BT = infer(engine, monkeypatch, rows, words=["</search>"], stop_token_ids=(5,))
+    rows, settings = [[*SEARCH, ALICE, ALICE], [5, ALICE]], {"include_stop_str_in_output": False}
+    outputs, ids_BT = infer(
+        engine, monkeypatch, rows, words=["</search>"], stop_token_ids=(5,), **settings
+    )
     assert ids_BT.shape == (2, 5)
-    assert [seen(output)["stop_reason"] for output in outputs] == ["</search>", 5]
-    assert [seen(output)["token_ids"] for output in outputs] == [SEARCH, [5]]
-
-
-def test_what_stopped_it_may_be_left_out(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"include_stop_str_in_output": False}
-    outputs, _ = infer(engine, monkeypatch, [SEARCH], words=["</search>"], **settings)
-    found = seen(outputs[0])
-    assert (found["text"], found["token_ids"]) == (" find it", SEARCH)
-
-
-def test_prompts_and_counts_leave_padding_out(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs, _ = infer(engine, monkeypatch, [[ALICE, END_OF_TURN], [ALICE, ALICE, END_OF_TURN]])
-    prompts = [output.response.prompt_token_ids for output in outputs]
-    assert len(prompts[0]) < len(prompts[1])
-    for prompt, output, num_tokens in zip(prompts, outputs, (2, 3), strict=True):
-        assert PAD not in prompt
-        usage = output.response.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), num_tokens)
+    assert [seen(output)[:2] for output in outputs] == [(" find it", SEARCH), ("", [5])]
 
 
 def test_several_samples_of_a_request(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,16 +180,3 @@ def test_requests_of_others_are_ms_swifts(engine: Any, monkeypatch: pytest.Monke
     [response], _ = infer(engine, monkeypatch, rows, has_metadata=False)
     assert not isinstance(response, RolloutOutput)
     assert not hasattr(response.choices[0], "stop_reason")
-
-
-def test_settings_that_differ_in_a_batch_are_refused(engine: Any) -> None:
-    requests = []
-    for ids in ((5,), (6,)):
-        metadata = RequestMetadata(
-            sample_id=FIRST, count=1, run_seed=None, packed=False, stop_token_ids=ids
-        )
-        request = RolloutInferRequest(messages=[{"role": "user", "content": "Which?"}])
-        wire.write_metadata(request.data_dict, metadata)
-        requests.append(request)
-    with pytest.raises(ValueError, match="Requests of one batch have different stop settings"):
-        engine.infer(requests, RequestConfig(max_tokens=2), use_tqdm=False)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_grpo_ext.config import RolloutGRPOConfig
-from swift_grpo_ext.sampling.groups import sample_ids_at
-from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames
+from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.arguments import training_arguments
 
@@ -77,16 +76,10 @@ def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[Round, in
 @settings(deadline=None)
 @given(clocks())
 def test_rounds_are_named_by_where_they_begin(clock: RoundClock) -> None:
+    first_batches: dict[int, int] = {}
     for batch in run(clock):
         assert clock.round_at(batch.number) == batch.round
         assert clock.epoch_of_step(batch.step) == batch.epoch
-
-
-@settings(deadline=None)
-@given(clocks())
-def test_batches_at_counts_what_the_steps_before_took(clock: RoundClock) -> None:
-    first_batches: dict[int, int] = {}
-    for batch in run(clock):
         first_batches.setdefault(batch.step, batch.number)
     assert {step: clock.batches_at(step) for step in first_batches} == first_batches
     assert clock.batches_at(len(first_batches)) == EPOCHS * clock.batches_per_epoch
@@ -94,30 +87,15 @@ def test_batches_at_counts_what_the_steps_before_took(clock: RoundClock) -> None
 
 @settings(deadline=None)
 @given(clocks())
-def test_names_are_unique_over_a_run(clock: RoundClock) -> None:
+def test_names_and_resampled_batches_are_unique_over_a_run(clock: RoundClock) -> None:
     """Each regular round once, with all the rounds that dynamic sampling may add to it."""
-    names = [
-        round_
-        for rounds in names_from(clock, 0)[:: clock.batches_per_round]
-        for round_, _ in rounds
-    ]
-    assert len(set(names)) == len(names)
-    assert len(names) == EPOCHS * (clock.batches_per_epoch // clock.batches_per_round) * (
-        1 + clock.max_resamples
-    )
-
-
-@settings(deadline=None)
-@given(clocks())
-def test_resampled_batches_are_never_taken_twice(clock: RoundClock) -> None:
-    positions = [
-        position
-        for rounds in names_from(clock, 0)[:: clock.batches_per_round]
-        for _, position in rounds
-        if position is not None
-    ]
+    rounds = names_from(clock, 0)[:: clock.batches_per_round]
+    names = [round_ for of_one in rounds for round_, _ in of_one]
+    assert len(rounds) == EPOCHS * (clock.batches_per_epoch // clock.batches_per_round)
+    assert len(set(names)) == len(names) == len(rounds) * (1 + clock.max_resamples)
+    positions = [position for of_one in rounds for _, position in of_one[1:]]
     assert len(set(positions)) == len(positions)
-    assert all(position >= 0 for position in positions)
+    assert all(position is not None and position >= 0 for position in positions)
 
 
 @settings(deadline=None)
@@ -191,12 +169,12 @@ def test_evaluations_are_counted_within_their_step() -> None:
 
 def test_evaluating_leaves_the_training_round_alone() -> None:
     names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
-    assert names.current == Round(phase="train", step=0, number=0)
-    assert names.upcoming(training=False) == Round(phase="eval", step=0, number=0)
     names.begin_training(3)
     names.begin_evaluation(3)
+    assert names.upcoming(training=False) == Round(phase="eval", step=3, number=0)
     names.take_eval_batch(2)
-    assert names.current == Round(phase="train", step=3, number=0)
+    assert names.upcoming(training=False).first_group == 2
+    assert names.upcoming(training=True) == names.current == Round(phase="train", step=3, number=0)
 
 
 @settings(deadline=None)
@@ -217,6 +195,12 @@ def test_eval_places_do_not_depend_on_the_eval_batch_size(
         return found
 
     assert sample_ids(groups_of_batches) == sample_ids([sum(groups_of_batches)])
+
+
+def test_places_count_on_over_ranks_and_eval_batches() -> None:
+    round_ = Round(phase="eval", step=7, number=1, first_group=10)
+    names = [sample_id.request_id for sample_id in sample_ids_at(round_, [3, 4, 5], 2)]
+    assert names == ["eval-7.1-11-1", "eval-7.1-12-0", "eval-7.1-12-1"]
 
 
 # --- the clock of a run ---
@@ -258,14 +242,6 @@ def test_the_clock_of_a_run(
     )
 
 
-def test_a_round_serves_several_iterations() -> None:
-    """`--num_iterations 2`: its batches are trained on twice before another round begins."""
-    clock = RoundClock.of(arguments(num_iterations=2, steps_per_generation=2), 6, 1)
-    names = [clock.round_at(batch) for batch in range(8)]
-    first = Round(phase="train", step=0, number=0)
-    assert names == [first] * 4 + [Round(phase="train", step=2, number=0)] * 4
-
-
 def test_ahead_is_the_next_round() -> None:
     """`--async_generate` draws while it trains: names follow the step that uses the samples."""
     clock = RoundClock.of(arguments(steps_per_generation=2), 6, 1)
@@ -276,9 +252,3 @@ def test_ahead_is_the_next_round() -> None:
     assert names.current == Round(phase="train", step=1, number=0)
     before = [clock.generation_batch_before(batch) for batch in range(0, 10, 2)]
     assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def test_the_batch_before_the_first_of_an_epoch_is_the_last_of_the_one_before() -> None:
-    clock = RoundClock(batches_per_step=1, batches_per_round=2, batches_per_epoch=6)
-    assert clock.generation_batch_before(6) == (0, 2)
-    assert clock.generation_batch_before(8) == (1, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -64,22 +63,9 @@ def test_the_rule_is_the_documented_one(run_seed: int, sample_id: SampleId) -> N
     (low,) = np.random.SeedSequence(run_seed, spawn_key=key).generate_state(1)
     (high,) = np.random.SeedSequence(run_seed, spawn_key=(*key, sample_id.group)).generate_state(1)
     base = ((int(high) >> 2) << 32) | ((int(low) + sample_id.group * 2**14) % 2**32)
-    assert sample_seed(run_seed, sample_id) == base + sample_id.index
-
-
-@settings(deadline=None)
-@given(run_seeds, sample_ids)
-def test_seeds_fit_into_63_bits(run_seed: int, sample_id: SampleId) -> None:
-    """torch, numpy and JSON readers take them as signed 64-bit integers."""
-    assert 0 <= sample_seed(run_seed, sample_id) < 2**62 + 2**14 < 2**63
-
-
-@settings(deadline=None)
-@given(run_seeds, sample_ids)
-def test_samples_of_a_group_have_consecutive_seeds(run_seed: int, sample_id: SampleId) -> None:
-    """S6: vLLM gives child k of a request the seed of the request + k."""
-    first = sample_seed(run_seed, replace(sample_id, index=0))
-    assert sample_seed(run_seed, sample_id) == first + sample_id.index
+    seed = sample_seed(run_seed, sample_id)
+    assert seed == base + sample_id.index  # S6: vLLM gives child k of a request its seed + k
+    assert 0 <= seed < 2**62 + 2**14 < 2**63  # JSON readers and torch take signed 64-bit integers
 
 
 def test_no_two_samples_of_a_run_share_a_seed() -> None:
@@ -127,29 +113,15 @@ def test_another_run_seed_gives_other_seeds() -> None:
     assert of_runs[2] == [sample_seed(42, sample_id) for sample_id in run]
 
 
-@settings(deadline=None)
-@given(st.permutations(group_places(0, 6) + group_places(1, 6)))
-def test_the_order_of_asking_does_not_count(order: list[SampleId]) -> None:
-    """S2."""
-    expected = {p: sample_seed(42, p) for p in group_places(0, 6) + group_places(1, 6)}
-    assert {sample_id: sample_seed(42, sample_id) for sample_id in order} == expected
-
-
-@pytest.mark.parametrize("run_seed", [0, 42])
-def test_low_32_bits_differ_within_a_round(run_seed: int) -> None:
-    """S7, for 256 groups of 64."""
-    run = [sample_id for group in range(256) for sample_id in group_places(group, 64)]
-    assert len({sample_seed(run_seed, sample_id) % 2**32 for sample_id in run}) == 256 * 64
-
-
-def test_low_32_bits_differ_at_the_bounds() -> None:
+def test_low_32_bits_differ_within_a_round() -> None:
     """S7: 2**14 samples a group and 2**18 groups fill the 32 bits, and do not overlap."""
-    bounds = [
+    run = [sample_id for group in range(256) for sample_id in group_places(group, 64)]
+    run += [
         replace(PLACE, group=group, index=index)
-        for group in (0, 1, 2**17, 2**18 - 2, 2**18 - 1)
+        for group in (2**17, 2**18 - 2, 2**18 - 1)
         for index in (0, 1, MAX_GROUP_SIZE - 2, MAX_GROUP_SIZE - 1)
     ]
-    assert len({sample_seed(42, sample_id) % 2**32 for sample_id in bounds}) == len(bounds)
+    assert len({sample_seed(42, sample_id) % 2**32 for sample_id in run}) == len(run)
 
 
 def test_noise_differs_where_only_32_bits_count() -> None:
@@ -170,17 +142,6 @@ def test_every_bit_is_set_half_of_the_time() -> None:
     assert set_bits == pytest.approx([0.5] * 62, abs=0.05)
 
 
-def test_steps_next_to_each_other_differ_in_half_of_the_bits() -> None:
-    seeds = [sample_seed(42, replace(PLACE, step=step, index=0)) for step in range(1024)]
-    flips = [(a ^ b).bit_count() for a, b in itertools.pairwise(seeds)]
-    assert np.mean(flips) == pytest.approx(31, abs=0.8)
-
-
-def test_a_negative_run_seed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--seed -1: expected 0 or more"):
-        sample_seed(-1, PLACE)
-
-
 @pytest.mark.parametrize("index", [-1, MAX_GROUP_SIZE])
 def test_an_index_out_of_range_is_refused(index: int) -> None:
     message = rf"index {index} in a group: expected 0 to 16383; use a smaller --num_generations"
@@ -189,14 +150,15 @@ def test_an_index_out_of_range_is_refused(index: int) -> None:
 
 
 @pytest.mark.parametrize("part", ["step", "number", "group", "turn"])
-def test_a_negative_part_of_a_place_is_refused(part: str) -> None:
-    with pytest.raises(ValueError, match=rf"SampleId\(.*{part}=-3.*expected numbers of 0 or more"):
-        sample_seed(42, replace(PLACE, **{part: -3}))
+def test_numpy_refuses_what_is_negative(part: str) -> None:
+    for run_seed, sample_id in ((42, replace(PLACE, **{part: -3})), (-1, PLACE)):
+        with pytest.raises(ValueError, match="expected non-negative integer"):
+            sample_seed(run_seed, sample_id)
 
 
 def test_the_rules_import_without_torch_and_vllm() -> None:
     """So that anyone can recompute a seed or read an answer anywhere."""
-    names = ("sampling.seeding", "sampling.groups", "sampling.prompt_hash", "sampling.rounds")
+    names = ("sampling.seeding", "sampling.prompt_hash", "sampling.rounds", "stops.rule")
     names += ("rollout.dispatch", "rollout.wire")
     code = "import sys\n" + "\n".join(f"import swift_grpo_ext.{name}" for name in names)
     code += "\nprint(sorted({'torch', 'vllm', 'swift', 'trl', 'transformers'} & set(sys.modules)))"
@@ -221,7 +183,6 @@ def test_names_by_example() -> None:
     assert str(sample_id) == "eval round 12.1, group 5, sample 3, turn 2"
     assert str(PLACE) == "train round 3.0, group 5, sample 2"
     assert sample_id.group_id == replace(sample_id, index=0)
-    assert sample_id.following(4) == replace(sample_id, index=7)
 
 
 @pytest.mark.parametrize(

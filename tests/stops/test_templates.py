@@ -24,12 +24,12 @@ from swift.template import StdTemplateInputs, get_template
 from swift_grpo_ext.rollout.generate import to_rollout_output, to_rollout_outputs
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.stops.rule import Stops
 from swift_grpo_ext.stops.templates import (
     StoppedChoice,
     TemplateStops,
     check_template_stops,
     record_stop_reason,
-    with_stop_reason,
 )
 from swift_grpo_ext.upstream.contract import swift_version
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
@@ -62,24 +62,6 @@ def trained(template: Any) -> Any:
     template.set_mode(mode)
 
 
-def sample_of(*outputs: RolloutOutput) -> OnPolicySample:
-    sample = OnPolicySample(messages=[{"role": "user", "content": "Which </search>?"}])
-    for output in outputs:
-        sample.apply_rollout_output(rollout_output=output)
-    return sample
-
-
-def drawn(finish_reason: str, stop_reason: str | int | None) -> RolloutOutput:
-    completion = Completion(
-        text=SEARCH_TEXT,
-        token_ids=SEARCH,
-        logprobs=[-0.5] * len(SEARCH),
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-    )
-    return to_rollout_output(completion, [1, 2, 3])
-
-
 # --- training (T2, T4) ---
 
 
@@ -87,7 +69,15 @@ def drawn(finish_reason: str, stop_reason: str | int | None) -> RolloutOutput:
 def test_training_sees_the_sampled_tokens_and_no_end_of_turn(
     trained: Any, finish_reason: str, reason: str | None
 ) -> None:
-    sample = sample_of(drawn(finish_reason, reason))
+    completion = Completion(
+        text=SEARCH_TEXT,
+        token_ids=SEARCH,
+        logprobs=[-0.5] * len(SEARCH),
+        finish_reason=finish_reason,
+        stop_reason=reason,
+    )
+    sample = OnPolicySample(messages=[{"role": "user", "content": "Which </search>?"}])
+    sample.apply_rollout_output(rollout_output=to_rollout_output(completion, [1, 2, 3]))
     encoded = encode_sample(sample, trained)
     assert encoded["input_ids"][-len(SEARCH) :] == SEARCH
     assert labels_of(encoded) == SEARCH
@@ -169,9 +159,13 @@ def test_special_tokens_are_known_by_their_ids(template: Any) -> None:
     assert (ids["<|im_end|>"], ids["<|box_start|>"], ids[NEW_TOKEN]) == (151645, 151648, 151665)
     assert "</tool_call>" not in ids  # added, yet text
     assert stops.end_ids == {END_OF_TURN}
-    settings = stops.stops([NEW_TOKEN, "</tool_call>"])
-    assert settings.strings == ("</tool_call>",)
-    assert settings.tokens == {151665: NEW_TOKEN, END_OF_TURN: END_OF_TURN}
+    settings = stops.stops([NEW_TOKEN, "</a>", "</tool_call>", "</a>"], [7, 151665])
+    tokens = {151665: NEW_TOKEN, 7: 7, END_OF_TURN: END_OF_TURN}
+    assert settings == Stops(
+        strings=("</a>", "</tool_call>"), tokens=tokens, hidden=frozenset({END_OF_TURN})
+    )
+    assert list(settings.tokens) == list(tokens)
+    assert not stops.stops([], include=False).include
 
 
 @pytest.mark.parametrize(
@@ -198,50 +192,47 @@ def test_the_end_of_a_turn_is_one_token(
 @pytest.mark.parametrize(
     ("words", "token_ids", "message"),
     [
-        (["</a>", ""], [], "--stop_words holds an empty string"),
-        ([], [151666], r"--stop_token_ids 151666: .* the ids 0 to 151665"),
-        (["</think>"], [151665], r"--stop_words '</think>' stands in '<think>"),
+        (["</a>", ""], [], "--stop_words holds an empty string.*leave it out"),
+        (["\ufffd"], [], r"--stop_words '�' holds U\+FFFD.*give the characters themselves"),
+        (
+            ["think"],
+            [],
+            r"--stop_words 'think' stands in '<think>\\n\\n'.*Take another stop string",
+        ),
+        ([], [7, 151666], r"--stop_token_ids 7 151666: 151666 is no.* 0 to 151665.*Ask it for"),
+        ([], [-1], r"--stop_token_ids -1: -1 is no token"),
     ],
 )
-def test_settings_are_checked_against_the_template(
+def test_settings_that_cannot_be_meant_are_refused(
     template: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], token_ids: list[int],
     message: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(template, "response_prefix", "<think>\n\n</think>\n\n")
-    args = SimpleNamespace(stop_words=words, stop_token_ids=token_ids)
+    monkeypatch.setattr(template, "response_prefix", "<think>\n\n")
     with pytest.raises(ValueError, match=message):
-        check_template_stops(args, template)
+        check_template_stops(SimpleNamespace(stop_words=words, stop_token_ids=token_ids), template)
+    sound = SimpleNamespace(stop_words=["</think>", " ", "\n\n\n"], stop_token_ids=[0, 151665])
+    check_template_stops(sound, template)
     monkeypatch.setattr(template, "response_prefix", "")
-    args = SimpleNamespace(stop_words=["</think>"], stop_token_ids=[151665])
-    check_template_stops(args, template)
+    check_template_stops(SimpleNamespace(stop_words=["<think>"], stop_token_ids=[]), template)
+    check_template_stops(SimpleNamespace(stop_words=None, stop_token_ids=[]), template)
 
 
 # --- answers ---
 
 
-def response_of(*choices: ChatCompletionResponseChoice) -> ChatCompletionResponse:
-    return ChatCompletionResponse("", list(choices), UsageInfo(1, 1, 2))
-
-
-def choice(index: int) -> ChatCompletionResponseChoice:
-    message = ChatMessage(role="assistant", content="all of it")
-    return ChatCompletionResponseChoice(index, message, "length", token_ids=[index])
-
-
 def test_each_sample_of_a_request_says_what_stopped_it() -> None:
-    first = with_stop_reason(choice(0), "a", "stop", "</a>")
-    second = with_stop_reason(choice(1), "b", "stop", 7)
-    outputs = to_rollout_outputs(
-        RolloutOutput(response=response_of(first, second)), METADATA, "rank 0"
-    )
+    choices: list[Any] = [
+        StoppedChoice(k, ChatMessage("assistant", "a"), "stop", stop_reason=reason)
+        for k, reason in enumerate(("</a>", 7))
+    ]
+    response = ChatCompletionResponse("", choices, UsageInfo(1, 1, 2))
+    outputs = to_rollout_outputs(RolloutOutput(response=response), METADATA, "rank 0")
     assert [o.rollout_infos["stop_reason"] for o in outputs] == ["</a>", 7]
-    assert [o.response.choices[0].message.content for o in outputs] == ["a", "b"]
-    assert [o.response.choices[0].finish_reason for o in outputs] == ["stop", "stop"]
-    assert all(isinstance(o.response.choices[0], StoppedChoice) for o in outputs)
 
 
 def test_an_answer_of_ms_swifts_own_is_left_alone() -> None:
-    output = record_stop_reason(RolloutOutput(response=response_of(choice(0))))
-    assert output.rollout_infos == {}
-    failure = ValueError("failed")
+    choice = ChatCompletionResponseChoice(0, ChatMessage("assistant", "all of it"), "length")
+    response = ChatCompletionResponse("", [choice], UsageInfo(1, 1, 2))
+    assert record_stop_reason(RolloutOutput(response=response)).rollout_infos == {}
+    failure: Any = ValueError("failed")
     assert record_stop_reason(failure) is failure

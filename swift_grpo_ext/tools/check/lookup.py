@@ -114,7 +114,7 @@ def check_template(run: Run) -> Findings:
     from swift.model.model_meta import get_matched_model_meta
     from swift.template import get_template
 
-    from swift_grpo_ext.stops.templates import check_template_stops, end_ids
+    from swift_grpo_ext.stops.templates import TemplateStops, check_template_stops
 
     args = run.arguments("training" if run.training is not None else "rollout")
     folder = model_folder(args.model) if args.model else None
@@ -141,7 +141,7 @@ def check_template(run: Run) -> Findings:
     except ValueError as e:
         yield error("template", str(e), "Change --stop_words.")
         return
-    ends = template.tokenizer.convert_ids_to_tokens(sorted(end_ids(template)))
+    ends = template.tokenizer.convert_ids_to_tokens(sorted(TemplateStops(template).end_ids))
     yield ok(
         "template",
         f"{template.template_meta.template_type}: a turn ends with {' or '.join(ends)}; stop "

@@ -19,9 +19,8 @@ from swift.utils import remove_response
 from swift_grpo_ext.checks.rows import MEDIA, prompt_of
 from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.rollout.generate import generate
-from swift_grpo_ext.sampling.groups import sample_ids_at
-from swift_grpo_ext.sampling.prompt_hash import prompt_hash, prompt_hashes
-from swift_grpo_ext.sampling.rounds import Round
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
+from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Rig:
         with trainer.offload_context() if trainer.enable_offload else nullcontext():
             outputs, _ = generate(
                 list(ids[start:end]),
-                prompt_hashes(samples[start:end]),
+                [prompt_hash(sample) for sample in samples[start:end]],
                 make_request=lambda position: samples[start + position].to_infer_request(),
                 make_metadata=partial(settings.metadata, packed=True),
                 sharing=trainer._sharing(is_global_inputs=False),

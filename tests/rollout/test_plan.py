@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext.rollout.wire import RequestMetadata
-from swift_grpo_ext.sampling.groups import plan_requests, sample_ids_at
-from swift_grpo_ext.sampling.rounds import Round
-from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.rollout.generate import plan_requests
+from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
+from swift_grpo_ext.sampling.seeding import SampleId
 
 ROUND = Round(phase="train", step=0, number=0)
 FIRST = SampleId(phase="train", step=0, number=0, group=0, index=0)
@@ -38,13 +37,6 @@ class Batch(NamedTuple):
         samples = list(zip(self.sample_ids, self.rows, strict=True))
         return [samples[a:b] for a, b in itertools.pairwise(self.borders)]
 
-    @property
-    def uneven(self) -> list[SampleId]:
-        size = self.group_size
-        groups = [self.rows[i : i + size] for i in range(0, len(self.rows), size)]
-        pairs = zip(self.sample_ids[::size], groups, strict=True)
-        return [sample_id for sample_id, rows in pairs if len(set(rows)) > 1]
-
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
@@ -61,55 +53,48 @@ def batches(draw: st.DrawFn) -> Batch:
 @settings(deadline=None, max_examples=200)
 @given(batches())
 def test_every_sample_is_asked_for_once_by_its_group(batch: Batch) -> None:
-    """For any ranks, rows and groups; with the seed of its own place (S2 and S6)."""
+    """For any ranks, rows and groups (S2 and S6: vLLM counts a request's seeds up)."""
+    size = batch.group_size
+    starts = range(0, len(batch.rows), size)
     requests, uneven = plan_requests(batch.samples_of_ranks)
-    assert uneven == batch.uneven
-    seeds: dict[tuple[int, int], int | None] = {}
+    assert uneven == [batch.sample_ids[i] for i in starts if len(set(batch.rows[i : i + size])) > 1]
+    found: dict[tuple[int, int], SampleId] = {}
     for request in requests:
-        is_uneven = request.first.group_id in batch.uneven
-        assert request.count == (1 if is_uneven else batch.group_size)
-        metadata = RequestMetadata(
-            sample_id=request.first, count=request.count, run_seed=42, packed=True
-        )
+        count = len(request.owners)
+        assert count == (1 if request.first.group_id in uneven else size)
         for k, owner in enumerate(request.owners):
-            rank, position = owner
-            sample_id, row = batch.samples_of_ranks[rank][position]
-            assert sample_id == request.first.following(k)
-            assert row == batch.rows[batch.sample_ids.index(request.first)]
-            assert owner not in seeds
-            seeds[owner] = metadata.seed_of(k)
-    assert seeds == {
-        (rank, position): sample_seed(42, sample_id)
+            assert owner not in found
+            found[owner] = replace(request.first, index=request.first.index + k)
+    assert found == {
+        (rank, position): sample_id
         for rank, samples in enumerate(batch.samples_of_ranks)
         for position, (sample_id, _) in enumerate(samples)
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
-def test_the_same_requests_for_every_number_of_ranks(num_ranks: int) -> None:
-    """12 samples in groups of 4: with 6 ranks a group stands on two, with 2 one is cut in half.
-    Neighbouring groups with equal rows stay two."""
-    share = 12 // num_ranks
-    batch = Batch(4, "aaaabbbbbbbb", [share * rank for rank in range(num_ranks + 1)])
-    requests, uneven = plan_requests(batch.samples_of_ranks)
-    groups = [replace(FIRST, group=group) for group in range(3)]
-    assert [(r.first, r.count) for r in requests] == [(group, 4) for group in groups]
-    assert uneven == []
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        # Neighbouring groups with equal rows stay two, and a group may stand on two ranks.
+        (Batch(2, "aaaa", [0, 4]), [(0, 0, [(0, 0), (0, 1)]), (1, 0, [(0, 2), (0, 3)])]),
+        (Batch(4, "aaaa", [0, 1, 1, 4]), [(0, 0, [(0, 0), (2, 0), (2, 1), (2, 2)])]),
+        # Rows that differ go singly.
+        (
+            Batch(2, "aabc", [0, 3, 4]),
+            [(0, 0, [(0, 0), (0, 1)]), (1, 0, [(0, 2)]), (1, 1, [(1, 0)])],
+        ),
+    ],
+)
+def test_requests_name_the_owners_of_samples_in_order(batch: Batch, expected: list[Any]) -> None:
+    requests, _ = plan_requests(batch.samples_of_ranks)
+    assert [(r.first.group, r.first.index, r.owners) for r in requests] == expected
 
 
 def test_a_rank_with_its_own_engine_asks_for_its_part() -> None:
     """In colocation, a group of 4 on two ranks is one request on each."""
     for index, samples in zip((0, 2), Batch(4, "aaaa", [0, 2, 4]).samples_of_ranks, strict=True):
         [request] = plan_requests([samples])[0]
-        assert (request.first, request.owners) == (FIRST.following(index), [(0, 0), (0, 1)])
-
-
-def test_requests_name_the_owners_of_samples_in_order() -> None:
-    requests, uneven = plan_requests(Batch(4, "aaaabbcb", [0, 3, 6, 8]).samples_of_ranks)
-    together = [(0, 0), (0, 1), (0, 2), (1, 0)]
-    single = [[(1, 1)], [(1, 2)], [(2, 0)], [(2, 1)]]
-    assert [r.owners for r in requests] == [together, *single]
-    assert uneven == [replace(FIRST, group=1)]
+        assert (request.first, request.owners) == (replace(FIRST, index=index), [(0, 0), (0, 1)])
 
 
 @pytest.mark.parametrize(
@@ -125,13 +110,5 @@ def test_samples_of_other_rounds_and_turns_stay_apart(changes: dict[str, Any]) -
 def test_conversations_that_ended_leave_a_gap() -> None:
     """In a later turn, samples 0, 1 and 3 of a group of 4 go on, with equal rows."""
     turn = [(replace(FIRST, index=index, turn=1), "a") for index in (0, 1, 3)]
-    assert [(r.first.index, r.count) for r in plan_requests([turn])[0]] == [(0, 2), (3, 1)]
-
-
-def test_places_count_on_over_ranks_and_eval_batches() -> None:
-    round_ = Round(phase="eval", step=7, number=1, first_group=10)
-    assert [i.request_id for i in sample_ids_at(round_, [3, 4, 5], 2)] == [
-        "eval-7.1-11-1",
-        "eval-7.1-12-0",
-        "eval-7.1-12-1",
-    ]
+    requests, _ = plan_requests([turn])
+    assert [(r.first.index, len(r.owners)) for r in requests] == [(0, 2), (3, 1)]
