@@ -28,6 +28,7 @@ from swift_grpo_ext.checks.finding import did_you_mean, enforce
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
 from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
+from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 from swift_grpo_ext.upstream.patches import patch
@@ -47,6 +48,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
         super()._check_grpo()
         if self.rlhf_type == "grpo":
             check_model_tokens(self)
+            check_stop_settings(self)
             enforce(preflight.check_speculation(self))
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))

@@ -27,7 +27,7 @@ from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_duplicates, check_rows
 from swift_grpo_ext.flags import DiversityFlags, flag_names
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.contract import releases, tried_packages
+from swift_grpo_ext.upstream.contract import tried_packages
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -201,7 +201,7 @@ def check_adapters(args: Arguments) -> Findings:
     `add_base_layer_suffix_by_param_names`). vLLM's packed CPU layers are loaded anew under adapters
     since then. What adapters vLLM refuses is in its lora/peft_helper.py (0.32).
     """
-    setting, installed = "vllm_enable_lora true", releases(tried_packages())
+    setting, installed = "vllm_enable_lora true", tried_packages()
     swift, vllm = Version(installed["ms-swift"]), Version(installed.get("vllm", "0"))
     merged = "here and on the other side; adapters are then merged into the engine's weights."
     if swift < Version("4.6") and vllm >= Version("0.28"):

@@ -97,13 +97,35 @@ class TemplateStops:
         return text.removesuffix(ending.trailing_text) if isinstance(text, str) else text
 
 
+def check_stop_settings(args: RLHFArguments) -> None:
+    """Refuse settings that are wrong with any template, before a model is loaded.
+
+    The model's directory is known already. Raises as `check_stops`.
+    """
+    num_tokens = 0
+    if args.stop_token_ids:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
+        num_tokens = len(tokenizer) + len(args.new_special_tokens)  # perhaps some are known already
+    check_stops(args, num_tokens)
+
+
 def check_template_stops(args: RLHFArguments, template: Template) -> None:
-    """Refuse stop settings that cannot be meant with this template (docs/promises.md, T5).
+    """Refuse stop settings that cannot be meant with this template; raises as `check_stops`."""
+    check_stops(args, len(template.tokenizer), template._get_response_prefix() or "")
+
+
+def check_stops(args: RLHFArguments, num_tokens: int, response_prefix: str = "") -> None:
+    """Refuse stop settings that cannot be meant (docs/promises.md, T5).
+
+    Args:
+        num_tokens: the tokenizer's, added ones included.
+        response_prefix: the text with which the prompt template begins every response.
 
     Raises:
         ValueError: names the setting, the value received, what was expected and the remedy.
     """
-    response_prefix = template._get_response_prefix() or ""
     for word in args.stop_words or ():
         if word == "":
             raise ValueError(
@@ -122,7 +144,6 @@ def check_template_stops(args: RLHFArguments, template: Template) -> None:
                 "begins every response: each text would hold it from the start. Take another stop "
                 "string, or another --response_prefix or --enable_thinking."
             )
-    num_tokens = len(template.tokenizer)
     outside = [i for i in args.stop_token_ids if not 0 <= i < num_tokens]
     if outside:
         raise ValueError(

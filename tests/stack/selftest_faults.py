@@ -40,14 +40,14 @@ def shared_seeds(rig: Any) -> Iterator[None]:
 @contextmanager
 def ignored_update(rig: Any) -> Iterator[None]:
     """vLLM's model says that it takes all weights, and holds on to those that it has."""
-    model = rig.trainer.engine.inner_model
+    model = type(rig.trainer.engine.inner_model)
     load = model.load_weights
     first: list[tuple[str, Any]] = []
 
-    def load_weights(weights: Any) -> Any:
+    def load_weights(self: Any, weights: Any) -> Any:
         new = [(name, tensor.clone()) for name, tensor in weights]
         first.extend(() if first else new)
-        return load(first)
+        return load(self, first)
 
     with patch.object(model, "load_weights", load_weights):
         rig.update_weights()
