@@ -38,9 +38,8 @@ PAGES = {
     "steps and reward": "samples?steps=100:200&min_reward=0.9",
     "truncated": "samples?truncated=true",
     "text": "samples?text=seven+looks+like+nine",
-    "regex, sorted": r"samples?text=two+\w%2B+answer&regex=1&sort=-surprisal",
+    "text, sorted": "samples?text=two+answer&sort=-gap_max",
     "groups of a round": "groups",
-    "most different": "groups?different=1",
     "one group": "group?round=train.100.0&group=3",
     "overview": "overview",
 }

@@ -82,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--port", type=int, default=8462, help="0: any (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
     add("--groups", type=int, default=40, help="in that page (default: %(default)s)")
-    add("--steps", metavar="A:B", default="", help="only these, in that page")
 
     add = command(
         "replay", "replay.command.run", "generate a logged group again, and compare token by token"
@@ -196,7 +195,7 @@ def view(options: argparse.Namespace) -> None:
     if options.output is not None:
         from swift_grpo_ext.tools.view.pages import write_page
 
-        print(write_page(options.run_dir, options.output, options.groups, options.steps))
+        print(write_page(options.run_dir, options.output, options.groups))
     else:
         from swift_grpo_ext.tools.view.server import serve
 

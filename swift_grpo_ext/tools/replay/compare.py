@@ -83,7 +83,7 @@ def compare(
     )
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
     """Return the first position where tokens differ or one side has ended; None if all agree."""
     pairs = enumerate(zip_longest(one, other))
     return next((position for position, (a, b) in pairs if a != b), None)

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from PIL import Image
 from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
-from swift_grpo_ext.tools.view.queries import describe, read_messages
-from swift_grpo_ext.tools.view.runs import Follower
+from swift_grpo_ext.tools.replay.compare import first_difference
+from swift_grpo_ext.tools.view.runs import Follower, describe
 
 SIDES = {"small": 112, "full": 2048}
 """Pixels of a shown image's longer side, at most."""
@@ -80,38 +80,32 @@ class RunView(Follower):
             KeyError: the record has no such group.
         """
         samples = self._samples(name, group)
-        gaps = self._gaps(name, group, samples)
-        for sample in samples:
-            sample["gaps"] = gaps.get(sample["index"], {})
-        prompt = self.snapshot.rounds[name].prompts[samples[0]["fingerprint"]]
+        prompt = self.snapshot.prompts[samples[0]["fingerprint"]]
         for other, number, index in earlier:
             with suppress(KeyError):
-                samples += [s for s in self._samples(other, number) if s["index"] == index]
+                beside = self._samples(other, number)
+                samples += [{**s, "is_earlier": True} for s in beside if s["index"] == index]
         # Without a tokenizer, the texts tell which beginnings are shared.
         unit = "text" if self.decode is None else "token_ids"
         shared = shared_lengths([sample[unit] for sample in samples])
         for sample, num_shared in zip(samples, shared, strict=True):
-            sample["is_earlier"] = (sample["round"], sample["group"]) != (_text(name), group)
-            if self.decode is None:
-                text = sample["text"]
-                sample["pieces"] = [
-                    Piece(text[:num_shared], is_shared=True),
-                    Piece(text[num_shared:]),
-                ]
-            else:
+            if self.decode is not None:
                 sample["pieces"] = pieces(
                     sample["token_ids"],
                     sample["logprobs"],
                     self.decode,
                     num_shared,
-                    sample.get("gaps", {}),
+                    sample["gaps"],
                 )
+            else:
+                beginning, rest = sample["text"][:num_shared], sample["text"][num_shared:]
+                sample["pieces"] = [Piece(beginning, is_shared=True), Piece(rest)]
         phase = "" if name.phase == "train" else f" --phase {name.phase}"
         place = f"--round {name.step}.{name.number} --group {group}{phase}"
         return {
-            "round": _text(name),
+            "round": ".".join(map(str, name)),
             "group": group,
-            "prompt": read_messages(prompt.text),
+            "prompt": prompt.messages,
             "media": prompt.media,
             "samples": samples,
             "has_tokens": self.decode is not None,
@@ -119,41 +113,39 @@ class RunView(Follower):
         }
 
     def _samples(self, name: RoundName, group: int) -> list[dict[str, Any]]:
-        """Return a group's samples by index and turn, with their tokens; raises KeyError."""
+        """Return a group's samples by index and turn, with tokens and their gaps by position;
+        raises KeyError where the record has no such group."""
         snapshot = self.snapshot
         rows = snapshot.rounds[name].rows
         rows = rows.filter(pc.equal(rows["group"], group))
-        if not rows.num_rows or snapshot.samples is None:
-            raise KeyError(f"{_text(name)} {group}")
+        if not rows.num_rows or snapshot.samples is None or snapshot.scores is None:
+            raise KeyError(f"{name} {group}")
         columns = [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs"]
         [tokens] = snapshot.samples.read_rounds([name], columns)
         tokens = tokens.filter(pc.equal(tokens["group"], group))
-        pairs = zip(rows.to_pylist(), tokens.to_pylist(), strict=True)
-        return [{**describe(snapshot, row), **of_row} for row, of_row in pairs]
-
-    def _gaps(
-        self, name: RoundName, group: int, samples: Sequence[dict[str, Any]]
-    ) -> dict[int, dict[int, float]]:
-        """Return, by a sample's index, the gaps of its tokens by position (`RewardRow.gaps`)."""
-        scores = self.snapshot.scores
-        has_turns = any(sample["turn"] for sample in samples)  # positions count over all of them
-        if scores is None or name not in scores.rounds or has_turns:
-            return {}
-        [rows] = scores.read_rounds([name], ["group", "index", "gaps"])
-        rows = rows.filter(pc.equal(rows["group"], group))
-        return {row["index"]: dict(row["gaps"] or ()) for row in rows.to_pylist()}
+        gaps = {}
+        # The positions of a conversation's gaps count over all its turns: they are not shown.
+        if name in snapshot.scores.rounds and not any(rows["turn"].to_pylist()):
+            [scores] = snapshot.scores.read_rounds([name], ["group", "index", "gaps"])
+            scores = scores.filter(pc.equal(scores["group"], group))
+            gaps = {row["index"]: dict(row["gaps"] or ()) for row in scores.to_pylist()}
+        return [
+            {
+                **describe(snapshot, row),
+                **of_row,
+                "gaps": gaps.get(row["index"], {}),
+                "is_earlier": False,
+            }
+            for row, of_row in zip(rows.to_pylist(), tokens.to_pylist(), strict=True)
+        ]
 
     def medium_name(self, name: RoundName, group: int, number: int) -> str:
         """Return the name of one medium of a group's prompt; raises KeyError or IndexError."""
-        of_round = self.snapshot.rounds[name]
-        at = pc.index(of_round.rows["group"], group).as_py()
+        rows = self.snapshot.rounds[name].rows
+        at = pc.index(rows["group"], group).as_py()
         if at < 0 or number < 0:
             raise KeyError(group)
-        return of_round.prompts[of_round.rows["fingerprint"][at].as_py()].media[number]
-
-
-def _text(name: RoundName) -> str:
-    return ".".join(map(str, name))
+        return self.snapshot.prompts[rows["fingerprint"][at].as_py()].media[number]
 
 
 def shared_lengths(completions: Sequence[Sequence[int] | str]) -> list[int]:
@@ -165,9 +157,8 @@ def shared_lengths(completions: Sequence[Sequence[int] | str]) -> list[int]:
     order = sorted(range(len(completions)), key=lambda number: list(completions[number]))
     shared = [0] * len(completions)
     for one, other in pairwise(order):
-        pairs = enumerate(zip_longest(completions[one], completions[other]))
-        differing = (position for position, (a, b) in pairs if a != b)
-        common = next(differing, len(completions[one]))
+        position = first_difference(completions[one], completions[other])
+        common = len(completions[one]) if position is None else position
         shared[one], shared[other] = max(shared[one], common), max(shared[other], common)
     return shared
 
@@ -176,8 +167,8 @@ def pieces(
     ids: Sequence[int],
     logprobs: Sequence[float] | None,
     decode: Decode,
-    num_shared: int = 0,
-    gaps: dict[int, float] | None = None,
+    num_shared: int,
+    gaps: dict[int, float],
 ) -> list[Piece]:
     """Return the text of each token; tokens that hold parts of a character only make one piece."""
     parts: list[Piece] = []
@@ -196,7 +187,7 @@ def pieces(
                 text=text,
                 is_shared=end <= num_shared,
                 logprob=sum(known) if is_known else None,
-                gap=max((gaps or {}).get(position, 0.0) for position in range(start, end)),
+                gap=max(gaps.get(position, 0.0) for position in range(start, end)),
             )
         )
         start = end

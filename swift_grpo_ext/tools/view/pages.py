@@ -16,15 +16,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import pyarrow.compute as pc
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from swift_grpo_ext.diversity.alarms import read_words
 from swift_grpo_ext.diversity.record import read_records
-from swift_grpo_ext.tools.view import curves, diversity, queries
+from swift_grpo_ext.tools.view import overview
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
-from swift_grpo_ext.tools.view.queries import parse_round
+from swift_grpo_ext.tools.view.overview import evenly_spaced
+from swift_grpo_ext.tools.view.runs import (
+    RANGES,
+    facets,
+    list_groups,
+    list_samples,
+    matching,
+    parse_round,
+)
 
 HERE = Path(__file__).parent
 PAGE_ROWS = 50
@@ -86,7 +94,7 @@ def _environment() -> Environment:
             "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'self'"
         ),
         basename=os.path.basename,
-        ranges=queries.RANGES,
+        ranges=RANGES,
     )
     return environment
 
@@ -131,10 +139,10 @@ def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of `samples.html`: one page of the samples that match, or the problem."""
     snapshot = run.snapshot
     problem = snapshot.problem
-    rows = queries.matching(snapshot, {})[:0]
+    rows = np.arange(0)
     offset = 0
     try:
-        rows = queries.matching(snapshot, query)
+        rows = matching(snapshot, query)
         offset = max(int(query.get("offset") or 0), 0)
     except ValueError as e:
         problem = str(e)
@@ -144,51 +152,43 @@ def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
         "count": len(rows),
         "offset": offset,
         "next_offset": offset + PAGE_ROWS if offset + PAGE_ROWS < len(rows) else None,
-        "samples": queries.list_samples(snapshot, rows[offset : offset + PAGE_ROWS]),
-        "facets": queries.facets(snapshot),
+        "samples": list_samples(snapshot, rows[offset : offset + PAGE_ROWS]),
+        "facets": facets(snapshot),
         "is_live": not offset,
     }
 
 
 def groups_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of `groups.html`: the groups of a round, the newest if none is named, or
-    with `different` those whose rewards differ most in the whole run.
-
-    Raises:
-        LookupError, ValueError: there is no such round.
-    """
+    """Return the values of `groups.html`: the groups of a round, the newest if none is named;
+    raises ValueError where there is no such round."""
     snapshot = run.snapshot
     names = [".".join(map(str, name)) for name in snapshot.rounds]
-    shown = query.get("round") or (names[0] if names else "")
-    is_different = bool(query.get("different"))
-    if shown and shown not in names:
-        raise LookupError(shown)
-    at = names.index(shown) if shown else 0
-    of_round = None if is_different or not shown else parse_round(shown)
+    shown = query.get("round") or next(iter(names), "")
+    at = names.index(shown) if names else 0
     return {
         "names": names,
         "shown": shown,
-        "is_different": is_different,
         "later": names[at - 1] if at > 0 else None,
         "earlier": names[at + 1] if at + 1 < len(names) else None,
-        "groups": queries.list_groups(snapshot, of_round) if names else [],
+        "groups": list_groups(snapshot, parse_round(shown)) if names else [],
         "problem": snapshot.problem,
         "is_live": not query.get("round"),
     }
 
 
-def group_values(runs: Sequence[RunView], run: int, name: str, number: int) -> dict[str, Any]:
-    """Return the values of `group.html`; raises LookupError or ValueError where there is none."""
-    of_round = parse_round(name)
-    group = runs[run].group(of_round, number)
-    numbers = pc.unique(runs[run].snapshot.rounds[of_round].rows["group"]).to_pylist()
+def group_values(runs: Sequence[RunView], run: int, query: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `group.html`: a group, and those of the other runs at its place; raises
+    LookupError or ValueError where there is none."""
+    name, number = parse_round(query["round"]), int(query["group"])
+    group = runs[run].group(name, number)
+    numbers = runs[run].snapshot.rounds[name].rows["group"].unique().to_pylist()
     at = numbers.index(number)
-    others: list[tuple[str, dict[str, Any] | None]] = []
+    others: list[tuple[str, dict[str, Any]]] = []
     for other in (*runs[:run], *runs[run + 1 :]):
         try:
-            others.append((other.name, other.group(of_round, number)))
+            others.append((other.name, other.group(name, number)))
         except KeyError:
-            others.append((other.name, None))
+            others.append((other.name, {"samples": []}))
     return {
         "group": group,
         "earlier_group": numbers[at - 1] if at else None,
@@ -199,17 +199,19 @@ def group_values(runs: Sequence[RunView], run: int, name: str, number: int) -> d
 
 def overview_values(runs: Sequence[RunView], run: int) -> dict[str, Any]:
     """Return the values of `overview.html`: verdict, alarms and worst groups of one run, and the
-    curves of all, in which that run's alarms are shaded."""
+    curves of all, in which that run's alarms in training are shaded."""
     records_of = [read_records(one.run_dir) for one in runs]
     pairs = zip(runs, records_of, strict=True)
-    panels = [curves.make_panels(one.snapshot, records) for one, records in pairs]
+    panels = [overview.make_panels(one.snapshot, records) for one, records in pairs]
     records = records_of[run]
-    spans = diversity.alarm_spans(records)
+    alarms = overview.list_alarms(records)
+    shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
     return {
-        "verdict": diversity.overall_verdict(records),
-        "alarms": diversity.list_alarms(records),
-        "charts": curves.make_charts(panels, [one.name for one in runs], spans),
-        "groups": diversity.worst_groups(runs[run], records),
+        "verdict": overview.overall_verdict(records),
+        "alarms": alarms,
+        "shaded": shaded,
+        "charts": overview.make_charts(panels, [one.name for one in runs], shaded),
+        "groups": overview.worst_groups(runs[run], records),
         "is_live": True,
     }
 
@@ -221,18 +223,15 @@ def write_page(
     run_dirs: Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
     num_groups: int = 40,
-    steps: str = "",
 ) -> Path:
     """Write the overview and a selection of groups as one page; return its path.
 
     Args:
-        num_groups: how many groups of the first run it holds at most, as `queries.pick_groups`
-            selects them, each with the second run's group at the same place.
-        steps: only groups of these, such as `10:20`.
+        num_groups: how many groups of the first run it holds at most, spread evenly over its
+            rounds, each with the second run's group at the same place.
 
     Raises:
         FileNotFoundError: a folder is not there, or holds neither samples nor `diversity.jsonl`.
-        ValueError: `steps` cannot be read.
         OSError: the page cannot be written.
     """
     runs = open_runs(run_dirs)
@@ -240,30 +239,29 @@ def write_page(
         run.refresh()
         if run.snapshot.problem and not read_records(run.run_dir):
             raise FileNotFoundError(run.snapshot.problem)
-    picked = queries.pick_groups(runs[0].snapshot, steps, num_groups)
+    snapshot = runs[0].snapshot
+    groups = [group for name in reversed(snapshot.rounds) for group in list_groups(snapshot, name)]
+    listed = evenly_spaced(groups, num_groups)
 
     def address_inside(page: str, run: int, **values: Any) -> str:
         if page == "image":
             name = parse_round(values["round"])
-            return data_uri(runs[run].medium_name(name, values["group"], values["number"]))
+            try:
+                image = runs[run].medium_name(name, values["group"], values["number"])
+                content = image_bytes(image, "small")
+            except ValueError:
+                return ""
+            return f"data:image/png;base64,{base64.b64encode(content).decode()}"
         place = f"-{values['round']}-{values['group']}" if page == "group" else ""
         return f"#{page}-{run}{place}"
-
-    @cache
-    def data_uri(name: str) -> str:
-        try:
-            content = image_bytes(name, "small")
-        except ValueError:
-            return ""
-        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
     page = render(
         "saved",
         runs,
         url=address_inside,
         overviews=[overview_values(runs, number) for number in range(len(runs))],
-        listed=picked,
-        pages=[group_values(runs, 0, group["round"], group["group"]) for group in picked],
+        listed=listed,
+        pages=[group_values(runs, 0, group) for group in listed],
     )
     path = Path(output)
     path.write_text(page, encoding="utf-8")

@@ -1,16 +1,20 @@
-"""A run's samples in memory, newest round first, while the run writes them. Pure.
+"""A run's samples in memory, newest round first, and the questions that pages ask of them. Pure.
 
 `Follower.refresh` reads the rounds that are new on disk, block by block, and publishes a `Snapshot`
 after each block, so that the first page need not wait for a million samples. Tokens and
 log-probabilities stay on disk: a sample takes its text and about 120 bytes.
+
+A filter is a URL's values: `steps=10:20`, `min_reward=0.5`, `truncated=true`, `text=seven`.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +29,24 @@ from swift_grpo_ext.record.row import SAMPLES
 BLOCK_ROUNDS = 32
 """Rounds that are read before the next snapshot is published."""
 
-SAMPLE_COLUMNS = (
+SAMPLE_COLUMNS = [
     *("phase", "step", "number", "group", "index", "turn", "seed", "replica", "weight_version"),
     *("finish_reason", "stop_reason", "num_tokens", "text", "fingerprint"),
-)
-SCORE_COLUMNS = (
-    *("group", "index", "reward", "advantage", "gap_mean", "gap_max"),
-    *("truncated", "replaced", "fate"),
-)
-GROUP_KEYS = ("phase", "step", "number", "group")
+]
+SCORE_COLUMNS = [
+    *("reward", "rewards", "advantage", "gap_mean", "gap_max", "truncated", "replaced", "fate"),
+]
+RANGES = ("reward", "advantage", "num_tokens", "gap_max")
+"""Columns that a least and a greatest value bound; a sample without a value is out of all."""
 
-PART = "part:"
-"""Begins the name of the column that holds one reward function's values."""
+EXACT = ("phase", "finish_reason", "stop_reason", "fate", "truncated")
+"""Columns that are filtered by equality."""
+
+MAX_VALUES = 50
+"""Values of such a column in a menu."""
+
+MAX_TEXT = 400
+"""Characters of a completion in a list."""
 
 
 class Prompt(NamedTuple):
@@ -45,15 +55,17 @@ class Prompt(NamedTuple):
     text: str
     media: list[str]
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = json.loads(self.text)
+        return messages
+
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """The samples of one round with their scores, by group, index and turn."""
 
     rows: pa.Table
-    prompts: dict[str, Prompt]
-    """By `fingerprint`."""
-
     stored: tuple[Any, ...]
     """Where the rows stand on disk: rows that were replaced stand elsewhere."""
 
@@ -66,6 +78,9 @@ class Snapshot:
     rounds: dict[RoundName, Round] = field(default_factory=dict)
     """Newest first; an evaluation stands beside the training rounds of its step."""
 
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    """By `fingerprint`."""
+
     is_whole: bool = False
     """True if all that was on disk is read."""
 
@@ -77,41 +92,13 @@ class Snapshot:
     @cached_property
     def table(self) -> pa.Table:
         """All samples, in the order of `rounds`."""
-        rows = [r.rows for r in self.rounds.values()]
-        return pa.concat_tables([_EMPTY, *rows], promote_options="default")
-
-    @cached_property
-    def prompts(self) -> dict[str, Prompt]:
-        """The prompts of all rounds; where one came again, as its newest round has it."""
-        rounds = reversed(self.rounds.values())
-        return {key: prompt for r in rounds for key, prompt in r.prompts.items()}
+        return pa.concat_tables([_EMPTY, *(r.rows for r in self.rounds.values())])
 
     @cached_property
     def functions(self) -> list[str]:
         """The names of the reward functions."""
-        names = self.table.schema.names
-        return [name.removeprefix(PART) for name in names if name.startswith(PART)]
-
-    @cached_property
-    def groups(self) -> pa.Table:
-        """One row per group: `GROUP_KEYS`, `fingerprint`, `samples`, the means of the samples'
-        numbers under their names, `spread` (the standard deviation of the rewards), `rewards` (a
-        list), and `distinct` (how many texts differ)."""
-        parts = [PART + name for name in self.functions]
-        numbers = ["reward", *parts, "num_tokens", "surprisal", "gap_mean"]
-        others = {
-            ("fingerprint", "one"): "fingerprint",
-            ("index", "count"): "samples",
-            ("reward", "stddev"): "spread",
-            ("reward", "list"): "rewards",
-            ("text", "count_distinct"): "distinct",
-        }
-        # One thread keeps groups and rewards in the samples' order.
-        grouped = self.table.group_by(list(GROUP_KEYS), use_threads=False)
-        groups = grouped.aggregate([*((name, "mean") for name in numbers), *others])
-        names = {f"{name}_mean": name for name in numbers}
-        names |= {f"{name}_{function}": new for (name, function), new in others.items()}
-        return groups.rename_columns([names.get(name, name) for name in groups.schema.names])
+        names: list[str] = pc.unique(self.table["rewards"].combine_chunks().keys).to_pylist()
+        return names
 
 
 class Follower:
@@ -120,99 +107,194 @@ class Follower:
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self.run_dir = Path(run_dir)
         self.snapshot = Snapshot(version=0)
-        self._files: set[Path] | None = None
-        self._rounds: dict[RoundName, Round] = {}
+        self._prompts: dict[str, Prompt] = {}
 
     def refresh(self) -> bool:
         """Read what is new on disk; return True if anything was."""
-        folders = [table.folder(self.run_dir) for table in (SAMPLES, REWARDS)]
-        # A file never changes; what is new has a new name.
-        files = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
-        if files == self._files:
-            return False
+        before = self.snapshot
         try:
             samples = index_samples(self.run_dir)
-            scores = index_rewards(samples, self.run_dir)
         except FileNotFoundError as e:
-            self._publish(is_whole=True, problem=str(e))
-            self._files = files
-            return True
-        stored = {n: (places, scores.rounds.get(n)) for n, places in samples.rounds.items()}
+            if before.problem != str(e):
+                self._publish({}, problem=str(e))
+            return before is not self.snapshot
+        scores = index_rewards(samples, self.run_dir)
+        stored = {name: (of, scores.rounds.get(name)) for name, of in samples.rounds.items()}
         # Rounds that were read before stay in sight until their new rows are there.
-        self._rounds = {n: r for n, r in self._rounds.items() if n in stored}
-        kept = {n for n, r in self._rounds.items() if r.stored == stored[n]}
-        changed = sorted(stored.keys() - kept, key=_newest_first)
+        rounds = {name: of for name, of in before.rounds.items() if name in stored}
+        changed = [
+            name
+            for name in sorted(stored, key=_newest_first)
+            if name not in rounds or rounds[name].stored != stored[name]
+        ]
+        if not changed and len(rounds) == len(before.rounds) and before.is_whole:
+            return False
         for start in range(0, max(len(changed), 1), BLOCK_ROUNDS):
             block = changed[start : start + BLOCK_ROUNDS]
-            for name, rows, prompts in _read_rounds(samples, scores, block):
-                self._rounds[name] = Round(rows=rows, prompts=prompts, stored=stored[name])
+            for name, rows in zip(block, self._read(samples, scores, block), strict=True):
+                rounds[name] = Round(rows=rows, stored=stored[name])
             is_whole = start + BLOCK_ROUNDS >= len(changed)
-            self._publish(samples=samples, scores=scores, is_whole=is_whole)
-        self._files = files
+            self._publish(rounds, samples=samples, scores=scores, is_whole=is_whole)
         return True
 
-    def _publish(self, **values: Any) -> None:
-        names = sorted(self._rounds, key=_newest_first)
-        rounds = {name: self._rounds[name] for name in names}
-        self.snapshot = Snapshot(version=self.snapshot.version + 1, rounds=rounds, **values)
+    def _read(
+        self, samples: SampleIndex, scores: SampleIndex, names: Sequence[RoundName]
+    ) -> list[pa.Table]:
+        """Return each round's samples with their scores, null where a sample has none; keep their
+        prompts."""
+        scored = [name for name in names if name in scores.rounds]
+        tables = scores.read_rounds(scored, ["group", "index", *SCORE_COLUMNS])
+        scores_of = dict(zip(scored, tables, strict=True))
+        read = []
+        tables = samples.read_rounds(names, [*SAMPLE_COLUMNS, "prompt", "media"])
+        for name, rows in zip(names, tables, strict=True):
+            hashes = rows["fingerprint"].combine_chunks().dictionary_encode()
+            _, firsts = np.unique(hashes.indices.to_numpy(), return_index=True)
+            prompts = rows.select(["fingerprint", "prompt", "media"]).take(firsts).to_pylist()
+            self._prompts |= {p["fingerprint"]: Prompt(p["prompt"], p["media"]) for p in prompts}
+            rows = rows.select(SAMPLE_COLUMNS)
+            read.append(_with_scores(rows, scores_of.get(name, REWARDS.schema.empty_table())))
+        return read
+
+    def _publish(
+        self, rounds: dict[RoundName, Round], *, is_whole: bool = True, **values: Any
+    ) -> None:
+        self.snapshot = Snapshot(
+            version=self.snapshot.version + 1,
+            rounds={name: rounds[name] for name in sorted(rounds, key=_newest_first)},
+            prompts=dict(self._prompts),  # pages iterate over it while the next block is read
+            is_whole=is_whole,
+            **values,
+        )
 
 
 def _newest_first(name: RoundName) -> tuple[int, str, int]:
     return -name.step, name.phase, -name.number
 
 
-def _read_rounds(
-    samples: SampleIndex, scores: SampleIndex, names: Iterable[RoundName]
-) -> Iterator[tuple[RoundName, pa.Table, dict[str, Prompt]]]:
-    """Yield each round's samples, joined with their scores, and its prompts by fingerprint."""
-    names = list(names)
-    scored = [name for name in names if name in scores.rounds]
-    columns = [*SCORE_COLUMNS, "rewards"]
-    scores_of = dict(zip(scored, scores.read_rounds(scored, columns), strict=True))
-    columns = [*SAMPLE_COLUMNS, "logprobs", "prompt", "media"]
-    for name, rows in zip(names, samples.read_rounds(names, columns), strict=True):
-        hashes = rows["fingerprint"].combine_chunks().dictionary_encode()
-        _, firsts = np.unique(hashes.indices.to_numpy(), return_index=True)
-        prompts = {
-            rows["fingerprint"][at].as_py(): Prompt(
-                rows["prompt"][at].as_py(), rows["media"][at].as_py()
-            )
-            for at in firsts.tolist()
-        }
-        surprisal = pa.array(mean_surprisal(rows["logprobs"]), from_pandas=True)
-        rows = rows.select(SAMPLE_COLUMNS).append_column("surprisal", surprisal)
-        yield name, _with_scores(rows, scores_of.get(name)), prompts
+def _with_scores(rows: pa.Table, scores: pa.Table) -> pa.Table:
+    """Append the scores of each row's sample; all turns of a conversation share them."""
+    keys = [
+        pc.add(pc.multiply(table["group"], 2**32), table["index"].cast(pa.int64()))
+        for table in (rows, scores)
+    ]
+    scores = scores.take(pc.index_in(keys[0], value_set=keys[1].combine_chunks()))
+    for name in SCORE_COLUMNS:
+        rows = rows.append_column(REWARDS.schema.field(name).with_nullable(True), scores[name])
+    return rows
 
 
-def mean_surprisal(logprobs: pa.ChunkedArray) -> np.ndarray:
-    """Return the mean of -log-probability over each sample's tokens, in nats; NaN for a sample
-    without log-probabilities."""
-    lists = logprobs.combine_chunks()
-    lengths = pc.list_value_length(lists).fill_null(0).to_numpy()
-    values = lists.flatten().to_numpy().astype(np.float64)
-    sums = np.full(len(lengths), np.nan)
-    filled = lengths > 0
-    if filled.any():
-        starts = np.cumsum(lengths) - lengths
-        sums[filled] = np.add.reduceat(values, starts[filled])
-    return -sums / np.maximum(lengths, 1)
-
-
-def _with_scores(rows: pa.Table, scores: pa.Table | None) -> pa.Table:
-    """Append the scores of each row's sample, and one column per reward function; null where the
-    sample has none. All turns of a conversation share its scores."""
-    if scores is None:
-        scores = REWARDS.schema.empty_table()
-    parts = scores["rewards"].combine_chunks()
-    scores = scores.select(SCORE_COLUMNS)
-    for name in parts.keys.unique().to_pylist():
-        scores = scores.append_column(PART + name, pc.map_lookup(parts, name, "first"))
-    order = [(name, "ascending") for name in ("group", "index", "turn")]
-    return rows.join(scores, keys=["group", "index"]).sort_by(order)
-
-
-_COLUMNS = [SAMPLES.schema.field(name) for name in SAMPLE_COLUMNS]
 _EMPTY = _with_scores(
-    pa.schema([*_COLUMNS, ("surprisal", pa.float64())]).empty_table(),
-    None,
+    SAMPLES.schema.empty_table().select(SAMPLE_COLUMNS), REWARDS.schema.empty_table()
 )
+
+
+# --- which samples, which groups ---
+
+
+def parse_round(text: str) -> RoundName:
+    """Read `train.3.0`; raises ValueError."""
+    phase, step, number = text.split(".")
+    return RoundName(phase, int(step), int(number))
+
+
+def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:
+    """Return the numbers of the rows of `snapshot.table` that a filter lets pass.
+
+    Args:
+        values: those of a URL; `sort=reward` sorts by a column of `RANGES`, `sort=-reward` puts the
+            greatest first. Rows without a value come last. Without `sort`, the newest come first.
+
+    Raises:
+        ValueError: a value is no number, or no column.
+    """
+    table = snapshot.table
+    first, colon, last = values.get("steps", "").partition(":")
+    bounds = [("step", "steps", first, pc.greater_equal)]
+    bounds += [("step", "steps", last if colon else first, pc.less_equal)]
+    for column in RANGES:
+        for end, compare in (("min", pc.greater_equal), ("max", pc.less_equal)):
+            bounds.append((column, f"{end}_{column}", values.get(f"{end}_{column}", ""), compare))
+    conditions = []
+    for column, name, bound, compare in bounds:
+        if bound:
+            try:
+                conditions.append(compare(table[column], float(bound)))
+            except ValueError as e:
+                raise ValueError(f"{name}={values[name]}: {bound} is no number.") from e
+    for column in EXACT:
+        if values.get(column):
+            conditions.append(pc.equal(table[column].cast(pa.utf8()), values[column]))
+    if text := values.get("text"):
+        if values.get("in_prompt"):  # each prompt is looked at once, and not once a sample
+            prompts = [prompt.text for prompt in snapshot.prompts.values()]
+            has_text = pc.match_substring(pa.array(prompts, pa.utf8()), text, ignore_case=True)
+            hashes = pa.array(snapshot.prompts, pa.utf8()).filter(has_text)
+            conditions.append(pc.is_in(table["fingerprint"], value_set=hashes))
+        else:
+            conditions.append(pc.match_substring(table["text"], text, ignore_case=True))
+    rows = np.arange(table.num_rows)
+    if conditions:
+        masks = (condition.fill_null(False).to_numpy() for condition in conditions)
+        rows = np.flatnonzero(reduce(np.logical_and, masks))
+
+    column = values.get("sort", "").removeprefix("-")
+    if column not in ("", *RANGES):
+        raise ValueError(f"sort={column}: expected one of {', '.join(RANGES)}.")
+    if column:
+        keys = table[column].combine_chunks().take(pa.array(rows))
+        order = "descending" if values["sort"].startswith("-") else "ascending"
+        rows = rows[pc.array_sort_indices(keys, order=order).to_numpy()]
+    return rows
+
+
+def facets(snapshot: Snapshot) -> dict[str, list[tuple[str, int]]]:
+    """Return the values of the `EXACT` columns with their numbers of samples, most frequent first,
+    for menus."""
+    menus = {}
+    for name in EXACT:
+        counts = pc.value_counts(snapshot.table[name].cast(pa.utf8())).to_pylist()
+        known = [(c["values"], c["counts"]) for c in counts if c["values"] is not None]
+        menus[name] = sorted(known, key=lambda pair: -pair[1])[:MAX_VALUES]
+    return menus
+
+
+def list_samples(snapshot: Snapshot, rows: np.ndarray) -> list[dict[str, Any]]:
+    """Return some rows of `snapshot.table` as a page shows them, with the beginnings of texts."""
+    # Slices, as `take` would copy the texts of a whole chunk.
+    found = [snapshot.table.slice(number, 1).to_pylist()[0] for number in rows.tolist()]
+    return [{**describe(snapshot, row), "text": row["text"][:MAX_TEXT]} for row in found]
+
+
+def describe(snapshot: Snapshot, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with its round's name, its reward functions' values under `parts`, and the
+    number of its prompt's media."""
+    place = f"{row['phase']}.{row['step']}.{row['number']}"
+    num_media = len(snapshot.prompts[row["fingerprint"]].media)
+    return {**row, "round": place, "parts": dict(row["rewards"] or ()), "num_media": num_media}
+
+
+def list_groups(snapshot: Snapshot, name: RoundName) -> list[dict[str, Any]]:
+    """Return the groups of a round as a page shows them: `reward` is the mean of the `rewards` and
+    `spread` their standard deviation, None without any; `distinct` is how many texts differ."""
+    listed = []
+    rows = snapshot.rounds[name].rows.to_pylist()
+    for group, of_group in groupby(rows, key=lambda row: row["group"]):
+        samples = list(of_group)
+        prompt = snapshot.prompts[samples[0]["fingerprint"]]
+        rewards = [sample["reward"] for sample in samples]
+        known = [reward for reward in rewards if reward is not None]
+        listed.append(
+            {
+                "round": ".".join(map(str, name)),
+                "group": group,
+                "prompt": str(prompt.messages[-1]["content"])[:160],
+                "num_media": len(prompt.media),
+                "samples": len(samples),
+                "distinct": len({sample["text"] for sample in samples}),
+                "rewards": rewards,
+                "reward": float(np.mean(known)) if known else None,
+                "spread": float(np.std(known)) if known else None,
+            }
+        )
+    return listed

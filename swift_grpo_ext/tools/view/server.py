@@ -12,7 +12,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,7 +21,7 @@ from starlette.routing import Mount, Route
 
 from swift_grpo_ext.tools.view import pages
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
-from swift_grpo_ext.tools.view.queries import parse_round
+from swift_grpo_ext.tools.view.runs import parse_round
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +50,16 @@ def make_app(runs: Sequence[RunView], token: str) -> Starlette:
         query = dict(request.query_params)
         try:
             run = runs[number]
-            values: dict[str, Any]
-            if name == "samples":
-                values = pages.samples_values(run, query)
-            elif name == "groups":
-                values = pages.groups_values(run, query)
-            elif name == "group":
-                values = pages.group_values(runs, number, query["round"], int(query["group"]))
-            elif name == "overview":
-                values = pages.overview_values(runs, number)
-            else:
-                return _image(run, query)
+            if name == "image":  # by round, group and number: what the run's record names
+                place = parse_round(query["round"]), int(query["group"]), int(query["number"])
+                content = image_bytes(run.medium_name(*place), query["size"])
+                return Response(content, media_type="image/png", headers=HEADERS)
+            values = {
+                "samples": lambda: pages.samples_values(run, query),
+                "groups": lambda: pages.groups_values(run, query),
+                "group": lambda: pages.group_values(runs, number, query),
+                "overview": lambda: pages.overview_values(runs, number),
+            }[name]()
         except (LookupError, ValueError) as e:
             return PlainTextResponse(f"There is no such thing here ({e}).", 404)
         html = pages.render(name, runs, number, **values)
@@ -73,13 +71,6 @@ def make_app(runs: Sequence[RunView], token: str) -> Starlette:
         Route("/{run:int}/{page}", page),
     ]
     return Starlette(routes=[Mount(f"/{token}", routes=routes)])
-
-
-def _image(run: RunView, query: dict[str, str]) -> Response:
-    """Answer an image that the record names, by its round, group and number there; raises
-    LookupError or ValueError where there is none."""
-    name = run.medium_name(parse_round(query["round"]), int(query["group"]), int(query["number"]))
-    return Response(image_bytes(name, query["size"]), media_type="image/png", headers=HEADERS)
 
 
 def serve(run_dirs: Sequence[str | os.PathLike[str]], port: int) -> None:

@@ -53,7 +53,7 @@ def test_pieces_hold_whole_characters() -> None:
 
 def test_unknown_and_infinite_log_probabilities_are_none() -> None:
     for logprobs in (None, [-math.inf, math.nan]):
-        parts = pieces([65, 66], logprobs, lambda ids: "x" * len(ids))
+        parts = pieces([65, 66], logprobs, lambda ids: "x" * len(ids), 0, {})
         assert [part.logprob for part in parts] == [None] * 2
 
 
@@ -61,7 +61,7 @@ def test_a_first_token_keeps_its_space() -> None:
     def decode(ids: list[int]) -> str:  # as sentencepiece: no space at the beginning
         return "".join(f" w{i}" for i in ids)[1:]
 
-    assert [part.text for part in pieces([1, 2], None, decode)] == ["w1", " w2"]
+    assert [part.text for part in pieces([1, 2], None, decode, 0, {})] == ["w1", " w2"]
 
 
 def test_a_group(tmp_path: Path) -> None:

@@ -1,37 +1,40 @@
-"""What is read of a run, and that it follows the run's files."""
+"""What is read of a run while it goes on, filters, orders, and groups."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
+from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.tools.view import runs
-from swift_grpo_ext.tools.view.runs import Follower, mean_surprisal
+from swift_grpo_ext.tools.view.runs import (
+    Follower,
+    Snapshot,
+    facets,
+    list_groups,
+    list_samples,
+    matching,
+)
 from tests.tools.view.runs import Writer, make_rows, make_run
 
 
-def names(follower: Follower) -> list[tuple[str, int, int]]:
+def rounds_of(follower: Follower) -> list[tuple[str, int, int]]:
     return [tuple(name) for name in follower.snapshot.rounds]
 
 
 def test_rounds_come_newest_first_with_their_scores(tmp_path: Path) -> None:
     follower = Follower(make_run(tmp_path / "run"))
     assert follower.refresh()
-    assert names(follower) == [("train", 2, 0), ("train", 1, 0), ("train", 0, 0)]
+    assert rounds_of(follower) == [("train", 2, 0), ("train", 1, 0), ("train", 0, 0)]
     snapshot = follower.snapshot
     assert (snapshot.is_whole, snapshot.problem) == (True, "")
     assert snapshot.functions == ["Accuracy", "Format"]
     row = snapshot.table.slice(3, 1).to_pylist()[0]
     assert (row["group"], row["index"], row["reward"], row["advantage"]) == (1, 1, 1.0, 0.5)
-    assert row["part:Accuracy"] == 1.0
-    assert row["surprisal"] == pytest.approx((0.5 + 0.25 + 1.0) / 3)
+    assert row["rewards"] == [("Accuracy", 1.0), ("Format", 1.0)]
     assert snapshot.prompts[row["fingerprint"]].media == [str(tmp_path / "run/images/1.png")]
-    group = snapshot.groups.slice(1, 1).to_pylist()[0]
-    assert (group["step"], group["group"], group["samples"], group["distinct"]) == (2, 1, 2, 2)
-    assert (group["reward"], group["spread"], group["rewards"]) == (0.5, 0.5, [0.0, 1.0])
 
 
 def test_a_run_is_followed(tmp_path: Path) -> None:
@@ -50,12 +53,28 @@ def test_a_run_is_followed(tmp_path: Path) -> None:
     assert follower.snapshot.rounds["train", 0, 0] is first  # what did not change is not read again
 
 
+def test_turns_share_their_sample_s_score(tmp_path: Path) -> None:
+    writer, follower = Writer(tmp_path), Follower(tmp_path)
+    first = make_rows(0)
+    later = [replace(r, sample_id=replace(r.sample_id, turn=1)) for r in first if r.seed % 2]
+    writer.write([*first, *later], scored=False)
+    follower.refresh()
+    assert list_groups(follower.snapshot, RoundName("train", 0, 0))[1]["reward"] is None
+    writer.score(first)
+    follower.refresh()
+    columns = [follower.snapshot.table[name] for name in ("group", "index", "turn", "reward")]
+    assert list(zip(*(column.to_pylist() for column in columns), strict=True)) == [
+        (0, 0, 0, 0.0), (0, 1, 0, 0.0), (0, 1, 1, 0.0),
+        (1, 0, 0, 0.0), (1, 1, 0, 1.0), (1, 1, 1, 1.0),
+    ]  # fmt: skip
+
+
 def test_a_resumed_session_supersedes(tmp_path: Path) -> None:
     follower = Follower(make_run(tmp_path / "run"))
     follower.refresh()
     Writer(tmp_path / "run", session=1, start_step=1).write(make_rows(1, num_groups=1))
     assert follower.refresh()
-    assert names(follower) == [("train", 1, 0), ("train", 0, 0)]
+    assert rounds_of(follower) == [("train", 1, 0), ("train", 0, 0)]
     assert follower.snapshot.rounds["train", 1, 0].rows.num_rows == 2
 
 
@@ -84,7 +103,94 @@ def test_a_folder_without_record_has_a_problem_until_it_has_one(tmp_path: Path) 
     assert (follower.snapshot.problem, follower.snapshot.table.num_rows) == ("", 4)
 
 
-def test_mean_surprisal_of_lists_that_are_empty_or_missing() -> None:
-    lists = [[-1.0, -3.0], None, [], [-0.5], [-float("inf"), 0.0]]
-    found = mean_surprisal(pa.chunked_array([pa.array(lists, pa.list_(pa.float32()))]))
-    np.testing.assert_equal(found, [2.0, np.nan, np.nan, 0.5, np.inf])
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    """Rounds 0 to 2; one sample was ended by the length limit, one has no reward yet."""
+    folder = tmp_path_factory.mktemp("run")
+    writer = Writer(folder)
+    for step in range(3):
+        rows = make_rows(step)
+        if step == 1:
+            rows[0] = replace(rows[0], finish_reason="length", stop_reason=None)
+        if step == 2:
+            rows[3] = replace(rows[3], text="(七) a.c")
+        writer.write(rows, scored=False)
+        writer.score(rows if step < 2 else rows[:3])
+    follower = Follower(folder)
+    follower.refresh()
+    return follower.snapshot
+
+
+def names(snapshot: Snapshot, **values: str) -> list[str]:
+    """Return step.group.index of the samples that match, in order."""
+    samples = list_samples(snapshot, matching(snapshot, values))
+    return [f"{s['step']}.{s['group']}.{s['index']}" for s in samples]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"steps": "1"}, "1.0.0 1.0.1 1.1.0 1.1.1"),
+        ({"steps": "1:2", "min_reward": "0.5"}, "1.1.1"),
+        ({"steps": ":0", "max_reward": "0.5"}, "0.0.0 0.0.1 0.1.0"),
+        ({"steps": "2:", "truncated": "true"}, "2.0.1"),
+        ({"steps": "2:", "truncated": "false"}, "2.0.0 2.1.0"),
+        ({"finish_reason": "length"}, "1.0.0"),
+        ({"fate": "trained", "steps": "2"}, "2.0.0 2.0.1 2.1.0"),
+        ({"text": "G1 I0"}, "2.1.0 1.1.0 0.1.0"),
+        ({"text": "a.c"}, "2.1.1"),
+        ({"text": "g. i1", "steps": "0"}, ""),
+        ({"text": "question 1", "in_prompt": "1", "steps": "0"}, "0.1.0 0.1.1"),
+        ({"steps": "2", "sort": "-reward"}, "2.0.0 2.0.1 2.1.0 2.1.1"),
+        ({"steps": "1", "sort": "-advantage"}, "1.1.1 1.0.0 1.0.1 1.1.0"),
+        ({"steps": "1:2", "text": "i1", "sort": "reward"}, "2.0.1 1.0.1 1.1.1"),
+        ({"steps": "3:"}, ""),
+        ({"min_advantage": "0.5"}, "1.1.1 0.1.1"),
+        ({"max_num_tokens": "2"}, ""),
+    ],
+)  # fmt: skip
+def test_filters_and_orders(snapshot: Snapshot, values: dict[str, str], expected: str) -> None:
+    assert names(snapshot, **values) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sort": "text"}, "sort=text: expected one of reward"),
+        ({"min_reward": "much"}, "min_reward=much: much is no number"),
+        ({"steps": "a:b"}, "steps=a:b: a is no number"),
+    ],
+)
+def test_bad_queries_say_what_was_expected(
+    snapshot: Snapshot, values: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        matching(snapshot, values)
+
+
+def test_a_sample_as_a_list_shows_it(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "MAX_TEXT", 5)
+    rows = matching(snapshot, {"finish_reason": "length"})
+    [sample] = list_samples(snapshot, rows)
+    assert sample["seed"] == 2**62 + 100
+    assert sample["parts"] == {"Accuracy": 0.0, "Format": 1.0}
+    assert (sample["round"], sample["num_media"]) == ("train.1.0", 1)
+    assert sample["text"] == "g0 i0"
+
+
+def test_menus(snapshot: Snapshot) -> None:
+    menus = facets(snapshot)
+    assert menus["finish_reason"] == [("stop", 11), ("length", 1)]
+    assert sorted(menus["truncated"]) == [("false", 6), ("true", 5)]
+    assert menus["stop_reason"] == []
+
+
+def test_groups_of_a_round(snapshot: Snapshot) -> None:
+    even, uneven = list_groups(snapshot, RoundName("train", 1, 0))
+    assert (even["group"], even["rewards"], even["spread"]) == (0, [0.0, 0.0], 0.0)
+    assert (uneven["group"], uneven["rewards"], uneven["spread"]) == (1, [0.0, 1.0], 0.5)
+    assert (uneven["reward"], uneven["samples"], uneven["distinct"]) == (0.5, 2, 2)
+    assert (uneven["round"], uneven["prompt"]) == ("train.1.0", "<image>Question 1?")
+    assert uneven["num_media"] == 1
+    _, partly_scored = list_groups(snapshot, RoundName("train", 2, 0))
+    assert (partly_scored["rewards"], partly_scored["spread"]) == ([0.0, None], 0.0)

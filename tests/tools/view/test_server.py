@@ -34,7 +34,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "good.png").symlink_to(run_dir / "images/1.png")
     rows = make_rows(3)
     names = [folder / "link.png", folder / "good.png"]
-    rows = [replace(r, media=[str(names[r.sample_id.group])]) for r in rows]
+    rows = [
+        replace(r, media=[str(names[r.sample_id.group])], fingerprint=f"new {r.sample_id.group}")
+        for r in rows
+    ]
     Writer(run_dir, session=1, start_step=3).write(rows)
     return run_dir
 
@@ -81,11 +84,11 @@ def read(client: TestClient, path: str) -> str:
     [
         ("0/samples", "16of16"),
         ("0/samples?sort=-reward&min_reward=0.5", "4of16"),
-        ("0/samples?text=(&regex=1", "noregularexpression"),
+        ("0/samples?min_reward=x", "xisnonumber"),
         ("0/samples?offset=x", "invalidliteral"),
         ("0/groups", "train.3.0·Group0"),
         ("0/groups?round=train.1.0", "train.1.0·Group1"),
-        ("0/groups?different=1", "Spreadofrewards0.500"),
+        ("0/groups?round=train.1.0", "Spreadofrewards0.500"),
         ("0/group?round=train.2.0&group=1", "g1i1s2"),
         ("0/overview", "Noroundwaswatched"),
         ("0/overview", "Accuracy"),

@@ -24,7 +24,7 @@ if (document.querySelector("main.saved") && !document.querySelector("main:target
   location.replace(`#${document.querySelector("main.saved").id}`);
 }
 
-// --- keys: / [ ] n p d, and 1 to 3 for the pages ---
+// --- keys: / [ ] n p, and 1 to 3 for the pages ---
 
 document.addEventListener("keydown", (event) => {
   const isTyping = event.target.closest("input, select");

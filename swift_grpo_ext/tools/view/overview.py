@@ -1,0 +1,267 @@
+"""A run's overview: the verdict, the alarms, the curves as charts, and the worst groups. Pure.
+
+Curves come from the run's record and from `diversity.jsonl`. All share one axis, optimizer steps
+done: a training round that begins at step s stands at s + 1, where ms-swift logs it too; an
+evaluation stands at its own step. Loss, KL and times are in ms-swift's own TensorBoard log.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from swift_grpo_ext.diversity import alarms
+from swift_grpo_ext.diversity.record import VERDICTS, RoundRecord
+from swift_grpo_ext.record.reader import RoundName
+from swift_grpo_ext.tools.view.group import RunView
+from swift_grpo_ext.tools.view.runs import Snapshot
+
+MAX_ALARMS = 50
+MAX_GROUPS, MAX_GROUPS_OF_ROUND = 6, 2
+MAX_COMPLETIONS = 16
+"""Of a worst group, equal ones counted once."""
+
+MAX_POINTS = 400
+"""Points of a curve, evenly spaced: a chart is about as many pixels wide."""
+
+DIVERSITY = {
+    "copies": ("unique_ratio", "groups_with_duplicates", "common_mode"),
+    "likeness": ("edit_similarity", "self_bleu"),
+    "ngrams": ("distinct_1", "distinct_2", "distinct_3"),
+    "effective": ("vendi", "distinct_answers"),
+    "correct": ("correct_vendi", "correct_answers"),
+    "passes": ("pass_at_1", "pass_at_4", "pass_at_16", "equal_rewards"),
+    "surprisal": ("surprisal",),
+    "length_spread": ("length_spread",),
+}
+"""Panels of the monitor's metrics."""
+
+SHARES = ("copies", "likeness", "ngrams", "passes")
+"""Panels of values between 0 and 1: all of that range is drawn, so that noise looks small."""
+
+WIDTH, HEIGHT = 460, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
+"""Sizes of a chart and of the margins around its axes, in the chart's own units."""
+
+NUM_COLOURS = 6
+
+Points = list[tuple[float, float]]
+"""(step, value), by step."""
+
+Panels = dict[str, dict[str, Points]]
+"""Curves by name, by the panel that they share: its key is that of the title in `words.json`."""
+
+
+# --- verdict and alarms ---
+
+
+def overall_verdict(records: Sequence[RoundRecord]) -> str:
+    """Return the worst verdict that rose an alarm, or `unknown`; `none` without rounds."""
+    alarming = {r.verdict for r in records if r.alarm or r.verdict == "unknown"}
+    return next((v for v in VERDICTS if v in alarming), "healthy" if records else "none")
+
+
+def list_alarms(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
+    """Return the alarms, rounds in a row as one, with causes as (English, Chinese)."""
+    listed = []
+    for streak in alarms.alarm_streaks(records)[:MAX_ALARMS]:
+        first, last = streak[0], streak[-1]
+        is_broken = first.verdict == "broken"
+        # The most improbable round tells most of broken randomness, the last one of a collapse.
+        told = min(streak, key=lambda r: r.log10_p) if is_broken else last
+        listed.append(
+            {
+                "kind": first.verdict,
+                "phase": first.phase,
+                "first": first.round_name,
+                "last": f"{last.step}.{last.number}",
+                "first_step": first.steps_done,
+                "last_step": last.steps_done,
+                "num_rounds": len(streak),
+                "remedy": told.remedy,
+                "cause": [alarms.describe_cause(told, lang) for lang in alarms.LANGUAGES],
+                "collisions": [
+                    [alarms.describe_collision(collision, lang) for lang in alarms.LANGUAGES]
+                    for collision in (told.collisions if is_broken else ())
+                ],
+            }
+        )
+    return listed
+
+
+# --- curves ---
+
+
+def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
+    """Return rewards, lengths and gaps of the record, then the monitor's metrics and its collision
+    test of the training rounds; no curve and no panel without points."""
+    table = snapshot.table
+    columns = {"reward": table["reward"], "length": table["num_tokens"], "gap": table["gap_mean"]}
+    for name in snapshot.functions:
+        columns[name] = pc.map_lookup(table["rewards"], name, "first")
+    names = list(columns)
+    for name in ("phase", "step"):
+        columns[name] = table[name]
+    means = (
+        table.from_arrays(list(columns.values()), list(columns))
+        .group_by(["phase", "step"])
+        .aggregate([(name, "mean") for name in names])
+        .to_pylist()
+    )
+    of_training = [(row["step"] + 1, row) for row in means if row["phase"] == "train"]
+    of_evaluation = [(row["step"], row) for row in means if row["phase"] == "eval"]
+    recorded = {
+        name: _points((step, row[f"{name}_mean"]) for step, row in of_training) for name in names
+    }
+    evaluated = _points((step, row["reward_mean"]) for step, row in of_evaluation)
+    panels: Panels = {
+        "reward": {
+            **{name: recorded[name] for name in ("reward", *snapshot.functions)},
+            "eval reward": evaluated,
+        },
+        "length": {"length": recorded["length"]},
+        "gap": {"gap": recorded["gap"]},
+    }
+    training = [record for record in records if record.phase == "train"]
+    for key, metrics in DIVERSITY.items():
+        panels[key] = {
+            name: _points((r.steps_done, r.metrics.get(name)) for r in training) for name in metrics
+        }
+    tested = ((r.steps_done, -r.log10_p) for r in training if r.num_pairs)
+    panels["collision"] = {"-log10 p": _points(tested)}
+    filled = {key: {n: p for n, p in curves.items() if p} for key, curves in panels.items()}
+    return {key: curves for key, curves in filled.items() if curves}
+
+
+def _points(values: Iterable[tuple[int, float | None]]) -> Points:
+    known = [(x, y) for x, y in values if y is not None and math.isfinite(y)]
+    return evenly_spaced(sorted(known), MAX_POINTS)
+
+
+def evenly_spaced(values: list[Any], count: int) -> list[Any]:
+    """Return at most `count` of some values, the first and the last among them."""
+    if len(values) <= count:
+        return values
+    return [values[i] for i in np.linspace(0, len(values) - 1, count).round().astype(int)]
+
+
+# --- charts ---
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values between `low` and `high` to places between `start` and `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return place and label of about five round values."""
+        rough = (self.high - self.low) / 4
+        power = 10 ** math.floor(math.log10(rough))
+        size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+        numbers = range(math.ceil(self.low / size), math.floor(self.high / size) + 1)
+        return [(self(number * size), f"{number * size:.4g}") for number in numbers]
+
+
+def make_charts(
+    panels_of_runs: Sequence[Panels], run_names: Sequence[str], shaded: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return one chart per panel that any of the runs has, as the macro `chart` draws it.
+
+    All have one axis of steps, so that what happened at the same time stands at the same place.
+
+    Args:
+        shaded: the alarms of `list_alarms` whose steps are shaded.
+    """
+    of_panels: dict[str, list[tuple[int, str, Points]]] = {}
+    for run, panels in enumerate(panels_of_runs):
+        for key, panel in panels.items():
+            of_panel = of_panels.setdefault(key, [])
+            of_panel += [(run, name, points) for name, points in panel.items()]
+    steps = [step for curves in of_panels.values() for _, _, points in curves for step, _ in points]
+    steps += [alarm[end] for alarm in shaded for end in ("first_step", "last_step")]
+    charts = []
+    for key, curves in of_panels.items():
+        x = Scale(min(steps) - 0.5, max(steps) + 0.5, LEFT, WIDTH - RIGHT)
+        values = [value for _, _, points in curves for _, value in points]
+        y = Scale(*_value_limits(key, min(values), max(values)), HEIGHT - BOTTOM, TOP)
+        names = dict.fromkeys(name for _, name, _ in curves)
+        colours = {name: number % NUM_COLOURS for number, name in enumerate(names)}
+        paths, told = [], []
+        for run, name, points in curves:
+            # A line from a single point to itself shows as a dot, as its ends are round.
+            line = points * 2 if len(points) == 1 else points
+            path = "M" + "L".join(f"{x(step)} {y(value)}" for step, value in line)
+            paths.append({"colour": colours[name], "is_dashed": run > 0, "path": path})
+            told.append(
+                {
+                    "name": f"{run_names[run]} {name}" if len(run_names) > 1 else name,
+                    "points": [(step, float(f"{value:.5g}")) for step, value in points],
+                }
+            )
+        # `data` is what the page's script needs to tell the values at a step.
+        data = {"axis": [x.low, x.high, x.start, x.end, WIDTH], "curves": told}
+        charts.append(
+            {"key": key, "x": x, "y": y, "colours": colours, "curves": paths, "data": data}
+        )
+    return charts
+
+
+def _value_limits(key: str, low: float, high: float) -> tuple[float, float]:
+    """Return the ends of a chart's vertical axis, with room around the values."""
+    if key in SHARES:
+        return -0.03, 1.03
+    is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal but for rounding
+    room = (abs(high) * 0.1 or 1.0) if is_flat else (high - low) * 0.05
+    return low - room, high + room
+
+
+# --- the worst groups ---
+
+
+def worst_groups(run: RunView, records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
+    """Return groups of the worst rounds, alarms first, as `RunView.group` has them, each with its
+    `verdict`. Frozen noise stands beside what it repeats; equal completions stand once, with all
+    their indices. Groups that the record has lost are left out."""
+
+    def badness(record: RoundRecord) -> tuple[Any, ...]:
+        unique_ratio = record.metrics.get("unique_ratio", 1.0)
+        verdict = VERDICTS.index(record.verdict)
+        return verdict, record.alarm is None, record.log10_p, unique_ratio, record.step
+
+    ranked = sorted(records, key=badness)
+    wanted = [(r, group) for r in ranked for group in r.worst_groups[:MAX_GROUPS_OF_ROUND]]
+    shown = []
+    for record, number in wanted[:MAX_GROUPS]:
+        earlier = []
+        for collision in record.collisions:
+            if any(origin["sample_id"]["group"] == number for origin in collision["samples"]):
+                for origin in collision["earlier"][-1:]:
+                    place = origin["sample_id"]
+                    name = RoundName(place["phase"], place["step"], place["number"])
+                    earlier.append((name, place["group"], place["index"]))
+        try:
+            group = run.group(RoundName(record.phase, record.step, record.number), number, earlier)
+        except KeyError:
+            continue
+        equal: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for sample in sorted(group["samples"], key=lambda s: s["token_ids"]):
+            key = (*sample["token_ids"], sample["is_earlier"])
+            equal.setdefault(key, {**sample, "indices": []})["indices"].append(sample["index"])
+        completions = list(equal.values())
+        group["samples"] = completions[:MAX_COMPLETIONS]
+        group["num_more"] = len(completions) - len(group["samples"])
+        shown.append({**group, "verdict": record.verdict})
+    return shown

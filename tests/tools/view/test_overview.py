@@ -1,0 +1,163 @@
+"""The overview of a run: curves and how charts draw them, verdict, alarms, worst groups."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.tools.view.group import RunView
+from swift_grpo_ext.tools.view.overview import (
+    Scale,
+    evenly_spaced,
+    list_alarms,
+    make_charts,
+    make_panels,
+    overall_verdict,
+    worst_groups,
+)
+from swift_grpo_ext.tools.view.runs import Follower, Snapshot
+from tests.diversity.runs import frozen_rounds
+from tests.diversity.runs import make_run as make_watched_run
+from tests.diversity.samples import group_of
+from tests.tools.view.runs import Writer, make_rows, make_run
+
+
+def test_panels_of_a_run(tmp_path: Path) -> None:
+    """Group 0 has rewards 0 and 0, group 1 has 0 and 1: the means lie between 0 and 0.5."""
+    follower = Follower(make_run(tmp_path / "run"))
+    Writer(tmp_path / "run", session=1, start_step=3).write(
+        [*make_rows(3), *make_rows(3, phase="eval")]
+    )
+    follower.refresh()
+    panels = make_panels(follower.snapshot, [])
+    assert list(panels) == ["reward", "length", "gap"]
+    assert list(panels["reward"]) == ["reward", "Accuracy", "Format", "eval reward"]
+    assert panels["reward"]["reward"] == [(step, 0.25) for step in (1, 2, 3, 4)]
+    assert panels["reward"]["Format"] == [(step, 1.0) for step in (1, 2, 3, 4)]
+    assert panels["reward"]["eval reward"] == [(3, 0.25)]  # an evaluation stands at its own step
+    assert panels["length"]["length"][0] == (1, 3)
+
+
+def test_panels_of_the_monitor(tmp_path: Path) -> None:
+    records = make_watched_run(tmp_path, frozen_rounds())
+    panels = make_panels(Snapshot(version=0), records)
+    expected = [(step + 1, records[step].metrics["vendi"]) for step in range(3)]
+    assert panels["effective"]["vendi"] == expected
+    assert panels["collision"]["-log10 p"][2] == (3, -records[2].log10_p)
+    assert "reward" not in panels
+
+
+def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    writer, follower = Writer(tmp_path), Follower(tmp_path)
+    for step, value in enumerate((math.nan, 0.5, math.inf)):
+        writer.write(rows := make_rows(step), scored=False)
+        writer.score(rows, gap_mean=value)
+    follower.refresh()
+    panels = make_panels(follower.snapshot, [])
+    assert panels["gap"] == {"gap": [(2, 0.5)]}
+
+
+def test_long_curves_are_thinned() -> None:
+    assert evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
+    assert evenly_spaced([1, 2, 3, 4, 5], 5) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0, 1, "0 0.5 1"),
+        (-0.03, 1.03, "0 0.5 1"),
+        (0.5, 40.5, "10 20 30 40"),
+        (3, 4, "3 3.5 4"),
+        (-2e-5, 6e-5, "-2e-05 0 2e-05 4e-05 6e-05"),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, labels: str) -> None:
+    ticks = Scale(low, high, 100, 20).ticks()
+    assert [label for _, label in ticks] == labels.split()
+    for place, label in ticks:
+        assert place == pytest.approx(100 - 80 * (float(label) - low) / (high - low), abs=0.06)
+
+
+def test_charts_of_two_runs() -> None:
+    """One axis of steps for all, one colour for a name, the second run's curves apart."""
+    line, dot = [(1, 0.0), (9, 1.0)], [(4, 0.5)]
+    panels = [{"loss": {"loss": line}}, {"copies": {"kl": dot}, "loss": {"kl": dot, "loss": line}}]
+    loss, copies = make_charts(panels, ["one", "two"], [{"first_step": 10, "last_step": 11}])
+    assert (loss["key"], copies["key"]) == ("loss", "copies")
+    assert {(c["x"].low, c["x"].high) for c in (loss, copies)} == {(0.5, 11.5)}
+    assert (copies["y"].low, copies["y"].high) == (-0.03, 1.03)
+    assert (loss["y"].low, loss["y"].high) == pytest.approx((-0.05, 1.05))
+    drawn = [(curve["colour"], curve["is_dashed"]) for curve in loss["curves"]]
+    assert drawn == [(0, False), (1, True), (0, True)]
+    assert loss["colours"] == {"loss": 0, "kl": 1}
+    assert loss["data"]["curves"][1] == {"name": "two kl", "points": [(4, 0.5)]}
+    assert loss["data"]["axis"] == [0.5, 11.5, 46, 452, 460]
+    [alone] = make_charts(panels[:1], ["one"], [])
+    assert alone["curves"][0]["path"] == "M68.6 160.7L429.4 15.3"
+    assert alone["data"]["curves"][0]["name"] == "loss"
+
+
+@pytest.mark.parametrize(("value", "limits"), [(2.0, (1.8, 2.2)), (0.0, (-1.0, 1.0))])
+def test_a_flat_curve_has_room(value: float, limits: tuple[float, float]) -> None:
+    [chart] = make_charts([{"kl": {"kl": [(1, value)]}}], ["a"], [])
+    assert (chart["y"].low, chart["y"].high) == pytest.approx(limits)
+    assert chart["curves"][0]["path"] == "M249.0 88.0L249.0 88.0"  # a dot
+
+
+def collapsed(step: int) -> list[Sample]:
+    """A round whose four samples are equal, at a surprisal that makes it likely."""
+    return group_of(*[[1, step]] * 4, step=step, bits=0.01)
+
+
+def test_verdict_of_a_run(tmp_path: Path) -> None:
+    records = make_watched_run(tmp_path, [collapsed(step) for step in range(3)])
+    assert overall_verdict(records) == "collapse"
+    assert overall_verdict(records[:1]) == "healthy"  # one odd round is no alarm
+    assert overall_verdict([]) == "none"
+
+
+def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
+    """Rounds that patience waited for belong to their collapse; spans are in steps done."""
+    rounds = [collapsed(step) for step in range(5)]
+    rounds[3] = group_of([1], [2], [3], [4], step=3)
+    rounds += [group_of(*[list(range(60))] * 2, step=step) for step in (5, 6)]
+    records = make_watched_run(tmp_path, rounds)
+    collapse, broken = list_alarms(records)
+    assert (collapse["phase"], collapse["first_step"], collapse["last_step"]) == ("train", 1, 3)
+    assert (broken["kind"], broken["first_step"], broken["last_step"]) == ("broken", 6, 7)
+    assert (collapse["first"], collapse["last"]) == ("train round 0.0", "2.0")
+    assert (collapse["num_rounds"], collapse["collisions"]) == (3, [])
+    assert "repeat another of their group" in collapse["cause"][0]
+    assert "样本共用了随机噪声" in broken["cause"][1]
+    assert broken["remedy"] == "remedy_seed_mode"
+    assert "the first 60 tokens" in broken["collisions"][0][0]
+    assert overall_verdict(records) == "broken"
+
+
+def test_frozen_noise_stands_beside_what_it_repeats(tmp_path: Path) -> None:
+    records = make_watched_run(tmp_path, frozen_rounds())
+    run = RunView(tmp_path)
+    run.refresh()
+    worst = worst_groups(run, records)[0]
+    assert (worst["round"], worst["verdict"]) == ("train.2.0", "broken")
+    shown = [(s["round"], s["indices"]) for s in worst["samples"] if 0 in s["indices"]]
+    assert shown == [("train.2.0", [0]), ("train.0.0", [0])]
+    assert all(s["pieces"][0].is_shared for s in worst["samples"])
+
+
+def test_equal_completions_stand_once(tmp_path: Path) -> None:
+    records = make_watched_run(tmp_path, [group_of([1], [1], [1], [2], text="seven")])
+    run = RunView(tmp_path)
+    run.refresh()
+    [group] = worst_groups(run, records)
+    assert [s["indices"] for s in group["samples"]] == [[0, 1, 2], [3]]
+    assert group["num_more"] == 0
+    shutil.rmtree(tmp_path / "samples")  # the bound on the record's size removes the oldest rounds
+    lost = RunView(tmp_path)
+    lost.refresh()
+    assert worst_groups(lost, records) == []
