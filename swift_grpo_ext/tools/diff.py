@@ -10,15 +10,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
-from swift_grpo_ext.record.reader import RoundName, SampleIndex, index_rewards, index_samples
+from swift_grpo_ext.record.reader import RoundName, index_rewards, index_samples
 from swift_grpo_ext.tools.replay.compare import first_difference, logprob_gap
 
 EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
@@ -37,10 +34,6 @@ WHERE_ONLY = frozenset(
      "training_args", "ignore_data_skip")
 )  # fmt: skip
 """Settings that say where a run lives or what it writes, and change no token."""
-
-
-class IncomparableError(ValueError):
-    """The runs have nothing that could be compared; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +57,22 @@ class Difference:
     """The first position in the completion whose token differs, from 0."""
 
     def __str__(self) -> str:
-        words = [f"{self.phase} round {self.step}.{self.number}"]
-        parts = ("group", self.group), ("sample", self.index), ("turn", self.turn or None)
-        words += [f"{name} {value}" for name, value in parts if value is not None]
-        words += [] if self.token is None else [f"token {self.token}"]
+        words = f"{self.phase} round {self.step}.{self.number}"
+        parts = [("group", self.group), ("sample", self.index), ("turn", self.turn or None)]
+        for name, value in [*parts, ("token", self.token)]:
+            words += "" if value is None else f", {name} {value}"
         one, other = self.values
         if isinstance(one, str) and isinstance(other, str):
             # Long prompts often begin alike: show them from where they part.
             start = max(len(os.path.commonprefix([one, other])) - 20, 0)  # noqa: RUF071
             one, other = repr(one[start : start + 60]), repr(other[start : start + 60])
-        return f"{', '.join(words)}: {self.what} {one} and {other}"
+        return f"{words}: {self.what} {one} and {other}"
 
 
 @dataclass(kw_only=True)
 class Diff:
     """The result, as `--json` prints it."""
 
-    runs: tuple[str, str]
     difference: Difference | None = None
     num_rounds: int = 0
     """The number of common rounds before the first difference."""
@@ -92,7 +84,7 @@ class Diff:
     bfloat16 the weights are the same, and a token that differs was a near tie."""
 
     settings: dict[str, tuple[Any, Any]]
-    """The settings of `args.json` that differ."""
+    """The settings of `args.json` that differ; none where a run has no readable one."""
 
 
 def diff(
@@ -104,98 +96,82 @@ def diff(
         common_only: leave out rounds that only one run has.
 
     Raises:
-        IncomparableError: a record is missing or cannot be read, or no round is common.
+        FileNotFoundError: a run has no record.
+        ValueError: no round is common.
     """
-    try:
-        samples = [index_samples(run) for run in (run_a, run_b)]
-        scores = [
-            index_rewards(index, run) for index, run in zip(samples, (run_a, run_b), strict=True)
-        ]
-    except (OSError, ValueError) as e:
-        raise IncomparableError(str(e)) from e
-    result = Diff(runs=(str(run_a), str(run_b)), settings=_differing_settings(run_a, run_b))
+    samples = [index_samples(run) for run in (run_a, run_b)]
+    scores = [index_rewards(i, run) for i, run in zip(samples, (run_a, run_b), strict=True)]
+    result = Diff(settings=_differing_settings(Path(run_a), Path(run_b)))
     common = samples[0].rounds.keys() & samples[1].rounds.keys()
     if not common:
-        raise IncomparableError(f"{run_a} and {run_b} have no round in common.")
+        raise ValueError(f"{run_a} and {run_b} have no round in common.")
     names = common if common_only else samples[0].rounds.keys() | samples[1].rounds.keys()
     # An evaluation at step s comes before the training round that begins at s.
     for name in sorted(names, key=lambda name: (name.step, name.phase == "train", name.number)):
         if name not in common:
-            has_round = [name in index.rounds for index in samples]
-            result.difference = Difference(
-                what="rounds",
-                values=(has_round[0], has_round[1]),
-                **name._asdict(),
-            )
+            has_round = name in samples[0].rounds, name in samples[1].rounds
+            result.difference = Difference(what="rounds", values=has_round, **name._asdict())
             return result
-        rows = [_read(index, name, (*IDENTITY, *COMPARED, "logprobs")) for index in samples]
-        result.difference, gap = _compare_samples(name, *rows)
-        result.logprob_gap = max(result.logprob_gap, gap)
+        columns = [*IDENTITY, *COMPARED, "logprobs"]
+        one, other = (index.read_rounds([name], columns)[0] for index in samples)
+        if not one.equals(other):  # of equal tables no list is made, which takes seconds a round
+            found = _compare_samples(name, one.to_pylist(), other.to_pylist())
+            result.difference = found[0]
+            result.logprob_gap = max(result.logprob_gap, found[1])
         if result.difference is None and all(name in index.rounds for index in scores):
-            columns = ("group", "index", "reward", "advantage")
-            scored = [_read(index, name, columns) for index in scores]
+            columns = ["group", "index", "reward", "advantage"]
+            scored = [index.read_rounds([name], columns)[0].to_pylist() for index in scores]
             result.difference = _compare_scores(name, *scored)
         if result.difference is not None:
             return result
         result.num_rounds += 1
-        result.num_samples += rows[0].num_rows
+        result.num_samples += one.num_rows
     return result
 
 
-def _differing_settings(*runs: str | os.PathLike[str]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ; none where a run has no readable `args.json`."""
-    settings = []
-    for run in runs:
-        try:
-            settings.append(json.loads((Path(run) / "args.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return {}
-    one, other = settings
+def _differing_settings(*runs: Path) -> dict[str, tuple[Any, Any]]:
+    try:
+        one, other = (json.loads((run / "args.json").read_text(encoding="utf-8")) for run in runs)
+    except (OSError, ValueError):
+        return {}
     names = [name for name in {**one, **other} if name not in WHERE_ONLY]
-    return {
-        name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)
-    }
-
-
-def _read(index: SampleIndex, name: RoundName, columns: Sequence[str]) -> pa.Table:
-    [table] = index.read_rounds([name], columns)
-    return table
+    pairs = {name: (one.get(name), other.get(name)) for name in names}
+    return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
 
 
 def _compare_samples(
-    name: RoundName, one: pa.Table, other: pa.Table
+    name: RoundName, one: list[dict[str, Any]], other: list[dict[str, Any]]
 ) -> tuple[Difference | None, float]:
     """Return the first difference of a round's samples, and the largest gap of log-probabilities
     before it, in nats."""
-    if one.equals(other):
-        return None, 0.0
     largest = 0.0
-    for a, b in zip_longest(one.to_pylist(), other.to_pylist()):
+    for a, b in zip_longest(one, other):
         if a is None or b is None or any(a[column] != b[column] for column in IDENTITY):
-            counts = one.num_rows, other.num_rows
+            counts = len(one), len(other)
             return Difference(what="samples", values=counts, **name._asdict()), largest
         place = {**name._asdict(), **{column: a[column] for column in IDENTITY}}
         end = first_difference(a["token_ids"], b["token_ids"])
         if a["fingerprint"] == b["fingerprint"]:
             largest = max(largest, logprob_gap(a["logprobs"], b["logprobs"], end) or 0.0)
-        for column in COMPARED:
-            if a[column] == b[column]:
-                continue
-            if column != "token_ids" or end is None:
-                return Difference(what=column, values=(a[column], b[column]), **place), largest
-            tokens = []
+        column = next((column for column in COMPARED if a[column] != b[column]), None)
+        if column == "token_ids" and end is not None:
+            tokens: list[Any] = []
             for row in (a, b):
                 token_id = row["token_ids"][end : end + 1]
                 logprob = (row["logprobs"] or [])[end : end + 1]
                 tokens.append({"id": token_id, "logprob": logprob} if token_id else "ended")
             values = tokens[0], tokens[1]
             return Difference(what="tokens", values=values, token=end, **place), largest
+        if column is not None:
+            return Difference(what=column, values=(a[column], b[column]), **place), largest
     return None, largest
 
 
-def _compare_scores(name: RoundName, one: pa.Table, other: pa.Table) -> Difference | None:
+def _compare_scores(
+    name: RoundName, one: list[dict[str, Any]], other: list[dict[str, Any]]
+) -> Difference | None:
     """Return the first sample of a round whose reward or advantage differs."""
-    for a, b in zip(one.to_pylist(), other.to_pylist(), strict=False):
+    for a, b in zip(one, other, strict=False):
         for column in ("reward", "advantage"):
             if a[column] != b[column]:
                 place = {**name._asdict(), "group": a["group"], "index": a["index"]}
@@ -207,7 +183,7 @@ def run(options: argparse.Namespace) -> int:
     """Print what differs; return `EQUAL`, `DIFFERENT` or `INCOMPARABLE`."""
     try:
         result = diff(options.run_a, options.run_b, common_only=options.common)
-    except IncomparableError as e:
+    except (OSError, ValueError) as e:
         print(f"swift-grpo-ext diff: {e}", file=sys.stderr)
         return INCOMPARABLE
     if options.json:

@@ -1,47 +1,30 @@
 """`swift-grpo-ext compare`: how much better candidate runs score than baselines, prompt by prompt.
 
 Runs with one `--seed` meet the same prompts with the same noise. What two such runs share cancels
-in the difference of each prompt's mean rewards, so that the paired interval is narrower than that
-of two means that are compared unpaired.
+in the difference of each prompt's mean rewards, so that the interval is narrower than that of two
+means that are compared unpaired.
 
-Intervals hold 95% of a bootstrap (`scipy.stats.bootstrap`). Several pairs of runs are resampled as
-whole pairs, for prompts within a run are not independent. One pair is resampled by its prompts, and
-says nothing about other seeds.
+The 95% interval of the mean difference is Student's t. Several pairs of runs count as one value
+each, for prompts within a run are not independent. Of one pair the prompts count, which says
+nothing about other seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
-from scipy.stats import bootstrap
+from scipy import stats
 
 from swift_grpo_ext.record.reader import read_rewards, read_samples
 from swift_grpo_ext.sampling.seeding import Phase
 
-RESAMPLES = 10_000
-FEW_PAIRS = 5
-"""Below as many pairs, a bootstrap over pairs is too narrow."""
-
 SAMPLE = ["phase", "step", "number", "group", "index"]
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """The mean reward of each prompt of a run."""
-
-    seed: int | None
-    """The run's `--seed`; None where `args.json` does not tell."""
-
-    by_prompt: pd.Series[float]
-    """Mean rewards, indexed by the prompt's hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +43,44 @@ class Comparison:
     """Mean rewards, over pairs and their prompts."""
 
     difference: float
-    paired: tuple[float, float]
-    unpaired: tuple[float, float]
+    interval: tuple[float, float]
+    """Of the difference, at 95%."""
+
     differences: dict[str, float]
     """The difference of each pair, by seed."""
 
 
-def read_scores(
-    run_dir: str | Path, *, phase: Phase, steps: range | None, reward: str | None
-) -> Scores:
-    """Read a run's mean rewards by prompt.
+def pair_by_seed(baselines: Sequence[str], candidates: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the folders of runs with one `--seed`, by it; one run on each side is a pair whatever
+    its seed.
+
+    Raises:
+        ValueError: a seed is on one side only, or twice.
+    """
+    seeds = [[_seed_of(Path(folder)) for folder in side] for side in (baselines, candidates)]
+    if len(baselines) > 1 or len(candidates) > 1:
+        is_single = all(len(set(of_side)) == len(of_side) for of_side in seeds)
+        if not is_single or set(seeds[0]) != set(seeds[1]):
+            raise ValueError(
+                f"--baseline has the seeds {seeds[0]} and --candidate {seeds[1]}; expected each "
+                "seed once on both sides. Give runs that were started with equal --seed."
+            )
+        candidates = [candidates[seeds[1].index(seed)] for seed in seeds[0]]
+    return dict(zip(seeds[0], zip(baselines, candidates, strict=True), strict=True))
+
+
+def _seed_of(run_dir: Path) -> str:
+    """Return the run's `--seed`, or `unknown`."""
+    try:
+        return str(json.loads((run_dir / "args.json").read_text(encoding="utf-8"))["seed"])
+    except (OSError, ValueError, KeyError):
+        return "unknown"
+
+
+def read_means(
+    run_dir: str, *, phase: Phase, steps: range | None, reward: str | None
+) -> pd.Series[float]:
+    """Return a run's mean rewards by the prompts' hashes.
 
     Args:
         steps: count these rounds only; None for all.
@@ -92,48 +103,23 @@ def read_scores(
         scores["reward"] = [dict(row).get(reward) for row in scores["rewards"]]
     # Each turn of a conversation is a row, and all of them share one score.
     merged = scores.merge(prompts.drop_duplicates(SAMPLE), on=SAMPLE).dropna(subset="reward")
-    try:
-        settings = json.loads((Path(run_dir) / "args.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = {}
-    means = merged.groupby("fingerprint")["reward"].mean()
-    return Scores(seed=settings.get("seed"), by_prompt=means.astype(float))
+    return merged.groupby("fingerprint")["reward"].mean().astype(float)
 
 
-def pair_by_seed(
-    baselines: Sequence[Scores], candidates: Sequence[Scores]
-) -> list[tuple[Scores, Scores]]:
-    """Pair the runs that have one `--seed`; one run on each side is a pair whatever its seed.
-
-    Raises:
-        ValueError: a seed is on one side only, or twice.
-    """
-    if len(baselines) == len(candidates) == 1:
-        return [(baselines[0], candidates[0])]
-    seeds = [[run.seed for run in runs] for runs in (baselines, candidates)]
-    if any(len(set(of_side)) < len(of_side) for of_side in seeds) or set(seeds[0]) != set(seeds[1]):
-        raise ValueError(
-            f"--baseline has the seeds {seeds[0]} and --candidate {seeds[1]}; expected each seed "
-            "once on both sides. Give runs that were started with equal --seed."
-        )
-    by_seed = {run.seed: run for run in candidates}
-    return [(run, by_seed[run.seed]) for run in baselines]
-
-
-def compare(pairs: Sequence[tuple[Scores, Scores]]) -> Comparison:
-    """Compare pairs of runs.
+def compare(pairs: Mapping[str, tuple[pd.Series[float], pd.Series[float]]]) -> Comparison:
+    """Compare pairs of runs by their mean rewards of each prompt.
 
     Raises:
         ValueError: a pair has fewer than two prompts in common.
     """
     num_alone = num_prompts = 0
     means = []
-    for one, other in pairs:
-        both = pd.concat([one.by_prompt, other.by_prompt], axis=1)
+    for seed, pair in pairs.items():
+        both = pd.concat(pair, axis=1)
         common = both.dropna()
         if len(common) < 2:
             raise ValueError(
-                f"The runs of seed {one.seed} have {len(common)} prompts in common, expected 2 or "
+                f"The runs of seed {seed} have {len(common)} prompts in common, expected 2 or "
                 "more: other data, or the same elsewhere (a prompt is known by its row, paths of "
                 "images included). Give runs on one data set in one folder."
             )
@@ -141,68 +127,45 @@ def compare(pairs: Sequence[tuple[Scores, Scores]]) -> Comparison:
         num_prompts += len(common)
         means.append(common.mean().to_numpy())
     baseline, candidate = np.array(means).T
-    units = (baseline, candidate) if len(pairs) > 1 else tuple(common.to_numpy().T)
+    gains = candidate - baseline
+    units = gains if len(pairs) > 1 else np.diff(common.to_numpy()).ravel()
+    margin = float(stats.t.ppf(0.975, len(units) - 1) * stats.sem(units))
+    difference = float(gains.mean())
     return Comparison(
         num_pairs=len(pairs),
         num_prompts=num_prompts,
         num_alone=num_alone,
         baseline=float(baseline.mean()),
         candidate=float(candidate.mean()),
-        difference=float((candidate - baseline).mean()),
-        paired=_interval(*units, paired=True),
-        unpaired=_interval(*units, paired=False),
-        differences={
-            str(one.seed): float(gain)
-            for (one, _), gain in zip(pairs, candidate - baseline, strict=True)
-        },
+        difference=difference,
+        interval=(difference - margin, difference + margin),
+        differences=dict(zip(pairs, gains.tolist(), strict=True)),
     )
-
-
-def _interval(baseline: Floats, candidate: Floats, *, paired: bool) -> tuple[float, float]:
-    """Return the 95% interval of the difference of means."""
-
-    def difference(one: Floats, other: Floats, axis: int) -> Floats:
-        return other.mean(axis=axis) - one.mean(axis=axis)
-
-    result = bootstrap(
-        (baseline, candidate),
-        difference,
-        paired=paired,
-        n_resamples=RESAMPLES,
-        batch=500,  # bounds memory with many prompts
-        method="percentile",  # BCa is not defined where all differences are equal
-        random_state=np.random.default_rng(0),
-    )
-    low, high = result.confidence_interval
-    return float(low), float(high)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the comparison as a table or as JSON."""
-    baselines, candidates = (
-        [
-            read_scores(folder, phase=options.phase, steps=options.steps, reward=options.reward)
+    pairs = {
+        seed: tuple(
+            read_means(folder, phase=options.phase, steps=options.steps, reward=options.reward)
             for folder in folders
-        ]
-        for folders in (options.baseline, options.candidate)
-    )
-    result = compare(pair_by_seed(baselines, candidates))
+        )
+        for seed, folders in pair_by_seed(options.baseline, options.candidate).items()
+    }
+    result = compare(pairs)
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
+    low, high = result.interval
     print(f"{result.num_pairs} pair(s) of runs, {result.num_prompts:,} prompts")
     print(f"  baseline    {result.baseline:8.4f}")
     print(f"  candidate   {result.candidate:8.4f}")
-    print(f"  difference  {result.difference:+8.4f}")
-    print(f"  paired      [{result.paired[0]:+.4f}, {result.paired[1]:+.4f}] (95%)")
-    print(f"  unpaired    [{result.unpaired[0]:+.4f}, {result.unpaired[1]:+.4f}]")
+    print(f"  difference  {result.difference:+8.4f}  [{low:+.4f}, {high:+.4f}] (95%)")
     if result.num_alone:
         print(f"{result.num_alone:,} prompts that only one run of a pair met are left out.")
     if result.num_pairs == 1:
         print("This is about these two runs: other seeds may differ by more.")
-        return 0
-    by_seed = ", ".join(f"{seed}: {gain:+.4f}" for seed, gain in result.differences.items())
-    print(f"  by seed     {by_seed}")
-    if result.num_pairs < FEW_PAIRS:
-        print(f"Fewer than {FEW_PAIRS} pairs: the intervals are too narrow.")
+    else:
+        by_seed = ", ".join(f"{seed}: {gain:+.4f}" for seed, gain in result.differences.items())
+        print(f"  by seed     {by_seed}")
     return 0

@@ -11,66 +11,58 @@ import pandas as pd
 import pytest
 
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.paired import Scores, compare, pair_by_seed
+from swift_grpo_ext.tools.paired import compare, pair_by_seed
 from tests.tools.view.runs import Writer, make_rows, score
 
-
-def scores(rewards: Sequence[float], seed: int = 1, names: str = "") -> Scores:
-    prompts = list(names) or [f"p{i}" for i in range(len(rewards))]
-    return Scores(seed=seed, by_prompt=pd.Series([*map(float, rewards)], prompts))
+Pairs = dict[str, tuple["pd.Series[float]", "pd.Series[float]"]]
 
 
-def pairs_of(a: np.ndarray, b: np.ndarray) -> list[tuple[Scores, Scores]]:
-    return [(scores(x, k), scores(y, k)) for k, (x, y) in enumerate(zip(a, b, strict=True))]
+def pairs_of(baselines: np.ndarray, candidates: np.ndarray) -> Pairs:
+    """Return a pair of runs for each row of two tables of mean rewards by prompt."""
+    pairs = enumerate(zip(baselines, candidates, strict=True))
+    return {str(seed): (pd.Series(one), pd.Series(other)) for seed, (one, other) in pairs}
 
 
-def test_equal_gains_have_no_spread_when_paired() -> None:
+def test_equal_gains_have_no_spread() -> None:
     hard = np.linspace(0, 1, 50)[None]
     result = compare(pairs_of(hard, hard + 0.25))
-    assert result.difference == pytest.approx(0.25)
-    assert result.paired == pytest.approx((0.25, 0.25))
-    # Two means of 50 uniform values: 1.96 * sqrt(2 / 12 / 50) = 0.113 to either side.
-    assert result.unpaired == pytest.approx((0.25 - 0.113, 0.25 + 0.113), abs=0.02)
+    assert (result.difference, *result.interval) == pytest.approx((0.25, 0.25, 0.25))
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
-    """Gains differ by seed and by prompt; 20 seeds of 30 prompts."""
-    random = np.random.default_rng(0)
-    covered = 0
-    for _ in range(40):
-        hard = random.normal(size=(20, 30))
-        gain = 0.3 + random.normal(scale=0.2, size=(20, 1)) + random.normal(size=(20, 30))
-        low, high = compare(pairs_of(hard, hard + gain)).paired
-        covered += low <= 0.3 <= high
-    assert 34 <= covered <= 40
-
-
-def test_more_runs_than_prompts_decide() -> None:
-    """One pair of runs knows nothing of other seeds; ten do."""
-    random = np.random.default_rng(1)
-    gain = np.repeat(random.normal(size=(10, 1)), 40, axis=1)
-    zero = np.zeros((10, 40))
-    one = compare(pairs_of(zero[:1], gain[:1]))
-    assert one.paired[0] == pytest.approx(one.paired[1])
-    low, high = compare(pairs_of(zero, gain)).paired
-    assert high - low == pytest.approx(2 * 1.96 * gain[:, 0].std() / np.sqrt(10), rel=0.2)
+def test_prompts_count_of_one_pair_and_runs_of_several() -> None:
+    """Student's t at 97.5%: 4.303 with 2 degrees of freedom, 12.706 with 1."""
+    gains = np.array([[0.0, 1.0, 2.0], [3.0, 3.0, 3.0]])
+    one = compare(pairs_of(np.zeros((1, 3)), gains[:1]))
+    assert one.interval == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5), abs=1e-3)
+    two = compare(pairs_of(np.zeros((2, 3)), gains))
+    assert (two.baseline, two.candidate, two.difference) == (0.0, 2.0, 2.0)
+    assert two.interval == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
+    assert two.differences == {"0": 1.0, "1": 3.0}
 
 
 def test_only_common_prompts_count() -> None:
-    result = compare([(scores([0, 0, 9], names="abc"), scores([1, 1, 5], names="abd"))])
+    def series(rewards: Sequence[float], names: str) -> pd.Series[float]:
+        return pd.Series([*map(float, rewards)], list(names))
+
+    result = compare({"1": (series([0, 0, 9], "abc"), series([1, 1, 5], "abd"))})
     assert (result.num_prompts, result.num_alone, result.difference) == (2, 2, 1.0)
-    with pytest.raises(ValueError, match=r"1 prompts in common.*one data set in one folder"):
-        compare([(scores([0, 9], names="ac"), scores([1, 5], names="ad"))])
+    with pytest.raises(ValueError, match=r"seed 1 have 1 prompts in common.*one data set in one"):
+        compare({"1": (series([0, 9], "ac"), series([1, 5], "ad"))})
 
 
-def test_runs_are_paired_by_seed() -> None:
-    ours = [scores([0, 0], 1), scores([0, 0], 2)]
-    theirs = [scores([2, 2], 2), scores([1, 1], 1)]
-    assert [(a.seed, b.seed) for a, b in pair_by_seed(ours, theirs)] == [(1, 1), (2, 2)]
-    assert pair_by_seed(ours[:1], theirs[:1]) == [(ours[0], theirs[0])]
-    for other in ([scores([0, 0], 3), theirs[0]], [theirs[0], theirs[0]]):
+def test_runs_are_paired_by_seed(tmp_path: Path) -> None:
+    def make(name: str, seed: int) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text(json.dumps({"seed": seed}), encoding="utf-8")
+        return str(tmp_path / name)
+
+    a1, a2, b1, b2, b3 = (make(name, int(name[1])) for name in ("a1", "a2", "b1", "b2", "b3"))
+    assert pair_by_seed([a1, a2], [b2, b1]) == {"1": (a1, b1), "2": (a2, b2)}
+    assert pair_by_seed([a1], [b3]) == {"1": (a1, b3)}
+    assert pair_by_seed(["none"], [b3]) == {"unknown": ("none", b3)}
+    for other in ([b3, b1], [b1, b1], [b1]):
         with pytest.raises(ValueError, match="expected each seed once on both sides"):
-            pair_by_seed(ours, other)
+            pair_by_seed([a1, a2], other)
 
 
 def write(folder: Path, rewards: Sequence[float]) -> Path:
@@ -91,7 +83,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*arguments, "--json", "--steps", "1:1"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["baseline"], result["candidate"]) == (1.0, 3.0)
-    assert (result["paired"], result["differences"]) == ([2.0, 2.0], {"3": 2.0})
+    assert (result["interval"], result["differences"]) == ([2.0, 2.0], {"3": 2.0})
     assert main([*arguments, "--reward", "Format"]) == 0
     printed = capsys.readouterr().out
     assert "1 pair(s) of runs, 2 prompts\n" in printed

@@ -20,7 +20,7 @@ document.getElementById("language").addEventListener("click", () => {
 
 // --- a saved page shows one section ---
 
-if (document.querySelector("main.saved") && !document.querySelector("main:target")) {
+if (document.querySelector("main.saved") && !document.getElementById(location.hash.slice(1))) {
   location.replace(`#${document.querySelector("main.saved").id}`);
 }
 
