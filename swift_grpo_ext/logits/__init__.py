@@ -1,7 +1,6 @@
 """Logits of chosen positions only, whatever a model's `forward` is called with.
 
-Importable with torch and transformers alone, but for `logps.py`: `shim.py` gets a model's logits of
-chosen positions, `chunked.py` makes log-probabilities of them, `sharding.py` keeps ranks in step,
-`shared_prompt.py` packs the samples of a group into one row, and `logps.py` is what the trainer
-calls.
+`shim.py` gets a model's logits of chosen positions, `chunked.py` makes log-probabilities of them,
+`sharding.py` keeps ranks in step, `shared_prompt.py` packs the samples of a group into one row, and
+`logps.py` is what the trainer calls.
 """

@@ -102,11 +102,6 @@ class CompletionLogps:
                 "hidden states; old-policy and reference passes follow them."
             )
 
-    @property
-    def ways(self) -> list[str]:
-        """How each model that was met is asked for its logits: policy, reference, teacher."""
-        return [shim.way for shim in self._shims.values()]
-
     def restrict(self, model: nn.Module, grpo_batch: GRPOBatch) -> CompletionModel | nn.Module:
         """Return the model with the positions of a batch; the model itself where ms-swift
         computes."""
@@ -164,9 +159,7 @@ class CompletionLogps:
         if self._shares_prompt:
             base = base_model(model.model)
             if base not in self._shared_prompts:
-                self._shared_prompts[base] = SharedPrompt(
-                    base, logger.warning, logger.info, self.limit
-                )
+                self._shared_prompts[base] = SharedPrompt(base, self.limit)
             # DDP's forward has collectives of its own, and a rank may make further passes by
             # itself.
             is_ddp = isinstance(model.model, DistributedDataParallel)

@@ -16,18 +16,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from swift.utils import get_logger
 from torch import Tensor, nn
 
 from swift_grpo_ext.logits.sharding import ShardRanks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+logger = get_logger()
 
 Ints = NDArray[np.int64]
 
@@ -65,29 +68,21 @@ class SharedPrompt:
     Each rank finds that out by itself: how many passes it makes may depend on its own rows, as with
     a teacher whom only some of them ask. Ranks that share the weights make all passes together, and
     agree within them.
-
-    Args:
-        base: the model, unwrapped.
-        warn: is told, once, why a batch is not packed.
-        inform: is told, once, what packing the first batch saves.
-        limit: mean difference of log-probabilities, in nats, that rounding explains.
     """
 
-    def __init__(
-        self,
-        base: nn.Module,
-        warn: Callable[[str], object],
-        inform: Callable[[str], object],
-        limit: float,
-    ) -> None:
+    def __init__(self, base: nn.Module, limit: float) -> None:
+        """
+        Args:
+            base: the model, unwrapped.
+            limit: mean difference of log-probabilities, in nats, that rounding explains.
+        """
         self._base, self._limit = base, limit
-        self._name = type(base).__name__
-        self._warn: Callable[[str], object] | None = warn
-        self._inform = inform
+        self._has_warned = False
+        self._is_proven = False
+        """Whether batches are packed where they can be, on all ranks that share the weights."""
+
         self.has_failed = False
         """Whether the log-probabilities of the first batch differed."""
-        self.is_proven = False
-        """Whether batches are packed where they can be, on all ranks that share the weights."""
 
     def pack(
         self,
@@ -116,7 +111,7 @@ class SharedPrompt:
                 reason = str(e)
             if reason:
                 self._warn_once(reason)
-        if self.is_proven:
+        if self._is_proven:
             return packed
         if not ranks.all(packed is not None):  # one alone must not run another forward
             return None
@@ -124,10 +119,10 @@ class SharedPrompt:
         with torch.no_grad():
             difference = (logps(*packed) - logps(inputs, predicts_BT)).abs().float()
         gap = float(difference.mean()) if difference.numel() else 0.0
-        self.is_proven = ranks.all(gap <= self._limit)
-        if self.is_proven:
-            self._inform(
-                f"--logps_shared_prompt: passes of {self._name} read "
+        self._is_proven = ranks.all(gap <= self._limit)
+        if self._is_proven:
+            logger.info(
+                f"--logps_shared_prompt: passes of {type(self._base).__name__} read "
                 f"{packed.predicts_RL.numel()} positions in the place of {predicts_BT.numel()} "
                 "(the first batch)."
             )
@@ -141,12 +136,12 @@ class SharedPrompt:
         return None
 
     def _warn_once(self, reason: str) -> None:
-        if self._warn is not None:
-            self._warn(
-                f"--logps_shared_prompt leaves batches of {self._name} as they are: {reason}. "
-                "(Said once.)"
+        if not self._has_warned:
+            logger.warning(
+                f"--logps_shared_prompt leaves batches of {type(self._base).__name__} as they are: "
+                f"{reason}. (Said once.)"
             )
-        self._warn = None
+        self._has_warned = True
 
 
 def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
@@ -173,12 +168,7 @@ def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
 def pack(
     inputs: Mapping[str, Any], predicts_BT: Tensor, config: PretrainedConfig
 ) -> PackedBatch | None:
-    """Pack a batch; None where that saves nothing.
-
-    Args:
-        inputs: the arguments of the model's forward.
-        predicts_BT: positions whose logits are wanted.
-        config: the configuration of the whole model.
+    """Pack a batch; None where that saves nothing. The configuration is that of the whole model.
 
     Raises:
         UnknownInputError: an input is not known.
@@ -235,13 +225,7 @@ class Sample:
 
 
 def samples_of(input_ids_BT: Tensor, attended_BT: Tensor, predicts_BT: Tensor) -> list[Sample]:
-    """Return the samples of a batch.
-
-    Args:
-        input_ids_BT: token ids.
-        attended_BT: which positions are not padding.
-        predicts_BT: those whose logits are wanted.
-    """
+    """Return the samples of a batch, whose padding is not `attended` to."""
     ids, attended, predicts = (x.cpu().numpy() for x in (input_ids_BT, attended_BT, predicts_BT))
     samples = []
     for row in range(len(ids)):
@@ -270,11 +254,6 @@ def media_of(
     A row has the next media that its placeholders take up, in tokens of one size: first those of
     its prompt, then of its suffix, then of what lies behind, which is not read.
 
-    Args:
-        inputs: the arguments of the model's forward.
-        samples: the rows of the batch.
-        config: the configuration of the whole model.
-
     Raises:
         UnknownInputError: placeholders and media do not come out even.
     """
@@ -285,39 +264,27 @@ def media_of(
         if values is None:
             continue
         token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
-        sizes = [1] * len(values) if grids is None else grids.prod(-1).tolist()
-        num_tokens = list[int]()
+        num_tokens = list[int]()  # three pieces of each row
         for sample in samples:
             is_media = sample.ids == (-1 if token is None else token)
             pieces = [int(is_media[part].sum()) for part in (sample.shared, sample.suffix)]
             num_tokens += [*pieces, int(is_media.sum()) - sum(pieces)]
-        counts = _num_media(sizes, num_tokens)
-        if counts is None or sum(sizes) != len(values):
+        sizes = [1] * len(values) if grids is None else grids.prod(-1).tolist()
+        media_ends, piece_ends = np.cumsum([0, *sizes]), np.cumsum(num_tokens)
+        # Both in one unit, as all tokens are of one size.
+        media_at, piece_at = media_ends * piece_ends[-1], piece_ends * media_ends[-1]
+        last = np.searchsorted(media_at, piece_at)
+        is_even = np.isin(piece_at, media_at).all() and last[-1] == len(sizes)
+        if not is_even or media_ends[-1] != len(values):
             raise UnknownInputError(f"{pixels} cannot be told apart by sample")
-        ends = [0, *accumulate(counts)]
-        num_rows = [sum(sizes[a:b]) for a, b in pairwise(ends)]
         split = getattr(values, "split_parts", values.split)
-        parts = {pixels: split(num_rows)}
+        parts = {pixels: split(np.diff(media_ends[last], prepend=0).tolist())}
         if grids is not None:
-            parts[grid] = grids.split(counts)
+            parts[grid] = grids.split(np.diff(last, prepend=0).tolist())
         for name, pieces_of in parts.items():
             for n, row in enumerate(rows):
                 row.of_prompt[name], row.of_suffix[name] = pieces_of[3 * n : 3 * n + 2]
     return rows
-
-
-def _num_media(sizes: Sequence[int], num_tokens: Sequence[int]) -> list[int] | None:
-    """Return how many media the tokens of each piece stand for, if tokens are all of one size."""
-    left, counts = [*reversed(sizes)], list[int]()
-    of_token, of_size = sum(sizes), sum(num_tokens)  # one size has both
-    for number in num_tokens:
-        missing, before = number * of_token, len(left)
-        while missing > 0 and left:
-            missing -= left.pop() * of_size
-        if missing:
-            return None
-        counts.append(before - len(left))
-    return None if left else counts
 
 
 # --- the layout ---
@@ -366,7 +333,7 @@ def layout_of(
 
     Args:
         samples: the rows of the batch.
-        have_same_media: whether the prompts of two rows have.
+        have_same_media: whether the prompts of two rows have the same media.
         width: the model's hidden size; decides how many samples it pays to put in one row.
     """
     groups = [[samples[0]]]  # samples that follow one another, of one prompt
@@ -426,13 +393,8 @@ def _best_size(group: Sequence[Sample], width: int) -> int:
 def packed_inputs(
     inputs: Mapping[str, Any], layout: Layout, media: Sequence[Media], mask: Tensor
 ) -> dict[str, Any]:
-    """Return the arguments of a model's forward for packed groups.
-
-    Args:
-        inputs: those for the batch; tensors of [..., B, T] among them are packed.
-        layout: where positions come from.
-        media: `media_of` the inputs.
-        mask: the attention's.
+    """Return the arguments of a model's forward for packed groups: tensors of [..., B, T] among
+    the inputs are packed.
 
     Raises:
         UnknownInputError: a tensor has another shape.

@@ -1,18 +1,18 @@
-"""Logits of the last k positions, or of any chosen ones, from every decoder model.
+"""Logits of chosen positions, from every decoder model, and log-probabilities of tokens there.
 
-A model is asked in the first of these ways that works, which its first forward shows:
+The model's output embedding (its *head*) is given the hidden states of the wanted positions only,
+so that the logits of others are never computed; the first forward shows whether that works. What
+the model does to logits after its head (nothing, soft-capping, scaling by a constant) is its own
+code, run on fewer positions. For log-probabilities in chunks it has to be known as a function:
+`find_transform` holds those that the configuration names against the model's own logits, so that
+another one is recognized, not guessed.
 
-1. its own keyword, `logits_to_keep` or `num_logits_to_keep` (last positions only);
-2. at its head: the output embedding is given the hidden states of the wanted positions only;
-3. slicing the logits of all positions, which saves nothing: warned about once, or refused.
+A head that is called twice in a forward, or not at all, cannot be worked at. Such a model is asked
+for its last positions by its own keyword, `logits_to_keep` or `num_logits_to_keep`. Where none has
+an effect, the logits of all positions are computed: warned about once, or refused.
 
-In 1 and 2 the logits of other positions are never computed. What the model does to logits after
-its head (nothing, soft-capping, scaling by a constant) is its own code, run on fewer positions. For
-log-probabilities in chunks it has to be known as a function: `find_transform` holds those that the
-configuration names against the model's own logits, so that another one is recognized, not guessed.
-
-Letters in names are shapes: B rows, T positions of a row, N chosen positions, H hidden size, V
-vocabulary.
+Letters in names are shapes: B rows, T positions of a row, N chosen positions, K last positions, H
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -91,98 +92,29 @@ class LogitsShim:
         """
         Args:
             model: the model, wrapped or not.
-            strict: raise `UnsupportedModelError` where nothing works, in place of slicing.
+            strict: raise `UnsupportedModelError` where only slicing is left, or chunks are
+                impossible.
             warn: is told, once, that logits are sliced, or that chunks are impossible.
         """
         base = base_model(model)
         self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames a model's class
         self._config: PretrainedConfig | None = getattr(base, "config", None)
-        self._strict = strict
-        self._warn = warn
-        self._keyword = keyword_of(base)
+        self._strict, self._warn = strict, warn
+        # One that `forward` names: `**kwargs` may as well swallow it.
+        named = inspect.signature(base.forward).parameters
+        self._keyword = next((keyword for keyword in KEYWORDS if keyword in named), None)
         self._head = output_embedding(base)
-        self._head_works = self._is_out_of_graphs = False
         self._reason = "" if self._head is not None else "it names no output embedding"
+        self._head_works = self._is_out_of_graphs = self._has_warned_of_slicing = False
         self._transform: Transform | None = None
         self._can_chunk = True
-        self._has_warned_of_slicing = False
         self._ranks = ShardRanks()
-
-    @property
-    def way(self) -> str:
-        """How the last positions are asked for next: a keyword, `head` or `slice`."""
-        return self._keyword or ("head" if self._head is not None else "slice")
 
     def ranks(self, model: nn.Module) -> ShardRanks:
         """Return the ranks that call this shim's methods together."""
         if not self._ranks.groups:
             self._ranks = shard_ranks(model)
         return self._ranks
-
-    def last(
-        self, model: nn.Module, inputs: Mapping[str, Any], num_positions: int
-    ) -> CausalLMOutputWithPast:
-        """Return the output of `model(**inputs)`, with the logits of the last positions of each
-        row: `logits` are [B, num_positions, V].
-
-        Raises:
-            UnsupportedModelError: nothing works, with `strict`.
-            ValueError: there are fewer positions.
-        """
-        inputs = _without_keywords(inputs)
-        self._keep_head_out_of_graphs(model)
-        output = None
-        if self._keyword:
-            output = model(**inputs, **{self._keyword: num_positions})
-            if self.ranks(model).all(output.logits.shape[1] == num_positions):
-                return output
-            self._keyword = None  # swallowed on the way: all logits came
-        elif self._head is not None:
-            kept, _ = self._at_head(
-                model, inputs, lambda hidden_BTH: hidden_BTH[:, -num_positions:], num_positions
-            )
-            if kept is not None:
-                return kept
-        if self._head is None:
-            text = (
-                f"{self._name} computes the logits of all positions: it has no keyword that works "
-                f"({' or '.join(KEYWORDS)}), and {self._reason}."
-            )
-            if self._strict:
-                raise UnsupportedModelError(
-                    f"{text} Use --logits_shim auto to slice them, at the cost of their memory."
-                )
-            if not self._has_warned_of_slicing:
-                self._has_warned_of_slicing = True
-                self._warn(f"{text} They are sliced, which saves no memory. (Said once.)")
-        output = model(**inputs) if output is None else output
-        num_computed = output.logits.shape[1]
-        if num_computed < num_positions:
-            raise ValueError(
-                f"{self._name} returned logits of {num_computed} positions, expected "
-                f"{num_positions}."
-            )
-        output.logits = output.logits[:, -num_positions:]
-        return output
-
-    def select(
-        self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor
-    ) -> tuple[Tensor, bool]:
-        """Return [N, V], the logits of the positions where `mask_BT` is true, row by row; and
-        whether nothing but the caller needs them.
-
-        Rows of positions and of `mask_BT` are aligned at their ends. Raises as `last`.
-        """
-        inputs = _without_keywords(inputs)
-        output, calls = self._at_head(
-            model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
-        )
-        if output is not None:
-            # Not [0], whose backward would make a copy.
-            return output.logits.squeeze(0), calls.is_result(output.logits)
-        num_positions = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
-        logits_BKV = self.last(model, inputs, num_positions).logits
-        return select_positions(logits_BKV, mask_BT[:, -num_positions:]).squeeze(0), True
 
     def logps(
         self,
@@ -209,11 +141,18 @@ class LogitsShim:
         Raises:
             UnsupportedModelError: nothing works or chunks are impossible, with `strict`.
         """
+        # ms-swift leaves `logits_to_keep` in the inputs of one pass, and so of the next.
+        inputs = {name: value for name, value in inputs.items() if name not in KEYWORDS}
         if chunk_size and self._can_chunk:
-            logps = self._chunked_logps(
-                model, _without_keywords(inputs), mask_BT, targets_N,
-                chunk_size=chunk_size, temperature=temperature, with_entropy=with_entropy,
-            )  # fmt: skip
+            compute = partial(
+                chunked_logps,
+                targets_N=targets_N,
+                chunk_size=chunk_size,
+                num_chunks=self.ranks(model).most(-(-len(targets_N) // chunk_size)),
+                temperature=temperature,
+                with_entropy=with_entropy,
+            )
+            logps = self._chunked_logps(model, inputs, mask_BT, compute)
             if not isinstance(logps, str):
                 return logps
             self._can_chunk = False
@@ -231,58 +170,87 @@ class LogitsShim:
             overwrite=is_own,
         )
 
+    def select(
+        self, model: nn.Module, inputs: Mapping[str, Any], mask_BT: Tensor
+    ) -> tuple[Tensor, bool]:
+        """Return [N, V], the logits of the positions where `mask_BT` is true, row by row; and
+        whether nothing but the caller needs them.
+
+        Rows of positions and of `mask_BT` are aligned at their ends.
+
+        Raises:
+            UnsupportedModelError: only slicing is left, with `strict`.
+        """
+        output, calls = self._at_head(
+            model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
+        )
+        if output is not None:
+            # Not [0], whose backward would make a copy.
+            return output.logits.squeeze(0), calls.is_result(output.logits)
+        num_kept = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
+        keep = {self._keyword: num_kept} if self._keyword else {}
+        logits_BKV = model(**inputs, **keep).logits
+        if logits_BKV.shape[1] != num_kept:
+            self._keyword = None  # swallowed on the way, if there is one
+            text = (
+                f"{self._name} computes the logits of all positions: it has no keyword that works "
+                f"({' or '.join(KEYWORDS)}), and {self._reason}."
+            )
+            if self._strict:
+                raise UnsupportedModelError(
+                    f"{text} Use --logits_shim auto to slice them, at the cost of their memory."
+                )
+            if not self._has_warned_of_slicing:
+                self._has_warned_of_slicing = True
+                self._warn(f"{text} They are sliced, which saves no memory. (Said once.)")
+        return select_positions(logits_BKV, mask_BT).squeeze(0), True
+
     def _chunked_logps(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
         mask_BT: Tensor,
-        targets_N: Tensor,
-        *,
-        chunk_size: int,
-        temperature: float,
-        with_entropy: bool,
+        compute: Callable[[Transform, Tensor], Logps],
     ) -> Logps | str:
         """Return log-probabilities computed in the head's call; why not, where that does not work.
 
         The head is called by chunks, hooks of others on it included. The model is left with the
         true logits, [1, 1, V], of the last position, which show what it does to them.
+
+        Args:
+            model: the model or any wrapping of it.
+            inputs: the arguments of its forward.
+            mask_BT: the wanted positions.
+            compute: `chunked_logps`, of a head and hidden states.
         """
-        head, ranks = self._head, self.ranks(model)
+        head = self._head
         if not backward_takes_chunks(head):
             return "FSDP2 shards its output embedding alone, which works from torch 2.11 on"
-        num_chunks = ranks.most(-(-len(targets_N) // chunk_size))
-        while True:
-            transform = self._transform or unchanged
-            logps: Logps | None = None
+        transform = self._transform or unchanged
+        logps: Logps | None = None
 
-            def compute(hidden_BTH: Tensor, transform: Transform = transform) -> Tensor:
-                nonlocal logps
-                assert head is not None
-                logps = chunked_logps(
-                    lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
-                    select_positions(hidden_BTH, mask_BT).squeeze(0),
-                    targets_N,
-                    chunk_size=chunk_size,
-                    num_chunks=num_chunks,
-                    temperature=temperature,
-                    with_entropy=with_entropy,
-                )
-                return hidden_BTH[:1, -1:]
+        def at_head(hidden_BTH: Tensor) -> Tensor:
+            nonlocal logps
+            assert head is not None
+            logps = compute(
+                lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
+                select_positions(hidden_BTH, mask_BT).squeeze(0),
+            )
+            return hidden_BTH[:1, -1:]
 
-            output, calls = self._at_head(model, inputs, compute, 1)
-            if output is None:
-                return self._reason
-            if self._transform is not None:
-                break
+        output, calls = self._at_head(model, inputs, at_head, 1)
+        if output is None:
+            return self._reason
+        if self._transform is None:
             assert calls.probe_V is not None
             self._transform = find_transform(
-                self._config, calls.probe_V, output.logits.detach(), ranks.highest
+                self._config, calls.probe_V, output.logits.detach(), self.ranks(model).highest
             )
             if self._transform is None:
                 return "what it does to logits after its head is not known"
-            if self._transform is unchanged:
-                break
-            # Another transform than was computed with: once more, with the right one.
+            if self._transform is not unchanged:
+                # Another transform than was computed with: once more, with the right one.
+                return self._chunked_logps(model, inputs, mask_BT, compute)
         assert logps is not None
         if torch.is_grad_enabled():
             # Wrappers look for the model's own output in the graph (it has no weight there): DDP
@@ -303,7 +271,15 @@ class LogitsShim:
         calls, output = HeadCalls(), None
         if self._head is None:
             return None, calls
-        self._keep_head_out_of_graphs(model)
+        if not self._is_out_of_graphs and any(
+            isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+            for module in model.modules()
+        ):
+            # Dynamo has no guards on hooks (`skip_nnmodule_hook_guards`): a call without any would
+            # be compiled, and its code would run where there are some. A hook that stays breaks the
+            # graph, so that a compiled model calls its head in Python, hooks included.
+            self._head.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+            self._is_out_of_graphs = True
         with select_at_head(self._head, select, calls):
             try:
                 output = model(**inputs)
@@ -312,9 +288,10 @@ class LogitsShim:
             except (RuntimeError, ValueError, IndexError) as e:
                 # What fails before the head, or in it, does not fail for want of positions: the
                 # other ranks wait there, or a collective broke (a plain RuntimeError with gloo).
-                if self._head_works or calls.problem or calls.result is None:
+                if self._head_works or calls.result is None:
                     raise
-                self._reason = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
+                failed = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
+                self._reason = calls.problem or failed
         works = output is not None and not calls.problem and output.logits.shape[1] == num_positions
         if self.ranks(model).all(works):
             self._head_works = True
@@ -325,21 +302,6 @@ class LogitsShim:
             self._reason = calls.problem or f"its logits came as {tuple(output.logits.shape)}"
         self._head = None
         return None, calls
-
-    def _keep_head_out_of_graphs(self, model: nn.Module) -> None:
-        """Have `model` call its head in Python, hooks included, where it is compiled.
-
-        Dynamo has no guards on hooks (`skip_nnmodule_hook_guards`): a call without any would be
-        compiled, and its code would run where there are some. A hook that stays breaks the graph.
-        """
-        if self._head is None or self._is_out_of_graphs:
-            return
-        self._is_out_of_graphs = any(
-            isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-            for module in model.modules()
-        )
-        if self._is_out_of_graphs:
-            self._head.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
 
 
 # --- the head ---
@@ -393,12 +355,12 @@ def select_at_head(
 def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
     """Return [1, N, H]: the positions where `mask_BT` is true, row by row.
 
-    A model may put positions before those of its input ids (prompt tuning, image features): rows
-    are aligned at their ends.
+    A model may put positions before those of its input ids (prompt tuning, image features), or give
+    its last ones only: rows are aligned at their ends.
     """
     surplus = hidden_BTH.shape[1] - mask_BT.shape[1]
     if surplus:
-        mask_BT = nn.functional.pad(mask_BT, (surplus, 0))
+        mask_BT = nn.functional.pad(mask_BT, (surplus, 0))  # cut off, where negative
     return hidden_BTH.flatten(0, 1)[mask_BT.flatten().nonzero()[:, 0]][None]
 
 
@@ -486,14 +448,3 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
         if isinstance(head, nn.Module):
             return head
     return None
-
-
-def keyword_of(model: nn.Module) -> str | None:
-    """Return the spelling that the model's `forward` names; `**kwargs` may as well swallow one."""
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in KEYWORDS if name in parameters), None)
-
-
-def _without_keywords(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    # ms-swift leaves `logits_to_keep` in the inputs of one pass, and so of the next.
-    return {name: value for name, value in inputs.items() if name not in KEYWORDS}

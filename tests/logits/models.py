@@ -5,7 +5,6 @@ Real models of the installed transformers, and a few written as remote code writ
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -136,40 +135,6 @@ class SquashingRemoteCode(RemoteCode):
         return self.lm_head(hidden).tanh_()
 
 
-class SwallowingRemoteCode(RemoteCode):
-    """Takes any keyword, and does nothing with it."""
-
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **_: Any
-    ) -> CausalLMOutputWithPast:
-        return super().forward(input_ids, attention_mask)
-
-
-class PromisingRemoteCode(RemoteCode):
-    """Names the keyword, and does nothing with it."""
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> CausalLMOutputWithPast:
-        return super().forward(input_ids, attention_mask)
-
-
-class OldSpelling(RemoteCode):
-    """As transformers 4.45 to 4.48 spelled it."""
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        num_logits_to_keep: int = 0,
-    ) -> CausalLMOutputWithPast:
-        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
-        return CausalLMOutputWithPast(logits=self.logits_of(hidden[:, -num_logits_to_keep:]))
-
-
 class TwiceCallingHead(RemoteCode):
     """Logits of each half of the positions by themselves."""
 
@@ -183,6 +148,41 @@ class PassingHeadBy(RemoteCode):
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden, self.lm_head.weight, self.lm_head.bias)
+
+
+class KeepingByKeyword(PassingHeadBy):
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast:
+        hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False)[0]
+        return CausalLMOutputWithPast(logits=self.logits_of(hidden[:, -logits_to_keep:]))
+
+
+class OldSpelling(KeepingByKeyword):
+    """As transformers 4.45 to 4.48 spelled it."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        num_logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast:
+        return super().forward(input_ids, attention_mask, num_logits_to_keep)
+
+
+class Promising(KeepingByKeyword):
+    """Names the keyword, and does nothing with it."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast:
+        return super().forward(input_ids, attention_mask)
 
 
 class FixedLength(RemoteCode):
@@ -208,35 +208,35 @@ def wrapped() -> Any:
     return model
 
 
-OF_QWEN2_VL = inspect.signature(transformers.Qwen2VLForConditionalGeneration.forward).parameters
-
-MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "Qwen2": (qwen2, "logits_to_keep"),
-    "Qwen2, tied": (lambda: qwen2(tie_word_embeddings=True), "logits_to_keep"),
-    # transformers 4 has no keyword here.
-    "Qwen2-VL": (qwen2_vl, "logits_to_keep" if "logits_to_keep" in OF_QWEN2_VL else "head"),
-    "Qwen2.5-VL": (qwen2_5_vl, "logits_to_keep"),
-    "InternVL": (internvl, "logits_to_keep"),
-    "VideoLlama3": (video_llama_3, "head"),
-    "soft-capped (Gemma2)": (soft_capped, "logits_to_keep"),
-    "scaled (Cohere)": (scaled_up, "logits_to_keep"),
-    "scaled (Granite)": (scaled_down, "logits_to_keep"),
-    "remote code": (remote(RemoteCode), "head"),
-    "remote code, capped": (remote(CappedRemoteCode), "head"),
-    "remote code, squashed": (remote(SquashingRemoteCode), "head"),
-    "swallows keywords": (remote(SwallowingRemoteCode), "head"),
-    "names the keyword only": (remote(PromisingRemoteCode), "head"),
-    "old spelling": (remote(OldSpelling), "num_logits_to_keep"),
-    "wrapped forward": (wrapped, "head"),
+MODELS: dict[str, Callable[[], Any]] = {
+    "Qwen2": qwen2,
+    "Qwen2, tied": lambda: qwen2(tie_word_embeddings=True),
+    "Qwen2-VL": qwen2_vl,
+    "Qwen2.5-VL": qwen2_5_vl,
+    "InternVL": internvl,
+    "VideoLlama3": video_llama_3,
+    "soft-capped (Gemma2)": soft_capped,
+    "scaled (Cohere)": scaled_up,
+    "scaled (Granite)": scaled_down,
+    "remote code": remote(RemoteCode),
+    "remote code, capped": remote(CappedRemoteCode),
+    "remote code, squashed": remote(SquashingRemoteCode),
+    "wrapped forward": wrapped,
 }
-"""The way that works with each, beside how it is made."""
 
 UNKNOWN_TRANSFORM = ("remote code, capped", "remote code, squashed")
 """What these do to logits after their head stands in no configuration."""
 
+BY_KEYWORD: dict[str, Callable[[], Any]] = {
+    "new spelling": remote(KeepingByKeyword),
+    "old spelling": remote(OldSpelling),
+}
+"""Models that pass their head by, and have a keyword that works."""
+
 HOPELESS: dict[str, tuple[Callable[[], Any], str]] = {
     "calls its head twice": (remote(TwiceCallingHead), "2 times"),
     "passes its head by": (remote(PassingHeadBy), "0 times"),
+    "names the keyword only": (remote(Promising), "0 times"),
     "insists on all positions": (remote(FixedLength), "RuntimeError"),
 }
 """Models of which only slicing is left, with a part of the reason that is given."""
@@ -258,7 +258,8 @@ def patches(num_rows: int, size: int) -> dict[str, Tensor]:
 def build(name: str, *, lora: bool = False) -> Any:
     """The model, in training mode, its weights set by its name alone."""
     torch.manual_seed(0)
-    model = (MODELS | HOPELESS)[name][0]().train()
+    models = MODELS | BY_KEYWORD | {name: make for name, (make, _) in HOPELESS.items()}
+    model = models[name]().train()
     return add_lora(model) if lora else model
 
 

@@ -27,9 +27,7 @@ from tests.logits import models
 pytestmark = pytest.mark.stack
 
 VOCABULARY, PROMPT, NEW, CHUNK = 16_384, 768, 256, 16
-NAMES = ("Qwen2", "VideoLlama3", "swallows keywords")
-POSITION = 4 * VOCABULARY
-"""Bytes of the logits of one position."""
+NAMES = ("Qwen2", "VideoLlama3", "remote code")
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +47,8 @@ def test_logits_take_no_more_memory_than_is_asked_for(
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     peak = peaks[name]
     assert peak["chosen"] <= (NEW / (PROMPT + NEW) + 0.05) * peak["all"]
-    # With ms-swift's arithmetic on the last positions, those of the others at least are saved.
-    assert peak["all"] - peak["last"] > 0.9 * POSITION * PROMPT
-    # A chunk is a 16th of the completion.
-    assert peak["chunked"] <= 0.25 * peak["last"]
+    # A chunk is a 16th of the completion, and that a 4th of the row; the rest are activations.
+    assert peak["chunked"] <= 0.09 * peak["all"]
 
 
 def main() -> None:
@@ -78,7 +74,6 @@ def measure(name: str) -> dict[str, int]:
 
     ways: dict[str, Callable[[], Tensor]] = {
         "all": lambda: upstream(model(**inputs).logits),
-        "last": lambda: upstream(shim.last(model, inputs, NEW + 1).logits),
         "chosen": lambda: ours(0),
         "chunked": lambda: ours(CHUNK),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,12 +119,15 @@ def test_as_many_samples_in_a_row_as_pay(
     assert (found and [row[0] for row in found.samples]) == rows
 
 
-def media(inputs: dict[str, Any], predicts: list[int], config: Any) -> Any:
-    """Of rows without padding, each of which predicts something at some columns."""
+def lengths_of_media(inputs: dict[str, Any], predicts: list[int], config: Any) -> Any:
+    """Return, for each row, lengths of the media of its prompt and suffix, by the inputs' names.
+    The rows have no padding, and each predicts something at the same columns."""
     ids = inputs["input_ids"]
     wanted = torch.zeros_like(ids).bool()
     wanted[:, predicts] = True
-    return media_of(inputs, samples_of(ids, torch.ones_like(ids).bool(), wanted), config)
+    rows = media_of(inputs, samples_of(ids, torch.ones_like(ids).bool(), wanted), config)
+    return [{name: (len(row.of_prompt[name]), len(row.of_suffix[name])) for name in row.of_prompt}
+            for row in rows]  # fmt: skip
 
 
 def test_each_row_has_the_media_that_its_placeholders_take_up() -> None:
@@ -133,25 +137,16 @@ def test_each_row_has_the_media_that_its_placeholders_take_up() -> None:
     grid = torch.tensor([[1, 2, 2], [1, 2, 2], [1, 2, 4], [1, 2, 2]])
     inputs = {"input_ids": ids, "pixel_values": torch.arange(20.0), "image_grid_thw": grid}
     config = SimpleNamespace(image_token_id=IMAGE)
-    found = media(inputs, [2, 4], config)
-    assert [row.of_prompt["pixel_values"].tolist() for row in found] == [
-        [*range(4)],
-        [],
-        [*range(8, 16)],
+    assert lengths_of_media(inputs, [2, 4], config) == [
+        {"pixel_values": (4, 4), "image_grid_thw": (1, 1)},
+        {"pixel_values": (0, 0), "image_grid_thw": (0, 0)},
+        {"pixel_values": (8, 0), "image_grid_thw": (1, 0)},
     ]
-    assert [row.of_suffix["pixel_values"].tolist() for row in found] == [[*range(4, 8)], [], []]
-    assert [row.of_prompt["image_grid_thw"].tolist() for row in found] == [
-        grid[:1].tolist(),
-        [],
-        grid[2:3].tolist(),
-    ]
-    assert [len(row.of_suffix["image_grid_thw"]) for row in found] == [1, 0, 0]
     # Without a grid, all images are of one size.
     ids[2, 1] = 7
     tiles = {"input_ids": ids, "pixel_values": torch.zeros(4, 3, 4, 4)}
-    found = media(tiles, [2, 4], config)
-    assert [len(row.of_prompt["pixel_values"]) for row in found] == [1, 0, 1]
-    assert [len(row.of_suffix["pixel_values"]) for row in found] == [1, 0, 0]
+    found = lengths_of_media(tiles, [2, 4], config)
+    assert found == [{"pixel_values": lengths} for lengths in ((1, 1), (0, 0), (1, 0))]
 
 
 @pytest.mark.parametrize(
@@ -169,63 +164,60 @@ def test_media_that_do_not_come_out_even(
     inputs["pixel_values"] = torch.zeros(num_patches, 2)
     for config in (SimpleNamespace(image_token_index=IMAGE), SimpleNamespace()):
         with pytest.raises(UnknownInputError, match="pixel_values cannot be told apart"):
-            media(inputs, [], config)
+            lengths_of_media(inputs, [], config)
 
 
 # --- real models ---
 
+PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
 
+
+@dataclass
 class Group(Batch):
     """Two groups of samples, each of one prompt, of ids that ms-swift's batch has."""
 
-    images: str = ""
+    has_images: bool = False
+    """Whether each prompt begins with an image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ids, (mask,) = self.inputs["input_ids"], (self.inputs["attention_mask"],)
-        own: Any = {}
-        for row, lengths in enumerate(self.rows):
-            first = int(mask[row].int().argmax())
-            prompt = slice(first, first + lengths[0])
-            ids[row, prompt] = own.setdefault(lengths[0], ids[row, prompt].clone())
-            if self.images:
-                image = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
-                ids[row, first : first + 6] = image
+        ids = self.inputs["input_ids"]
+        own: dict[int, Tensor] = {}
+        for row, (prompt, *_) in enumerate(self.rows):
+            first = self.first_of(row)
+            here = slice(first, first + prompt)
+            ids[row, here] = own.setdefault(prompt, ids[row, here].clone())
+            if self.has_images:
+                ids[row, first : first + 6] = PLACEHOLDERS
+
+    def first_of(self, row: int) -> int:
+        return int(self.inputs["attention_mask"][row].int().argmax())
 
     def see(
         self, model: Any, pixels: Callable[[int], dict[str, Tensor]], *, alike: bool = False
     ) -> Group:
         """Give each group an image, and one to each answer of a tool (alike, or each another), with
         the positions that ms-swift's template gives them."""
-        ids, mask = self.inputs["input_ids"], self.inputs["attention_mask"]
+        ids = self.inputs["input_ids"]
         seen: dict[int, Any] = {}
         given, each = pixels(1), []
         for row, (prompt, completion, tool, _) in enumerate(self.rows):
-            each += [seen.setdefault(prompt, pixels(1))] if self.images else []
+            each += [seen.setdefault(prompt, pixels(1))] if self.has_images else []
             if tool:
-                first = int(mask[row].int().argmax()) + prompt + completion
-                image = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
-                ids[row, first : first + 6] = image
+                first = self.first_of(row) + prompt + completion
+                ids[row, first : first + 6] = PLACEHOLDERS
                 each.append(given if alike else pixels(1))
         self.inputs |= {k: torch.cat([image[k] for image in each]) for k in each[0]}
-        if "image_grid_thw" not in self.inputs:
-            return self
-        positions_of = model.get_base_model().model.get_rope_index
-        kinds = {"mm_token_type_ids": (self.inputs["input_ids"] == IMAGE).int()}
-        if not kinds.keys() <= inspect.signature(positions_of).parameters.keys():
-            kinds = {}  # transformers 4 looks for placeholders itself
-        positions, _ = positions_of(
-            self.inputs["input_ids"],
-            image_grid_thw=self.inputs["image_grid_thw"],
-            attention_mask=self.inputs["attention_mask"],
-            **kinds,
-        )
-        self.inputs |= {**kinds, "position_ids": positions}
+        if "image_grid_thw" in self.inputs:
+            find_positions = model.get_base_model().model.get_rope_index
+            kinds = {"mm_token_type_ids": (ids == IMAGE).int()}
+            if not kinds.keys() <= inspect.signature(find_positions).parameters.keys():
+                kinds = {}  # transformers 4 looks for placeholders itself
+            wanted = ("image_grid_thw", "attention_mask")
+            given_to_it = {name: self.inputs[name] for name in wanted}
+            positions, _ = find_positions(ids, **given_to_it, **kinds)
+            self.inputs |= {**kinds, "position_ids": positions}
         return self
-
-
-class SeeingGroup(Group):
-    images = "yes"
 
 
 ROWS = ((9, 4, 0, 0), (9, 6, 0, 0), (9, 2, 3, 3), (12, 3, 0, 0), (12, 1, 0, 0))
@@ -286,7 +278,7 @@ def test_images_as_ms_swift_but_for_rounding(
     """The tower sees the image of a group once, and its gradient is that of G."""
     model = build(name, lora=True)
     model.get_base_model().model.visual.requires_grad_(trains_tower)
-    batch = SeeingGroup(ROWS[:2] + ROWS[3:]).see(model, IMAGES[name][1])
+    batch = Group(ROWS[:2] + ROWS[3:], has_images=True).see(model, IMAGES[name][1])
     expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
     patches_seen: list[int] = []
     model.get_base_model().model.visual.register_forward_pre_hook(
@@ -307,7 +299,7 @@ TOOL_ROWS = ((9, 2, 7, 3), (9, 4, 7, 2), (9, 5, 0, 0), (9, 1, 7, 0), (9, 3, 7, 1
 def test_images_of_tools_stay_the_samples_own(name: str, alike: bool, warned: list[str]) -> None:
     """Also where neighbours were given one image: each has placeholders for its own."""
     model = build(name, lora=True)
-    batch = SeeingGroup(TOOL_ROWS).see(model, IMAGES[name][1], alike=alike)
+    batch = Group(TOOL_ROWS, has_images=True).see(model, IMAGES[name][1], alike=alike)
     expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
     seen = positions_of(model)
     found, _, _ = run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
@@ -329,7 +321,7 @@ def test_images_that_nothing_is_learned_from_keep_their_tower_in_use(warned: lis
 
 def test_equal_words_with_other_images_stay_apart() -> None:
     model = build("Qwen2.5-VL", lora=True)
-    batch = SeeingGroup(ROWS[:2] + ROWS[3:]).see(model, IMAGES["Qwen2.5-VL"][1])
+    batch = Group(ROWS[:2] + ROWS[3:], has_images=True).see(model, IMAGES["Qwen2.5-VL"][1])
     batch.inputs["pixel_values"] = torch.randn(4 * 16, 1176)
     seen = positions_of(model)
     run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
@@ -337,7 +329,9 @@ def test_equal_words_with_other_images_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("holds_elsewhere", [False, True])
-def test_no_rank_that_shares_weights_makes_a_further_pass_by_itself(holds_elsewhere: bool) -> None:
+def test_no_rank_that_shares_weights_makes_a_further_pass_by_itself(
+    holds_elsewhere: bool, warned: list[str]
+) -> None:
     """As long as another rank's batch could not be packed, this one has ms-swift's pass."""
     inputs, asked, passes = Group(ROWS).inputs, [], []
     wanted = torch.zeros_like(inputs["input_ids"]).bool()
@@ -352,11 +346,12 @@ def test_no_rank_that_shares_weights_makes_a_further_pass_by_itself(holds_elsewh
         passes.append(predicts.numel())
         return torch.zeros(10)
 
-    shared = SharedPrompt(build("Qwen2"), pytest.fail, lambda _: None, 0.01)
+    shared = SharedPrompt(build("Qwen2"), 0.01)
     found = [shared.pack(inputs, wanted, logps_of, Shards()) for _ in range(2)]
     assert [packed is not None for packed in found] == [holds_elsewhere] * 2
     assert len(passes) == 2 * holds_elsewhere
     assert asked == [True, True]
+    assert not warned
 
 
 def blind_to_masks(model: Any) -> None:
@@ -369,17 +364,6 @@ def blind_to_masks(model: Any) -> None:
         return own(*args, attention_mask=seen, **kwargs)
 
     inner.forward = forward
-
-
-def test_a_model_that_sees_more_than_the_mask_says_is_left_alone(warned: list[str]) -> None:
-    model, batch = build("Qwen2", lora=True), Group(ROWS)
-    expected, _, _ = run(Upstream, model, batch, keys=set())
-    blind_to_masks(model)
-    found, _, _ = run(Ours, model, batch, keys=set(), logps_shared_prompt=True)
-    assert_close(found, expected)
-    [told] = warned
-    assert told.startswith("--logps_shared_prompt leaves batches of Qwen2ForCausalLM as they are:")
-    assert "above the 0.01 that rounding explains" in told
 
 
 def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
@@ -415,21 +399,6 @@ def test_a_pass_over_the_canary_neither_warns_nor_decides(
         assert not warned
 
 
-def test_a_rank_that_makes_a_pass_more_waits_for_nobody() -> None:
-    """ms-swift asks a dynamic teacher about those micro-batches only that have a teacher's prompt.
-    What ranks exchange next is the round's, or the canary's."""
-    models = [build("Qwen2") for _ in range(2)]
-    apart = Group(((9, 4, 0, 0), (12, 3, 0, 0)))  # no two samples of one prompt
-
-    def work(ranks: ThreadRanks) -> list[Any]:
-        trainer = sharing(trainer_of(ranks))
-        for _ in range(2 - ranks.rank):
-            make_pass(trainer, models[ranks.rank], apart)
-        return ranks.all_gather(f"canary {ranks.rank}")
-
-    assert run_rank_groups(2, work) == [["canary 0", "canary 1"]] * 2
-
-
 def trainer_of(ranks: ThreadRanks) -> type[Any]:
     class OneOfMany(Ours):
         def __init__(self, config: Any, **kwargs: Any) -> None:
@@ -441,7 +410,8 @@ def trainer_of(ranks: ThreadRanks) -> type[Any]:
 
 
 def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
-    """Rank 1's model sees more than the mask says; rank 0's first batch did not show it."""
+    """Rank 1's model sees more than the mask says; rank 0's first batch did not show it. Rank 0
+    makes a pass more, as with a teacher whom only some batches ask, and waits for nobody in it."""
     models = [build("Qwen2") for _ in range(2)]
     blind_to_masks(models[1])
     seen = [positions_of(model) for model in models]
@@ -458,7 +428,9 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
     packed = seen[0][0]
     assert seen == [[packed, whole, packed, packed, whole, whole], [packed, whole, whole, whole]]
     other, own = sorted(warned)
+    assert own.startswith("--logps_shared_prompt leaves batches of Qwen2ForCausalLM as they are:")
     assert "nats apart in the mean on this rank" in own
+    assert "above the 0.01 that rounding explains" in own
     assert "from here on: on another rank" in other
 
 

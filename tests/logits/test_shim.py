@@ -1,5 +1,5 @@
-"""Every kind of model gives logits of the wanted positions only, with the values and gradients of
-slicing all of them."""
+"""Every kind of model gives log-probabilities of the wanted positions from their logits alone, with
+the values and gradients of all logits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from swift_grpo_ext.logits.shim import (
     unchanged,
 )
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
-from tests.logits.models import HOPELESS, MODELS, UNKNOWN_TRANSFORM, add_lora, build, inputs_of
+from tests.logits.models import (
+    BY_KEYWORD,
+    HOPELESS,
+    MODELS,
+    UNKNOWN_TRANSFORM,
+    add_lora,
+    build,
+    inputs_of,
+)
 
 KEPT = 6
-ROWS = 2
 BARE_AND_LORA = pytest.mark.parametrize("lora", [False, True], ids=["bare", "LoRA"])
 
 
@@ -46,14 +53,12 @@ def chosen_mask(inputs: dict[str, Any]) -> Tensor:
     return mask
 
 
-def plain_logps(
-    model: Any, inputs: Any, mask: Tensor, temperature: float = 1.0
-) -> Callable[[], Tensor]:
+def plain_logps(model: Any, inputs: Any, mask: Tensor) -> Callable[[], Tensor]:
     """Compute log-probabilities of the input ids at the mask by full logits."""
     targets = inputs["input_ids"][mask]
 
     def compute() -> Tensor:
-        log_p = (model(**inputs).logits[mask] / temperature).log_softmax(-1)
+        log_p = model(**inputs).logits[mask].log_softmax(-1)
         return log_p.gather(-1, targets[:, None])[:, 0]
 
     return compute
@@ -67,31 +72,6 @@ def shim_logps(
 
 
 # --- all models ---
-
-
-@BARE_AND_LORA
-@pytest.mark.parametrize("name", MODELS)
-def test_positions_are_as_if_sliced(name: str, lora: bool, warned: list[str]) -> None:
-    model, inputs = build(name, lora=lora), inputs_of(name)
-    expected = values_and_gradients(model, lambda: model(**inputs).logits[:, -KEPT:])
-    shim = shim_of(model, warned, strict=True)
-    found = values_and_gradients(model, lambda: shim.last(model, inputs, KEPT).logits)
-    assert shim.way == MODELS[name][1]
-    assert_close(found, expected, 1e-6)
-    # From the second forward on, no other position is ever computed: a keyword without an effect
-    # is known by then.
-    with counted_positions(model) as counts:
-        found = values_and_gradients(model, lambda: shim.last(model, inputs, KEPT).logits)
-    assert counts == [ROWS * KEPT]
-    assert_close(found, expected, 1e-6)
-
-    mask = chosen_mask(inputs)
-    expected = values_and_gradients(model, lambda: model(**inputs).logits[mask])
-    shim = shim_of(model, warned)
-    with counted_positions(model) as counts:
-        found = values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0])
-    assert counts == [int(mask.sum())]
-    assert_close(found, expected)
 
 
 @BARE_AND_LORA
@@ -133,39 +113,46 @@ def test_log_probabilities(name: str, chunk_size: int, lora: bool, warned: list[
     assert counts == [11]
 
 
+@pytest.mark.parametrize("name", BY_KEYWORD)
+def test_a_keyword_serves_where_the_head_cannot(name: str, warned: list[str]) -> None:
+    """Of the last 11 positions, from the first that is wanted on."""
+    model, inputs = build(name), inputs_of(name)
+    mask = chosen_mask(inputs)
+    expected = values_and_gradients(model, plain_logps(model, inputs, mask))
+    inputs["logits_to_keep"] = 2  # ms-swift leaves it there from the pass before
+    num_computed: list[int] = []
+    model.register_forward_hook(lambda _, __, out: num_computed.append(out.logits.shape[1]))
+    ours = shim_logps(shim_of(model, warned, strict=True), model, inputs, mask, 0)
+    for _ in range(2):
+        assert_close(values_and_gradients(model, ours), expected)
+    assert num_computed == [17, 11, 11]
+
+
 @BARE_AND_LORA
 @pytest.mark.parametrize("name", HOPELESS)
 def test_slices_with_one_warning(name: str, lora: bool, warned: list[str]) -> None:
     """Where the head cannot be worked at: right all the same, and said; or refused."""
     model, inputs = build(name, lora=lora), inputs_of(name)
     mask = chosen_mask(inputs)
-    everything = values_and_gradients(model, lambda: model(**inputs).logits[:, -KEPT:])
-    chosen = values_and_gradients(model, lambda: model(**inputs).logits[mask])
-    logps = values_and_gradients(model, plain_logps(model, inputs, mask))
+    expected = values_and_gradients(model, plain_logps(model, inputs, mask))
     shim = shim_of(model, warned)
-    for _ in range(2):
-        found = values_and_gradients(model, lambda: shim.last(model, inputs, KEPT).logits)
-        assert_close(found, everything, 1e-6)
-    found = values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0])
-    assert_close(found, chosen, 1e-6)
-    assert shim.way == "slice"
-    text = warned.pop()
-    assert HOPELESS[name][1] in text
-    assert type(base_model(model)).__name__ in text
-    for _ in range(2):
-        assert_close(values_and_gradients(model, shim_logps(shim, model, inputs, mask, 4)), logps)
-    assert "--logps_chunk_size has no effect" in warned.pop()
-
-    with pytest.raises(UnsupportedModelError, match=r"--logits_shim auto"):
-        shim_of(model, warned, strict=True).last(model, inputs, KEPT)
-    with pytest.raises(UnsupportedModelError, match=r"--logps_chunk_size 0"):
-        shim_logps(shim_of(model, warned, strict=True), model, inputs, mask, 4)()
+    for chunk_size in (0, 4, 4, 0):
+        ours = shim_logps(shim, model, inputs, mask, chunk_size)
+        assert_close(values_and_gradients(model, ours), expected)
+    of_slices, of_chunks = warned
+    warned.clear()
+    assert "--logps_chunk_size has no effect" in of_chunks
+    assert HOPELESS[name][1] in of_slices
+    assert type(base_model(model)).__name__ in of_slices
+    for chunk_size, remedy in ((0, "--logits_shim auto"), (4, "--logps_chunk_size 0")):
+        with pytest.raises(UnsupportedModelError, match=remedy):
+            shim_logps(shim_of(model, warned, strict=True), model, inputs, mask, chunk_size)()
 
 
 # --- how a model is wrapped and run ---
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "names the keyword only", "soft-capped (Gemma2)"])
+@pytest.mark.parametrize("name", ["Qwen2", "remote code", "soft-capped (Gemma2)"])
 def test_compiled_models(name: str, warned: list[str]) -> None:
     """In turns with calls that nobody chooses positions of: those compile code without hooks."""
     torch._dynamo.reset()
@@ -175,11 +162,9 @@ def test_compiled_models(name: str, warned: list[str]) -> None:
     shim = shim_of(compiled, warned, strict=True)
     expected = values_and_gradients(model, plain_logps(model, inputs, mask))
     for chunk_size in (4, 0, 4):
-        last = values_and_gradients(model, lambda: shim.last(compiled, inputs, KEPT).logits)
-        assert_close(last, values_and_gradients(model, lambda: model(**inputs).logits[:, -KEPT:]))
-        compiled(**inputs)
         ours = shim_logps(shim, compiled, inputs, mask, chunk_size)
         assert_close(values_and_gradients(model, ours), expected)
+        compiled(**inputs)
 
 
 def with_checkpointing(use_reentrant: bool) -> Callable[[Any], Any]:
@@ -275,10 +260,9 @@ def test_a_wrapper_without_a_head_of_its_own(warned: list[str]) -> None:
             return self.language_model(**inputs)
 
     model, inputs = Outer(), inputs_of("remote code")
-    shim = shim_of(model, warned, strict=True)
-    assert shim.way == "head"
-    logits = shim.last(model, inputs, KEPT).logits
-    torch.testing.assert_close(logits, model(**inputs).logits[:, -KEPT:])
+    mask = chosen_mask(inputs)
+    logps_N = shim_logps(shim_of(model, warned, strict=True), model, inputs, mask, 0)()
+    torch.testing.assert_close(logps_N, plain_logps(model, inputs, mask)())
 
 
 # --- single cases ---
@@ -298,16 +282,6 @@ def test_unequal_prompts_cost_their_completions_only(warned: list[str]) -> None:
     assert counts == [2 * new, 128, 128, 128, 16, 1]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_side(side: str, warned: list[str]) -> None:
-    model, inputs = build("Qwen2-VL"), inputs_of("Qwen2-VL", (17, 12), side)
-    mask = inputs["attention_mask"].bool() & (inputs["input_ids"] > 99) & (torch.arange(17) > 6)
-    expected = values_and_gradients(model, lambda: model(**inputs).logits[mask])
-    shim = shim_of(model, warned)
-    found = values_and_gradients(model, lambda: shim.select(model, inputs, mask)[0])
-    assert_close(found, expected)
-
-
 @pytest.mark.parametrize("chunk_size", [0, 4])
 def test_no_position_at_all(chunk_size: int, warned: list[str]) -> None:
     """A micro-batch without a completion token has a graph all the same, for other ranks' sake."""
@@ -317,20 +291,6 @@ def test_no_position_at_all(chunk_size: int, warned: list[str]) -> None:
     logps_N.sum().backward()
     assert logps_N.shape == (0,)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-def test_keywords_among_the_inputs_are_ours_to_set(warned: list[str]) -> None:
-    """ms-swift leaves `logits_to_keep` in the inputs of one pass, and so of the next."""
-    model = build("Qwen2")
-    inputs = {**inputs_of("Qwen2"), "logits_to_keep": 2}
-    assert shim_of(model, warned).last(model, inputs, KEPT).logits.shape[1] == KEPT
-
-
-def test_too_few_positions(warned: list[str]) -> None:
-    model = build("VideoLlama3")
-    with pytest.raises(ValueError, match=r"17 positions, expected 40"):
-        shim_of(model, warned).last(model, inputs_of("VideoLlama3"), 40)
-    warned.clear()
 
 
 @pytest.mark.parametrize("chunk_size", [0, 4])
@@ -367,24 +327,12 @@ def test_the_model_is_left_as_it_was(warned: list[str]) -> None:
     own_forward = model.forward
     before = model(**inputs).logits
     shim.logps(model, inputs, mask, inputs["input_ids"][mask], chunk_size=4)
-    shim.last(model, inputs, KEPT)
     with pytest.raises(TypeError):
-        shim.last(model, {"no": "input"}, KEPT)
+        shim.select(model, {"no": "input"}, mask)
     assert "forward" not in vars(head)
     assert not head._forward_pre_hooks
     assert model.forward is own_forward
     torch.testing.assert_close(model(**inputs).logits, before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["Qwen2", "Qwen2-VL", "VideoLlama3"])
-def test_at_the_head_and_by_keyword_are_one_bit_for_bit(name: str, warned: list[str]) -> None:
-    model, inputs = build(name), inputs_of(name)
-    full = model(**inputs).logits
-    shim = shim_of(model, warned)
-    by_keyword = shim.last(model, inputs, KEPT).logits
-    shim._keyword = None
-    assert torch.equal(shim.last(model, inputs, KEPT).logits, by_keyword)
-    torch.testing.assert_close(by_keyword, full[:, -KEPT:])
 
 
 # --- what a model does to logits after its head ---
