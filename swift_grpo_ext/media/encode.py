@@ -27,7 +27,6 @@ import binascii
 import copy
 import functools
 import io
-import os
 import pickle
 import sys
 import threading
@@ -37,13 +36,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
 import xxhash
 from cachetools import LRUCache
 from PIL import Image
+from swift.template import vision_utils
 
 from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
@@ -56,10 +56,6 @@ BATCH_BYTES = 2**30
 """Bound within a training batch, with `--media_cache_gb 0`. The samples of a group follow one
 another, so the images of one row must fit: 34 MB for 1024 x 1024 pixels of Qwen2.5-VL, 410 MB for
 the largest that its defaults let through (12.8 megapixels)."""
-
-LONGEST_NAME, LONGEST_PATH = 256, 4096
-"""Characters. A longer string than the first that names no file is base64, than the second always:
-to make a path of 3 MB of it takes 50 ms."""
 
 VIDEO_MODULES = ("qwen_vl_utils", "qwen_omni_utils", "keye_vl_utils")
 """Templates import `fetch_video` from them at each call; a module that is not in use is skipped."""
@@ -100,11 +96,11 @@ class MediaCache:
 
         max_bytes = int(max_gb * BYTES_PER_GB) if self.is_kept else BATCH_BYTES
         self._entries = LRUCache[bytes, _Entry](max_bytes, getsizeof=attrgetter("num_bytes"))
-        self._held = WeakSet[_Entry]()
+        self._made = WeakSet[_Entry]()
         self._all_gather = all_gather
         self._round = 0
         self._lock = threading.Lock()
-        self._turns: dict[bytes, threading.Lock] = {}
+        self._turns = WeakValueDictionary[bytes, threading.Lock]()
 
     @property
     def num_bytes(self) -> int:
@@ -126,7 +122,7 @@ class MediaCache:
                 if joins_late:
                     stack.enter_context(before_collating(template, _join_late))
                 yield
-            for entry in list(self._held):
+            for entry in list(self._made):
                 entry.check()
         finally:
             if not self.is_kept:
@@ -173,23 +169,19 @@ class MediaCache:
             return make()
         with self._lock:
             turn = self._turns.setdefault(key, threading.Lock())
-        try:
-            with turn:
-                with self._lock:
-                    entry = self._entries.get(key)
-                    self.counts["reused" if entry else kind] += bool(kind)
-                if entry is None:
-                    # Templates encode in inference mode, whose tensors do not count what is
-                    # written to them.
-                    with torch.inference_mode(False), torch.no_grad():
-                        entry = _Entry(_with_shared_images(make(), key, self.share))
-                    with self._lock:
-                        if entry.num_bytes <= self._entries.maxsize:
-                            self._entries[key] = entry
-                            self._held.add(entry)
-        finally:
+        with turn:
             with self._lock:
-                self._turns.pop(key, None)
+                entry = self._entries.get(key)
+                self.counts["reused" if entry else kind] += bool(kind)
+            if entry is None:
+                # Templates encode in inference mode, whose tensors do not count what is written to
+                # them.
+                with torch.inference_mode(False), torch.no_grad():
+                    entry = _Entry(make(), key, self.share)
+                with self._lock:
+                    if entry.num_bytes <= self._entries.maxsize:
+                        self._entries[key] = entry
+                        self._made.add(entry)
         return entry.lend()
 
     @contextmanager
@@ -281,35 +273,38 @@ class SharedImage(Image.Image):
             return super().copy()
         return SharedImage.of(self, self.content_key, self._share)
 
-    # What changes nothing is a view, as `copy`, and takes no room.
     def convert(self, *args: Any, **kwargs: Any) -> Image.Image:
-        if args == (self.mode,) and not kwargs:
-            return self.copy()
-        return self._derived(super().convert, args, kwargs)
+        return self._derived("convert", self.mode, args, kwargs)
 
     def resize(self, *args: Any, **kwargs: Any) -> Image.Image:
-        if args == (self.size,) and not kwargs:
-            return self.copy()
-        return self._derived(super().resize, args, kwargs)
+        return self._derived("resize", self.size, args, kwargs)
 
     def thumbnail(self, *args: Any, **kwargs: Any) -> None:
         self._ensure_mutable()  # Pillow takes over the pixels that `resize` returns, and writes
         super().thumbnail(*args, **kwargs)
 
-    def _derived(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Image.Image:
+    def _derived(self, name: str, current: Any, args: Any, kwargs: Any) -> Image.Image:
+        if args == (current,) and not kwargs:
+            return self.copy()  # what changes nothing is a view, and takes no room
+        method = getattr(super(), name)
         if self.content_key is None:
             return method(*args, **kwargs)
-        asked = (method.__name__, self, args, kwargs)
-        return self._share(asked, lambda: method(*args, **kwargs))
+        return self._share((name, self, args, kwargs), lambda: method(*args, **kwargs))
 
 
 class _Entry:
     """A value of the cache, its size in bytes, and what tells whether it was written to."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, made: Any, key: bytes, share: Callable[..., Any]) -> None:
         leaves: list[Any] = []
-        _map(leaves.append, value)
-        self.value = value
+
+        def hold(leaf: Any) -> Any:
+            if isinstance(leaf, Image.Image) and getattr(leaf, "content_key", None) is None:
+                leaf = SharedImage.of(leaf, key + len(leaves).to_bytes(4, "big"), share)
+            leaves.append(leaf)
+            return leaf
+
+        self.value = _map(hold, made)
         self.num_bytes = sum(map(_num_bytes, leaves))
         self._versions = [(x, _version(x)) for x in leaves if isinstance(x, torch.Tensor)]
 
@@ -375,16 +370,14 @@ def source_key(source: Any, round_: int) -> Any:
     if not isinstance(source, str):
         return source
     text = source.strip().removeprefix("file://")
-    folders = ("", os.environ.get("ROOT_IMAGE_DIR", ""))  # as ms-swift's `_check_path`
-    for folder in folders if len(text) <= LONGEST_PATH else ():
-        with suppress(OSError, ValueError, RuntimeError):  # base64 is no path
-            path = (Path(folder) / text).expanduser().absolute()
-            state = path.stat()
-            return str(path), state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+    with suppress(OSError, ValueError):
+        # None for base64; a name that is no file's as it is.
+        if path := vision_utils._check_path(text):
+            state = Path(path).stat()
+            return path, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
     data = text.partition(";base64,")[2] if text.startswith("data:") else text
-    if len(data) > LONGEST_NAME:
-        with suppress(binascii.Error, ValueError):
-            return xxhash.xxh3_128_digest(base64.b64decode(data, validate=True))
+    with suppress(binascii.Error, ValueError):
+        return xxhash.xxh3_128_digest(base64.b64decode(data, validate=True))
     return source, round_
 
 
@@ -428,20 +421,6 @@ def _join_late(batch: list[dict[str, Any]]) -> None:
         for key in COLLATED:
             if is_rows(value := encoded.get(key)):
                 encoded[key] = LazyConcat([value])
-
-
-def _with_shared_images(value: Any, key: bytes, share: Callable[..., Any]) -> Any:
-    """Return `value` with a `SharedImage` for each image that has no name yet."""
-    number = 0
-
-    def shared(leaf: Any) -> Any:
-        nonlocal number
-        if not isinstance(leaf, Image.Image) or getattr(leaf, "content_key", None) is not None:
-            return leaf
-        number += 1
-        return SharedImage.of(leaf, key + number.to_bytes(4, "big"), share)
-
-    return _map(shared, value)
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

@@ -87,9 +87,9 @@ class EncoderCache:
     """
 
     def __init__(self, max_gb: float, model: nn.Module, others: Iterable[nn.Module] = ()) -> None:
-        self._max_bytes = int(max_gb * BYTES_PER_GB)
+        self.max_bytes = int(max_gb * BYTES_PER_GB)
         self.outputs: dict[Hashable, Output] = {}
-        self._num_bytes = 0
+        self.num_bytes = 0
         self.num_encoded = 0
         """How many images went through a tower since ranks last agreed."""
 
@@ -113,7 +113,7 @@ class EncoderCache:
     def forget(self) -> None:
         """Forget all images. Call it outside of a forward, where sharded weights show as such."""
         self.outputs.clear()
-        self._num_bytes = 0
+        self.num_bytes = 0
         for tower in self.towers:
             tower.leave_if_sharded()
 
@@ -132,15 +132,6 @@ class EncoderCache:
                 tower.is_off = True
                 logger.warning(f"--encoder_cache_gb has no effect on {tower.name}: {problem}")
         return sum(counts)
-
-    def add(self, made: dict[Hashable, Output]) -> None:
-        """Hold as many new outputs as fit."""
-        self.num_encoded += len(made)
-        for key, output in made.items():
-            num_bytes = sum(leaf.nbytes for leaf in output.leaves if isinstance(leaf, Tensor))
-            if self._num_bytes + num_bytes <= self._max_bytes:
-                self.outputs[key] = output
-                self._num_bytes += num_bytes
 
 
 def frozen_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -267,15 +258,22 @@ class FrozenTower:
 
     def _encode(self, call: Call) -> Any:
         """Return what the tower says of all images of a call; it is run on the new ones."""
-        images, held = call.images(), self._cache.outputs
+        images, cache = call.images(), self._cache
         keys: list[Hashable] = [(id(self._tower), key) for key in image_keys(call)]
         made: dict[Hashable, Output] = {}
-        if new := {key: number for number, key in enumerate(keys) if key not in held}:
+        if new := {key: number for number, key in enumerate(keys) if key not in cache.outputs}:
             numbers = [*new.values()]
             shown, grids = [images[n] for n in numbers], [call.grids[n] for n in numbers]
             made = dict(zip(new, self._run(shown, grids, call.rest), strict=True))
-        outputs = [made[key] if key in made else held[key] for key in keys]
-        self._cache.add(made)
+        outputs = [made[key] if key in made else cache.outputs[key] for key in keys]
+        cache.num_encoded += len(made)
+        for key, output in made.items():
+            num_bytes = sum(leaf.nbytes for leaf in output.leaves if isinstance(leaf, Tensor))
+            # Not the newest instead: each pass asks for all images of a round in the same order,
+            # and would find none of those that it asks for first.
+            if cache.num_bytes + num_bytes <= cache.max_bytes:
+                cache.outputs[key] = output
+                cache.num_bytes += num_bytes
         leaves = [
             torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
             for parts in zip(*(output.leaves for output in outputs), strict=True)
@@ -298,20 +296,16 @@ class FrozenTower:
 @torch.compiler.disable
 def image_keys(call: Call) -> list[Hashable]:
     """Return for each image a key that says its content, and how it is encoded."""
-    images, how = call.images(), call.how()
+    how = call.how()
     keys = list[Hashable]()
     digests: dict[Hashable, bytes] = {}
-    digest = b""
-    for number, (image, grid) in enumerate(zip(images, call.grids, strict=True)):
+    for image, grid in zip(call.images(), call.grids, strict=True):
+        # The samples of a group share memory, where they were joined late.
         memory = memory_of(image)
-        # The samples of a group stand together; to compare costs less than to copy and digest.
-        if memory in digests:
-            digest = digests[memory]
-        elif number == 0 or not torch.equal(image, images[number - 1]):
+        if memory not in digests:
             values = image.detach().cpu().contiguous().view(torch.uint8).numpy()
-            digest = xxhash.xxh3_128_digest(values)
-        digests[memory] = digest
-        keys.append((how, grid, image.shape, digest))
+            digests[memory] = xxhash.xxh3_128_digest(values)
+        keys.append((how, grid, image.shape, digests[memory]))
     return keys
 
 

@@ -127,6 +127,8 @@ swift.template.base:Template
     prepare_generate_kwargs: self generate_kwargs model
     replace_video2image: self load_video_func inputs replace_tag
     skip_stop_tokens: self generate_ids is_finished
+swift.template.vision_utils
+    _check_path: path
 swift.template.utils:StopWordsCriteria
     (): tokenizer stop_words
 transformers.image_processing_utils:BaseImageProcessor
@@ -233,7 +235,7 @@ swift.pipelines.infer.rollout:WeightSyncWorkerExtension
 swift.utils:SafeMediaPath
     check: cls path since 4.6
 swift.template.vision_utils
-    load_file _check_path: path
+    load_file: path
     _load_audio_librosa: audio sampling_rate mono
 """)
 """Names that `swift rollout` is extended at."""

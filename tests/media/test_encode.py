@@ -407,9 +407,8 @@ def test_media_are_named_by_content_or_for_a_round(images: list[Path]) -> None:
     given += [forms(images[0])[form] for form in ("bytes", "base64", "data")]
     name = xxhash.xxh3_128_digest(data)
     assert [source_key(source, round_) for round_ in (0, 1) for source in given] == [name] * 10
-    for source in ("https://host/a.png", "missing.png", "a" * 257 + "!", "a" * 256):
+    for source in ("https://host/a.png", "missing.png", "a" * 2001 + "!", "a" * 5001):
         assert source_key(source, 1) == (source, 1)
-    assert source_key("a" * 260, 1) == xxhash.xxh3_128_digest(base64.b64decode("a" * 260))
 
 
 def test_a_file_has_one_name_until_it_changes(
@@ -422,6 +421,7 @@ def test_a_file_has_one_name_until_it_changes(
     assert source_key(path.name, 1) == (path.name, 1)
     monkeypatch.setenv("ROOT_IMAGE_DIR", str(path.parent))
     assert source_key(path.name, 1) == name
+    monkeypatch.delenv("ROOT_IMAGE_DIR")
     monkeypatch.setenv("HOME", str(path.parent))
     assert source_key(f"~/{path.name}", 1) == name
     state = path.stat()
