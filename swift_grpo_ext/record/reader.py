@@ -11,16 +11,16 @@ the sessions before it,
   replaced whole, never sample by sample, so that no group holds samples of two sessions.
 
 A session that wrote no rows supersedes nothing. Scores count where they are of the session whose
-samples count. Files and row groups that are damaged are left out; a warning names them.
+samples count. A damaged file is left out whole; a warning names it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from swift_grpo_ext.record.log import RecordFile, read_footer, record_files
+from swift_grpo_ext.record.log import RecordFile, record_files
 from swift_grpo_ext.record.rewards import REWARDS
 from swift_grpo_ext.record.row import ROUND_COLUMNS, SAMPLES, SampleRow, Table, to_rows
 from swift_grpo_ext.sampling.seeding import Phase
@@ -38,7 +38,7 @@ from swift_grpo_ext.sampling.seeding import Phase
 logger = logging.getLogger(__name__)
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, AttributeError)
-"""What reading raises where bytes, or columns, are not what was written."""
+"""What pyarrow raises where bytes, or columns, are not what was written."""
 
 
 class RoundName(NamedTuple):
@@ -54,11 +54,9 @@ class RowGroup(NamedTuple):
 
     file: RecordFile
     position: int
-    """Its number in the file."""
+    """Its number in the file, which stays as rounds are added."""
 
     round: RoundName
-    first_row: int
-    num_rows: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,19 +200,12 @@ def is_superseded(phase: str, step: int, start_step: int) -> bool:
 def _index(table: Table, run_dir: str | os.PathLike[str]) -> SampleIndex:
     groups_of: defaultdict[RoundName, list[RowGroup]] = defaultdict(list)
     start_steps: dict[int, int] = {}
-    num_read: defaultdict[tuple[int, int], int] = defaultdict(int)
-    # Of files that begin alike, the longest comes first; those that were rolled into it are passed.
-    files = sorted(record_files(table.folder(run_dir)), key=lambda file: (file.first, -file.last))
-    try:
-        for file in files:
-            if file.last >= num_read[file.session, file.rank]:
-                num_read[file.session, file.rank] = file.last + 1
-                status = file.path.stat()
-                for group in _row_groups(file, status.st_size, status.st_mtime_ns):
-                    groups_of[group.round].append(group)
-                    start_steps[file.session] = file.start_step
-    except FileNotFoundError:  # a run that goes on has rolled it, or removed it: look again
-        return _index(table, run_dir)
+    for file in record_files(table.folder(run_dir)):
+        with suppress(FileNotFoundError):  # a bounded record has removed it since
+            status = file.path.stat()
+            for group in _row_groups(file, status.st_size, status.st_mtime_ns):
+                groups_of[group.round].append(group)
+                start_steps[file.session] = file.start_step
     rounds = {}
     for name, groups in sorted(groups_of.items()):
         latest = max(group.file.session for group in groups)
@@ -230,72 +221,48 @@ def _row_groups(file: RecordFile, size: int, mtime_ns: int) -> list[RowGroup]:
 
     Cached, as a viewer asks again for each new round: a file of this size and time is the same.
     """
-    groups: list[RowGroup] = []
-    first_row = 0
     try:
-        footer = _read_footer(file)
+        footer = pq.read_metadata(file.path)
         columns = [footer.schema.column(i).path for i in range(footer.num_columns)]
         round_columns = [columns.index(name) for name in ROUND_COLUMNS]
+        groups = []
         for position in range(footer.num_row_groups):
             row_group = footer.row_group(position)
             values = [row_group.column(at).statistics.min for at in round_columns]
-            num_rows = row_group.num_rows
-            groups.append(RowGroup(file, position, RoundName(*values), first_row, num_rows))
-            first_row += num_rows
+            groups.append(RowGroup(file, position, RoundName(*values)))
     except FileNotFoundError:
         raise
     except DAMAGE as e:
-        _warn_of_damage(file, "", e)
+        _warn_of_damage(file, e)
         return []
     return groups
-
-
-# --- files ---
 
 
 def _read_row_groups(
     table: Table, groups: Sequence[RowGroup], columns: set[str]
 ) -> dict[RowGroup, pa.Table]:
-    """Return some columns of row groups, in the table's order; not those of damaged ones."""
-    names = [name for name in table.schema.names if name in columns]
+    """Return some columns of row groups, in the table's order; none of damaged files."""
+    fields = [field for field in table.schema if field.name in columns]
+    names = [field.name for field in fields]
     read: dict[RowGroup, pa.Table] = {}
     for file, of_file in groupby(sorted(groups), key=lambda group: group.file):
-        current = file
-        if not file.path.exists():  # a run that goes on has rolled it, or removed it
-            others = record_files(file.path.parent)
-            current = next((other for other in others if other.holds(file)), file)
         try:
-            footer = _read_footer(current)
-            source = pq.ParquetFile(current.path, metadata=footer, page_checksum_verification=True)
-        except FileNotFoundError:
+            source = pq.ParquetFile(file.path, page_checksum_verification=True)
+            tables = {}
+            for group in of_file:
+                rows = source.read_row_group(group.position, columns=names)
+                rows.validate(full=True)
+                tables[group] = rows.cast(pa.schema(fields))
+        except FileNotFoundError:  # a bounded record has removed it since
             continue
         except DAMAGE as e:
-            _warn_of_damage(file, "", e)
+            _warn_of_damage(file, e)
             continue
-        for group in of_file:
-            try:
-                position = file.first - current.first + group.position
-                rows = source.read_row_group(position, columns=names)
-                rows.validate(full=True)
-                read[group] = rows.cast(pa.schema([table.schema.field(name) for name in names]))
-            except DAMAGE as e:
-                last_row = group.first_row + group.num_rows - 1
-                rows_of_file = f" in rows {group.first_row} to {last_row} of {group.round}"
-                _warn_of_damage(file, rows_of_file, e)
+        read |= tables
     return read
 
 
-def _read_footer(file: RecordFile) -> pq.FileMetaData:
-    """Raises one of `DAMAGE` where the footer is not what was written."""
-    with file.path.open("rb") as source:
-        footer = read_footer(source)
-    if zlib.crc32(footer) != file.footer_crc32:
-        raise ValueError("the checksum of its footer is another")
-    return pq.read_metadata(pa.BufferReader(footer))
-
-
-def _warn_of_damage(file: RecordFile, where: str, cause: Exception) -> None:
+def _warn_of_damage(file: RecordFile, cause: Exception) -> None:
     logger.warning(
-        "%s is damaged%s (%s): its rows are left out, and the others read. Restore it from a copy.",
-        *(file.path, where, cause),
+        "%s is damaged (%s): its rows are left out. Restore it from a copy.", file.path, cause
     )

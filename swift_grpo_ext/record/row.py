@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,8 @@ from swift_grpo_ext.sampling.seeding import SampleId
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
     from swift.rl_core.data import OnPolicySample
+
+    from swift_grpo_ext.record.rewards import RewardRow
 
 MEDIA = ("images", "videos", "audios")
 LONGEST_NAME = 2048
@@ -81,13 +83,6 @@ SAMPLES = make_table(
 )
 
 
-class Row(Protocol):
-    """A sample's name; a row has an attribute for each further column of its table."""
-
-    @property
-    def sample_id(self) -> SampleId: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
     """One completion."""
@@ -137,8 +132,10 @@ class SampleRow:
         return len(self.token_ids)
 
 
-def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
+def to_arrow(rows: Sequence[SampleRow | RewardRow], table: Table, *, session: int) -> pa.Table:
     """Return rows as the files hold them: with log-probabilities in 16 bits.
+
+    A row has an attribute for each column of its table.
 
     Raises:
         ValueError: a row's counts disagree, naming the sample; or a value does not fit its column.

@@ -37,9 +37,13 @@ def write_steps(log: SampleLog, *steps: int, **changes: Any) -> None:
         log.flush()
 
 
-def ranges_of_files(run_dir: Path, rank: int = 0) -> list[tuple[int, int]]:
+def num_rounds_of_files(run_dir: Path, rank: int = 0) -> list[int]:
     files = record_files(SAMPLES.folder(run_dir))
-    return [(file.first, file.last) for file in files if file.rank == rank]
+    return [pq.read_metadata(f.path).num_row_groups for f in files if f.rank == rank]
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return read_samples(run_dir, columns=["step"])["step"].to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -71,21 +75,17 @@ def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
     assert read_rows(tmp_path)[0].logprobs == [-float("inf"), -1.0, 0.0]
 
 
-def test_any_parquet_reader_reads_the_files(tmp_path: Path) -> None:
+def test_any_parquet_reader_reads_the_files_and_ours_keeps_the_order(tmp_path: Path) -> None:
     write_session(tmp_path, [replace(ROW, sample_id=sample_id(1))], session=2, start_step=1)
     (tmp_path / "samples/.unfinished.tmp").write_bytes(b"PAR1")
     [row] = pandas.read_parquet(tmp_path / "samples").to_dict("records")
     assert (row["session"], row["step"], row["logprobs"].tolist()) == (2, 1, ROW.logprobs)
-
-
-def test_columns_keep_the_order_of_the_call(tmp_path: Path) -> None:
-    write_session(tmp_path, [ROW])
     schema = read_samples(tmp_path).schema
     assert schema == SAMPLES.schema
     nullable = {field.name for field in schema if field.nullable}
     assert nullable == {"seed", "finish_reason", "stop_reason", "logprobs"}
     table = read_samples(tmp_path, columns=["text", "step"])
-    assert table.to_pylist() == [{"text": "seven", "step": 0}]
+    assert table.to_pylist() == [{"text": "seven", "step": 1}]
     with pytest.raises(KeyError, match="reward"):
         read_samples(tmp_path, columns=["step", "reward"])
 
@@ -131,37 +131,25 @@ def test_the_step_does_not_wait_for_the_disk(
     assert read_rows(tmp_path) == [ROW]
 
 
-def test_rounds_are_rolled_into_larger_files(
+def test_rounds_join_the_newest_file_until_it_is_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing changes for a reader, also for one that looked before."""
     monkeypatch.setattr(sample_log, "ROUNDS_PER_FILE", 3)
     log = open_log(tmp_path)
-    write_steps(log, 0, 1)
-    write_steps(open_log(tmp_path, rank=1), 0, 1)
-    before = index_samples(tmp_path)
-    assert ranges_of_files(tmp_path) == [(0, 0), (1, 1)]
-    small = record_files(SAMPLES.folder(tmp_path))[0]
-    content = small.path.read_bytes()
-    write_steps(log, 2, 3, 4, 5, 6)
-    assert ranges_of_files(tmp_path) == [(0, 2), (3, 5), (6, 6)]
-    assert before.read(["step"])["step"].to_pylist() == [0, 0, 1, 1]
-    # A crash may leave a small file beside the one that holds its rounds.
-    small.path.write_bytes(content)
-    assert [row.sample_id.step for row in read_rows(tmp_path)] == [0, 0, 1, 1, 2, 3, 4, 5, 6]
-
-
-def test_large_rounds_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = open_log(tmp_path)
     monkeypatch.setattr(log, "_file_bytes", 50_000)
-    log.append([replace(ROW, sample_id=sample_id(step)) for step in (0, 1)])  # one call, one file
+    write_steps(open_log(tmp_path, rank=1), 0, 1)
+    write_steps(log, 0, 1)
+    before = index_samples(tmp_path)
+    write_steps(log, 2, 3)
+    write_steps(log, 4, text="7" * 60_000)
+    log.append([replace(ROW, sample_id=sample_id(step)) for step in (5, 6)])  # one call
     log.flush()
-    write_steps(log, 2, text="7" * 50_000)
-    write_steps(log, 3)
-    write_steps(log, 4, text="7" * 40_000)
-    write_steps(log, 5, text="7" * 40_000)
-    assert ranges_of_files(tmp_path) == [(0, 1), (2, 2), (3, 5)]
-    assert [row.sample_id.step for row in read_rows(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    assert num_rounds_of_files(tmp_path) == [3, 2, 2]
+    assert before.read(["step"])["step"].to_pylist() == [0, 0, 1, 1]
+    assert steps_of(tmp_path) == [0, 0, 1, 1, 2, 3, 4, 5, 6]
+    write_steps(open_log(tmp_path, session=1, start_step=7), 7)
+    assert num_rounds_of_files(tmp_path) == [3, 2, 2, 1]
 
 
 def test_a_bounded_record_loses_its_oldest_rounds(tmp_path: Path) -> None:
@@ -169,11 +157,10 @@ def test_a_bounded_record_loses_its_oldest_rounds(tmp_path: Path) -> None:
 
     def write_round(log: SampleLog, step: int) -> None:
         ids = np.random.default_rng(step).integers(0, 2**31, (20, 100))
+        row = replace(ROW, logprobs=None)
+        names = [sample_id(step, index=i) for i in range(len(ids))]
         log.append(
-            [
-                replace(ROW, sample_id=sample_id(step, index=i), token_ids=t, logprobs=None)
-                for i, t in enumerate(ids)
-            ]
+            [replace(row, sample_id=n, token_ids=t) for n, t in zip(names, ids, strict=True)]
         )
         log.flush()
 
@@ -186,7 +173,7 @@ def test_a_bounded_record_loses_its_oldest_rounds(tmp_path: Path) -> None:
         files = record_files(SAMPLES.folder(tmp_path))
         sizes = [file.path.stat().st_size for file in files if file.rank == 0]
         assert sum(sizes) <= 10 * size_of_round
-    steps = sorted(set(read_samples(tmp_path, columns=["step"])["step"].to_pylist()))
+    steps = sorted(set(steps_of(tmp_path)))
     assert steps[0] == 0  # of the other rank
     assert steps[1:] == list(range(steps[1], 31))
     assert 7 <= len(steps[1:]) <= 10
@@ -197,7 +184,7 @@ def test_a_bound_below_a_round_keeps_the_last_one(tmp_path: Path) -> None:
     write_steps(log, 0, 1)
     before = index_samples(tmp_path)
     write_steps(log, 2)
-    assert [row.sample_id.step for row in read_rows(tmp_path)] == [2]
+    assert steps_of(tmp_path) == [2]
     assert before.read(["step"]).num_rows == 0  # the file has gone since
 
 
@@ -238,77 +225,29 @@ def test_a_full_disk_loses_rounds_with_a_warning(
     assert "File too large" in message
     assert "The training goes on." in message
     write_steps(log, 2)
-    assert [row.sample_id.step for row in read_rows(tmp_path)] == [0, 2]
-    assert len(list(SAMPLES.folder(tmp_path).iterdir())) == 2  # nothing half-written is left
+    assert steps_of(tmp_path) == [0, 2]
+    assert len(list(SAMPLES.folder(tmp_path).iterdir())) == 1  # nothing half-written is left
 
 
-def test_files_that_cannot_be_rolled_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_damaged_file_is_named_and_left_out_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sample_log, "ROUNDS_PER_FILE", 2)
     log = open_log(tmp_path)
-    write_steps(log, 0)
-    [file] = record_files(SAMPLES.folder(tmp_path))
-    with file_size_limit(file.path.stat().st_size + 100):
-        write_steps(log, 1)
-    assert "File too large" in caplog.text
-    write_steps(log, 2, 3)
-    assert ranges_of_files(tmp_path) == [(0, 0), (1, 1), (2, 3)]
-    assert [row.sample_id.step for row in read_rows(tmp_path)] == [0, 1, 2, 3]
-
-
-# --- damage ---
-
-
-@pytest.fixture
-def damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
-    """Return a function that flips one bit of a file with three rounds of two rows.
-
-    It returns the rows that are read then, and the warnings.
-    """
-    log = open_log(tmp_path)
-    ids = [sample_id(step, index=index) for step in range(3) for index in (0, 1)]
-    log.append([replace(ROW, sample_id=one) for one in ids])
-    log.flush()
-    [file] = record_files(SAMPLES.folder(tmp_path))
+    write_steps(log, 0, 1, 2)
+    write_session(tmp_path, [replace(ROW, sample_id=sample_id(3))], rank=1)
+    [file, _] = record_files(SAMPLES.folder(tmp_path))
     whole = file.path.read_bytes()
-
-    def read(position: int) -> tuple[list[SampleRow], list[str]]:
-        flipped = bytearray(whole)
-        flipped[position] ^= 1 << position % 8
-        file.path.write_bytes(flipped)
-        caplog.clear()
-        return read_rows(tmp_path), caplog.messages
-
-    read.path, read.size = file.path, len(whole)  # type: ignore[attr-defined]
-    return read
-
-
-def test_no_row_is_missing_or_changed_without_a_word(damaged: Any) -> None:
-    """Whichever bit is flipped; pyarrow itself ends the process over some of the footer's."""
-    rows = read_rows(damaged.path.parents[1])
-    counts = set()
-    for position in range(1, damaged.size, 53):
-        read, warnings = damaged(position)
-        assert [row for row in rows if row in read] == read, position
-        assert len(read) == len(rows) or warnings, position
-        counts.add(len(read))
-    assert counts == {0, 4, 6}  # all rows, those of one round less, none with a damaged footer
-
-
-def test_damage_is_named(damaged: Any, caplog: pytest.LogCaptureFixture) -> None:
-    row_group = pq.read_metadata(damaged.path).row_group(1)
+    row_group = pq.read_metadata(file.path).row_group(1)
     columns = [row_group.column(i) for i in range(row_group.num_columns)]
     [column] = [column for column in columns if column.path_in_schema == "seed"]
-    _, [message] = damaged(column.data_page_offset + column.total_compressed_size - 1)
-    place = "in rows 2 to 3 of RoundName(phase='train', step=1, number=0)"
-    assert message.startswith(f"{damaged.path} is damaged {place} (")
-    assert len(read_samples(damaged.path.parents[1], columns=["text"])) == 6  # not of this column
-    read, [message] = damaged(damaged.size - 9)
-    assert read == []
-    assert "is damaged (the checksum of its footer is another): its rows are left out" in message
-    for size in (damaged.size - 1, 100, 4, 0):  # cut off
-        damaged.path.write_bytes(damaged.path.read_bytes()[:size])
+    flipped = bytearray(whole)
+    flipped[column.data_page_offset + column.total_compressed_size - 1] ^= 1
+    for content in (bytes(flipped), whole[:-1], whole[:100], b""):
+        file.path.write_bytes(content)
         caplog.clear()
-        assert read_rows(damaged.path.parents[1]) == []
-        assert len(caplog.messages) == 1
+        assert [row.sample_id.step for row in read_rows(tmp_path)] == [3]
+        [message] = caplog.messages
+        assert message.startswith(f"{file.path} is damaged (")
+        assert message.endswith("): its rows are left out. Restore it from a copy.")
+    file.path.write_bytes(flipped)
+    assert len(read_samples(tmp_path, columns=["text"])) == 4  # another column than the damaged
