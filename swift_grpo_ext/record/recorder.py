@@ -1,20 +1,29 @@
-"""Writes each sample down as it is generated, and shows it to listeners."""
+"""Writes each sample down as it is generated, and shows it to listeners.
+
+Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.record.log import SampleLog, next_session
-from swift_grpo_ext.record.row import SampleRow, sample_row
+from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
     from swift.rl_core.data import OnPolicySample
+
+LONGEST_NAME = 2048
+"""Characters; a longer string is a medium's content, not its path or URL."""
 
 
 class SampleRecorder:
@@ -75,7 +84,9 @@ class SampleRecorder:
         """Write down what was generated, by a thread; `flush` waits for it.
 
         Args:
+            samples: ms-swift's, or the requests of a later turn, with messages and media.
             prompts: hashes of the samples' prompts.
+            outputs: the answers. All turns of a conversation that a server led are one completion.
             num_ranks: how many ranks' samples these are, in order, this rank's first.
             weight_version: optimizer steps behind the weights that generated them.
         """
@@ -84,16 +95,25 @@ class SampleRecorder:
         rows = []
         generated = zip(sample_ids, samples, prompts, outputs, strict=True)
         for number, (sample_id, sample, prompt, output) in enumerate(generated):
-            seed = None if self._run_seed is None else sample_seed(self._run_seed, sample_id)
-            rank = self._ranks.rank + number * num_ranks // len(samples)
-            row = sample_row(
-                sample_id,
-                sample,
-                output,
-                seed=seed,
-                fingerprint=prompt,
-                rank=rank,
+            choice = output.response.choices[0]
+            token_ids, logprobs = _tokens(output)
+            stop_reason = output.rollout_infos.get("stop_reason")
+            text = choice.message.content if isinstance(choice.message.content, str) else ""
+            media = chain(sample.images or (), sample.videos or (), sample.audios or ())
+            row = SampleRow(
+                sample_id=sample_id,
+                seed=None if self._run_seed is None else sample_seed(self._run_seed, sample_id),
+                rank=self._ranks.rank + number * num_ranks // len(samples),
+                replica=str(output.rollout_infos.get("replica", "")),
                 weight_version=weight_version,
+                finish_reason=choice.finish_reason,
+                stop_reason=None if stop_reason is None else _utf8(str(stop_reason)),
+                token_ids=token_ids,
+                logprobs=logprobs,
+                text=_utf8(text),
+                fingerprint=prompt,
+                prompt=_utf8(json.dumps(sample.messages, ensure_ascii=False, default=repr)),
+                media=[media_name(each) for each in media],
             )
             rows.append(row)
         if self.log is not None:
@@ -110,3 +130,37 @@ class SampleRecorder:
         """
         if self.log is not None:
             self.log.flush()
+
+
+def _tokens(output: RolloutOutput) -> tuple[list[int], list[float] | None]:
+    """Return the token ids of a completion, over all turns, and their log-probabilities."""
+    choice = output.response.choices[0]
+    token_ids = list(chain(*output.response_token_ids)) or list(choice.token_ids or ())
+    if output.rollout_logprobs:
+        logprobs = list(chain(*output.rollout_logprobs))
+    else:
+        logprobs = [token["logprob"] for token in (choice.logprobs or {}).get("content") or ()]
+    # A conversation's tokens include those that the environment put between the turns, which were
+    # not sampled and have no log-probabilities.
+    return token_ids, logprobs if logprobs and len(logprobs) == len(token_ids) else None
+
+
+def _utf8(text: str) -> str:
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def media_name(media: Any) -> str:
+    """Return a path or URL as it is, a digest of content or pixels, the frames' names of frames."""
+    if isinstance(media, dict):
+        media = media.get("path") or media.get("bytes")
+    if isinstance(media, str) and len(media) <= LONGEST_NAME:
+        return _utf8(media)
+    if isinstance(media, (list, tuple)):
+        return " ".join(map(media_name, media))
+    if isinstance(media, str):
+        media = media.encode("utf-8", errors="backslashreplace")
+    if hasattr(media, "tobytes"):  # a PIL image, an array; its `repr` holds its address or is cut
+        form = [getattr(media, name, None) for name in ("mode", "size", "shape", "dtype")]
+        media = repr(form).encode() + media.tobytes()
+    content = media if isinstance(media, bytes) else repr(media).encode()
+    return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"

@@ -1,16 +1,10 @@
-"""Defines the tables of a run's record, and the rows of the first: completions. Pure.
-
-Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its escape, `\\ud83d`.
-"""
+"""Defines the tables of a run's record, and the rows of the first: completions. Pure."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +14,7 @@ import pyarrow as pa
 from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
-    from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
-    from swift.rl_core.data import OnPolicySample
-
     from swift_grpo_ext.record.rewards import RewardRow
-
-MEDIA = ("images", "videos", "audios")
-LONGEST_NAME = 2048
-"""Characters; a longer string is a medium's content, not its path or URL."""
 
 ROUND_COLUMNS = ("phase", "step", "number")
 SAMPLE_ID_COLUMNS = (*ROUND_COLUMNS, "group", "index", "turn")
@@ -171,74 +158,3 @@ def to_rows(table: pa.Table) -> list[SampleRow]:
         sample_id = SampleId(**{name: values.pop(name) for name in SAMPLE_ID_COLUMNS})
         rows.append(SampleRow(sample_id=sample_id, **values))
     return rows
-
-
-# --- from what a rollout returned ---
-
-
-def sample_row(
-    sample_id: SampleId,
-    sample: OnPolicySample | RolloutInferRequest,
-    output: RolloutOutput,
-    *,
-    seed: int | None,
-    fingerprint: str,
-    rank: int,
-    weight_version: int,
-) -> SampleRow:
-    """Return one completion, as it was generated.
-
-    Args:
-        sample: ms-swift's sample, or the request of a later turn, with messages and media.
-        output: its answer. All turns of a conversation that a server led are one completion.
-        fingerprint: the prompt's hash.
-        rank: the training rank that owns the sample.
-        weight_version: optimizer steps behind the weights that generated it.
-    """
-    choice = output.response.choices[0]
-    token_ids = list(chain(*output.response_token_ids)) or list(choice.token_ids or ())
-    if output.rollout_logprobs:
-        logprobs = list(chain(*output.rollout_logprobs))
-    else:
-        logprobs = [token["logprob"] for token in (choice.logprobs or {}).get("content") or ()]
-    stop_reason = output.rollout_infos.get("stop_reason")
-    text = choice.message.content if isinstance(choice.message.content, str) else ""
-    media = [name for kind in MEDIA for name in map(media_name, getattr(sample, kind) or ())]
-    return SampleRow(
-        sample_id=sample_id,
-        seed=seed,
-        rank=rank,
-        replica=str(output.rollout_infos.get("replica", "")),
-        weight_version=weight_version,
-        finish_reason=choice.finish_reason,
-        stop_reason=None if stop_reason is None else _utf8(str(stop_reason)),
-        token_ids=token_ids,
-        # A conversation's tokens include those that the environment put between the turns, which
-        # were not sampled and have no log-probabilities.
-        logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
-        text=_utf8(text),
-        fingerprint=fingerprint,
-        prompt=_utf8(json.dumps(sample.messages, ensure_ascii=False, default=repr)),
-        media=media,
-    )
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
-
-
-def media_name(media: Any) -> str:
-    """Return a path or URL as it is, a digest of content or pixels, the frames' names of frames."""
-    if isinstance(media, dict):
-        media = media.get("path") or media.get("bytes")
-    if isinstance(media, str) and len(media) <= LONGEST_NAME:
-        return _utf8(media)
-    if isinstance(media, (list, tuple)):
-        return " ".join(map(media_name, media))
-    if isinstance(media, str):
-        media = media.encode("utf-8", errors="backslashreplace")
-    if hasattr(media, "tobytes"):  # a PIL image, an array; its `repr` holds its address or is cut
-        form = [getattr(media, name, None) for name in ("mode", "size", "shape", "dtype")]
-        media = repr(form).encode() + media.tobytes()
-    content = media if isinstance(media, bytes) else repr(media).encode()
-    return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"

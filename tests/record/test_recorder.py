@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RolloutOutput,
+    UsageInfo,
+)
 from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.recorder import SampleRecorder
+from swift_grpo_ext.record.recorder import SampleRecorder, media_name
 from swift_grpo_ext.record.row import SampleRow, to_rows
-from swift_grpo_ext.rollout.generate import to_rollout_output
 from swift_grpo_ext.rollout.rank_group import SingleRank
-from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.ranks import ThreadRanks, run_rank_groups
 
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
+SAMPLE = OnPolicySample(
+    [{"role": "user", "content": "几?"}], images=[{"path": "a.png", "bytes": None}]
+)
 
 
 def ids(*indices: int, group: int = 2) -> list[SampleId]:
     return [replace(FIRST, group=group, index=index) for index in indices]
 
 
+def output(
+    ids: list[int] | None, text: str = "七", logprobs: Any = None, **fields: Any
+) -> RolloutOutput:
+    choice = ChatCompletionResponseChoice(
+        index=0,
+        message=ChatMessage(role="assistant", content=text),
+        finish_reason="stop",
+        logprobs=logprobs,
+        token_ids=ids,
+    )
+    return RolloutOutput(
+        response=ChatCompletionResponse("", [choice], UsageInfo(1, 1, 2)), **fields
+    )
+
+
 def record(
     recorder: SampleRecorder, sample_ids: list[SampleId], *, num_ranks: int = 1, lost: int = 0
 ) -> None:
-    outputs = []
-    for number, name in enumerate(sample_ids):
-        completion = Completion(
-            text=str(name),
-            token_ids=[number, 5],
-            logprobs=[-0.5, -0.25],
-            finish_reason="stop",
-            seed=9,
-            replica=f"replica {number}",
+    outputs = [
+        output(
+            [number, 5],
+            str(name),
+            rollout_logprobs=[[-0.5, -0.25]],
+            rollout_infos={"seed": 9, "replica": f"replica {number}"},
         )
-        outputs.append(to_rollout_output(completion, [1, 2]))
+        for number, name in enumerate(sample_ids)
+    ]
+    prompts = [f"print {number}" for number in range(len(sample_ids))]
     recorder.record(
         sample_ids,
-        [OnPolicySample([{"role": "user", "content": "Which digit?"}]) for _ in sample_ids],
-        [f"print {number}" for number in range(len(sample_ids))],
+        [SAMPLE for _ in sample_ids],
+        prompts,
         outputs[lost:],
         num_ranks=num_ranks,
         weight_version=2,
@@ -54,46 +81,81 @@ def read(folder: Path) -> list[SampleRow]:
     return sorted(to_rows(read_samples(folder)), key=lambda row: row.sample_id)
 
 
-def test_each_rank_writes_its_own_samples(tmp_path: Path) -> None:
-    """With rank, replica and seed as they were, in one session's files."""
+CONTENT = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [
+        (
+            output(
+                [5, 6],
+                rollout_logprobs=[[-0.5, -1.5]],
+                rollout_infos={"replica": "server 0 replica 1", "stop_reason": 5},
+            ),
+            ("七", [5, 6], [-0.5, -1.5], "server 0 replica 1", "5"),
+        ),
+        # As ms-swift itself answers.
+        (output([5, 6], logprobs={"content": CONTENT}), ("七", [5, 6], [-0.5, -1.5], "", None)),
+        (output([5, 6]), ("七", [5, 6], None, "", None)),
+        # All turns of a conversation that a server led.
+        (
+            output(
+                [8],
+                response_token_ids=[[5, 6], [7, 8]],
+                rollout_logprobs=[[-1.0, -2.0], [-3.0, -4.0]],
+            ),
+            ("七", [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], "", None),
+        ),
+        # The environment put in a token, which was not sampled and has no log-probability.
+        (
+            output([8], response_token_ids=[[5, 6], [7]], rollout_logprobs=[[-1.0, -2.0]]),
+            ("七", [5, 6, 7], None, "", None),
+        ),
+        # What UTF-8 cannot hold.
+        (
+            output(None, "7\ud83d", rollout_infos={"stop_reason": "\ud83d"}),
+            ("7\\ud83d", [], None, "", "\\ud83d"),
+        ),
+    ],
+)
+def test_what_is_recorded_of_an_answer(out: RolloutOutput, expected: tuple[Any, ...]) -> None:
+    recorder, rows = SampleRecorder("", SingleRank(), None, kept="none"), list[SampleRow]()
+    recorder.listeners.append(rows.extend)
+    recorder.record(ids(0), [SAMPLE], ["f" * 32], [out], num_ranks=1, weight_version=3)
+    [row] = rows
+    assert (row.text, row.token_ids, row.logprobs, row.replica, row.stop_reason) == expected
+    assert (row.seed, row.rank, row.weight_version, row.finish_reason) == (None, 0, 3, "stop")
+    assert (row.media, row.prompt) == (["a.png"], '[{"role": "user", "content": "几?"}]')
+    assert row.fingerprint == "f" * 32
+
+
+def test_each_rank_writes_its_own_samples_in_one_session(tmp_path: Path) -> None:
+    """Rank 0 takes the session's number, also where it has no rows yet."""
     heard: list[list[SampleRow]] = []
 
-    def work(ranks: ThreadRanks) -> None:
+    def work(ranks: ThreadRanks, writing: Sequence[int]) -> None:
         recorder = SampleRecorder(str(tmp_path), ranks, 42)
         recorder.listeners.append(heard.append)
         for _ in range(2):  # again is harmless
             recorder.open(start_step=3)
-        record(recorder, ids(0, 1, group=ranks.rank))
+        if ranks.rank in writing:
+            record(recorder, ids(0, 1, group=ranks.rank))
 
-    run_rank_groups(2, work)
+    for writing in ([1], [0, 1]):
+        run_rank_groups(2, partial(work, writing=writing))
+    files = record_files(tmp_path / "samples")
+    assert [(f.session, f.start_step, f.rank) for f in files] == [(0, 3, 1), (1, 3, 0), (1, 3, 1)]
     rows = read(tmp_path)
     assert [row.sample_id for row in rows] == [*ids(0, 1, group=0), *ids(0, 1, group=1)]
     assert [row.rank for row in rows] == [0, 0, 1, 1]
     assert [row.replica for row in rows] == ["replica 0", "replica 1"] * 2
     assert [row.seed for row in rows] == [sample_seed(42, row.sample_id) for row in rows]
     assert [row.fingerprint for row in rows] == ["print 0", "print 1"] * 2
-    assert {row.weight_version for row in rows} == {2}
     assert [row.logprobs for row in rows] == [[-0.5, -0.25]] * 4
     assert [row.text for row in rows] == [str(row.sample_id) for row in rows]
-    files = record_files(tmp_path / "samples")
-    assert [(f.session, f.start_step, f.rank) for f in files] == [(0, 3, 0), (0, 3, 1)]
-    told = sorted((row for rows in heard for row in rows), key=lambda row: row.sample_id)
+    told = sorted((row for rows in heard[1:] for row in rows), key=lambda row: row.sample_id)
     assert told == rows
-
-
-def test_another_session_has_another_number_that_rank_0_takes(tmp_path: Path) -> None:
-    for session in range(2):
-
-        def work(ranks: ThreadRanks, session: int = session) -> None:
-            recorder = SampleRecorder(str(tmp_path), ranks, None)
-            recorder.open(start_step=session)
-            if ranks.rank == 1:  # rank 0 has no rows yet
-                record(recorder, ids(session))
-
-        run_rank_groups(2, work)
-    files = record_files(tmp_path / "samples")
-    assert [(f.session, f.start_step, f.rank) for f in files] == [(0, 0, 1), (1, 1, 1)]
-    assert {row.seed for row in read(tmp_path)} == {None}
 
 
 def test_one_rank_writes_for_all(tmp_path: Path) -> None:
@@ -130,3 +192,38 @@ def test_the_bound_is_shared_by_the_ranks(tmp_path: Path) -> None:
 
     run_rank_groups(2, work)
     assert [row.sample_id for row in read(tmp_path)] == [*ids(2, group=0), *ids(2, group=1)]
+
+
+@pytest.mark.parametrize(
+    ("media", "name"),
+    [
+        ("图 1.png", "图 1.png"),
+        ("\udcff.png", "\\udcff.png"),
+        ({"path": "a.png", "bytes": None}, "a.png"),
+        (["1.png", "2.png"], "1.png 2.png"),
+        ("A" * 2048, "A" * 2048),
+        ("A" * 2049, None),
+        ({"path": None, "bytes": b"png"}, None),
+        (b"png", None),
+        (7, None),
+    ],
+)
+def test_media_go_by_their_names_never_by_their_content(media: Any, name: str | None) -> None:
+    if name is None:
+        assert media_name(media).startswith("blake2b:")
+        assert len(media_name(media)) == 40
+        assert media_name(media) != media_name(b"other")
+    else:
+        assert media_name(media) == name
+
+
+def test_equal_pixels_have_one_name() -> None:
+    """However the images were made; a frame of another mode, size or pixel has another."""
+    red, again, blue = (Image.new("RGB", (4, 2), color) for color in ("red", "red", "blue"))
+    turned = Image.frombytes("RGB", (2, 4), red.tobytes())
+    assert media_name(red) == media_name(again)
+    large, other = np.zeros(10_000, np.uint8), np.zeros(10_000, np.uint8)
+    assert media_name(large) == media_name(other)
+    other[5_000] = 1  # which `repr` does not show
+    different = [red, blue, turned, large, other, large.astype(np.int8)]
+    assert len({media_name(each) for each in different}) == len(different)
