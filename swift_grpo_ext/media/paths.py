@@ -1,30 +1,35 @@
-"""Refuse files and addresses that a request to `swift rollout` may not name.
+"""Refuse files, addresses and sizes of pictures that a request to `swift rollout` may not name.
 
 See docs/promises.md, F5 and F7.
 
 Symptom: `SWIFT_MEDIA_ALLOWED_DIRS` keeps callers of `swift deploy` from files elsewhere on the
-server's disk; `swift rollout` opens whatever a request names, and fetches from any address.
+server's disk; `swift rollout` opens whatever a request names, and fetches from any address. It
+makes gigabytes of a picture of 20 kB, or an error without a cause.
 Upstream: ms-swift 4.6, utils/media_utils.py (`SafeMediaPath`), utils/url_utils.py
 (`SafeUrlFetcher`), pipelines/infer/deploy.py; nothing in pipelines/infer/rollout.py. ms-swift 4.5
 has no such rules.
 Adaptation: ms-swift makes its list of media from a request, and the same rules judge the list
 before a replica gets the request. Only a string that begins as ms-swift fetches it counts as a URL;
-what can be a path is one (`data:/../..` names a file). Replicas fetch what a request names: there,
-each hop of a fetch is judged too (a public address may send on to a private one).
+what can be a path is one (`data:/../..` names a file). The header of each picture that is there is
+read, and none is decoded. Replicas fetch what a request names: there, each hop of a fetch is judged
+too (a public address may send on to a private one), and the picture that came.
 Can go when `swift rollout` asks `SafeMediaPath` and `SafeUrlFetcher`.
 """
 
 # Names that no file can have raise in pathlib, and are "not there" in os.path:
-# ruff: noqa: PTH100, PTH110, PTH111, PTH118
+# ruff: noqa: PTH100, PTH110, PTH111, PTH113, PTH118
 
 from __future__ import annotations
 
 import base64
+import binascii
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache, wraps
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +46,9 @@ KINDS = ("images", "videos", "audios")
 LONGEST_PATH = 4096
 """Linux's PATH_MAX. A longer string is base64."""
 
+HEADER_CHARACTERS = 2**16
+"""Start of base64 in which most pictures say their size: 0.1 ms, where all of 1 MB takes 1.5."""
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 
 
@@ -49,21 +57,58 @@ def check_media(request: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: beginning with the field, for a file outside the directories that
-            `SWIFT_MEDIA_ALLOWED_DIRS` lists (where it is set), and for a private address (unless
-            `SWIFT_ALLOW_INTERNAL_URL` is set).
+            `SWIFT_MEDIA_ALLOWED_DIRS` lists (where it is set), a private address (unless
+            `SWIFT_ALLOW_INTERNAL_URL` is set), a picture that is too large.
     """
-    if not hasattr(swift.utils, "SafeMediaPath"):
-        return
     for field, text in _media(request):
-        text = text.strip()
         try:
-            if text.startswith(("http://", "https://")):
-                swift.utils.SafeUrlFetcher.check_url(text)
-            elif os.environ.get(VARIABLE):
-                for path in _paths(text):
-                    swift.utils.SafeMediaPath.check(path)
+            _check(text.strip())
         except ValueError as e:
             raise ValueError(f"{field}: {e}") from e
+
+
+def _check(text: str) -> None:
+    if text.startswith(("http://", "https://")):
+        if hasattr(swift.utils, "SafeUrlFetcher"):
+            swift.utils.SafeUrlFetcher.check_url(text)
+        return
+    if os.environ.get(VARIABLE) and hasattr(swift.utils, "SafeMediaPath"):
+        for path in _paths(text):
+            swift.utils.SafeMediaPath.check(path)
+    # As ms-swift opens it (template/vision_utils.py, `load_file`).
+    path = vision_utils._check_path(text)
+    if path is not None:
+        _check_pixels(path)
+        return
+    content = text.partition(";base64,")[2] if text.startswith("data:") else text
+    for part in (content[:HEADER_CHARACTERS], content):
+        with suppress(binascii.Error):  # the replica says what is wrong with it
+            if _check_pixels(BytesIO(base64.b64decode(part))):
+                return
+
+
+def _check_pixels(picture: BytesIO | str) -> bool:
+    """Return whether Pillow knows it as a picture, by its header.
+
+    Raises:
+        ValueError: it has more pixels than Pillow's limit.
+    """
+    if isinstance(picture, str) and not os.path.isfile(picture):
+        return False
+    try:
+        with Image.open(picture) as image:
+            width, height = image.size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
+        raise ValueError(str(e)) from e
+    except Exception:  # Pillow's readers raise many kinds
+        return False
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit and width * height > limit:
+        raise ValueError(
+            f"a picture of {width} x {height} pixels; expected at most {limit:,} in all "
+            "(PIL.Image.MAX_IMAGE_PIXELS, which a plugin of the server may set)"
+        )
+    return True
 
 
 @cache
@@ -77,7 +122,12 @@ def check_redirects() -> None:
     class CheckedSession(requests.Session):
         def send(self, request: Any, **kwargs: Any) -> requests.Response:
             swift.utils.SafeUrlFetcher.check_url(request.url)
-            return super().send(request, **kwargs)
+            response = super().send(request, **kwargs)
+            try:
+                _check_pixels(BytesIO(response.content))
+            except ValueError as e:
+                raise ValueError(f"{request.url}: {e}") from e
+            return response
 
     load_audio = vision_utils._load_audio_librosa
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import swift.utils
 from fastapi.testclient import TestClient
-from PIL import Image
+from PIL import Image, ImageFile
 from swift.template import vision_utils
 
 from swift_grpo_ext.media.paths import LONGEST_PATH, VARIABLE, check_media, check_redirects
@@ -125,6 +125,13 @@ def test_private_addresses_are_refused_unless_allowed(monkeypatch: pytest.Monkey
     check_media({"images": ["http://inside/c.png"]})
 
 
+def picture(width: int, height: int) -> bytes:
+    """A PNG of one colour: few bytes, whatever its size."""
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
 class Moved(BaseHTTPRequestHandler):
     """Sends `/moved` on to the same server under another name."""
 
@@ -133,7 +140,7 @@ class Moved(BaseHTTPRequestHandler):
         if self.path == "/moved":
             self.send_header("Location", f"http://localhost:{self.server.server_port}/secret")  # type: ignore[attr-defined]
         self.end_headers()
-        self.wfile.write(b"content")
+        self.wfile.write({"/large": picture(300, 300), "/there": b"content"}.get(self.path, b""))
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -144,6 +151,7 @@ def test_a_replica_judges_what_it_fetches(load: str, monkeypatch: pytest.MonkeyP
     for name in ("requests", "_load_audio_librosa"):
         monkeypatch.setattr(vision_utils, name, getattr(vision_utils, name))
     monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
     check_redirects.__wrapped__()
     options = {"sampling_rate": 16000} if load == "load_audio" else {}
     server = HTTPServer(("127.0.0.1", 0), Moved)
@@ -153,20 +161,60 @@ def test_a_replica_judges_what_it_fetches(load: str, monkeypatch: pytest.MonkeyP
         assert vision_utils.load_file(f"{url}/there").read() == b"content"
         with pytest.raises(ValueError, match="the host 'localhost' is not listed"):
             getattr(vision_utils, load)(f"{url}/moved", **options)
-        # Pillow knows a picture's size before it decodes it.
-        file = io.BytesIO()
-        Image.new("1", (300, 300)).save(file, "PNG")
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+        with pytest.raises(ValueError, match=rf"{url}/large: Image size \(90000 pixels\) exceeds"):
+            getattr(vision_utils, load)(f"{url}/large", **options)
+        # A file's, too, before it is decoded.
         with pytest.raises(Image.DecompressionBombWarning):
-            Image.open(file)
+            Image.open(io.BytesIO(picture(300, 300)))
     finally:
         server.shutdown()
         server.server_close()
 
 
-def test_a_server_names_the_field(allowed: Path) -> None:
-    replica, secret = Replica(), str(allowed.parent / "secret.png")
-    asked = [served.request(0), served.request(1) | {"images": [secret]}]
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [300, 600])  # Pillow warns of the first, and refuses the second
+def test_pictures_of_too_many_pixels_are_refused_by_their_header(
+    side: int, allowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", decode)
+    (allowed / "large.png").write_bytes(picture(side, 300))
+    (allowed / "small.png").write_bytes(picture(299, 300))
+    large, small = (base64.b64encode(picture(width, 300)).decode() for width in (side, 299))
+    late = io.BytesIO()  # a JPEG whose size stands behind 100 kB of colour profile
+    Image.new("L", (side, 300)).save(late, "JPEG", icc_profile=bytes(100_000))
+    limit = "300 x 300 pixels; expected at most 89,700" if side == 300 else "size .180000 pixels"
+    for refused, taken in (
+        (large, small),
+        (f"data:image/png;base64,{large}", f"data:image/png;base64,{small}"),
+        (str(allowed / "large.png"), f"file://{allowed}/small.png"),
+        (base64.b64encode(late.getvalue()).decode(), small),
+    ):
+        for request in [*in_each_place(refused), {"images": [{"bytes": refused}]}]:
+            with pytest.raises(ValueError, match=limit):
+                check_media(request)
+        for request in [*in_each_place(taken), {"images": [{"bytes": taken}]}]:
+            check_media(request)
+    with pytest.raises(ValueError, match=r"^images: "):
+        check_media({"images": [large]})
+    monkeypatch.delenv(VARIABLE)  # with it, base64 has to be strict
+    with pytest.raises(ValueError, match=limit):
+        check_media({"images": [f"{large[:80]}\n{large[80:]}"]})
+    with pytest.raises(ValueError, match=r"^messages: "):
+        check_media(in_each_place(large)[-1])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    check_media({"images": [large]})
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_server_names_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+    replica, text = Replica(), base64.b64encode(picture(300, 300)).decode()
+    asked = [served.request(0), served.request(1) | {"images": [text]}]
     refused = TestClient(Deployed(replica).app).post("/infer/", json={"infer_requests": asked})
     assert (refused.status_code, replica.groups) == (400, [])
-    assert refused.json()["detail"].startswith("infer_requests[1].images: Refusing to read the")
+    detail = refused.json()["detail"]
+    assert detail.startswith("infer_requests[1].images: a picture of 300 x 300 pixels; expected ")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.stack
 
 def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
     """Plain requests, such as curl's: 20 kB of a picture that would take half a gigabyte, and one
-    that only a replica finds fault with (SPEC F5, F7)."""
+    that only a replica finds fault with (docs/promises.md, F5 and F7)."""
     file = io.BytesIO()
     Image.new("1", (13_000, 13_000)).save(file, "PNG")
     assert file.tell() < 25_000
