@@ -1,4 +1,4 @@
-"""What travels: read as it was written, refused when it is not ours, and small (SPEC G6, M6)."""
+"""What travels: read as it was written, refused when not ours, and small (promises G6, M6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of rounds: unique in a run, and the same when it is resumed anywhere (SPEC S1, S4)."""
+"""Names of rounds: unique in a run, and the same when it is resumed anywhere (promises S1, S4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seed rule: its exact values, and what follows from them (SPEC S1 to S7)."""
+"""The seed rule: its exact values, and what follows from them (promises S1 to S7)."""
 
 from __future__ import annotations
 

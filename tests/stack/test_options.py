@@ -1,4 +1,4 @@
-"""ms-swift's GRPO options with the plugin, several in each training (SPEC R1).
+"""ms-swift's GRPO options with the plugin, several in each training (promise R1).
 
 What `docs/support.md` calls tested by this file. A colocated rank trains a few steps. Its first
 round has the tokens of the plain run, its losses are finite, gradients flow, and rollout and
