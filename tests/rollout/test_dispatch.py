@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -57,21 +56,6 @@ def test_every_request_is_served_once_and_no_replica_waits_longer_than_one(
     loads = [sum(costs[i] for i in share) for share in shares]
     ends = [load / speed for load, speed in zip(loads, capacities, strict=True)]
     assert max(ends) - min(ends) <= max(costs) / min(capacities) + 1e-9
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=6),
-    st.integers(1, 3),
-)
-def test_the_longest_replica_is_within_grahams_bound(costs: list[int], num_replicas: int) -> None:
-    """4/3 - 1/(3m) of the best possible on m equal replicas."""
-    longest = max(sum(costs[i] for i in share) for share in balance(costs, [1.0] * num_replicas))
-    best = min(
-        max(sum(c for c, r in zip(costs, choice, strict=True) if r == i) for i in set(choice))
-        for choice in itertools.product(range(num_replicas), repeat=len(costs))
-    )
-    assert longest <= best * (4 / 3 - 1 / (3 * num_replicas)) + 1e-9
 
 
 PROMPT: dict[str, Any] = {"messages": [{"role": "user", "content": "词" * 400}]}

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import swift.infer_engine
-import torch
 from PIL import Image
 from PIL.ExifTags import Base
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
@@ -39,7 +38,7 @@ from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.server.replicas import WorkerConnection
 from swift_grpo_ext.upstream import vllm_repairs
-from tests.turned import TURNS, as_vllm_sees
+from tests.turned import as_vllm_sees
 
 RUN_SEED, EOS, IMAGE = 42, 1, 2
 ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
@@ -177,7 +176,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         self.engine_args = SimpleNamespace(tensor_parallel_size=1)
 
     monkeypatch.setattr(GRPOVllmEngine, "__init__", init)
-    monkeypatch.setattr(GRPOVllmEngine, "inner_model_executor", property(lambda e: e.executor))
 
     def make_engine(
         vllm: Any, *, serves: bool = False, use_async: bool = False, **kwargs: Any
@@ -240,22 +238,17 @@ def test_a_group_is_one_request_with_its_seed(make: Any) -> None:
 @pytest.mark.parametrize("metadata", [metadata_of(), None])
 def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata: Any) -> None:
     """No photograph of a request is turned, and its video's frames are not sampled again."""
-    images = [Image.new("RGB", (2, 3), (value, 0, 0)) for value in (1, 2, 3)]
-    for image in images[1:]:
-        image.getexif()[Base.Orientation] = 6
-    turned = (3, 2) if TURNS else (2, 3)
-    assert [as_vllm_sees(image).size for image in images] == [(2, 3), turned, turned]
+    images = [Image.new("RGB", (2, 3)), Image.new("RGB", (2, 3))]
+    images[1].getexif()[Base.Orientation] = 6
     engine = make(vllm := RecordingVllm(["a."]))
     engine.template.media = {
         "images": images,
         "videos": [np.zeros((4, 3, 2, 2))],
         "mm_processor_kwargs": {"fps": [2.0]},
     }
-    engine.infer([request(metadata)], config(), use_tqdm=False)
-    [inputs] = vllm.inputs
-    seen = inputs["multi_modal_data"]
-    assert [np.asarray(as_vllm_sees(image))[0, 0, 0] for image in seen["image"]] == [1, 2, 3]
-    assert [as_vllm_sees(image).size for image in seen["image"]] == [(2, 3)] * 3
+    ask(engine, metadata)
+    seen = vllm.inputs[0]["multi_modal_data"]
+    assert [as_vllm_sees(image).size for image in seen["image"]] == [(2, 3)] * 2
     [(video, facts)] = seen["video"]
     assert (video.shape, facts["fps"], facts["do_sample_frames"]) == ((4, 3, 2, 2), 2.0, False)
 
@@ -367,21 +360,6 @@ def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
 
 
 # --- turns ---
-
-
-def test_the_async_engine_draws_turn_after_turn(make: Any) -> None:
-    vllm = RecordingVllm([*"abc"])
-    engine = make(vllm, use_async=True)
-    asked = request(metadata_of(packed=False))
-
-    async def turns() -> list[str]:
-        outputs = [await engine.async_infer([asked], config(), use_tqdm=False) for _ in range(3)]
-        return [output.response.choices[0].message.content for [output] in outputs]
-
-    assert asyncio.run(turns()) == ["a", "b", "c"]
-    third = metadata_of().next_turn().next_turn()
-    assert vllm.params[2].seed == third.seed
-    assert len({params.seed for params in vllm.params}) == 3
 
 
 def served(scheduler: RolloutScheduler, asked: list[Any]) -> Any:
@@ -538,23 +516,20 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
 
 def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
-    repairs = ["serve_split_prompts", "name_shared_memory_by_run", "pack_experts_anew"]
-    repairs += ["keep_plain_weights"]
-    for name in repairs:
+    repairs = "serve_split_prompts name_shared_memory_by_run pack_experts_anew keep_plain_weights"
+    for name in repairs.split():
         monkeypatch.setattr(vllm_repairs, name, lambda name=name: installed.append(name))
     for accelerator, extension, adapted in (
         (True, engine_module.VERIFIED_EXTENSION, []),
-        (False, engine_module.CPU_EXTENSION, repairs),
+        (False, engine_module.CPU_EXTENSION, repairs.split()),
     ):
         monkeypatch.setattr(engine_module, "has_accelerator", lambda on=accelerator: on)
         served = make(RecordingVllm([]), serves=True)
         assert served.engine_kwargs == {"worker_extension_cls": extension}
         assert installed == adapted
     assert make(RecordingVllm([])).engine_kwargs == {}
-    own = RolloutEngine(
-        RecordingVllm([]), engine_kwargs={"worker_extension_cls": "mine"}, use_async=False
-    )
-    assert own.engine_kwargs == {"worker_extension_cls": "mine"}  # type: ignore[attr-defined]
+    own = make(RecordingVllm([]), worker_extension_cls="mine")
+    assert own.engine_kwargs == {"worker_extension_cls": "mine"}
 
 
 def test_a_second_training_of_a_process_installs_the_engine_again(
@@ -565,22 +540,3 @@ def test_a_second_training_of_a_process_installs_the_engine_again(
     for _ in range(2):
         engine_module.install()
         assert swift.infer_engine.GRPOVllmEngine is RolloutEngine
-
-
-# --- weights ---
-
-
-def test_a_colocated_engine_reloads_what_it_is_given(make: Any) -> None:
-    loaded: list[Any] = []
-
-    def reload_weights(weights_iterator: Any) -> None:
-        loaded.extend(weights_iterator)
-
-    model = SimpleNamespace(load_weights=loaded.extend)  # vLLM 0.11
-    runner = SimpleNamespace(reload_weights=reload_weights, model=model)
-    engine = make(RecordingVllm([]))
-    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-    engine.executor = SimpleNamespace(driver_worker=worker)
-    weights = [("a", torch.zeros(1)), ("b", torch.ones(1))]
-    engine.reload_weights(iter(weights))
-    assert loaded == weights

@@ -32,6 +32,7 @@ from swift_grpo_ext.rollout.generate import (
 from swift_grpo_ext.rollout.rank_group import RolloutError, SingleRank
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.stops.templates import StoppedChoice
 from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 
@@ -94,14 +95,6 @@ def expected(*samples: tuple[int, int]) -> list[str]:
     return [f"{'abcdefgh'[g]}{sample_seed(RUN_SEED, sample_id(g, i))}" for g, i in samples]
 
 
-def test_a_group_is_one_request_and_its_samples_come_back_in_order() -> None:
-    engine, samples = RecordingEngine(), [(g, i) for g in (0, 1) for i in range(3)]
-    outputs, uneven = generate_samples(samples, SingleRank(), engine)
-    assert engine.requests == [("a", sample_id(0, 0), 3), ("b", sample_id(1, 0), 3)]
-    assert outputs == expected(*samples)
-    assert uneven == []
-
-
 def test_each_rank_makes_the_outputs_of_its_own_served_samples() -> None:
     """Rank 0 hands arrays on; what training sees are lists of plain numbers."""
 
@@ -139,7 +132,8 @@ def test_rows_that_differ_in_a_group_are_requested_singly() -> None:
     samples = [(0, 0), (0, 1), (1, 0), (1, 1)]
     outputs, uneven = generate_samples(samples, SingleRank(), engine, prompts="axbb")
     assert [(words, count) for words, _, count in engine.requests] == [("a", 1), ("x", 1), ("b", 2)]
-    assert [output[0] for output in outputs] == ["a", "x", "b", "b"]
+    seeds = [sample_seed(RUN_SEED, sample_id(*sample)) for sample in samples]
+    assert outputs == [f"{word}{seed}" for word, seed in zip("axbb", seeds, strict=True)]
     assert uneven == [sample_id(0, 0)]
 
 
@@ -277,17 +271,20 @@ def test_a_packed_response_names_its_replica() -> None:
 
 
 def test_an_upstream_response_is_split_by_choices() -> None:
-    choices = [
-        ChatCompletionResponseChoice(k, ChatMessage("assistant", f"text {k}"), "length", None)
-        for k in (1, 0)
+    choices: list[Any] = [
+        StoppedChoice(k, ChatMessage("assistant", f"text {k}"), "stop", stop_reason=reason)
+        for k, reason in ((1, "</a>"), (0, 7))
     ]
+    choices.append(ChatCompletionResponseChoice(2, ChatMessage("assistant", "text 2"), "length"))
     response = ChatCompletionResponse("m", choices, UsageInfo(1, 2, 3))
     outputs = to_rollout_outputs(RolloutOutput(response=response), METADATA, "rank 0")
     seed = METADATA.seed
     assert seed is not None
-    assert [o.response.choices[0].message.content for o in outputs] == ["text 1", "text 0"]
-    assert [o.response.choices[0].index for o in outputs] == [0, 0]
+    assert [
+        (o.response.choices[0].message.content, o.response.choices[0].index) for o in outputs
+    ] == [("text 1", 0), ("text 0", 0), ("text 2", 0)]
     assert [o.rollout_infos for o in outputs] == [
-        {"seed": seed + 1, "replica": "rank 0"},
-        {"seed": seed, "replica": "rank 0"},
+        {"seed": seed + 1, "replica": "rank 0", "stop_reason": "</a>"},
+        {"seed": seed, "replica": "rank 0", "stop_reason": 7},
+        {"seed": seed + 2, "replica": "rank 0"},
     ]

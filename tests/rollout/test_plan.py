@@ -73,42 +73,12 @@ def test_every_sample_is_asked_for_once_by_its_group(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        # Neighbouring groups with equal rows stay two, and a group may stand on two ranks.
-        (Batch(2, "aaaa", [0, 4]), [(0, 0, [(0, 0), (0, 1)]), (1, 0, [(0, 2), (0, 3)])]),
-        (Batch(4, "aaaa", [0, 1, 1, 4]), [(0, 0, [(0, 0), (2, 0), (2, 1), (2, 2)])]),
-        # Rows that differ go singly.
-        (
-            Batch(2, "aabc", [0, 3, 4]),
-            [(0, 0, [(0, 0), (0, 1)]), (1, 0, [(0, 2)]), (1, 1, [(1, 0)])],
-        ),
-    ],
-)
-def test_requests_name_the_owners_of_samples_in_order(batch: Batch, expected: list[Any]) -> None:
-    requests, _ = plan_requests(batch.samples_of_ranks)
-    assert [(r.first.group, r.first.index, r.owners) for r in requests] == expected
-
-
-def test_a_rank_with_its_own_engine_asks_for_its_part() -> None:
-    """In colocation, a group of 4 on two ranks is one request on each."""
-    for index, samples in zip((0, 2), Batch(4, "aaaa", [0, 2, 4]).samples_of_ranks, strict=True):
-        [request] = plan_requests([samples])[0]
-        assert (request.first, request.owners) == (replace(FIRST, index=index), [(0, 0), (0, 1)])
-
-
-@pytest.mark.parametrize(
-    "changes", [{"turn": 1}, {"step": 1}, {"number": 1}, {"phase": "eval"}, {"group": 1}]
+    "changes",
+    [{"turn": 1}, {"step": 1}, {"number": 1}, {"phase": "eval"}, {"group": 1}, {"index": 2}],
 )
 def test_samples_of_other_rounds_and_turns_stay_apart(changes: dict[str, Any]) -> None:
-    second = replace(FIRST, index=1, **changes)
+    """Also those of a group between which a conversation has ended."""
+    second = replace(FIRST, **{"index": 1, **changes})
     requests, uneven = plan_requests([[(FIRST, "a"), (second, "a")]])
     assert [r.first for r in requests] == [FIRST, second]
     assert uneven == []
-
-
-def test_conversations_that_ended_leave_a_gap() -> None:
-    """In a later turn, samples 0, 1 and 3 of a group of 4 go on, with equal rows."""
-    turn = [(replace(FIRST, index=index, turn=1), "a") for index in (0, 1, 3)]
-    requests, _ = plan_requests([turn])
-    assert [(r.first.index, len(r.owners)) for r in requests] == [(0, 2), (3, 1)]

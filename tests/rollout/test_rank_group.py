@@ -112,19 +112,6 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
             }
 
 
-def test_a_process_with_an_engine_of_its_own_exchanges_with_itself() -> None:
-    Row.arrived = 0
-    assert exchange(SingleRank(), [0]) == {
-        "rank": 0,
-        "asks": True,
-        "told": ["parts of 0"],
-        "rows": (["row of 0"], 0),
-        "share": (["samples of 0"], 0),
-        "failed": "ConnectionError: server 1 is gone",
-        "after": 10,
-    }
-
-
 def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's watchdog ends ranks that wait through a long rollout; gloo's bound is the run's."""
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

@@ -37,36 +37,30 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def done(rows: Sequence[str], prompt: str, stops: Stops) -> list[list[bool]]:
-    """Which rows have ended after each token that follows the prompt."""
+@pytest.mark.parametrize(
+    ("rows", "prompt", "words", "counts"),
+    [
+        (["xabxx", "!abcd", "abxxx", "xxxxx"], "p", ["ab"], [2, 0, 1, 5]),
+        (["bxx"], "ab a", ["ab"], [3]),  # the prompt is not searched
+        (["bab"], "a", ["ab"], [2]),
+        *(  # ms-swift looks at 20 tokens
+            ([f"xx{'a' * length}b"], "p", ["a" * length + "b"], [2 + length])
+            for length in (0, 20, 299)
+        ),
+    ],
+)
+def test_each_row_ends_by_itself_and_stays_ended(
+    rows: list[str], prompt: str, words: list[str], counts: list[int]
+) -> None:
+    """After so many tokens of each row that do not end it."""
+    stops = Stops(strings=tuple(words), tokens={ord("!"): 33})
     criterion = StopsCriterion(Letters(), stops)  # type: ignore[arg-type]
     ids_BT = torch.tensor([[ord(c) for c in prompt + row] for row in rows])
     lengths = range(len(prompt) + 1, ids_BT.shape[1] + 1)
-    return [criterion(ids_BT[:, :length], None).tolist() for length in lengths]
-
-
-def test_each_row_ends_by_itself_and_stays_ended() -> None:
-    stops = Stops(strings=("ab",), tokens={ord("!"): 33})
-    ends = done(["xabxx", "!abcd", "abxxx", "xxxxx"], "p", stops)
-    assert [[row[i] for row in ends] for i in range(4)] == [
-        [False, False, True, True, True],
-        [True] * 5,
-        [False, True, True, True, True],
-        [False] * 5,
-    ]
-
-
-def test_the_prompt_is_not_searched() -> None:
-    assert done(["bxx"], "ab a", Stops(strings=("ab",))) == [[False]] * 3
-    assert done(["bab"], "a", Stops(strings=("ab",))) == [[False], [False], [True]]
-
-
-@pytest.mark.parametrize("length", [1, 21, 300])
-def test_stop_strings_of_any_length_are_found(length: int) -> None:
-    """ms-swift looks at 20 tokens."""
-    word = "a" * (length - 1) + "b"
-    ends = done([f"xx{word}"], "p", Stops(strings=(word,)))
-    assert ends == [[False]] * (len(ends) - 1) + [[True]]
+    ends = [criterion(ids_BT[:, :length], None).tolist() for length in lengths]
+    for number, count in enumerate(counts):
+        of_row = [row[number] for row in ends]
+        assert of_row == [False] * count + [True] * (len(ends) - count)
 
 
 # --- the engine ---

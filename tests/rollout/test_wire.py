@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -74,32 +73,25 @@ def test_an_envelope_is_read_as_it_was_written(metadata: RequestMetadata, k: int
         assert received.seed_of(k) == received.seed + k
 
 
-def test_the_next_turn_has_its_own_seeds() -> None:
-    later = METADATA.next_turn()
-    assert later == replace(METADATA, sample_id=replace(PLACE, turn=1))
-    assert later.next_turn().sample_id.turn == 2
-    assert later.seed != METADATA.seed
+@pytest.mark.parametrize(
+    ("message", "version"),
+    [
+        *(({**WIRE, "version": version}, version) for version in (0, 3, "4", None)),
+        *((message, None) for message in ("1", 1, [], ["version"])),
+    ],
+)
+def test_another_version_is_refused_with_the_remedy(message: Any, version: Any) -> None:
+    told = (
+        rf"a request speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
+        r"4: load the same version of the plugin in `swift rlhf` and `swift rollout`"
+    )
+    with pytest.raises(WireError, match=told):
+        read_metadata({wire.KEY: message})
 
 
 @pytest.mark.parametrize("data_dict", [None, {}, {"solution": "7"}, {wire.KEY: None}])
 def test_a_request_without_an_envelope_has_none(data_dict: dict[str, Any] | None) -> None:
     assert read_metadata(data_dict) is None
-
-
-@pytest.mark.parametrize("version", [0, 3, "4", None])
-def test_another_version_is_refused_with_the_remedy(version: Any) -> None:
-    message = (
-        rf"a request speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
-        r"4: load the same version of the plugin in `swift rlhf` and `swift rollout`"
-    )
-    with pytest.raises(WireError, match=message):
-        read_metadata({wire.KEY: {**WIRE, "version": version}})
-
-
-@pytest.mark.parametrize("message", ["1", 1, [], ["version"]])
-def test_what_is_no_message_is_refused(message: Any) -> None:
-    with pytest.raises(WireError, match="a request speaks version None"):
-        read_metadata({wire.KEY: message})
 
 
 @pytest.mark.parametrize(
@@ -148,6 +140,7 @@ def test_numbers_travel_exactly(ids: list[int], logprobs: list[float]) -> None:
 def test_the_packed_form_is_little_endian_on_every_machine() -> None:
     assert pack([1, 258], "<i4") == "AQAAAAIBAAA="
     assert pack([-0.5], "<f4") == "AAAAvw=="
+    assert len(pack([0] * 3000, "<i4")) == 16_000  # G6: 5.4 characters a number
 
 
 def test_a_number_too_large_is_refused_not_cut() -> None:
@@ -195,9 +188,9 @@ def listed(found: Completion) -> Completion:
 
 
 @settings(deadline=None)
-@given(answers(), st.lists(st.integers(0, 2**31 - 1), max_size=5), metadatas)
+@given(answers(), st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=5), metadatas)
 def test_an_answer_is_read_as_it_was_packed(
-    completions: list[Completion], prompt_ids: list[int], metadata: RequestMetadata
+    completions: list[Completion], prompt_ids: list[int] | None, metadata: RequestMetadata
 ) -> None:
     """Empty completions, Chinese text, no log-probabilities: all as they were."""
     metadata = replace(metadata, count=len(completions))
@@ -207,12 +200,7 @@ def test_an_answer_is_read_as_it_was_packed(
         replace(c, seed=metadata.seed_of(k), replica="server 0 (http://a:8000) replica 1")
         for k, c in enumerate(completions)
     ]
-    assert found_prompt_ids == prompt_ids
-
-
-def test_without_a_prompt_there_are_no_ids() -> None:
-    answer = over_http(pack_answer([completion("七", [7]), completion("", [])], None, "replica 0"))
-    assert unpack_answer(answer, METADATA, "server 0")[1] == []
+    assert found_prompt_ids == (prompt_ids or [])
 
 
 def test_an_engine_with_another_number_of_log_probabilities_is_refused() -> None:
@@ -254,31 +242,3 @@ def test_an_answer_to_another_request_names_the_server() -> None:
             unpack_answer(ANSWER, replace(METADATA, count=count), "server 0")
     with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 4"):
         unpack_answer({**ANSWER, "version": 1}, METADATA, "server 0")
-
-
-def test_an_answer_is_less_than_a_quarter_of_ms_swifts() -> None:
-    """G6, against the form of ms-swift 4.6 (`InferEngine._get_logprobs`), same numbers."""
-    rng = random.Random(0)
-    words = ["the", " number", " is", " 7", ".", " 因此", "答案", " \n", "</think>", "ing"]
-    tokens = [rng.choice(words) for _ in range(2000)]
-    token_ids = [rng.randrange(150_000) for _ in tokens]
-    logprobs = [-rng.expovariate(2.0) for _ in tokens]
-    text = "".join(tokens)
-    content = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-        for token, logprob in zip(tokens, logprobs, strict=True)
-    ]
-    theirs = {
-        "message": {"role": "assistant", "content": text},
-        "finish_reason": "stop",
-        "logprobs": {"content": content},
-        "token_ids": token_ids,
-    }
-    sample = completion(text, token_ids, logprobs=logprobs)
-    ours = pack_answer([sample], [], "replica 0")
-
-    def size(message: Any) -> int:
-        return len(json.dumps(message, ensure_ascii=False).encode())
-
-    assert size(ours) < 0.25 * size(theirs)
-    assert size(ours) - size(text) < 11 * len(tokens)

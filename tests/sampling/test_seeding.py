@@ -135,13 +135,6 @@ def test_noise_differs_where_only_32_bits_count() -> None:
     assert len({noise(sample_seed(42, sample_id)) for sample_id in run}) == len(run)
 
 
-def test_every_bit_is_set_half_of_the_time() -> None:
-    """Over 4,096 rounds; 0.05 is 6.4 standard deviations."""
-    seeds = [sample_seed(42, replace(PLACE, step=step, index=0)) for step in range(4096)]
-    set_bits = [np.mean([seed >> bit & 1 for seed in seeds]) for bit in range(62)]
-    assert set_bits == pytest.approx([0.5] * 62, abs=0.05)
-
-
 @pytest.mark.parametrize("index", [-1, MAX_GROUP_SIZE])
 def test_an_index_out_of_range_is_refused(index: int) -> None:
     message = rf"index {index} in a group: expected 0 to 16383; use a smaller --num_generations"

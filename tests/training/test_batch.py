@@ -255,33 +255,28 @@ def test_what_cannot_be_made_equal_stays(
     assert with_text_of(rollout, whole, {PAD, SOFT}, decode, was_cut=was_cut) == {}
 
 
-def test_what_is_collated_has_the_prompt_of_its_rollout() -> None:
-    """Each sample its own; a conversation, and a sample without a rollout, keep theirs."""
-    prompts = [[1, 90, 2], None, [1, 90, 3], [1, 90, 2]]
-    samples = [sample(rollout_prompt_ids=ids) for ids in prompts]
-    samples[3].response_token_ids = [[5], [6]]
-    for one in samples:
-        one.encoded = {"input_ids": [1, 90, 10, 2, 5], "labels": [-100] * 4 + [5]}
-    made = template()
-    with rollouts_own_prompts(made, samples):
-        collated = made.data_collator([one.encoded for one in samples])
-    assert [len(encoded["input_ids"]) for encoded in collated] == [4, 5, 5, 5]
-
-
 @pytest.mark.parametrize(
     ("max_length", "is_cut"), [(None, False), (0, False), (2, True), (3, True), (4, False)]
 )
 def test_what_is_collated_has_the_text_that_max_length_left(
     max_length: int | None, is_cut: bool
 ) -> None:
-    """Where the limit explains it: a system prompt that one side lacks stays a difference."""
-    drawn = sample(rollout_prompt_ids=[3, 90, 4])
-    drawn.encoded = {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5]}
+    """Where the limit explains it: a system prompt that one side lacks stays a difference. Each
+    sample has its own; a conversation, and a sample without a rollout, keep theirs."""
+    turns = {"response_token_ids": [[5], [6]]}
+    samples = [
+        sample(rollout_prompt_ids=[3, 90, 4]),
+        sample(rollout_prompt_ids=[1, 2, 3, 90, 4]),
+        sample(rollout_prompt_ids=None),
+        sample(rollout_prompt_ids=[3, 90, 4], **turns),
+    ]
+    for one in samples:
+        one.encoded = {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5]}
     made = template(max_length)
-    with rollouts_own_prompts(made, [drawn]):
+    with rollouts_own_prompts(made, samples):
         made.max_length = None  # as ms-swift, while it encodes
-        made.data_collator([drawn.encoded])
-    assert drawn.encoded["input_ids"] == ([3, 90, 4, 5] if is_cut else [1, 2, 3, 90, 4, 5])
+        collated = made.data_collator([one.encoded for one in samples])
+    assert [len(encoded["input_ids"]) for encoded in collated] == [4 if is_cut else 6, 6, 6, 6]
 
 
 # --- the gap (M5) ---
@@ -347,14 +342,10 @@ def test_a_wide_gap_is_said_once(warnings: list[str]) -> None:
     assert "0.3 nats apart in the mean (0.4 at most, 2 tokens), above the 0.25" in warning
 
 
-def test_the_limit_itself_is_no_alarm(warnings: list[str]) -> None:
-    within = batch(rollout=((-1.0, -2.0),), training=((-1.25, -2.25),))
-    measure(within)
+def test_the_limit_itself_is_no_alarm_and_nan_always_is(warnings: list[str]) -> None:
+    measure(batch(rollout=((-1.0, -2.0),), training=((-1.25, -2.25),)))
     assert warnings == []
-
-
-def test_nan_is_wide_whatever_is_expected(warnings: list[str]) -> None:
-    measure(batch(), batch(training=((NAN, -1.0),)), top_p=0.5)
+    measure(batch(), batch(training=((NAN, -1.0),)), top_p=0.5)  # whatever is expected
     [warning] = warnings
     assert "nan nats apart in the mean (nan at most" in warning
 
