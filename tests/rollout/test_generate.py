@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -26,21 +29,97 @@ from swift_grpo_ext.rollout.generate import (
     ServedSample,
     begin_turn,
     generate,
+    plan_requests,
     to_rollout_output,
     to_rollout_outputs,
 )
 from swift_grpo_ext.rollout.rank_group import RolloutError, SingleRank
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.stops.templates import StoppedChoice
 from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 
 RUN_SEED = 42
+ROUND = Round(phase="train", step=3, number=1)
+FIRST = SampleId(phase="train", step=3, number=1, group=0, index=0)
 
 
 def sample_id(group: int, index: int) -> SampleId:
-    return SampleId(phase="train", step=3, number=1, group=group, index=index)
+    return replace(FIRST, group=group, index=index)
+
+
+# --- samples to requests (G1 to G3) ---
+
+
+class Batch(NamedTuple):
+    """A generation batch, cut over ranks."""
+
+    group_size: int
+    rows: str
+    """One letter for each sample's prompt."""
+
+    borders: list[int]
+    """Where ranks begin and end; ranks may be empty, and cut groups anywhere."""
+
+    @property
+    def sample_ids(self) -> list[SampleId]:
+        return sample_ids_at(ROUND, range(len(self.rows)), self.group_size)
+
+    @property
+    def samples_of_ranks(self) -> list[list[tuple[SampleId, str]]]:
+        samples = list(zip(self.sample_ids, self.rows, strict=True))
+        return [samples[a:b] for a, b in itertools.pairwise(self.borders)]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    group_size, num_groups = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    total = group_size * num_groups
+    rows_of_groups = st.lists(st.sampled_from("ab"), min_size=num_groups, max_size=num_groups)
+    rows = [row for row in draw(rows_of_groups) for _ in range(group_size)]
+    for i in draw(st.sets(st.integers(0, total - 1), max_size=3)):
+        rows[i] = draw(st.sampled_from("abc"))
+    inner = draw(st.lists(st.integers(0, total), max_size=5))
+    return Batch(group_size, "".join(rows), [0, *sorted(inner), total])
+
+
+@settings(deadline=None, max_examples=200)
+@given(batches())
+def test_every_sample_is_asked_for_once_by_its_group(batch: Batch) -> None:
+    """For any ranks, rows and groups (S2 and S6: vLLM counts a request's seeds up)."""
+    size = batch.group_size
+    starts = range(0, len(batch.rows), size)
+    requests, uneven = plan_requests(batch.samples_of_ranks)
+    assert uneven == [batch.sample_ids[i] for i in starts if len(set(batch.rows[i : i + size])) > 1]
+    found: dict[tuple[int, int], SampleId] = {}
+    for request in requests:
+        count = len(request.owners)
+        assert count == (1 if request.first.group_id in uneven else size)
+        for k, owner in enumerate(request.owners):
+            assert owner not in found
+            found[owner] = replace(request.first, index=request.first.index + k)
+    assert found == {
+        (rank, position): sample_id
+        for rank, samples in enumerate(batch.samples_of_ranks)
+        for position, (sample_id, _) in enumerate(samples)
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"turn": 1}, {"step": 4}, {"number": 2}, {"phase": "eval"}, {"group": 1}, {"index": 2}],
+)
+def test_samples_of_other_rounds_and_turns_stay_apart(changes: dict[str, Any]) -> None:
+    """Also those of a group between which a conversation has ended."""
+    second = replace(FIRST, **{"index": 1, **changes})
+    requests, uneven = plan_requests([[(FIRST, "a"), (second, "a")]])
+    assert [r.first for r in requests] == [FIRST, second]
+    assert uneven == []
+
+
+# --- rounds over ranks ---
 
 
 def generate_samples(
@@ -197,9 +276,9 @@ def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
 )
 def test_settings_of_a_run(changes: dict[str, Any], run_seed: int | None) -> None:
     stops = {"stop_token_ids": [7, 8], "include_stop_str_in_output": False}
-    settings = RolloutSettings.of(training_arguments(**stops, **changes))
-    assert settings.generates == (run_seed is not None)
-    assert settings.metadata(sample_id(0, 1), 3, packed=True) == RequestMetadata(
+    found = RolloutSettings.of(training_arguments(**stops, **changes))
+    assert found.generates == (run_seed is not None)
+    assert found.metadata(sample_id(0, 1), 3, packed=True) == RequestMetadata(
         sample_id=sample_id(0, 1),
         count=3,
         run_seed=run_seed,
@@ -214,13 +293,13 @@ def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
     first: Any = SimpleNamespace(sample_id=sample_id(0, 0))
     assert begin_turn(first, None) == sample_id(0, 0)
     request = RolloutInferRequest(messages=[])
-    settings = RolloutSettings.of(training_arguments())
-    wire.write_metadata(request.data_dict, settings.metadata(sample_id(0, 0)))
+    metadata = RolloutSettings.of(training_arguments()).metadata(sample_id(0, 0))
+    wire.write_metadata(request.data_dict, metadata)
     turns = [begin_turn(request, None) for _ in range(3)]
     assert turns == [replace(sample_id(0, 0), turn=turn) for turn in (1, 2, 3)]
-    metadata = wire.read_metadata(request.data_dict)
-    assert metadata is not None
-    assert (metadata.sample_id, metadata.seed) == (turns[-1], sample_seed(42, turns[-1]))
+    last = wire.read_metadata(request.data_dict)
+    assert last is not None
+    assert (last.sample_id, last.seed) == (turns[-1], sample_seed(42, turns[-1]))
 
 
 def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
