@@ -229,6 +229,8 @@ def _row_groups(file: RecordFile, size: int, mtime_ns: int) -> list[RowGroup]:
         for position in range(footer.num_row_groups):
             row_group = footer.row_group(position)
             values = [row_group.column(at).statistics.min for at in round_columns]
+            if None in values:
+                raise ValueError(f"row group {position} does not name its round")
             groups.append(RowGroup(file, position, RoundName(*values)))
     except FileNotFoundError:
         raise
