@@ -6,11 +6,12 @@ Two rows with the same hash are the same prompt (docs/promises.md, G7). Groups n
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import xxhash
 
 PROMPT_FIELDS = (
     *("messages", "images", "videos", "audios", "tools", "objects"),
@@ -32,7 +33,7 @@ def prompt_hash(row: Any) -> str:
     """
     fields = {name: _read(row, name) for name in PROMPT_FIELDS}
     fields = {name: value for name, value in fields.items() if not _is_empty(value)}
-    digest = hashlib.blake2b(digest_size=16)
+    digest = xxhash.xxh3_128()  # 2 MB take 0.02 ms; BLAKE2b takes 1.3, for each of a group's rows
 
     def content(value: Any) -> str:
         """Binary values go into the digest, a mark of their size into the text."""
