@@ -153,7 +153,7 @@ def chunk_size(value: str | int) -> int | None:
     return None if value == "auto" else int(value)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Return a value as it is typed on a command line."""
     if isinstance(value, bool):
         return str(value).lower()

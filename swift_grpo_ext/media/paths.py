@@ -159,7 +159,7 @@ def _media(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from (("messages", text) for text in re.findall(r"<img>(.+?)</img>", content))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -20,7 +20,7 @@ PROMPT_FIELDS = (
 """What makes a prompt. Other columns (a solution, a difficulty) do not."""
 
 
-def prompt_hash(row: Any) -> str:
+def prompt_hash(row: object) -> str:
     """Return 32 hex digits that are equal for equal words and media, and else different.
 
     Args:
@@ -62,7 +62,7 @@ def prompt_hash(row: Any) -> str:
     return digest.hexdigest()
 
 
-def _read(row: Any, name: str) -> Any:
+def _read(row: object, name: str) -> Any:
     if isinstance(row, Mapping):
         return row.get(name)
     if hasattr(row, name):

@@ -10,7 +10,6 @@ plugins, which `registry.py` fills.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 from swift_grpo_ext.upstream import pins
 
@@ -18,7 +17,7 @@ PINNED = frozenset(".".join(str(pin).split(".")[-2:]) for pin in (*pins.ALL, *pi
 """Each as `Class.name` or `module.name`, the module without the packages around it."""
 
 
-def patch(owner: ModuleType | type, **values: Any) -> None:
+def patch(owner: ModuleType | type, **values: object) -> None:
     """Replace attributes of an upstream module or class for the rest of this process.
 
     Raises:

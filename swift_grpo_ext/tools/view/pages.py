@@ -99,13 +99,13 @@ def _environment() -> Environment:
     return environment
 
 
-def address(page: str, run: int, **values: Any) -> str:
+def address(page: str, run: int, **values: object) -> str:
     """Return the address of a served page, seen from another one."""
     return f"../{run}/{page}?{urlencode(values)}"
 
 
 def render(
-    page: str, runs: Sequence[RunView], run: int = 0, *, url: Address = address, **values: Any
+    page: str, runs: Sequence[RunView], run: int = 0, *, url: Address = address, **values: object
 ) -> str:  # fmt: skip
     """Return a page.
 
