@@ -1,4 +1,4 @@
-"""`RUN_DIR/diversity.jsonl`: what the monitor measured in each round. Pure.
+"""`RUN_DIR/diversity.jsonl`: what the monitor measured in each round.
 
 One JSON object a line: `{"start_step": s}` where a session begins (a start of the trainer, resumed
 from the checkpoint of step s), and a round's record. An evaluation writes one line a batch.
