@@ -234,7 +234,10 @@ def test_a_damaged_file_is_named_and_left_out_whole(
     phase = pa.nulls(rows.num_rows, rows.schema.field("phase").type)
     nameless = pa.BufferOutputStream()  # a flipped bit of the footer can take a round's name
     pq.write_table(rows.set_column(1, "phase", phase), nameless)
-    for content in (bytes(flipped), whole[:-1], whole[:100], b"", nameless.getvalue()):
+    bare = pa.BufferOutputStream()
+    pq.write_table(rows, bare, write_statistics=False)
+    damaged = (bytes(flipped), whole[:-1], whole[:100], b"", nameless.getvalue(), bare.getvalue())
+    for content in damaged:
         file.path.write_bytes(content)
         caplog.clear()
         assert [row.sample_id.step for row in read_rows(tmp_path)] == [3]
