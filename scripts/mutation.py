@@ -42,7 +42,8 @@ TIMED_OUT = (24, -24, 36, 152, 255)
 """Those of mutants whose tests were ended (`status_by_exit_code` in mutmut/stats.py)."""
 
 ONLY_ROOMS = """
-import pathlib, sys
+import os, pathlib, sys, types
+import pytest
 from mutmut import __main__ as mutmut
 from mutmut.configuration import config
 if rooms := sys.argv.pop(1).split():
@@ -62,8 +63,44 @@ mutmut.create_mutants(int(sys.argv[1]))
 """What `mutmut run` (3.8.1) begins with. It has no command that makes the mutants and runs none."""
 
 RUN = """
+from mutmut.runners import harness
+from mutmut.state import state
+
+class Children:
+    def __init__(self):
+        self.file = pathlib.Path("called_by_children").absolute()
+        self.called = {}
+        os.register_at_fork(after_in_child=self.begin_child)
+    def begin_child(self):
+        names = set()
+        def add(name):
+            if name not in names:
+                names.add(name)
+                with self.file.open("a") as f:
+                    f.write(name + chr(10))
+        state()._stats = types.SimpleNamespace(add=add)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item):
+        called = self.called.setdefault(item.path, set())
+        if self.file.exists():
+            called.update(self.file.read_text().split())
+            self.file.unlink()
+        state()._stats |= called
+    def pytest_runtest_makereport(self, item, call):
+        if call.when == "setup":
+            state().duration_by_test[item.nodeid] += call.duration
+
+run_pytest = harness.PytestRunner.execute_pytest
+
+def execute_pytest(self, params, plugins=()):
+    return run_pytest(self, params, plugins=[*plugins, Children()] if plugins else [])
+
+harness.PytestRunner.execute_pytest = execute_pytest
 mutmut.cli(["run", *sys.argv[1:]])
 """
+"""What runs the tests. mutmut knows which functions a test calls in its own process alone: with this
+also those that forked children call (a whole training), of which all tests of that file may tell.
+The seconds of a fixture count too, or its tests would seem to hang."""
 
 SHOW = """
 import json, sys
