@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import swift.infer_engine
@@ -86,6 +86,7 @@ class RolloutEngine(GRPOVllmEngine):
         if self._serves:
             paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
+        self._template_stops = TemplateStops(self.template)
         # Not for the constructor of `SamplingParams`, which would cut it off at -100.
         self._placeholder_bias = dict.fromkeys(placeholder_ids(self.template), float("-inf"))
         size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
@@ -193,7 +194,21 @@ class RolloutEngine(GRPOVllmEngine):
             if metadata.packed and hasattr(generation_config, "flat_logprobs"):  # not vLLM 0.11
                 # No text of each log-probability's token, which nobody reads.
                 generation_config.flat_logprobs = generation_config.logprobs == 0
-            inputs[STOPS] = self._set_stops(generation_config, metadata)
+            # ms-swift has set the user's stop words and the template's; it gives one-token words as
+            # ids too.
+            inputs[STOPS] = stops = self._template_stops.stops(
+                generation_config.stop or (),
+                metadata.stop_token_ids,
+                include=metadata.include_stop_str_in_output,
+            )
+            ids = [*(generation_config.stop_token_ids or ()), *stops.tokens]
+            generation_config.stop_token_ids = list(dict.fromkeys(ids))
+            generation_config.stop = list(stops.strings)
+            generation_config.include_stop_str_in_output = stops.include
+            generation_config.detokenize = bool(stops.strings)  # only to find them (T6)
+            # Stop strings may hold special tokens.
+            generation_config.skip_special_tokens = False
+            generation_config.spaces_between_special_tokens = False
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         drop_orientation(inputs)
         add_video_metadata(inputs)
@@ -203,31 +218,6 @@ class RolloutEngine(GRPOVllmEngine):
     def _address(self, metadata: RequestMetadata | None) -> int | None:
         """Return which of this engine's replicas a request names."""
         return metadata.replica if metadata and metadata.replica in self._replicas else None
-
-    @cached_property
-    def _template_stops(self) -> TemplateStops:
-        return TemplateStops(self.template)
-
-    def _set_stops(self, generation_config: SamplingParams, metadata: RequestMetadata) -> Stops:
-        """Tell vLLM where completions end. vLLM detokenizes only to find stop strings.
-
-        ms-swift has set the user's stop words and the template's; it gives one-token words as ids
-        too.
-        """
-        stops = self._template_stops.stops(
-            generation_config.stop or (),
-            metadata.stop_token_ids,
-            include=metadata.include_stop_str_in_output,
-        )
-        ids = [*(generation_config.stop_token_ids or ()), *stops.tokens]
-        generation_config.stop_token_ids = list(dict.fromkeys(ids))
-        generation_config.stop = list(stops.strings)
-        generation_config.include_stop_str_in_output = stops.include
-        generation_config.detokenize = bool(stops.strings)
-        # Stop strings may hold special tokens.
-        generation_config.skip_special_tokens = False
-        generation_config.spaces_between_special_tokens = False
-        return stops
 
     # --- answers ---
 
@@ -260,9 +250,15 @@ class RolloutEngine(GRPOVllmEngine):
                 choices.append(StoppedChoice(**{**vars(choice), **ended_by}))
             response.choices = choices
             return response
+        replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
+        if self._replicas:
+            # Where the request named none, vLLM has chosen one for each sample and does not say
+            # which.
+            address = self._address(metadata)
+            last = self._replicas[-1]
+            replica = f"replicas 0 to {last}" if address is None else f"replica {address}"
         completions = []
         for output, ending, text in ended:
-            experts = getattr(output, "routed_experts", None)
             completions.append(
                 Completion(
                     text=text,
@@ -271,8 +267,8 @@ class RolloutEngine(GRPOVllmEngine):
                     finish_reason=output.finish_reason,
                     stop_reason=ending.reason,
                     seed=metadata.seed_of(output.index),
-                    replica=self._replica_of(metadata),
-                    extra=None if experts is None else {"routed_experts": experts},
+                    replica=replica,
+                    routed_experts=getattr(output, "routed_experts", None),  # not vLLM 0.11
                 )
             )
         num_tokens = sum(len(completion.token_ids) for completion in completions)
@@ -303,17 +299,6 @@ class RolloutEngine(GRPOVllmEngine):
                 setattr(output, name, values[:-surplus])
         return ending
 
-    def _replica_of(self, metadata: RequestMetadata) -> str:
-        """Name the replica of a server that served a request.
-
-        Where an async engine has several, and the request named none, vLLM has chosen one for each
-        sample and does not say which.
-        """
-        if not self._replicas:
-            return f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
-        address = self._address(metadata)
-        return f"replicas 0 to {self._replicas[-1]}" if address is None else f"replica {address}"
-
     async def _batch_infer_stream(
         self, tasks: Sequence[Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any
     ) -> Any:
@@ -332,12 +317,12 @@ class RolloutEngine(GRPOVllmEngine):
             response = output.response
             if not self._serves or not isinstance(response, PackedResponse):
                 continue
-            for completion in response.completions:
-                if completion.extra:
-                    experts = completion.extra["routed_experts"]
-                    completion.extra["routed_experts"] = serialize_ndarray(experts)
-            replica = response.completions[0].replica
-            answer = wire.pack_answer(response.completions, response.prompt_token_ids, replica)
+            completions = [
+                replace(c, routed_experts=serialize_ndarray(c.routed_experts))
+                for c in response.completions
+            ]
+            replica = completions[0].replica
+            answer = wire.pack_answer(completions, response.prompt_token_ids, replica)
             bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
             outputs[i] = RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
         return outputs

@@ -251,7 +251,7 @@ def to_rollout_output(completion: Completion, prompt_token_ids: list[int]) -> Ro
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
         token_ids=_as_list(completion.token_ids),
-        routed_experts=deserialize_ndarray((completion.extra or {}).get("routed_experts")),
+        routed_experts=deserialize_ndarray(completion.routed_experts),
     )
     response = ChatCompletionResponse(
         model="",

@@ -25,18 +25,16 @@ from packaging.version import Version
 from swift.infer_engine import TransformersEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
-    ChatCompletionResponseChoice,
     ChatMessage,
     RequestConfig,
-    RolloutOutput,
 )
 from swift.template.utils import StopWordsCriteria
 from torch.distributed.fsdp import FSDPModule
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.stops.rule import Stops, find
-from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_stop_reason
+from swift_grpo_ext.stops.rule import Stops
+from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops
 from swift_grpo_ext.upstream.encoding import tool_calls
 
 if TYPE_CHECKING:
@@ -71,15 +69,10 @@ class StopsCriterion(StoppingCriteria):
             self._is_done = [False] * len(input_ids)
         rows = input_ids[:, max(self._start, input_ids.shape[1] - self._window) :].tolist()
         self._is_done = [
-            done or self._ends(row) for done, row in zip(self._is_done, rows, strict=True)
+            done or self._template_stops.find_ending(row, self._stops).reason is not None
+            for done, row in zip(self._is_done, rows, strict=True)
         ]
         return torch.tensor(self._is_done, device=input_ids.device)
-
-    def _ends(self, token_ids: Sequence[int]) -> bool:
-        if token_ids[-1] in self._stops.tokens:
-            return True
-        strings = self._stops.strings
-        return bool(strings and find(self._template_stops.decode(token_ids), strings))
 
 
 class RolloutTransformersEngine(TransformersEngine):
@@ -88,18 +81,6 @@ class RolloutTransformersEngine(TransformersEngine):
     @cached_property
     def _template_stops(self) -> TemplateStops:
         return TemplateStops(self.template)
-
-    def infer(
-        self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        responses = super().infer(infer_requests, *args, **kwargs)
-        return [
-            record_stop_reason(RolloutOutput(response=response))
-            if isinstance(response, ChatCompletionResponse)
-            and all(isinstance(choice, StoppedChoice) for choice in response.choices)
-            else response
-            for response in responses
-        ]
 
     def _infer(
         self,
@@ -141,43 +122,35 @@ class RolloutTransformersEngine(TransformersEngine):
         if stops is None:
             return super()._infer_full(inputs, **kwargs)
         top_logprobs = kwargs["request_config"].top_logprobs
-        count = kwargs["generation_config"].num_return_sequences
         ids_BT, logits = self._generate(
             inputs, kwargs["generation_config"], kwargs["adapter_request"], stops
         )
         logprobs = self.preprocess_logits(logits, ids_BT, top_logprobs)
         responses = []
-        for i, row_inputs in enumerate(kwargs["template_inputs"]):
-            choices: list[ChatCompletionResponseChoice] = []
-            num_tokens = 0
-            for j in range(count):
-                token_ids = ids_BT[i * count + j].tolist()
-                ending = self._template_stops.find_ending(token_ids, stops)
-                text = self._template_stops.text(token_ids, ending, row_inputs)
-                token_ids = token_ids[: ending.num_tokens]
-                own_logprobs = logprobs and logprobs[i * count + j][: ending.num_tokens]
-                choice = StoppedChoice(
-                    index=j,
-                    message=ChatMessage(
-                        role="assistant",
-                        content=text,
-                        tool_calls=tool_calls(self, text, row_inputs),
-                    ),
-                    # Nothing but a stop ends a row before all of them, and then it is known.
-                    finish_reason="length" if ending.reason is None else "stop",
-                    stop_reason=ending.reason,
-                    logprobs=self._get_logprobs(own_logprobs, token_ids, top_logprobs),
-                    token_ids=token_ids,
-                )
-                choices.append(choice)
-                num_tokens += ending.num_tokens
+        # ms-swift's requests are for one sample each.
+        rows = zip(ids_BT.tolist(), kwargs["template_inputs"], strict=True)
+        for i, (token_ids, row_inputs) in enumerate(rows):
+            ending = self._template_stops.find_ending(token_ids, stops)
+            text = self._template_stops.text(token_ids, ending, row_inputs)
+            token_ids = token_ids[: ending.num_tokens]
+            own_logprobs = logprobs and logprobs[i][: ending.num_tokens]
+            tools = tool_calls(self, text, row_inputs)
+            choice = StoppedChoice(
+                index=0,
+                message=ChatMessage(role="assistant", content=text, tool_calls=tools),
+                # Nothing but a stop ends a row before all of them, and then it is known.
+                finish_reason="length" if ending.reason is None else "stop",
+                stop_reason=ending.reason,
+                logprobs=self._get_logprobs(own_logprobs, token_ids, top_logprobs),
+                token_ids=token_ids,
+            )
             is_prompt_T = inputs["attention_mask"][i].bool()  # ms-swift would go by the padding id
             embedded = "input_ids" not in inputs
             responses.append(
                 ChatCompletionResponse(
                     model=self.model_name,
-                    choices=choices,
-                    usage=self._get_usage_info(int(is_prompt_T.sum()), num_tokens),
+                    choices=[choice],
+                    usage=self._get_usage_info(int(is_prompt_T.sum()), len(token_ids)),
                     prompt_token_ids=(
                         None if embedded else inputs["input_ids"][i][is_prompt_T].tolist()
                     ),

@@ -9,14 +9,16 @@ arrays of numbers, not one JSON dictionary per token.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, NonNegativeInt, TypeAdapter
 
-from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, PHASES, SampleId, sample_seed
+from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId, sample_seed
 from swift_grpo_ext.stops.rule import StopReason
 
 if TYPE_CHECKING:
@@ -60,23 +62,23 @@ class RequestMetadata:
     sample_id: SampleId
     """The first sample."""
 
-    count: int
+    count: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)]
     """Number of samples: vLLM's `n`."""
 
-    run_seed: int | None
+    run_seed: NonNegativeInt | None
     """`--seed`; None leaves the seeds to ms-swift (`--rollout_seed_mode engine`)."""
 
     packed: bool
     """Answer with flat token ids and log-probabilities; ms-swift's multi-turn schedulers read its
     own form."""
 
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
     """End a completion, beside the stop strings of ms-swift's request configuration."""
 
     include_stop_str_in_output: bool = True
     """Whether the text ends with what stopped it, or right before it."""
 
-    replica: int | None = None
+    replica: NonNegativeInt | None = None
     """The replica that should serve a packed request: its number among those of all servers
     (`RolloutServers.replicas`), in a server among its own. Where that one cannot, another does;
     `Completion.replica` says which did. None leaves it to the balance (G5). Colocated engines
@@ -95,41 +97,27 @@ class RequestMetadata:
     def next_turn(self) -> RequestMetadata:
         return replace(self, sample_id=replace(self.sample_id, turn=self.sample_id.turn + 1))
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        return {"version": VERSION, **asdict(self)}
+
+_METADATA = TypeAdapter(RequestMetadata)
 
 
 def read_metadata(data_dict: Mapping[str, Any] | None) -> RequestMetadata | None:
     """Return the metadata of a request; None where it has none.
 
     Raises:
-        WireError: it is of another version, or malformed.
+        WireError: it is of another version, or malformed; names the field and its value.
     """
     wire = (data_dict or {}).get(KEY)
     if wire is None:
         return None
     check_version(wire, "a request")
     try:
-        values = {field.name: wire[field.name] for field in fields(RequestMetadata)}
-        values["sample_id"] = sample_id = SampleId(**values["sample_id"])
-        values["stop_token_ids"] = ids = tuple(values["stop_token_ids"])
-        metadata = RequestMetadata(**values)
-    except (KeyError, TypeError) as e:
-        raise WireError(f"A request's {KEY} is malformed ({e!r}): {wire!r}") from e
-    # All samples' seeds can be made, and vLLM can be asked for so many.
-    optional = [n for n in (metadata.run_seed, metadata.replica) if n is not None]
-    numbers = (metadata.count, *optional, *ids, *astuple(sample_id)[1:])
-    flags = (metadata.packed, metadata.include_stop_str_in_output)
-    if not (
-        sample_id.phase in PHASES
-        and all(type(number) is int and number >= 0 for number in numbers)
-        and 0 < metadata.count <= MAX_GROUP_SIZE
-        and sample_id.index < MAX_GROUP_SIZE
-        and max(ids, default=0) < 2**31
-        and all(type(flag) is bool for flag in flags)
-    ):
-        raise WireError(f"A request's {KEY} is malformed (phase, numbers or flags): {wire!r}")
+        # As JSON: from Python's values pydantic takes no dictionary for a dataclass and no list for
+        # a tuple while it is strict about numbers.
+        metadata = _METADATA.validate_json(json.dumps(wire), strict=True)
+        sample_seed(0, metadata.sample_id)  # numbers from which a seed can be made
+    except (TypeError, ValueError) as e:
+        raise WireError(f"A request's {KEY} is malformed ({e}): {wire!r}") from e
     return metadata
 
 
@@ -140,7 +128,8 @@ def data_dict_of(request: RolloutInferRequest | dict[str, Any]) -> dict[str, Any
 
 
 def write_metadata(data_dict: MutableMapping[str, Any], metadata: RequestMetadata) -> None:
-    data_dict[KEY] = metadata.to_wire()
+    """Put metadata into a request's data, as JSON takes it."""
+    data_dict[KEY] = {"version": VERSION, **asdict(metadata)}
 
 
 def check_version(message: object, what: str) -> None:
@@ -174,8 +163,9 @@ class Completion:
     replica: str = ""
     """The engine that generated it: `rank 0`, `server 1 replica 0`."""
 
-    extra: dict[str, Any] | None = None
-    """Fields of ms-swift's choice that are seldom there: tool calls, routed experts."""
+    routed_experts: Any = None
+    """The experts that each token went to (`--router_replay_mode R3`): an array, or what
+    `serialize_ndarray` of ms-swift makes of one for the wire."""
 
 
 def pack_answer(
@@ -190,7 +180,6 @@ def pack_answer(
     lengths = [len(c.token_ids) for c in completions]
     if counts not in (lengths, [None] * len(completions)):
         raise WireError(f"{replica} generated {lengths} tokens with {counts} log-probabilities.")
-    has_logprobs = None not in counts
     return {
         "version": VERSION,
         "replica": replica,
@@ -199,11 +188,11 @@ def pack_answer(
         "stop_reasons": [c.stop_reason for c in completions],
         "lengths": lengths,
         "token_ids": pack([i for c in completions for i in c.token_ids], "<i4"),
-        "logprobs": pack([p for c in completions for p in c.logprobs or ()], "<f4")
-        if has_logprobs
-        else None,
+        "logprobs": None
+        if None in counts
+        else pack([p for c in completions for p in c.logprobs or ()], "<f4"),
         "prompt_token_ids": pack(prompt_token_ids or (), "<i4"),
-        "extras": [c.extra for c in completions] if any(c.extra for c in completions) else None,
+        "routed_experts": [c.routed_experts for c in completions],
     }
 
 
@@ -222,19 +211,16 @@ def unpack_answer(
     check_version(answer, server)
     try:
         lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]
-        stop_reasons, extras = answer["stop_reasons"], answer["extras"] or [None] * len(lengths)
+        stop_reasons, experts = answer["stop_reasons"], answer["routed_experts"]
         ids, prompt_ids = (unpack(answer[n], "<i4") for n in ("token_ids", "prompt_token_ids"))
         logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
-        counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, extras)}
-        if counts != {metadata.count} or min(lengths) < 0 or sum(lengths) != len(ids):
+        counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, experts)}
+        num_logprobs = len(ids) if logprobs is None else len(logprobs)
+        is_complete = sum(lengths) == len(ids) == num_logprobs
+        if counts != {metadata.count} or min(lengths) < 0 or not is_complete:
             raise WireError(
                 f"{server} answered {metadata} with {sorted(counts)} samples of {lengths} tokens, "
-                f"{len(ids)} in all."
-            )
-        if logprobs is not None and len(logprobs) != len(ids):
-            raise WireError(
-                f"{server} answered {metadata} with {len(ids)} tokens and {len(logprobs)} "
-                "log-probabilities."
+                f"{len(ids)} token ids and {num_logprobs} log-probabilities in all."
             )
         ends = np.cumsum(lengths).tolist()
         completions = [
@@ -246,7 +232,7 @@ def unpack_answer(
                 stop_reason=stop_reasons[k],
                 seed=metadata.seed_of(k),
                 replica=f"{server} {answer['replica']}",
-                extra=extras[k],
+                routed_experts=experts[k],
             )
             for k, (length, end) in enumerate(zip(lengths, ends, strict=True))
         ]

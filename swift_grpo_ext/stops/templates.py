@@ -132,12 +132,6 @@ def check_stops(args: RLHFArguments, num_tokens: int, response_prefix: str = "")
                 "--stop_words holds an empty string, which would end every completion before its "
                 "first token: leave it out."
             )
-        if "\ufffd" in word:
-            raise ValueError(
-                f"--stop_words {word!r} holds U+FFFD, which stands for bytes that are no character "
-                "and is in no text that a model means: give the characters themselves (is the file "
-                "in UTF-8?)."
-            )
         if word in response_prefix:
             raise ValueError(
                 f"--stop_words {word!r} stands in {response_prefix!r}, with which the template "

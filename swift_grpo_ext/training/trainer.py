@@ -295,6 +295,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
             )
             if not is_multi_turn:
                 tell_uneven(uneven)
+        for output in outputs:
+            record_stop_reason(output)
         self._recorder.record(
             sample_ids,
             samples,

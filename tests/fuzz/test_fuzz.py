@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from PIL import Image
 from swift_grpo_ext.checks.rows import bad_media, check_rows, question_of, unreadable
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
-from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.seeding import MAX_GROUP_SIZE, SampleId
+from swift_grpo_ext.sampling.seeding import SampleId
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # PIL's
 fuzz = settings(
@@ -116,12 +114,6 @@ def test_a_data_set_is_sound_or_refused_by_name(
         assert deletes or not any(map(bad_media, data))
 
 
-@fuzz
-@given(rows)
-def test_a_row_has_a_hash_whatever_it_holds_beside_the_prompt(row: Any) -> None:
-    assert prompt_hash(row) == prompt_hash({**row, "solution": "another", "index": 1})
-
-
 # --- messages between trainer and server ---
 
 PLACE = SampleId(phase="train", step=12, number=0, group=5, index=0)
@@ -140,39 +132,19 @@ def mutated(message: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return others.map(lambda o: {k: v for k, v in {**message, **o}.items() if v != "missing"})
 
 
-def or_refusal(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except WireError as e:
-        return e
-
-
-@fuzz
-@given(mutated(METADATA.to_wire()) | json_like)
-@example({**METADATA.to_wire(), "count": 10**9})
-@example({**METADATA.to_wire(), "count": True})
-def test_an_envelope_is_usable_or_refused(message: Any) -> None:
-    metadata = or_refusal(lambda: wire.read_metadata({wire.KEY: message}))
-    if isinstance(metadata, WireError) or metadata is None:
-        assert message is None or "a request" in str(metadata).lower()
-        return
-    # What the engine does with it: a seed and a number of samples that vLLM takes.
-    assert type(metadata.count) is int
-    assert 1 <= metadata.count <= MAX_GROUP_SIZE
-    assert metadata.seed is None or 0 <= metadata.seed < 2**63 - metadata.count
-    assert all(type(i) is int and 0 <= i < 2**31 for i in metadata.stop_token_ids)
-    assert wire.read_metadata({wire.KEY: metadata.to_wire()}) == metadata
-
-
 @fuzz
 @given(mutated(ANSWER) | json_like)
 @example({**ANSWER, "lengths": [10**30, -(10**30) + 4]})
 def test_an_answer_is_usable_or_refused(answer: Any) -> None:
-    read = or_refusal(lambda: wire.unpack_answer(answer, METADATA, "server 1"))
-    if isinstance(read, WireError):
-        assert str(read).startswith("server 1 ")
+    try:
+        completions, _ = wire.unpack_answer(answer, METADATA, "server 1")
+    except WireError as e:
+        refusal = str(e)
+    else:
+        refusal = ""
+    if refusal:
+        assert refusal.startswith("server 1 ")
         return
-    completions, _ = read
     assert len(completions) == METADATA.count
     for completion in completions:
         logprobs = completion.logprobs

@@ -130,13 +130,16 @@ def generate_samples(
     prompts: str = "",
     make_request: Callable[[int], RolloutInferRequest] | None = None,
 ) -> tuple[list[Any], list[SampleId]]:
-    """Generate the samples (group, index) of a rank; `prompts` has one letter for each."""
+    """Return the texts of a rank's samples (group, index), and the uneven groups.
+
+    `prompts` has one letter for each sample.
+    """
     rows = prompts or "".join("abcdefgh"[group] for group, _ in samples)
 
     def request(position: int) -> RolloutInferRequest:
         return RolloutInferRequest(messages=[{"role": "user", "content": rows[position]}])
 
-    return generate(
+    outputs, uneven = generate(
         [sample_id(*sample) for sample in samples],
         list(rows),
         make_request=make_request or request,
@@ -146,10 +149,12 @@ def generate_samples(
         sharing=sharing,
         call_engine=call_engine,
     )
+    return [output.response.choices[0].message.content for output in outputs], uneven
 
 
 class RecordingEngine:
-    """Answers each request with the prompt's letter and the sample's seed; keeps the requests."""
+    """Answers each request as a server does, with the prompt's letter and the sample's seed as
+    text; keeps the requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, SampleId, int]] = []
@@ -163,47 +168,15 @@ class RecordingEngine:
             self.requests.append((content, metadata.sample_id, metadata.count))
         return [
             [
-                f"{request.messages[0]['content']}{metadata.seed_of(k)}"
-                for k in range(metadata.count)
+                ServedSample(completion(text=f"{r.messages[0]['content']}{m.seed_of(k)}"), [1, 2])
+                for k in range(m.count)
             ]
-            for request, metadata in zip(requests, metadatas, strict=True)
+            for r, m in zip(requests, metadatas, strict=True)
         ]
 
 
 def expected(*samples: tuple[int, int]) -> list[str]:
     return [f"{'abcdefgh'[g]}{sample_seed(RUN_SEED, sample_id(g, i))}" for g, i in samples]
-
-
-def test_each_rank_makes_the_outputs_of_its_own_served_samples() -> None:
-    """Rank 0 hands arrays on; what training sees are lists of plain numbers."""
-
-    def serve(
-        requests: list[RolloutInferRequest], metadatas: list[RequestMetadata]
-    ) -> list[list[Any]]:
-        [metadata] = metadatas
-        answer = wire.pack_answer(
-            [
-                Completion(text=f"{k}", token_ids=[k, 7], logprobs=[-0.5, -k], finish_reason="stop")
-                for k in range(metadata.count)
-            ],
-            [1, 2],
-            "replica 0",
-        )
-        completions, prompt_ids = wire.unpack_answer(answer, metadata, "server 0")
-        return [[ServedSample(c, prompt_ids) for c in completions]]
-
-    def work(ranks: ThreadRanks) -> list[Any]:
-        samples = [(0, 2 * ranks.rank), (0, 2 * ranks.rank + 1)]
-        return generate_samples(samples, ranks, serve)[0]
-
-    outputs = [output for of_rank in run_rank_groups(2, work) for output in of_rank]
-    for k, output in enumerate(outputs):
-        [choice] = output.response.choices
-        assert (choice.message.content, choice.token_ids) == (f"{k}", [k, 7])
-        assert {type(i) for i in choice.token_ids} == {int}
-        assert output.rollout_logprobs == [[-0.5, -float(k)]]
-        assert output.response.prompt_token_ids == [1, 2]
-        assert output.rollout_infos["seed"] == sample_seed(RUN_SEED, sample_id(0, k))
 
 
 def test_rows_that_differ_in_a_group_are_requested_singly() -> None:
@@ -322,8 +295,10 @@ def completion(**fields: Any) -> Completion:
 
 
 def test_a_completion_becomes_what_the_trainer_reads() -> None:
-    output = to_rollout_output(completion(), [1, 2])
+    served = completion(token_ids=np.array([5, 6, 7]), logprobs=np.array([-0.5, -1.0, -0.25]))
+    output = to_rollout_output(served, [1, 2])
     [choice] = output.response.choices
+    assert {type(i) for i in choice.token_ids} == {int}  # rank 0 hands a server's arrays on
     assert (choice.index, choice.message.role, choice.message.content) == (0, "assistant", "two")
     assert (choice.finish_reason, choice.token_ids) == ("stop", [5, 6, 7])
     assert (choice.logprobs, choice.routed_experts) == (None, None)
@@ -332,8 +307,8 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert output.response.prompt_token_ids == [1, 2]
     assert output.response.usage == UsageInfo(2, 3, 5)
     experts = np.arange(6).reshape(3, 2)
-    extra = {"routed_experts": serialize_ndarray(experts)}
-    output = to_rollout_output(completion(logprobs=None, extra=extra), [1])
+    served = completion(logprobs=None, routed_experts=serialize_ndarray(experts))
+    output = to_rollout_output(served, [1])
     assert output.rollout_logprobs == []
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.model import get_model_processor
 from swift.template import get_template
 from torch import Tensor
@@ -82,14 +82,13 @@ def infer(
     *,
     words: Sequence[str] = (),
     has_metadata: bool = True,
-    samples_of_request: int = 1,
     **settings: Any,
 ) -> tuple[list[Any], Tensor]:
     """The engine's answers where the model samples these tokens, and what was generated."""
     generated: list[Tensor] = []
 
     def generate(model: Any, **kwargs: Any) -> dict[str, Any]:
-        ids_BT = kwargs["input_ids"].repeat_interleave(samples_of_request, 0)
+        ids_BT = kwargs["input_ids"]
         logits = []
         for step in range(max(map(len, sampled))):
             tokens = [row[step] if step < len(row) else NEVER for row in sampled]
@@ -104,11 +103,9 @@ def infer(
         return {"sequences": ids_BT, "logits": tuple(logits)}
 
     monkeypatch.setattr(engine.template, "generate", generate)
-    config = RequestConfig(
-        max_tokens=8, stop=list(words), logprobs=True, return_details=True, n=samples_of_request
-    )
+    config = RequestConfig(max_tokens=8, stop=list(words), logprobs=True, return_details=True)
     requests = []
-    for number in range(len(sampled) // samples_of_request):
+    for number in range(len(sampled)):
         content = "Which one?" + " Tell." * number  # prompts of unequal length
         request = RolloutInferRequest(messages=[{"role": "user", "content": content}])
         if has_metadata:
@@ -120,9 +117,9 @@ def infer(
     return engine.infer(requests, config, use_tqdm=False), generated[0]
 
 
-def seen(output: RolloutOutput) -> tuple[Any, ...]:
-    [choice] = output.response.choices
-    reasons = (choice.finish_reason, output.rollout_infos["stop_reason"])
+def seen(output: Any) -> tuple[Any, ...]:
+    [choice] = output.choices
+    reasons = (choice.finish_reason, choice.stop_reason)
     return choice.message.content, choice.token_ids, *reasons
 
 
@@ -139,14 +136,14 @@ def test_rows_of_a_batch_each_end_where_they_should(
         (alice * 6, [ALICE] * 6, "length", None),
         (five, [5], "stop", 5),
     ]
-    prompts = [output.response.prompt_token_ids for output in outputs]
+    prompts = [output.prompt_token_ids for output in outputs]
     assert len(prompts[0]) < len(prompts[1])
     for prompt, output in zip(prompts, outputs, strict=True):
-        [choice] = output.response.choices
+        [choice] = output.choices
         logprobs = [token["logprob"] for token in choice.logprobs["content"]]
         assert max(map(abs, logprobs)) < 0.01
         assert PAD not in prompt
-        usage = output.response.usage
+        usage = output.usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(logprobs))
         assert len(logprobs) == len(choice.token_ids)
 
@@ -160,17 +157,7 @@ def test_generation_ends_with_the_last_row(engine: Any, monkeypatch: pytest.Monk
     assert [seen(output)[:2] for output in outputs] == [(" find it", SEARCH), ("", [5])]
 
 
-def test_several_samples_of_a_request(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [[ALICE, END_OF_TURN], [5, END_OF_TURN], [6, END_OF_TURN], [7, 8, END_OF_TURN]]
-    outputs, _ = infer(engine, monkeypatch, rows, samples_of_request=2)
-    choices = [[c.token_ids for c in output.response.choices] for output in outputs]
-    assert choices == [rows[:2], rows[2:]]
-    assert [[c.index for c in o.response.choices] for o in outputs] == [[0, 1]] * 2
-    assert [o.response.usage.completion_tokens for o in outputs] == [4, 5]
-
-
 def test_requests_of_others_are_ms_swifts(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[ALICE, END_OF_TURN]]
     [response], _ = infer(engine, monkeypatch, rows, has_metadata=False)
-    assert not isinstance(response, RolloutOutput)
     assert not hasattr(response.choices[0], "stop_reason")

@@ -27,8 +27,9 @@ from swift_grpo_ext.sampling.seeding import PHASES, SampleId, sample_seed
 
 PLACE = SampleId(phase="train", step=12, number=0, group=5, index=0)
 METADATA = RequestMetadata(sample_id=PLACE, count=2, run_seed=42, packed=True)
-WIRE = METADATA.to_wire()
-
+WIRE: dict[str, Any] = {}
+write_metadata(WIRE, METADATA)
+WIRE = WIRE[wire.KEY]
 metadatas = st.builds(
     RequestMetadata,
     sample_id=st.builds(
@@ -97,32 +98,22 @@ def test_a_request_without_an_envelope_has_none(data_dict: dict[str, Any] | None
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"count": count} for count in (0, -1, "2", 2.0, None, True, 2**14 + 1)),
+        *({"count": count} for count in (0, "2", True, 2**14 + 1)),
         {"run_seed": -1},
-        {"run_seed": "42"},
-        *({"stop_token_ids": ids} for ids in ([-1], ["7"], "7", 7, [2**31])),
-        *({"replica": replica} for replica in (-1, "1", True)),
-        *({name: 1} for name in ("packed", "include_stop_str_in_output")),
-        *({"sample_id": place} for place in (None, "train-12.0-5-0", {})),
+        *({"stop_token_ids": ids} for ids in ([-1], [2**31])),
+        {"replica": -1},
+        {"packed": 1},
+        {"sample_id": {}},
         *(
             {"sample_id": {**WIRE["sample_id"], name: value}}
-            for name, value in (
-                *(("rank", 0), ("phase", "test"), ("phase", ["train"]), ("step", "12")),
-                *(("group", -5), ("index", 2**14)),
-            )
+            for name, value in (("phase", "test"), ("step", "12"), ("group", -5), ("index", 2**14))
         ),
+        {"sample_id": {1, 2}},  # of a colocated request: no JSON
     ],
 )
 def test_a_malformed_envelope_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(WireError, match=f"A request's {wire.KEY} is malformed"):
+    with pytest.raises(WireError, match=f"A request's {wire.KEY} is malformed \\("):
         read_metadata({wire.KEY: {**WIRE, **changes}})
-
-
-@pytest.mark.parametrize("field", sorted(set(WIRE) - {"version"}))
-def test_an_envelope_with_a_field_missing_is_refused(field: str) -> None:
-    message = {name: value for name, value in WIRE.items() if name != field}
-    with pytest.raises(WireError, match=f"A request's {wire.KEY} is malformed.*{field}"):
-        read_metadata({wire.KEY: message})
 
 
 # --- packed numbers ---
@@ -141,11 +132,6 @@ def test_the_packed_form_is_little_endian_on_every_machine() -> None:
     assert pack([1, 258], "<i4") == "AQAAAAIBAAA="
     assert pack([-0.5], "<f4") == "AAAAvw=="
     assert len(pack([0] * 3000, "<i4")) == 16_000  # G6: 5.4 characters a number
-
-
-def test_a_number_too_large_is_refused_not_cut() -> None:
-    with pytest.raises(OverflowError, match="out of bounds for int32"):
-        pack([2**31], "<i4")
 
 
 # --- answers ---
@@ -175,7 +161,7 @@ def answers(draw: st.DrawFn) -> list[Completion]:
             logprobs=logprobs if has_logprobs else None,
             finish_reason=draw(st.sampled_from(["stop", "length", None])),
             stop_reason=draw(st.none() | st.text(max_size=3) | st.integers(0, 2**31 - 1)),
-            extra=draw(st.none() | st.just({"routed_experts": "x"})),
+            routed_experts=draw(st.none() | st.just({"shape": [2]})),
         )
         found.append(one)
     return found
@@ -213,19 +199,17 @@ def test_an_engine_with_another_number_of_log_probabilities_is_refused() -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lengths": [2]}, r"with .*samples of .* tokens, 5 in all"),
-        ({"texts": ["七"]}, r"with .*samples of .* tokens, 5 in all"),
-        ({"finish_reasons": ["stop"] * 3}, r"with .*samples of .* tokens, 5 in all"),
-        ({"stop_reasons": [None]}, r"with .*samples of .* tokens, 5 in all"),
-        ({"lengths": [2, 2]}, r"with \[2\] samples of \[2, 2\] tokens, 5 in all"),
-        ({"token_ids": pack([7, 2, 8], "<i4")}, r"with \[2\] samples of \[2, 3\] tokens, 3 in all"),
-        ({"logprobs": pack([-0.5] * 4, "<f4")}, r"with 5 tokens and 4 log-probabilities"),
+        ({"texts": ["七"]}, r"with \[1, 2\] samples"),
+        ({"finish_reasons": ["stop"] * 3}, r"with \[2, 3\] samples"),
+        ({"stop_reasons": [None]}, r"with \[1, 2\] samples"),
+        ({"routed_experts": [None]}, r"with \[1, 2\] samples"),
+        ({"lengths": [2, 2]}, r"with \[2\] samples of \[2, 2\] tokens, 5 token ids and 5 log"),
+        ({"token_ids": pack([7], "<i4")}, r"of \[2, 3\] tokens, 1 token ids and 5 log-prob"),
+        ({"logprobs": pack([-0.5] * 4, "<f4")}, r"5 token ids and 4 log-probabilities in all"),
         ({"lengths": [6, -1]}, r"with \[2\] samples of \[6, -1\] tokens"),
         ({"token_ids": "!!"}, r"with nonsense: Error"),
         ({"token_ids": "AAA="}, r"with nonsense: ValueError"),
         ({"lengths": None}, r"with nonsense: TypeError"),
-        ({"extras": [None]}, r"with \[1, 2\] samples"),
-        ({"logprobs": ""}, r"with 5 tokens and 0 log-probabilities"),
     ],
 )
 def test_counts_that_disagree_are_refused(changes: dict[str, Any], message: str) -> None:

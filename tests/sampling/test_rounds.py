@@ -110,29 +110,6 @@ def test_a_resumed_run_names_its_rounds_as_the_uninterrupted_one(
     assert names_from(clock, first_batch) == names_from(clock, 0)[first_batch:]
 
 
-@pytest.mark.parametrize(
-    ("per_step", "per_round", "per_epoch", "expected"),
-    [
-        # (step, number) of the round that serves each batch, over two epochs
-        pytest.param(1, 1, 2, "0.0 1.0 2.0 3.0", id="one batch a step and a round"),
-        pytest.param(1, 2, 4, "0.0 0.0 2.0 2.0 4.0 4.0 6.0 6.0", id="a round serves two steps"),
-        pytest.param(4, 2, 4, "0.0 0.0 0.1 0.1 1.0 1.0 1.1 1.1", id="two rounds a step"),
-        pytest.param(
-            2, 3, 6, "0.0 0.0 0.0 1.0 1.0 1.0 3.0 3.0 3.0 4.0 4.0 4.0", id="neither divides"
-        ),
-        pytest.param(4, 3, 3, "0.0 0.0 0.0 1.0 1.0 1.0", id="every step is short"),
-        pytest.param(2, 1, 3, "0.0 0.1 1.0 2.0 2.1 3.0", id="the last step is short"),
-    ],
-)
-def test_names_by_example(per_step: int, per_round: int, per_epoch: int, expected: str) -> None:
-    clock = RoundClock(
-        batches_per_step=per_step, batches_per_round=per_round, batches_per_epoch=per_epoch
-    )
-    rounds = [clock.round_at(batch) for batch in range(2 * per_epoch)]
-    assert " ".join(f"{r.step}.{r.number}" for r in rounds) == expected
-    assert {r.phase for r in rounds} == {"train"}
-
-
 def test_resampling_goes_on_counting_behind_the_regular_rounds() -> None:
     names = RoundNames(
         RoundClock(batches_per_step=4, batches_per_round=2, batches_per_epoch=8, max_resamples=2)
@@ -154,10 +131,14 @@ def test_resampling_goes_on_counting_behind_the_regular_rounds() -> None:
 def test_evaluations_are_counted_within_their_step() -> None:
     """Several validation sets at one step do not share their noise; the next step starts anew."""
     names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
+    names.begin_training(3)
     rounds = []
     for step in (0, 5, 5, 5, 9):
         names.begin_evaluation(step)
+        assert names.upcoming(training=False).step == step
         rounds.append(names.take_eval_batch(2))
+    assert names.upcoming(training=False).first_group == 2
+    assert names.upcoming(training=True) == Round(phase="train", step=3, number=0)
     assert [(r.phase, r.step, r.number, r.first_group) for r in rounds] == [
         ("eval", 0, 0, 0),
         ("eval", 5, 0, 0),
@@ -165,16 +146,6 @@ def test_evaluations_are_counted_within_their_step() -> None:
         ("eval", 5, 2, 0),
         ("eval", 9, 0, 0),
     ]
-
-
-def test_evaluating_leaves_the_training_round_alone() -> None:
-    names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
-    names.begin_training(3)
-    names.begin_evaluation(3)
-    assert names.upcoming(training=False) == Round(phase="eval", step=3, number=0)
-    names.take_eval_batch(2)
-    assert names.upcoming(training=False).first_group == 2
-    assert names.upcoming(training=True) == names.current == Round(phase="train", step=3, number=0)
 
 
 @settings(deadline=None)

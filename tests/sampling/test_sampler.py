@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import RepeatSampler
@@ -43,15 +42,6 @@ def test_every_epoch_has_the_order_of_trl_also_in_a_resumed_run(upstream: dict[s
     assert len(ours) == len(theirs) == len(uninterrupted[0])
 
 
-def test_trl_forgets_the_epoch() -> None:
-    """What the sampler is for; when this fails, it can go."""
-    upstream = {"data_source": range(20), "mini_repeat_count": 1, "seed": 42}
-    uninterrupted = RepeatSampler(**upstream)
-    first, second = list(uninterrupted), list(uninterrupted)
-    assert first != second
-    assert list(RepeatSampler(**upstream)) == first
-
-
 @settings(deadline=None)
 @given(upstream_settings(), st.integers(0, EPOCHS - 1))
 def test_a_generation_batch_is_a_slice_of_the_order(upstream: dict[str, Any], epoch: int) -> None:
@@ -62,25 +52,6 @@ def test_a_generation_batch_is_a_slice_of_the_order(upstream: dict[str, Any], ep
     assert sampler.num_batches == len(firsts)
     batches = [sampler.batch(epoch, batch) for batch in range(sampler.num_batches)]
     assert batches == [order[first : first + size] for first in firsts]
-
-
-@pytest.mark.parametrize(
-    ("changes", "epoch", "expected"),
-    [
-        ({}, 1, [6, 6, 4, 4, 2, 2, 1, 1, 3, 3, 0, 0]),  # as torch draws it from seed 1234
-        ({}, 2, [1, 1, 5, 5, 0, 0, 2, 2, 4, 4, 3, 3]),
-        # Row 6 fills no batch of two prompts, and is left out.
-        ({"shuffle": False}, 1, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
-        (
-            {"shuffle": False, "repeat_count": 2, "data_source": range(4), "mini_repeat_count": 1},
-            0,
-            [0, 1, 0, 1, 2, 3, 2, 3],
-        ),
-    ],
-)
-def test_orders_by_example(changes: dict[str, Any], epoch: int, expected: list[int]) -> None:
-    upstream = {"data_source": range(7), "mini_repeat_count": 2, "batch_size": 2, "seed": 1234}
-    assert list(at_epoch(upstream | changes, epoch)) == expected
 
 
 def test_ranks_share_a_batch_in_order() -> None:

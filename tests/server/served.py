@@ -33,7 +33,9 @@ def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"count": 4, "run_seed": 42, "packed": True} | fields
     metadata = RequestMetadata(sample_id=sample_id, **values)
     message = {"role": "user", "content": "word " * words}
-    return {"messages": [message], "data_dict": {wire.KEY: metadata.to_wire()}}
+    data_dict: dict[str, Any] = {}
+    wire.write_metadata(data_dict, metadata)
+    return {"messages": [message], "data_dict": data_dict}
 
 
 class Replica:

@@ -99,12 +99,3 @@ def test_the_same_ends_and_texts(
     else:
         assume(INCOMPLETE not in decode(token_ids))  # its decode stream may lose broken bytes
         assert (found.num_tokens, found.text(token_ids, decode), found.reason) == theirs
-
-
-def test_where_vllm_holds_text_back(tokenizer: Any) -> None:
-    """The stop string is complete within a character: vLLM generates on."""
-    result, colon, cut_snowman, its_end = 2077, 25, 25125, 225
-    token_ids = [result, colon, cut_snowman, its_end, result]
-    stops = Stops(strings=(": ",))
-    assert what_vllm_finds(tokenizer, token_ids, stops)[0] == 4
-    assert find_ending(token_ids, tokenizer.decode, stops).num_tokens == 3
