@@ -17,7 +17,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine, StopsCriterion
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.stops.rule import Stops
+from swift_grpo_ext.stops.rule import Ending, Stops, find_ending
 
 FIRST = SampleId(phase="train", step=0, number=0, group=0, index=0)
 SEARCH = [1477, 432, 522, 1836, 1339]  # ` find it</search>` and two line breaks
@@ -32,9 +32,8 @@ NEVER = 77
 class Letters:
     """A template whose token ids are letters."""
 
-    @staticmethod
-    def decode(token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
+    def find_ending(self, token_ids: Sequence[int], stops: Stops) -> Ending:
+        return find_ending(token_ids, lambda ids: "".join(map(chr, ids)), stops)
 
 
 @pytest.mark.parametrize(
