@@ -232,12 +232,11 @@ class RolloutEngine(GRPOVllmEngine):
         args = (result, inputs, request_config, request_id)
         if metadata is None:
             return super()._create_chat_completion_response(*args)
-        endings = [self._take_ending(output, inputs[STOPS]) for output in result.outputs]
-        texts = [
-            self._template_stops.text(output.token_ids, ending, inputs["template_inputs"])
-            for output, ending in zip(result.outputs, endings, strict=True)
-        ]
-        ended = list(zip(result.outputs, endings, texts, strict=True))
+        ended = []
+        for output in result.outputs:
+            ending = self._take_ending(output, inputs[STOPS])
+            text = self._template_stops.text(output.token_ids, ending, inputs["template_inputs"])
+            ended.append((output, ending, text))
         if not metadata.packed:
             # ms-swift's form, which schedulers read, with our text and the stop reason.
             response = super()._create_chat_completion_response(*args)

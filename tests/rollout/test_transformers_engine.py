@@ -88,6 +88,9 @@ def infer(
 
     def generate(model: Any, **kwargs: Any) -> dict[str, Any]:
         ids_BT = kwargs["input_ids"]
+        assert kwargs["generation_config"].max_new_tokens == 8
+        criteria = kwargs["stopping_criteria"]
+        assert not has_metadata or [*map(type, criteria)] == [StopsCriterion]
         logits = []
         for step in range(max(map(len, sampled))):
             tokens = [row[step] if step < len(row) else NEVER for row in sampled]
@@ -95,7 +98,6 @@ def infer(
             logits_BV[range(len(sampled)), tokens] = 20.0
             logits.append(logits_BV)
             ids_BT = torch.cat([ids_BT, torch.tensor(tokens)[:, None]], 1)
-            criteria = kwargs["stopping_criteria"]
             if torch.stack([c(ids_BT, None) for c in criteria]).any(0).all():
                 break
         generated.append(ids_BT[:, kwargs["input_ids"].shape[1] :])

@@ -89,14 +89,8 @@ def test_copies_and_objects_are_the_same_prompt(name: str) -> None:
 
 
 def test_the_order_of_keys_does_not_count() -> None:
-    def reverse(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: reverse(value[key]) for key in reversed(value)}
-        return [reverse(item) for item in value] if isinstance(value, list) else value
-
-    prompt = row(**PROMPTS["bytes with a path"], **PROMPTS["objects"])
-    assert list(reverse(prompt)) != list(prompt)
-    assert prompt_hash(reverse(prompt)) == prompt_hash(prompt)
+    hashes = {prompt_hash({"objects": objects}) for objects in ({"a": 1, "b": 2}, {"b": 2, "a": 1})}
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize("field", ["images", "videos", "audios", "tools", "objects"])
