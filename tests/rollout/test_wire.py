@@ -19,7 +19,6 @@ from swift_grpo_ext.rollout.wire import (
     pack,
     pack_answer,
     read_metadata,
-    unpack,
     unpack_answer,
     write_metadata,
 )
@@ -119,15 +118,6 @@ def test_a_malformed_envelope_is_refused(changes: dict[str, Any]) -> None:
 # --- packed numbers ---
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(-(2**31), 2**31 - 1)), st.lists(st.floats(width=32)))
-def test_numbers_travel_exactly(ids: list[int], logprobs: list[float]) -> None:
-    """Compared by `repr`, which tells 0 from -0, and takes NaN for NaN."""
-    for values, dtype in ((ids, "<i4"), (logprobs, "<f4")):
-        found = unpack(over_http(pack(values, dtype)), dtype).tolist()
-        assert list(map(repr, found)) == list(map(repr, values))
-
-
 def test_the_packed_form_is_little_endian_on_every_machine() -> None:
     assert pack([1, 258], "<i4") == "AQAAAAIBAAA="
     assert pack([-0.5], "<f4") == "AAAAvw=="
@@ -199,7 +189,7 @@ def test_an_engine_with_another_number_of_log_probabilities_is_refused() -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"texts": ["七"]}, r"with \[1, 2\] samples"),
+        ({"texts": ["七"]}, r"count=2.* with \[1, 2\] samples"),
         ({"finish_reasons": ["stop"] * 3}, r"with \[2, 3\] samples"),
         ({"stop_reasons": [None]}, r"with \[1, 2\] samples"),
         ({"routed_experts": [None]}, r"with \[1, 2\] samples"),
@@ -219,10 +209,8 @@ def test_counts_that_disagree_are_refused(changes: dict[str, Any], message: str)
         unpack_answer({**ANSWER, **changes}, METADATA, "server 0 (http://a:8000)")
 
 
-def test_an_answer_to_another_request_names_the_server() -> None:
-    for count in (1, 3):
-        told = rf"server 0 answered .*count={count}.* with \[2\] samples"
-        with pytest.raises(WireError, match=told):
-            unpack_answer(ANSWER, replace(METADATA, count=count), "server 0")
+def test_an_answer_to_another_request_or_version_names_the_server() -> None:
+    with pytest.raises(WireError, match=r"server 0 answered .*count=3.* with \[2\] samples"):
+        unpack_answer(ANSWER, replace(METADATA, count=3), "server 0")
     with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 4"):
         unpack_answer({**ANSWER, "version": 1}, METADATA, "server 0")
