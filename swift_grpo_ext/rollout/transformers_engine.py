@@ -28,7 +28,6 @@ from swift.infer_engine.protocol import (
     ChatMessage,
     RequestConfig,
 )
-from swift.template.utils import StopWordsCriteria
 from torch.distributed.fsdp import FSDPModule
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -39,8 +38,6 @@ from swift_grpo_ext.upstream.encoding import tool_calls
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
-    from swift.infer_engine.utils import AdapterRequest
-    from transformers import GenerationConfig
 
 Hook = Callable[[dict[str, Any]], dict[str, Any]]
 """Changes the arguments of `_infer_full` before it is called."""
@@ -122,10 +119,23 @@ class RolloutTransformersEngine(TransformersEngine):
         if stops is None:
             return super()._infer_full(inputs, **kwargs)
         top_logprobs = kwargs["request_config"].top_logprobs
-        ids_BT, logits = self._generate(
-            inputs, kwargs["generation_config"], kwargs["adapter_request"], stops
-        )
-        logprobs = self.preprocess_logits(logits, ids_BT, top_logprobs)
+        given = {"generation_config": kwargs["generation_config"], **inputs}
+        given = self.template.prepare_generate_kwargs(given, model=self.model)
+        if Version(transformers.__version__) < Version("5"):
+            # Qwen-VL's `generate` does not go on from given positions, and makes the same itself.
+            given.pop("position_ids", None)
+        # In the place of `StopWordsCriteria`, the only one that ms-swift's templates give.
+        criterion = StopsCriterion(self._template_stops, stops)
+        given["stopping_criteria"] = StoppingCriteriaList([criterion])
+        if isinstance(self.model, FSDPModule):
+            # transformers 5.19 does not know models that accelerate has sharded with FSDP2: a rank
+            # whose rows end early would leave the others waiting for its part of the weights.
+            given["synced_gpus"] = dist.get_world_size() > 1
+        output = self.template.generate(self.model, **given)
+        num_prompt = self._get_num_tokens(inputs)
+        # [rows, tokens], padded behind the rows' ends
+        ids_BT = self.template.get_generate_ids(output["sequences"], num_prompt)
+        logprobs = self.preprocess_logits(output.get("logits"), ids_BT, top_logprobs)
         responses = []
         # ms-swift's requests are for one sample each.
         rows = zip(ids_BT.tolist(), kwargs["template_inputs"], strict=True)
@@ -157,32 +167,3 @@ class RolloutTransformersEngine(TransformersEngine):
                 )
             )
         return responses
-
-    def _generate(
-        self,
-        inputs: dict[str, Any],
-        generation_config: GenerationConfig,
-        adapter_request: AdapterRequest | None,
-        stops: Stops,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """Return sampled ids [rows, tokens], padded behind their ends, and logits of each token."""
-        kwargs = {"generation_config": generation_config, **inputs}
-        adapter_names = self._get_adapter_names(adapter_request)
-        if adapter_names is not None:
-            kwargs["adapter_names"] = adapter_names
-        kwargs = self.template.prepare_generate_kwargs(kwargs, model=self.model)
-        if Version(transformers.__version__) < Version("5"):
-            # Qwen-VL's `generate` does not go on from given positions, and makes the same itself.
-            kwargs.pop("position_ids", None)
-        criteria = kwargs.get("stopping_criteria") or ()
-        others = [one for one in criteria if not isinstance(one, StopWordsCriteria)]
-        criterion = StopsCriterion(self._template_stops, stops)
-        kwargs["stopping_criteria"] = StoppingCriteriaList([*others, criterion])
-        if isinstance(self.model, FSDPModule):
-            # transformers 5.19 does not know models that accelerate has sharded with FSDP2: a rank
-            # whose rows end early would leave the others waiting for its part of the weights.
-            kwargs["synced_gpus"] = dist.get_world_size() > 1
-        output = self.template.generate(self.model, **kwargs)
-        num_prompt = self._get_num_tokens(inputs)
-        ids_BT = self.template.get_generate_ids(output["sequences"], num_prompt)
-        return ids_BT, output.get("logits")
