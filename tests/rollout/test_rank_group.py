@@ -131,5 +131,7 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(dist, name, fake)
     for backend, timeouts in (("gloo", []), ("nccl", [timedelta(seconds=60)])):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        assert isinstance(training_ranks(60), MainRankGroup)
+        ranks = training_ranks(60)
+        assert isinstance(ranks, MainRankGroup)
+        assert (ranks.rank, ranks.size, ranks.drives_engine) == (0, 2, True)
         assert made == timeouts
