@@ -279,6 +279,10 @@ class LogitsShim:
             # be compiled, and its code would run where there are some. A hook that stays breaks the
             # graph, so that a compiled model calls its head in Python, hooks included.
             self._head.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+            # What was compiled before has no such break. Dynamo does guard against a `forward` of
+            # the module's own (`guard_to_detect_forward_monkeypatching`), so that the frames that
+            # call the head, and no others, are compiled once more.
+            self._head.forward = self._head.forward
             self._is_out_of_graphs = True
         with select_at_head(self._head, select, calls):
             try:

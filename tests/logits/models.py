@@ -95,10 +95,6 @@ def scaled_up() -> Any:
     return transformers.CohereForCausalLM(transformers.CohereConfig(**TEXT, logit_scale=1.5))
 
 
-def scaled_down() -> Any:
-    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**TEXT, logits_scaling=8.0))
-
-
 class RemoteCode(PreTrainedModel):
     """A decoder as remote code writes it: no keyword, `forward` with a fixed list of arguments."""
 
@@ -121,15 +117,9 @@ class RemoteCode(PreTrainedModel):
         return self.lm_head(hidden).float()
 
 
-class CappedRemoteCode(RemoteCode):
-    """Soft-capping that no configuration tells of."""
-
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        return 3 * torch.tanh(self.lm_head(hidden) / 3)
-
-
 class SquashingRemoteCode(RemoteCode):
-    """Ends in an operation whose backward needs its own result, in place."""
+    """Ends in an operation that no configuration tells of, whose backward needs its own result, in
+    place."""
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden).tanh_()
@@ -217,15 +207,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "VideoLlama3": video_llama_3,
     "soft-capped (Gemma2)": soft_capped,
     "scaled (Cohere)": scaled_up,
-    "scaled (Granite)": scaled_down,
     "remote code": remote(RemoteCode),
-    "remote code, capped": remote(CappedRemoteCode),
     "remote code, squashed": remote(SquashingRemoteCode),
     "wrapped forward": wrapped,
 }
-
-UNKNOWN_TRANSFORM = ("remote code, capped", "remote code, squashed")
-"""What these do to logits after their head stands in no configuration."""
 
 BY_KEYWORD: dict[str, Callable[[], Any]] = {
     "new spelling": remote(KeepingByKeyword),
@@ -271,9 +256,7 @@ def add_lora(model: Any, **more: Any) -> Any:
     return get_peft_model(model, config)
 
 
-def inputs_of(
-    name: str, lengths: tuple[int, ...] = (17, 11), side: str = "right"
-) -> dict[str, Any]:
+def inputs_of(name: str, lengths: tuple[int, ...] = (17, 11)) -> dict[str, Any]:
     """A batch with rows of these lengths, an image at the start of each where the model sees."""
     torch.manual_seed(1)
     total = max(lengths)
@@ -281,11 +264,10 @@ def inputs_of(
     mask = torch.zeros_like(input_ids)
     num_image_tokens, pixels = IMAGES.get(name, (0, lambda _: {}))
     for row, length in enumerate(lengths):
-        first = 0 if side == "right" else total - length
-        mask[row, first : first + length] = 1
+        mask[row, :length] = 1
         if num_image_tokens:
             image = [VISION_START, *[IMAGE] * num_image_tokens, VISION_END]
-            input_ids[row, first : first + len(image)] = torch.tensor(image)
+            input_ids[row, : len(image)] = torch.tensor(image)
     input_ids[mask == 0] = 0
     inputs = {"input_ids": input_ids, "attention_mask": mask, **pixels(len(lengths))}
     if "image_grid_thw" in inputs:
