@@ -59,7 +59,8 @@ def _parsed(command: str) -> Any:
     if not found.is_file():
         own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
         env = {name: value for name, value in os.environ.items() if name not in own}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        # Any free port: another run of the tests may parse at the same time.
+        env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "MASTER_PORT": "0"}
         argv = [sys.executable, "-m", "tests.arguments", command, str(found)]
         finished = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True)
         assert found.is_file(), finished.stderr
