@@ -56,12 +56,7 @@ def chunked_logps(
             equally often, in forward and backward.
         temperature: the number by which logits are divided.
         with_entropy: whether entropies are wanted too.
-
-    Raises:
-        ValueError: `chunk_size` is below 1.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size {chunk_size}: expected 1 or more positions.")
 
     def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> Logps:
         return token_logps(

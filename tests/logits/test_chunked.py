@@ -16,10 +16,10 @@ from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
 HIDDEN, VOCABULARY = 8, 50
 
 
-def problem(num: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Tensor, Tensor]:
+def problem(num: int) -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(num)
-    head = nn.Linear(HIDDEN, VOCABULARY, dtype=dtype)
-    hidden = (3 * torch.randn(num, HIDDEN, dtype=dtype)).requires_grad_()
+    head = nn.Linear(HIDDEN, VOCABULARY)
+    hidden = (3 * torch.randn(num, HIDDEN)).requires_grad_()
     return head, hidden, torch.randint(VOCABULARY, (num,))
 
 
@@ -50,20 +50,6 @@ def test_any_chunk_size_is_as_upstream(num: int, chunk_size: int, temperature: f
     for logps in (at_once, in_chunks):
         for a, b in zip(backward(logps, head, hidden), expected, strict=True):
             assert float((a - b).abs().max()) <= 1e-5 * max(float(b.abs().max()), 1e-2)
-
-
-def test_gradients_against_differences() -> None:
-    head, hidden, targets = problem(5, torch.float64)
-
-    def of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logps = chunked_logps(
-            lambda h: nn.functional.linear(h, weight), hidden, targets,
-            chunk_size=2, temperature=0.7, with_entropy=True,
-        )  # fmt: skip
-        assert logps.entropies_N is not None
-        return logps.logps_N, logps.entropies_N
-
-    assert torch.autograd.gradcheck(of, (hidden, head.weight))
 
 
 def test_half_precision_logits_are_computed_with_in_single() -> None:
@@ -120,8 +106,6 @@ def test_logits_of_a_chunk_are_dropped() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         chunked_logps(head, hidden, targets, chunk_size=4)
     assert not [t for t in kept if t.shape[-1:] == (VOCABULARY,) and t.ndim == 2]
-    with pytest.raises(ValueError, match=r"chunk_size 0: expected 1 or more"):
-        chunked_logps(head, hidden, targets, chunk_size=0)
 
 
 @pytest.mark.parametrize(

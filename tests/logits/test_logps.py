@@ -16,6 +16,7 @@ from torch import Tensor
 from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.shim import UnsupportedModelError
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.arguments import training_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
@@ -137,30 +138,33 @@ def test_as_ms_swift_but_for_rounding(
     )
     assert_close(found, expected)
     num_tokens = int(batch.labels.ne(-100).sum())
-    if not chunk_size:
+    if chunk_size:
+        assert max(counts) == chunk_size
+    else:
         assert counts == [num_tokens]
         assert sum(theirs) > num_tokens
     # Places of no completion token are masked in every use: none may be infinite or no number.
     assert whole.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "layout", "flags", "largest"),
-    [
-        (UNEQUAL, "right", {"logits_shim": "off"}, None),  # ms-swift's own
-        (UNEQUAL, "right", {"logits_shim": "off", "logps_chunk_size": 5}, 5),
-        (EQUAL, "right", {}, 2 * 6),
-        # Nothing can be left out; the size of a chunk holds all the same.
-        (EQUAL, "right", {"logps_chunk_size": 5}, 5),
-        (EQUAL, "left", {"logps_chunk_size": 5}, 5),
-    ],
-)
-def test_settings(rows: Any, layout: str, flags: dict[str, Any], largest: int | None) -> None:
-    model, batch = build("Qwen2"), Batch(rows, layout)
+@pytest.mark.parametrize("chunk_size", [0, 5])
+def test_without_the_shim(chunk_size: int) -> None:
+    """`--logits_shim off` leaves ms-swift's arithmetic alone, but for chunks that are asked for."""
+    model, batch = build("Qwen2"), Batch(UNEQUAL)
+    flags = {"logits_shim": "off", "logps_chunk_size": chunk_size}
     expected, _, theirs = run(Upstream, model, batch, keys={"logits_to_keep"})
     found, _, counts = run(Ours, model, batch, keys={"logits_to_keep"}, **flags)
-    assert_close(found, expected, 0.0 if largest is None else 1e-5)
-    assert counts == theirs if largest is None else max(counts) == largest
+    assert_close(found, expected, 1e-5 if chunk_size else 0.0)
+    assert max(counts) == (chunk_size or max(theirs))
+
+
+def test_strict_refuses_what_auto_slices() -> None:
+    model, batch = build("passes its head by"), Batch(UNEQUAL)
+    expected, _, _ = run(Upstream, model, batch, keys=set())
+    found, _, _ = run(Ours, model, batch, keys=set(), logits_shim="auto")
+    assert_close(found, expected)
+    with pytest.raises(UnsupportedModelError, match="computes the logits of all positions"):
+        run(Ours, model, batch, keys=set(), logits_shim="strict")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +202,12 @@ def test_one_shim_for_each_model() -> None:
 @pytest.mark.parametrize(
     ("free_gib", "positions", "told"),
     [
-        (1, 512, "512 positions at a time, whose logits take 0.04 GiB (vocabulary 15"),
+        # 512 positions of 15,000 x (4 + 2) bytes take a 16th of it, to the byte.
+        (
+            512 * 90_000 * 16 / 2**30,
+            512,
+            "512 positions at a time, whose logits take 0.04 GiB (vocabulary 15",
+        ),
         (0.001, 64, "64 positions"),
         (1000, 4096, "4096 positions"),
     ],
@@ -236,3 +245,16 @@ def test_free_memory_of_a_cpu_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyP
     assert logps.free_bytes(torch.device("cpu")) == 6 << 30
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert logps.free_bytes(torch.device("cpu")) == 2 << 30
+
+
+def test_free_memory_of_a_gpu_counts_what_its_allocator_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda", 1)
+    module = SimpleNamespace(
+        memory_reserved={device: 70}.get,
+        memory_allocated={device: 30}.get,
+        mem_get_info={device: (100, 1000)}.get,
+    )
+    monkeypatch.setattr(torch, "get_device_module", {device: module}.get)
+    assert logps.free_bytes(device) == 140
