@@ -196,7 +196,14 @@ def make_charts(
     for key, curves in of_panels.items():
         x = Scale(min(steps) - 0.5, max(steps) + 0.5, LEFT, WIDTH - RIGHT)
         values = [value for _, _, points in curves for _, value in points]
-        y = Scale(*_value_limits(key, min(values), max(values)), HEIGHT - BOTTOM, TOP)
+        low, high = min(values), max(values)
+        if key in SHARES:
+            low, high = -0.03, 1.03
+        else:
+            is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal but for rounding
+            room = (abs(high) * 0.1 or 1.0) if is_flat else (high - low) * 0.05
+            low, high = low - room, high + room
+        y = Scale(low, high, HEIGHT - BOTTOM, TOP)
         names = dict.fromkeys(name for _, name, _ in curves)
         colours = {name: number % NUM_COLOURS for number, name in enumerate(names)}
         paths, told = [], []
@@ -217,15 +224,6 @@ def make_charts(
             {"key": key, "x": x, "y": y, "colours": colours, "curves": paths, "data": data}
         )
     return charts
-
-
-def _value_limits(key: str, low: float, high: float) -> tuple[float, float]:
-    """Return the ends of a chart's vertical axis, with room around the values."""
-    if key in SHARES:
-        return -0.03, 1.03
-    is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal but for rounding
-    room = (abs(high) * 0.1 or 1.0) if is_flat else (high - low) * 0.05
-    return low - room, high + room
 
 
 # --- the worst groups ---

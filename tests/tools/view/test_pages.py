@@ -81,18 +81,14 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
 def test_all_words_are_there_in_both_languages() -> None:
     """Each key that a template names has words, and each pair has Chinese in it."""
     chinese = re.compile(r"[一-鿿]")
-    same = ("language", "of", "prompt")
+    same = ("language", "of")
     assert [k for k, (_, text) in words().items() if not chinese.search(text)] == list(same)
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
     asked = {key for text in texts for key in re.findall(r'\bt\("(\w+)"\)', text)}
     assert asked - set(words()) == set()
     assert str(word("of")) == '<span lang="en">of</span><span lang="zh">/</span>'
     assert word("x") == "x"
-    assert (label("reward"), label("prompt"), label("stop")) == (
-        "Reward · 奖励",
-        "Prompt · prompt",
-        "stop",
-    )
+    assert (label("reward"), label("stop")) == ("Reward · 奖励", "stop")
 
 
 @pytest.mark.parametrize(
