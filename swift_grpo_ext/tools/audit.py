@@ -49,6 +49,9 @@ COLUMNS = {
 }
 """The names that TRL, verl, slime, ms-swift and this project give to columns, likeliest first."""
 
+ALARM_P = 1e-6
+"""The p-value of independent noise below which the verdict is shared noise."""
+
 COLLAPSED_SHARE = 0.1
 """The share of groups with equal completions from which on the verdict is collapse."""
 
@@ -171,8 +174,8 @@ def _to_samples(step: int, rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
     return samples
 
 
-def audit(steps: Sequence[Sequence[Sample]], alarm_p: float, *, repeats: bool = False) -> Audit:
-    """Test all steps; the verdict is shared noise where the p-value is below `alarm_p`.
+def audit(steps: Sequence[Sequence[Sample]], *, repeats: bool = False) -> Audit:
+    """Test all steps; the verdict is shared noise where the p-value is below `ALARM_P`.
 
     Args:
         repeats: the files repeat rows of earlier steps, so that equal ones there say nothing.
@@ -188,7 +191,7 @@ def audit(steps: Sequence[Sequence[Sample]], alarm_p: float, *, repeats: bool = 
         tests = [_shared_positions(flat), *([] if repeats else [_frozen_positions(groups)])]
         tests.sort()
     log2_p = min(0.0, tests[0][0] + math.log2(len(tests))) if tests else 0.0
-    is_shared = log2_p < math.log2(alarm_p)
+    is_shared = log2_p < math.log2(ALARM_P)
     is_collapsed = bool(flat) and num_copied >= COLLAPSED_SHARE * len(flat)
     return Audit(
         verdict="shared noise" if is_shared else "collapse" if is_collapsed else "healthy",
@@ -293,7 +296,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the verdict; return 1 where noise is shared."""
     names = {key: name for key in COLUMNS if (name := getattr(options, key, None))}
     steps, repeats = read_dump(options.file, names)
-    result = audit(steps, options.alarm_p, repeats=repeats)
+    result = audit(steps, repeats=repeats)
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return int(result.verdict == "shared noise")

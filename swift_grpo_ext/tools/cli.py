@@ -81,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("run_dir", nargs="+", help="a run's output folder, or two to look at together")
     add("--port", type=int, default=8462, help="0: any (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
-    add("--groups", type=int, default=40, help="in that page (default: %(default)s)")
 
     add = command(
         "replay", "replay.command.run", "generate a logged group again, and compare token by token"
@@ -109,7 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("run_a", help="a run's output folder")
     add("run_b", help="another's")
-    add("--common", action="store_true", help="only rounds that both have")
     add("--json", action="store_true", help="for scripts")
 
     add = command(
@@ -128,7 +126,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("file", nargs="+", type=Path, help="of TRL, verl, slime, ms-swift: .parquet, .jsonl")
     for column in ("step", "group", "prompt", "completion", "token-ids", "logprobs"):
         add(f"--{column}", metavar="COLUMN", help=f"the column that holds the {column}")
-    add("--alarm-p", type=float, default=1e-6, help="default: %(default)g")
     add("--json", action="store_true", help="for scripts")
 
     words = list(sys.argv[1:] if argv is None else argv)
@@ -195,7 +192,7 @@ def view(options: argparse.Namespace) -> None:
     if options.output is not None:
         from swift_grpo_ext.tools.view.pages import write_page
 
-        print(write_page(options.run_dir, options.output, options.groups))
+        print(write_page(options.run_dir, options.output))
     else:
         from swift_grpo_ext.tools.view.server import serve
 

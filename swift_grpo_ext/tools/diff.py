@@ -87,13 +87,8 @@ class Diff:
     """The settings of `args.json` that differ; none where a run has no readable one."""
 
 
-def diff(
-    run_a: str | os.PathLike[str], run_b: str | os.PathLike[str], *, common_only: bool = False
-) -> Diff:
+def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
     """Compare two runs round by round, up to the first difference.
-
-    Args:
-        common_only: leave out rounds that only one run has.
 
     Raises:
         FileNotFoundError: a run has no record.
@@ -105,7 +100,7 @@ def diff(
     common = samples[0].rounds.keys() & samples[1].rounds.keys()
     if not common:
         raise ValueError(f"{run_a} and {run_b} have no round in common.")
-    names = common if common_only else samples[0].rounds.keys() | samples[1].rounds.keys()
+    names = samples[0].rounds.keys() | samples[1].rounds.keys()
     # An evaluation at step s comes before the training round that begins at s.
     for name in sorted(names, key=lambda name: (name.step, name.phase == "train", name.number)):
         if name not in common:
@@ -182,7 +177,7 @@ def _compare_scores(
 def run(options: argparse.Namespace) -> int:
     """Print what differs; return `EQUAL`, `DIFFERENT` or `INCOMPARABLE`."""
     try:
-        result = diff(options.run_a, options.run_b, common_only=options.common)
+        result = diff(options.run_a, options.run_b)
     except (OSError, ValueError) as e:
         print(f"swift-grpo-ext diff: {e}", file=sys.stderr)
         return INCOMPARABLE

@@ -8,15 +8,18 @@ Faults sit at the boundaries: what vLLM is given, and what crosses to the engine
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from swift_grpo_ext.tools.selftest.outcome import SAME_TOKENS
 from swift_grpo_ext.tools.selftest.worker import attempt, run_with_trainer
 
 SAMPLES = 64
@@ -110,6 +113,7 @@ def on_the_way(rig: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Itera
 
 FAULTS = {
     "shared seeds": (shared_seeds, "seeds"),
+    "seeds that are not the first topology's": (shared_seeds, SAME_TOKENS),
     "an ignored update": (ignored_update, "weights"),
     "a stop that is not kept": (forgotten_stop, "stops"),
     "a prompt that differs": (other_prompt, "prompts"),
@@ -125,14 +129,20 @@ def main(output: Path, argv: list[str]) -> None:
 
         checks.NUM_COLLISION_SAMPLES = SAMPLES
         rig = Rig(trainer)
+        first_round = output.with_suffix(".pickle")
+        first_round.write_bytes(pickle.dumps(rig.first_round))
+        all_checks = {
+            **checks.CHECKS,
+            SAME_TOKENS: partial(checks.check_same_tokens, path=first_round),
+        }
 
         def tried(name: str) -> dict[str, Any]:
             # What was generated in health would hide a fault.
             trainer.engine.engine.reset_prefix_cache()
             vars(rig).pop("first_round", None)
-            return asdict(attempt(rig, name, checks.CHECKS[name]))
+            return asdict(attempt(rig, name, all_checks[name]))
 
-        found = {"healthy": {name: tried(name) for name in checks.CHECKS}}
+        found = {"healthy": {name: tried(name) for name in all_checks}}
         for fault, (make, name) in FAULTS.items():
             with make(rig):
                 found[fault] = {name: tried(name)}

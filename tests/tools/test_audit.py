@@ -267,7 +267,7 @@ def test_healthy_files_raise_no_alarm(tmp_path: Path) -> None:
         [path] = write_slime(draw("independent", num_tokens=1, seed=seed), tmp_path)
         steps, repeats = read_dump([path], {})
         without_logprobs = [[replace(s, logprobs=None) for s in step] for step in steps]
-        result = audit(without_logprobs, alarm_p=0.05, repeats=repeats)
+        result = audit(without_logprobs, repeats=repeats)
         assert result.num_groups_with_copies > 0
         log10_ps.append(result.log10_p)
     assert sum(p < math.log10(0.05) for p in log10_ps) <= 3
