@@ -63,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, default=Path("output/selftest"), help="folder (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of text")
 
-    add = command("init", "cli.init", "copy a preset and its launch script to start from")
+    add = command("init", "share.init", "copy a preset and its launch script to start from")
     add("directory", type=Path, nargs="?", help="where to")
     add("--preset", default="server_2x6_lora", help="which (--list shows them)")
     add("--list", action="store_true", help="show the presets, copy nothing")
 
-    command("plugin-path", "cli.plugin_path", "the file to give to --external_plugins")
+    command("plugin-path", "share.plugin_path", "the file to give to --external_plugins")
 
     add = command("flags", "cli.flags", "list the flags that the plugin adds")
     add("--markdown", action="store_true", help="as the documentation's table")
@@ -145,24 +145,6 @@ def steps(text: str) -> range:
     """Parse the steps A:B, both included."""
     first, _, last = text.partition(":")
     return range(int(first), int(last) + 1)
-
-
-def init(options: argparse.Namespace) -> None:
-    from swift_grpo_ext.tools import share
-
-    if options.list:
-        print("\n".join(f"{name:20} {share.title(name)}" for name in share.preset_names()))
-        return
-    if options.directory is None:
-        raise ValueError("where to? swift-grpo-ext init DIRECTORY; --list shows the presets.")
-    print(*share.copy_preset(options.preset, options.directory), sep="\n")
-    print(f"\nIn {options.directory}: {share.command(options.preset)}")
-
-
-def plugin_path(options: argparse.Namespace) -> None:
-    from swift_grpo_ext.tools import share
-
-    print(share.PLUGIN_FILE)
 
 
 def flags(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 
@@ -23,18 +24,32 @@ PRESETS = SHARE / "examples" / "presets"
 LAUNCH_SCRIPT = SHARE / "scripts" / "launch.sh"
 
 
+def plugin_path(options: argparse.Namespace) -> None:
+    """Print where the plugin file is."""
+    print(PLUGIN_FILE)
+
+
+def init(options: argparse.Namespace) -> None:
+    """Copy a preset and print how to run it, or list the presets."""
+    if options.list:
+        for name in preset_names():
+            # The first line of its file says what a preset is for.
+            title = _main_file(name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+            print(f"{name:20} {title}")
+        return
+    if options.directory is None:
+        raise ValueError("where to? swift-grpo-ext init DIRECTORY; --list shows the presets.")
+    print(*copy_preset(options.preset, options.directory), sep="\n")
+    print(f"\nIn {options.directory}: {command(options.preset)}")
+
+
 def preset_names() -> list[str]:
-    """The presets by name; one with servers has two files."""
+    """Return the presets by name; one with servers has two files."""
     return sorted({file.name.partition(".")[0] for file in PRESETS.glob("*.yaml")})
 
 
-def title(name: str) -> str:
-    """What a preset is for: the first line of its file."""
-    return _main_file(name).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-
-
 def command(name: str) -> str:
-    """How a preset is run from the folder that it was copied to."""
+    """Return how a preset is run from the folder that it was copied to."""
     if not _is_pair(name):
         return f"swift rlhf {name}.yaml --dataset train.jsonl"
     run = read_run(PRESETS / name)

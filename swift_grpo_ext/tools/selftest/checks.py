@@ -251,9 +251,6 @@ def check_weights(rig: Rig) -> Finding:
         for when, gap in gaps.items()
         if not gap.mean <= limit  # nor NaN
     ]
-    again = flips(rig.first_round, rig.generate_tokens(rig.ids(0, len(rig.prompts))))
-    if not again.is_rounding:
-        faults.append(f"with the first weights again: {again}")
     values = {
         "limit (nats)": limit,
         "the change moved log-probabilities by (nats)": float(f"{moved:.3g}"),
