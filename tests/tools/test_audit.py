@@ -147,6 +147,8 @@ def audited(
         # Two possible answers are no surprise to a policy that has collapsed; the log-probabilities
         # of slime's file say that these tokens were improbable.
         ("verl", "collapse", "collapse"),
+        ("verl", "one noise", "collapse"),
+        ("slime", "one noise", "shared noise"),
         ("slime", "collapse", "shared noise"),
     ],
 )
@@ -159,20 +161,10 @@ def test_every_format(
     assert found["num_samples"] == GROUP_SIZE * NUM_GROUPS * NUM_STEPS
     assert (found["num_groups"], found["num_steps"]) == (NUM_GROUPS * NUM_STEPS, NUM_STEPS)
     assert found["num_with_logprobs"] == (found["num_samples"] if framework == "slime" else 0)
+    num_copied = 0 if kind in ("independent", "frozen") else NUM_GROUPS * NUM_STEPS
+    assert found["num_groups_with_copies"] == num_copied
     assert (found["log10_p"] < -6) == (verdict == "shared noise")
     assert bool(found["evidence"]) == (verdict == "shared noise")
-
-
-def test_one_noise_for_a_group_shows_in_log_probabilities_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = draw("one noise")
-    _, found = audited(write_slime(steps, tmp_path), capsys)
-    assert found["verdict"] == "shared noise"
-    assert found["evidence"][0].startswith("step 0 (counted from 0): samples 0, 1, 2, 3 of group ")
-    _, found = audited(write_verl(steps, tmp_path), capsys)
-    assert (found["verdict"], found["log10_p"]) == ("collapse", 0.0)
-    assert found["num_groups_with_copies"] == NUM_GROUPS * NUM_STEPS
 
 
 def test_evidence_names_positions_and_steps(

@@ -38,14 +38,13 @@ ALL = [check for check in PROMISES if check != SAME_TOKENS]
 REMEDIES = {
     "prompts": "Give both sides the same --template, --system, --max_length, MAX_PIXELS and the "
     "like (docs/support.md has what ms-swift's templates write differently).",
-    "seeds": "Report it with selftest.json; until then, one replica and rank tell where.",
-    "stops": "Report it with selftest.json: completions go on behind, or end before, their stops.",
     "weights": "The engine has other weights, stale caches, another prompt, or other numbers "
     "(quantization, --vllm_engine_kwargs) than the trainer: `prompts` says whether it is those.",
     "logits": "Leave out the flags that are named, and report it with selftest.json.",
-    SAME_TOKENS: "Report it with selftest.json; until then, train with the first topology.",
 }
-"""What to do where a promise does not hold."""
+"""What to do where a promise does not hold, for the checks where that is more than `REPORT`."""
+
+REPORT = "Report it with selftest.json."
 
 Status = Literal["holds", "does not hold", "could not be tried"]
 

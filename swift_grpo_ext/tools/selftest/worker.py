@@ -17,7 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift_grpo_ext.tools.selftest.outcome import ALL, REMEDIES, SAME_TOKENS, NotTriedError, Result
+from swift_grpo_ext.tools.selftest.outcome import (
+    ALL,
+    REMEDIES,
+    REPORT,
+    SAME_TOKENS,
+    NotTriedError,
+    Result,
+)
 
 if TYPE_CHECKING:
     from swift_grpo_ext.tools.selftest.checks import Check
@@ -115,7 +122,7 @@ def attempt(rig: Rig, name: str, check: Check) -> Result:
         status="does not hold",
         values=values,
         reason="; ".join(faults),
-        remedy=REMEDIES[name],
+        remedy=REMEDIES.get(name, REPORT),
     )
 
 
