@@ -275,6 +275,8 @@ def test_the_command(
         return
     report = json.loads(printed.out)
     assert report == json.loads((tmp_path / "selftest.json").read_text(encoding="utf-8"))
+    assert [*report["machine"]][-3:] == ["Python", "system", "devices"]
+    assert report["machine"]["devices"] == "1 x cpu"
     untried = [r for r in report["results"] if r["status"] == "could not be tried"]
     assert len(untried) == num_untried + 2
     for result in untried[-2:]:

@@ -167,7 +167,10 @@ def test_templates(assets: Path) -> None:
     tiny = {"model": str(assets / "tiny_vlm"), "model_type": "qwen2_5_vl", "template": "qwen2_5_vl"}
     for settings, expected in (
         ({**tiny, "stop_words": ["</a>"]}, "ok: --template: ...<|im_end|>; stop words: '</a>'."),
-        ({**tiny, "stop_words": [""]}, "error: --template: --stop_words holds an empty string"),
+        (
+            {**tiny, "stop_words": [""]},
+            "error: --template: --stop_words holds an empty string...Change --stop_words.",
+        ),
         ({"model": tiny["model"]}, "warning: --template: ... Give --model_type and --template"),
         ({"model": "No-Such/Model"}, ""),
         ({"model": "./none"}, "error: --model ./none: there is no such directory in /"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ FOLDER = ROOT / "examples/presets"
 SERVED, COLOCATED = "server_2x6_lora", "colocate_8gpu"
 
 
-@cache
 def load(name: str) -> Run:
     is_served = (FOLDER / f"{name}.train.yaml").is_file()
     return read_run(FOLDER / name if is_served else (FOLDER / name).with_suffix(".yaml"))
