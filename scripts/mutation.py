@@ -98,9 +98,12 @@ def execute_pytest(self, params, plugins=()):
 harness.PytestRunner.execute_pytest = execute_pytest
 mutmut.cli(["run", *sys.argv[1:]])
 """
-"""What runs the tests. mutmut knows which functions a test calls in its own process alone: with this
-also those that forked children call (a whole training), of which all tests of that file may tell.
-The seconds of a fixture count too, or its tests would seem to hang."""
+"""What runs the tests.
+
+mutmut knows of a test's calls in its own process alone: with this also of those of forked children
+(a whole training), of which all tests of that file may tell. The seconds of a fixture count too,
+or its tests would seem to hang.
+"""
 
 SHOW = """
 import json, sys
