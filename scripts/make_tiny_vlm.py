@@ -42,10 +42,10 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
     from tiny_vlm.examples import encode_rows, read_rows
     from tiny_vlm.families import FAMILIES, make_config, make_processor
     from tiny_vlm.quality import measure
-    from tiny_vlm.tokenizer import build_tokenizer, check_tokenizer, find_ranks_file, read_ranks
+    from tiny_vlm.tokenizer import build_tokenizer, check_tokenizer, read_ranks
     from tiny_vlm.warm_start import warm_start
 
-    tokenizer = build_tokenizer(read_ranks(find_ranks_file()))
+    tokenizer = build_tokenizer(read_ranks())
     check_tokenizer(tokenizer)
     family = FAMILIES["qwen2_5_vl"]
     processor = make_processor(family, tokenizer)
@@ -71,16 +71,6 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
     )
 
 
-def make_one_of_family(output: Path, name: str, seed: int) -> str:
-    """Write a random model of a family into the existing folder `output`; return a summary."""
-    from tiny_vlm import families
-    from tiny_vlm.tokenizer import find_ranks_file, read_ranks
-
-    family = families.FAMILIES[name]
-    count = families.make_family(family, read_ranks(find_ranks_file()), output, seed)
-    return f"{count:,} parameters, random weights ({' '.join(family.swift_argv)})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
@@ -98,7 +88,11 @@ def main() -> None:
         parser.error("--data is missing: the folder that make_digits.py wrote")
     if claim(args.output, settings):
         if args.family:
-            made = make_one_of_family(args.output, args.family, args.seed)
+            from tiny_vlm.families import FAMILIES, make_family
+
+            family = FAMILIES[args.family]
+            count = make_family(family, args.output, args.seed)
+            made = f"{count:,} parameters, random weights ({' '.join(family.swift_argv)})"
         else:
             made = make_tiny_vlm(args.output, args.data, args.seed)
         finish(args.output, settings)

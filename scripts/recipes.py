@@ -83,7 +83,7 @@ class Option(NamedTuple):
 
     name: str
     is_own: bool
-    """Whether one of the classes of reinforcement learning declares it."""
+    """It is true where one of the classes of `OWN` declares the option."""
 
     tests: list[str]
     """Files that train with it, those that give the fewest options first."""

@@ -16,7 +16,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,9 +50,9 @@ def interleave(ways: Mapping[str, Turn], repetitions: int, label: str) -> dict[s
     return measures
 
 
-def rotated(names: list[str], by: int) -> list[str]:
+def rotated(names: Sequence[str], by: int) -> list[str]:
     first = by % len(names)
-    return names[first:] + names[:first]
+    return [*names[first:], *names[:first]]
 
 
 @contextmanager

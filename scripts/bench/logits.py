@@ -14,22 +14,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import torch
-from common import command, environment
+from common import command, environment, rotated
 from peak import peak_bytes
-from torch import Tensor
 from tqdm import tqdm
 
 QWEN_VOCABULARY = 151_936
@@ -76,11 +73,7 @@ def main() -> None:
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--output", type=Path, help="FILE.json; FILE.md is written beside it")
-    add("--turn", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.turn:
-        print(json.dumps(measure(**json.loads(options.turn))))
-        return
     cases = [
         (Case("one long prompt", (4096,), 1024), WAYS),
         (Case("unequal prompts", (1500, 60), 200, options.sweep_vocabulary), WAYS),
@@ -105,13 +98,13 @@ def measured(
     """A row for each way of each case; its `seconds` are one number for each timed turn."""
     turns = [(case, ways, r) for case, ways in cases for r in range(options.repetitions)]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
+    how = (options.chunk_size, options.device, options.dtype)
     for case, ways, r in tqdm(turns, desc="Cases", unit="repetition", dynamic_ncols=True):
-        for way in (*ways[r % len(ways) :], *ways[: r % len(ways)]):
-            where = {"device": options.device, "dtype": options.dtype}
-            found = in_a_process(case, way, chunk_size=options.chunk_size, **where)
+        for way in rotated(ways, r):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                found = process.submit(measure, case, way, *how).result()
             row = rows.setdefault(
-                (case.name, way),
-                {"case": asdict(case), "way": way, "seconds": [], **found},
+                (case.name, way), {"case": asdict(case), "way": way, "seconds": [], **found}
             )
             row["seconds"] += found["turn_seconds"]
             assert row["peak_bytes"] == found["peak_bytes"]
@@ -120,32 +113,13 @@ def measured(
         yield row
 
 
-def in_a_process(case: Case, way: str, **options: Any) -> dict[str, Any]:
-    turn = json.dumps({"case": asdict(case), "way": way, **options})
-    finished = subprocess.run(
-        [sys.executable, __file__, "--turn", turn],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
-    )
-    if finished.returncode != 0:
-        free = psutil.virtual_memory().available / 2**30
-        raise RuntimeError(
-            f"{way}, {case.name}: ended with {finished.returncode}; {free:.0f} GiB of memory are "
-            f"free now. A smaller --sweep-vocabulary needs less.\n{finished.stderr[-2000:]}"
-        )
-    return dict(json.loads(finished.stdout.splitlines()[-1]))
-
-
 # --- in the process of a turn ---
 
 
-def measure(
-    case: dict[str, Any], way: str, chunk_size: int, device: str, dtype: str
-) -> dict[str, Any]:
+def measure(case: Case, way: str, chunk_size: int, device: str, dtype: str) -> dict[str, Any]:
+    """Return the seconds, the peak and the number of positions of one way."""
     torch.set_default_device(device)
-    work, head = make_work(Case(**case), way, chunk_size, getattr(torch, dtype))
+    work, head = make_work(case, way, chunk_size, getattr(torch, dtype))
     positions: list[int] = []
     hook = head.register_forward_hook(lambda _, __, out: positions.append(out[..., 0].numel()))
     work()  # warms up; gradients are there from now on
@@ -153,7 +127,11 @@ def measure(
     seconds = []
     for _ in range(TURNS):
         gc.collect()
-        seconds.append(timed(work))
+        synchronize()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        seconds.append(time.perf_counter() - start)
     peak = peak_bytes(work)
     # A chunk's logits are made again in its backward; the last position is what a model goes on
     # with after chunks.
@@ -169,9 +147,18 @@ def make_work(
     case: Case, way: str, chunk_size: int, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Any]:
     """Forward and backward of one way; and the model's head."""
+    from swift.rlhf_trainers import GRPOTrainer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     from swift_grpo_ext.logits.shim import LogitsShim
 
-    model = make_model(case.vocabulary).to(dtype)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=case.vocabulary, hidden_size=HIDDEN, intermediate_size=HIDDEN,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).train().to(dtype)
     lengths = [prompt + case.new for prompt in case.prompts]
     input_ids = torch.randint(case.vocabulary, (len(lengths), max(lengths)))
     attention_mask = torch.zeros_like(input_ids)
@@ -183,12 +170,18 @@ def make_work(
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     mask, targets = wanted.roll(-1, 1), input_ids[wanted]
     shim = LogitsShim(model, strict=True)
-    upstream = make_upstream(has_keyword=way == KEYWORD)
+    # ms-swift's own function, for a model whose `forward` names the keyword, or does not.
+    trainer = SimpleNamespace(
+        model_kwarg_keys={"use_cache", "logits_to_keep"} if way == KEYWORD else {"use_cache"},
+        temperature=1.0,
+        template=SimpleNamespace(padding_free=False),
+    )
+    upstream = GRPOTrainer._get_logps_via_local_forward
 
     def work() -> None:
         model.zero_grad(set_to_none=False)
         if way in (FULL, KEYWORD):
-            logps, _ = upstream(model, dict(inputs), num_kept, input_ids)
+            logps, _ = upstream(trainer, model, dict(inputs), num_kept, input_ids)
             logps = logps[wanted[:, -num_kept:]]
         else:
             size = chunk_size if way == CHUNKED else 0
@@ -196,37 +189,6 @@ def make_work(
         logps.sum().backward()
 
     return work, model.get_output_embeddings()
-
-
-def make_model(vocabulary: int) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).train()
-
-
-def make_upstream(*, has_keyword: bool) -> Callable[..., tuple[Tensor, Any]]:
-    """ms-swift's own function, for a model whose `forward` names the keyword, or does not."""
-    from swift.rlhf_trainers import GRPOTrainer
-
-    keys = {"use_cache", "logits_to_keep"} if has_keyword else {"use_cache"}
-    trainer = SimpleNamespace(
-        model_kwarg_keys=keys, temperature=1.0, template=SimpleNamespace(padding_free=False)
-    )
-    own = GRPOTrainer._get_logps_via_local_forward
-    return lambda *args: own(trainer, *args)
-
-
-def timed(work: Callable[[], None]) -> float:
-    synchronize()
-    start = time.perf_counter()
-    work()
-    synchronize()
-    return time.perf_counter() - start
 
 
 def synchronize() -> None:

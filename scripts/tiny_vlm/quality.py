@@ -31,9 +31,6 @@ class Quality:
     form_nats: float
     """-log p of the form per token; the digit's token counts with "some digit"."""
 
-    digit_entropy_nats: float
-    """Entropy of the digit, given the form; 2.30 for ten equally likely digits."""
-
 
 def completion_log_probs(
     model: Qwen2_5_VLForConditionalGeneration,
@@ -85,7 +82,7 @@ def measure(
     """The model's quality on all rows of `examples`."""
     model.eval()
     num_completion = examples.answer_ids_10C.shape[1]
-    sums = torch.zeros(5)
+    sums = torch.zeros(4)
     for indices_B in torch.arange(len(examples)).split(EVAL_BATCH_SIZE):
         digits_B = examples.digits_N[indices_B]
         log_probs_BCV = completion_log_probs(model, examples, indices_B, log_multiplicity_V)
@@ -98,14 +95,12 @@ def measure(
                 (form_B + right_B).exp().sum(),
                 form_B.exp().sum(),
                 -form_B.sum() / num_completion,
-                -(digit_B10.exp() * digit_B10).sum(),
             ]
         )
-    greedy, sampled, form_rate, form_nats, entropy = (sums / len(examples)).tolist()
+    greedy, sampled, form_rate, form_nats = (sums / len(examples)).tolist()
     return Quality(
         greedy_accuracy=greedy,
         sampled_accuracy=sampled,
         form_rate=form_rate,
         form_nats=form_nats,
-        digit_entropy_nats=entropy,
     )

@@ -60,27 +60,17 @@ PROBES = (
 """Texts that have to survive encoding and decoding unchanged."""
 
 
-def find_ranks_file() -> Path:
-    """The path of `qwen.tiktoken` in the installed `dashscope`, which is not imported for it."""
-    spec = importlib.util.find_spec("dashscope")
+def read_ranks() -> dict[bytes, int]:
+    """Return the rank of every byte string in the `qwen.tiktoken` of the installed `dashscope`."""
+    spec = importlib.util.find_spec("dashscope")  # it is not imported for it
     if spec is None or spec.origin is None:
         raise ValueError(
             "the package dashscope, which holds Qwen's vocabulary, is not installed; "
             "install it: pip install dashscope"
         )
-    path = Path(spec.origin).parent / "resources" / "qwen.tiktoken"
-    if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist, but it should hold Qwen's vocabulary; "
-            "install a dashscope that has it: pip install dashscope"
-        )
-    return path
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """The rank of every byte string of a tiktoken file (a base64 string and a rank per line)."""
     ranks = {}
-    for line in path.read_bytes().splitlines():
+    path = Path(spec.origin).parent / "resources" / "qwen.tiktoken"
+    for line in path.read_bytes().splitlines():  # a base64 string and a rank
         encoded, rank = line.split()
         ranks[base64.b64decode(encoded)] = int(rank)
     return ranks

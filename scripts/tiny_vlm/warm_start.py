@@ -18,7 +18,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from tiny_vlm.compact_vocab import CompactVocab, expand, shrink
 from tiny_vlm.examples import Examples
-from tiny_vlm.quality import Quality, completion_log_probs, measure, split_log_probs
+from tiny_vlm.quality import completion_log_probs, measure, split_log_probs
 
 NUM_VALIDATION = 256
 """Rows at the end of the warm-start file that only decide when to stop."""
@@ -58,11 +58,6 @@ def batches(num_rows: int, seed: int) -> Iterator[Tensor]:
         yield from (batch for batch in order.split(BATCH_SIZE) if len(batch) == BATCH_SIZE)
 
 
-def is_warm(quality: Quality) -> bool:
-    """Whether a model of this quality is a fit start for GRPO."""
-    return quality.sampled_accuracy >= TARGET_ACCURACY and quality.form_nats <= MAX_FORM_NATS
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on one thread: the result does not depend on the number of cores then.
@@ -81,12 +76,6 @@ def one_thread() -> Iterator[None]:
 def warm_start(model: Qwen2_5_VLForConditionalGeneration, examples: Examples, seed: int) -> int:
     """Train `model`, which knows the whole vocabulary, in place; the number of steps taken."""
     num_training = len(examples) - NUM_VALIDATION
-    if num_training < BATCH_SIZE:
-        raise ValueError(
-            f"warmstart.jsonl has {len(examples)} rows, expected at least "
-            f"{NUM_VALIDATION + BATCH_SIZE}; make it again: "
-            "python scripts/make_digits.py --output DIR --force"
-        )
     vocab = CompactVocab.of(examples, model.config.text_config.vocab_size)
     compact = shrink(model, vocab, seed)
     with one_thread():
@@ -127,7 +116,8 @@ def train_until_warm(
             if step % NUM_STEPS_BETWEEN_CHECKS == 0:
                 quality = measure(model, validation, log_multiplicity_V)
                 progress.set_postfix_str(f"accuracy {quality.sampled_accuracy:.2f}")
-                if is_warm(quality):
+                is_right = quality.sampled_accuracy >= TARGET_ACCURACY
+                if is_right and quality.form_nats <= MAX_FORM_NATS:
                     return step
     raise RuntimeError(
         f"the warm start did not converge: after {MAX_STEPS} steps it has {quality}, expected "

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import asdict
 from functools import partial
@@ -26,8 +26,7 @@ SAMPLES = 64
 """For the collision test; a user gets more."""
 
 
-@contextmanager
-def shared_seeds(rig: Any) -> Iterator[None]:
+def shared_seeds(rig: Any) -> AbstractContextManager[Any]:
     """vLLM draws every request with one seed."""
     engine = rig.trainer.engine.engine
     upstream = engine.add_request
@@ -36,8 +35,7 @@ def shared_seeds(rig: Any) -> Iterator[None]:
         params.seed = 7
         return upstream(request_id, prompt, params, *args, **kwargs)
 
-    with patch.object(engine, "add_request", add_request):
-        yield
+    return patch.object(engine, "add_request", add_request)
 
 
 @contextmanager
@@ -57,35 +55,32 @@ def ignored_update(rig: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def forgotten_stop(rig: Any) -> Iterator[None]:
+def forgotten_stop(rig: Any) -> AbstractContextManager[Any]:
     """Stop strings are lost on the way to the engine."""
+    upstream = rig.trainer._engine_infer
 
-    def change(requests: Any, config: Any) -> tuple[Any, Any]:
+    def infer(requests: Any, config: Any, **kwargs: Any) -> Any:
         config = copy(config)
         config.stop = []
-        return requests, config
+        return upstream(requests, config, **kwargs)
 
-    with on_the_way(rig, change):
-        yield
+    return patch.object(rig.trainer, "_engine_infer", infer)
 
 
-@contextmanager
-def other_prompt(rig: Any) -> Iterator[None]:
+def other_prompt(rig: Any) -> AbstractContextManager[Any]:
     """The engine is asked something else, as with another template."""
+    upstream = rig.trainer._engine_infer
 
-    def change(requests: Any, config: Any) -> tuple[Any, Any]:
+    def infer(requests: Any, config: Any, **kwargs: Any) -> Any:
         for request in requests:
             last = request.messages[-1]
             request.messages[-1] = {**last, "content": f"{last['content']} Please."}
-        return requests, config
+        return upstream(requests, config, **kwargs)
 
-    with on_the_way(rig, change):
-        yield
+    return patch.object(rig.trainer, "_engine_infer", infer)
 
 
-@contextmanager
-def mixed_up_images(_: Any) -> Iterator[None]:
+def mixed_up_images(_: Any) -> AbstractContextManager[Any]:
     """What a tower says of images that are encoded once is that of other images."""
     from swift_grpo_ext.media.encoder_cache import FrozenTower
 
@@ -96,30 +91,18 @@ def mixed_up_images(_: Any) -> Iterator[None]:
         output.pooler_output = output.pooler_output.flip(0)
         return output
 
-    with patch.object(FrozenTower, "_encode", turned):
-        yield
-
-
-@contextmanager
-def on_the_way(rig: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[None]:
-    upstream = rig.trainer._engine_infer
-
-    def infer(infer_requests: Any, request_config: Any, **kwargs: Any) -> Any:
-        return upstream(*change(infer_requests, request_config), **kwargs)
-
-    with patch.object(rig.trainer, "_engine_infer", infer):
-        yield
+    return patch.object(FrozenTower, "_encode", turned)
 
 
 FAULTS = {
-    "shared seeds": (shared_seeds, "seeds"),
-    "seeds that are not the first topology's": (shared_seeds, SAME_TOKENS),
-    "an ignored update": (ignored_update, "weights"),
-    "a stop that is not kept": (forgotten_stop, "stops"),
-    "a prompt that differs": (other_prompt, "prompts"),
-    "images that are mixed up": (mixed_up_images, "logits"),
+    "seeds": (shared_seeds, "samples share noise that should differ"),
+    SAME_TOKENS: (shared_seeds, "more than rounding explains"),
+    "weights": (ignored_update, "after an update: "),
+    "stops": (forgotten_stop, "'</digit>': "),
+    "prompts": (other_prompt, "the rollout saw a prompt of "),
+    "logits": (mixed_up_images, "log-probabilities lie "),
 }
-"""Each with the check that has to find it."""
+"""The check that has to find each, and what it says of it."""
 
 
 def main(output: Path, argv: list[str]) -> None:
@@ -143,9 +126,10 @@ def main(output: Path, argv: list[str]) -> None:
             return asdict(attempt(rig, name, all_checks[name]))
 
         found = {"healthy": {name: tried(name) for name in all_checks}}
-        for fault, (make, name) in FAULTS.items():
-            with make(rig):
-                found[fault] = {name: tried(name)}
+        found["faulty"] = {}
+        for name, (fault, _) in FAULTS.items():
+            with fault(rig):
+                found["faulty"][name] = tried(name)
         rig.update_weights()
         found["again"] = {"weights": tried("weights")}
         output.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")

@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,66 +76,54 @@ def record_of_choice(choice: Any) -> dict[str, Any]:
     return record(choice, choice.message.content, logprobs)
 
 
-class Drawing:
-    """Each case through one vLLM engine, in every form of request and answer."""
+async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
+    """Draw each case with one vLLM engine, in every form of request and answer."""
+    from swift_grpo_ext.rollout.engine import RolloutEngine
 
-    def __init__(self, model: str, use_async: bool) -> None:
-        from swift_grpo_ext.rollout.engine import RolloutEngine
+    apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
+    processor = get_processor(model, new_special_tokens=[NEW_TOKEN], **SETTINGS)
+    engine = RolloutEngine(
+        model,
+        template=get_template(processor, template_type="qwen2_5_vl"),
+        use_async_engine=use_async,
+        max_model_len=512,
+        enforce_eager=True,
+        logprobs_mode="raw_logprobs",  # with ms-swift's mode all are 0 under top_k=1
+        engine_kwargs={"kv_cache_memory_bytes": 2**27},
+        **SETTINGS,
+    )
+    detokenized: set[bool] = set()
+    name, place = ("generate", 1) if use_async else ("add_request", 2)
+    upstream = getattr(engine.engine, name)
 
-        apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
-        processor = get_processor(model, new_special_tokens=[NEW_TOKEN], **SETTINGS)
-        self.is_async = use_async
-        self.detokenized: set[bool] = set()
-        self.engine = RolloutEngine(
-            model,
-            template=get_template(processor, template_type="qwen2_5_vl"),
-            use_async_engine=use_async,
-            max_model_len=512,
-            enforce_eager=True,
-            logprobs_mode="raw_logprobs",  # with ms-swift's mode all are 0 under top_k=1
-            engine_kwargs={"kv_cache_memory_bytes": 2**27},
-            **SETTINGS,
-        )
-        name, place = ("generate", 1) if use_async else ("add_request", 2)
-        upstream = getattr(self.engine.engine, name)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        detokenized.add(args[place].detokenize)
+        return upstream(*args, **kwargs)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.detokenized.add(args[place].detokenize)
-            return upstream(*args, **kwargs)
-
-        setattr(self.engine.engine, name, watched)
-
-    async def draw(
-        self, case: Case, *, include: bool, packed: bool = True, serves: bool = False
-    ) -> list[dict[str, Any]]:
-        self.engine._serves = serves
-        request, metadata, config = make_request(case, packed=packed, include=include, count=COUNT)
-        if self.is_async:
-            [output] = await self.engine.async_infer([request], config, use_tqdm=False)
-        else:
-            [output] = self.engine.infer([request], config, use_tqdm=False)
-        if not packed:
-            return [record_of_choice(choice) for choice in output.response.choices]
-        if serves:
-            answer = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
-            completions, _ = wire.unpack_answer(answer, metadata, "server 0")
-        else:
-            completions = output.response.completions
-        return [record(c, c.text, c.logprobs) for c in completions]
-
-    async def draw_all(self) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        for case in CASES:
-            for include in (True, False):
-                self.detokenized.clear()
-                forms = {
-                    "lean": await self.draw(case, include=include),
-                    "ms-swift's": await self.draw(case, include=include, packed=False),
-                    "served": await self.draw(case, include=include, serves=True),
-                }
-                detokenized = sorted(self.detokenized)
-                results[f"{case.name}/{include}"] = {"forms": forms, "detokenized": detokenized}
-        return results
+    setattr(engine.engine, name, watched)
+    results: dict[str, Any] = {}
+    for case, include in product(CASES, (True, False)):
+        detokenized.clear()
+        forms = {}
+        for form in ("lean", "ms-swift's", "served"):
+            engine._serves = form == "served"
+            request, metadata, config = make_request(
+                case, packed=form != "ms-swift's", include=include, count=COUNT
+            )
+            if use_async:
+                [output] = await engine.async_infer([request], config, use_tqdm=False)
+            else:
+                [output] = engine.infer([request], config, use_tqdm=False)
+            if form == "ms-swift's":
+                forms[form] = [record_of_choice(choice) for choice in output.response.choices]
+            elif form == "lean":
+                forms[form] = [record(c, c.text, c.logprobs) for c in output.response.completions]
+            else:
+                answer = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
+                completions, _ = wire.unpack_answer(answer, metadata, "server 0")
+                forms[form] = [record(c, c.text, c.logprobs) for c in completions]
+        results[f"{case.name}/{include}"] = {"forms": forms, "detokenized": sorted(detokenized)}
+    return results
 
 
 def draw_with_transformers(model_dir: str) -> dict[str, Any]:
@@ -146,14 +135,13 @@ def draw_with_transformers(model_dir: str) -> dict[str, Any]:
     engine = RolloutTransformersEngine(model.eval(), template=template, max_batch_size=0)
     long, short = [c for c in CASES if c.start in ("Dave", "FIN")][:2]
     results: dict[str, Any] = {}
-    for case in CASES:
-        for include in (True, False):
-            batch = (replace(one, ids=case.ids) for one in (long, case, short))
-            made = [make_request(one, packed=False, include=include, count=1) for one in batch]
-            requests, config = [request for request, _, _ in made], made[1][2]
-            _, response, _ = engine.infer(requests, config, use_tqdm=False)
-            [choice] = response.choices
-            results[f"{case.name}/{include}"] = {"forms": {"batch": [record_of_choice(choice)]}}
+    for case, include in product(CASES, (True, False)):
+        batch = (replace(one, ids=case.ids) for one in (long, case, short))
+        made = [make_request(one, packed=False, include=include, count=1) for one in batch]
+        requests, config = [request for request, _, _ in made], made[1][2]
+        _, response, _ = engine.infer(requests, config, use_tqdm=False)
+        [choice] = response.choices
+        results[f"{case.name}/{include}"] = {"forms": {"batch": [record_of_choice(choice)]}}
     return results
 
 
@@ -162,5 +150,5 @@ if __name__ == "__main__":
     if engine == "transformers":
         results = draw_with_transformers(model)
     else:
-        results = asyncio.run(Drawing(model, engine == "async").draw_all())
+        results = asyncio.run(draw_with_vllm(model, engine == "async"))
     Path(output).write_text(json.dumps(results, ensure_ascii=False), encoding="utf-8")

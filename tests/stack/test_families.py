@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from tests.stack.rounds import client_argv, read_records, run_training
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from tiny_vlm.families import FAMILIES, Family, make_family
-from tiny_vlm.tokenizer import find_ranks_file, read_ranks
 
 pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
@@ -67,11 +65,6 @@ def note(family: Family, name: str, **found: Any) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-@cache
-def ranks() -> dict[bytes, int]:
-    return read_ranks(find_ranks_file())
-
-
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES, scope="module")
 def family(request: pytest.FixtureRequest) -> Family:
     param: Family = request.param
@@ -84,7 +77,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 @pytest.fixture(scope="module")
 def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(folder: Path) -> None:
-        make_family(family, ranks(), folder, seed=0)
+        make_family(family, folder, seed=0)
         want_placeholders(folder)
 
     return once(tmp_path_factory, f"family-{family.name}", make)
@@ -143,7 +136,7 @@ def start(
     ranks: int = 1,
     shown: str = "",
 ) -> Finished:
-    """The training of `train`, however it ends."""
+    """A training of the family on prompts that show something (`PROMPTS`), however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = shown or ("images" if family.images else "words")
     prompts = (*PROMPTS[shown], "Which digits are there?")
@@ -159,16 +152,8 @@ def start(
     )
 
 
-def train(
-    family: Family,
-    model: Path,
-    assets: Path,
-    folder: Path,
-    *argv: str,
-    ranks: int = 1,
-    shown: str = "",
-) -> rounds.Samples:
-    finished = start(family, model, assets, folder, *argv, ranks=ranks, shown=shown)
+def samples_of(finished: Finished, folder: Path, ranks: int = 1) -> rounds.Samples:
+    """The samples of a training that must have ended well."""
     assert finished.returncode == 0, finished.cause
     samples = rounds.recorded(folder)
     rounds.assert_logged(folder / "run", samples, ranks)
@@ -191,8 +176,8 @@ def first_round(samples: rounds.Samples) -> dict[str, list[int]]:
     return tokens
 
 
-def text_of(*files: Path) -> str:
-    return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+def log_of(folder: Path) -> str:
+    return (folder / "log").read_text(encoding="utf-8", errors="replace")
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +187,7 @@ def whole(
     """The training of all weights on one rank."""
 
     def make(folder: Path) -> None:
-        train(family, model, assets, folder)
+        samples_of(start(family, model, assets, folder), folder)
 
     return once(tmp_path_factory, f"whole-{family.name}", make)
 
@@ -220,7 +205,7 @@ def test_all_weights_are_trained(family: Family, model: Path, whole: Path) -> No
     assert len(requests) == 3 * NUM_PROMPTS  # a group is one request
     placeholders = set(configured_placeholders(model)) if family.images else set()
     assert not placeholders.intersection(i for row in rows for i in row.token_ids)
-    line_breaks = "writes other line breaks" in text_of(whole / "log")
+    line_breaks = "writes other line breaks" in log_of(whole)
     found = {"line_breaks": line_breaks, "stopped": len(stopped), "samples": len(rows)}
     note(family, "whole", gap=gap, **found)
 
@@ -231,13 +216,13 @@ def test_lora_on_two_ranks(
     """Before it has learned anything, it draws what one rank draws for all weights. The vision
     tower is frozen, and sees each image once a round; training reads a group's prompt once."""
     argv = (*rounds.LORA, *FROZEN, *family.lora, "--logps_shared_prompt", "true")
-    samples = train(family, model, assets, tmp_path, *argv, ranks=2)
+    samples = samples_of(start(family, model, assets, tmp_path, *argv, ranks=2), tmp_path, ranks=2)
     gap = assert_agrees(tmp_path)
     for step in rounds.logged_steps(tmp_path / "run"):
         assert (step.get("media/encoded", 0) > 0) == family.images
     assert first_round(samples) == first_round(rounds.recorded(whole))
     said = "as they are" if family.reads_prompts_again else "positions in the place of"
-    assert re.search(rf"\] --logps_shared_prompt.* {said}", text_of(tmp_path / "log"))
+    assert re.search(rf"\] --logps_shared_prompt.* {said}", log_of(tmp_path))
     note(family, "lora", gap=gap)
 
 
@@ -247,12 +232,12 @@ def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_p
     fault = family.videos_fail if kind == "videos" else ""
     if not (fault or getattr(family, kind)):
         pytest.skip(f"not made for {kind}")
+    finished = start(family, model, assets, tmp_path, *FROZEN, shown=kind)
     if fault:
-        finished = start(family, model, assets, tmp_path, shown=kind)
         assert finished.returncode == 1
         assert fault in finished.output
         return
-    samples = train(family, model, assets, tmp_path, *FROZEN, shown=kind)
+    samples = samples_of(finished, tmp_path)
     tokens = {i for sample in samples.values() for i in sample["token_ids"]}
     assert not tokens.intersection(configured_placeholders(model))
     note(family, kind, gap=assert_agrees(tmp_path))
@@ -261,7 +246,8 @@ def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_p
 def test_served(family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path) -> None:
     argv = [*rounds.server_argv(assets), "--model", str(model), *family.swift_argv]
     with rollout_server(*argv, log=tmp_path / "server.log") as port:
-        samples = train(family, model, assets, tmp_path, *client_argv(port))
+        finished = start(family, model, assets, tmp_path, *client_argv(port))
+    samples = samples_of(finished, tmp_path)
     gap = assert_agrees(tmp_path)
     assert first_round(samples) == first_round(rounds.recorded(whole))
     note(family, "served", gap=gap)

@@ -255,18 +255,14 @@ def make_judge(folder: Path, model: Path) -> Path:
     return folder
 
 
-def argv_of(case: Case, places: Places) -> list[str]:
-    """Its words, of which `{name}` names a place; other braces are JSON's."""
-    names = {f"{{{name}}}": str(path) for name, path in places.items()}
-    return [names.get(word, word) for word in case.argv]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_options(
     name: str, assets: Path, places: Places, reference: Samples, tmp_path: Path
 ) -> None:
     case, rows = CASES[name], places["rows"]
-    argv = (*LEARN, *argv_of(case, places))
+    # `{name}` names a place; other braces are JSON's.
+    named = {f"{{{name}}}": str(path) for name, path in places.items()}
+    argv = (*LEARN, *(named.get(word, word) for word in case.argv))
     samples = train(assets, rows, tmp_path, *argv, ranks=case.ranks, steps=case.steps)
     trained = {n: s for n, s in samples.items() if SampleId.parse(n).phase == "train"}
     assert {round_of(name) for name in trained} == set(case.rounds)
@@ -274,16 +270,12 @@ def test_options(
         first = {n: s for n, s in trained.items() if round_of(n) == "0.0"}
         assert_same(first, reference, range(1))
     assert_trains(tmp_path / "run", case)
-    if name == "bfloat16":
-        assert_one_chunk_size(tmp_path)
-
-
-def assert_one_chunk_size(folder: Path) -> None:
-    """`--logps_chunk_size auto` says its figure once, and is the same on all ranks."""
-    [size] = {record["chunk_size"] for record in read_records(folder / "record", "advantages")}
-    assert size >= 64
-    said = f"--logps_chunk_size auto: {size} positions at a time"
-    assert (folder / "log").read_text(encoding="utf-8").count(said) == 1
+    if name == "bfloat16":  # `--logps_chunk_size auto`: one size on all ranks, said once
+        records = read_records(tmp_path / "record", "advantages")
+        [size] = {record["chunk_size"] for record in records}
+        assert size >= 64
+        said = f"--logps_chunk_size auto: {size} positions at a time"
+        assert (tmp_path / "log").read_text(encoding="utf-8").count(said) == 1
 
 
 SERVED = Case(("--temperature", "1.0"), begins=("teacher_kl",))

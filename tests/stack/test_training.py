@@ -11,18 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.record.reader import read_samples
 from tests.stack import policy
 from tests.stack.conftest import LEARNED_STEPS
-from tests.stack.rounds import (
-    BATCH,
-    LEARNING,
-    digits,
-    run_training,
-    train,
-    without_vllm,
-    write_lines,
-)
+from tests.stack.rounds import LEARNING, train
 
 pytestmark = pytest.mark.stack
 
@@ -45,22 +36,3 @@ def test_tensor_parallel(assets: Path, learning_rows: Path, tmp_path: Path) -> N
     parallel = ("--vllm_tensor_parallel_size", "2")
     train(assets, learning_rows, tmp_path / "run", *LEARNING, *parallel, ranks=2, steps=2)
     policy.assert_sampled_with_trained_weights(tmp_path / "run", assets / "tiny_vlm", 2)
-
-
-def test_without_vllm(assets: Path, tmp_path: Path) -> None:
-    """The plugin lets ms-swift's transformers engine draw; groups with a bad row are replaced."""
-    rows = digits(assets, range(6))
-    (tmp_path / "bad.png").write_text("not an image")
-    for row in rows[::2]:
-        row["images"] = [str(tmp_path / "bad.png")]
-    data = write_lines(tmp_path / "rows.jsonl", rows)
-    argv = ("--truncation_strategy", "delete", "--max_length", "500", *LEARNING)
-    preset = without_vllm(tmp_path)
-    finished = run_training(assets, data, tmp_path / "a", *argv, steps=2, preset=preset)
-    assert finished.returncode == 0, finished.cause
-    assert (tmp_path / "a/run/checkpoint-2/model.safetensors").is_file()
-    samples = read_samples(tmp_path / "a/run", columns=["media"])["media"].to_pylist()
-    assert len(samples) == 2 * BATCH
-    assert all("bad.png" not in str(media) for media in samples)
-    # Each of the three rows stands in an epoch of two steps, and is drawn once.
-    assert finished.output.count("takes the place of the whole group") == 3
