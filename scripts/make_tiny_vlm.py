@@ -42,11 +42,10 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
     from tiny_vlm.examples import encode_rows, read_rows
     from tiny_vlm.families import FAMILIES, make_config, make_processor
     from tiny_vlm.quality import measure
-    from tiny_vlm.tokenizer import build_tokenizer, check_tokenizer, read_ranks
+    from tiny_vlm.tokenizer import build_tokenizer, read_ranks
     from tiny_vlm.warm_start import warm_start
 
     tokenizer = build_tokenizer(read_ranks())
-    check_tokenizer(tokenizer)
     family = FAMILIES["qwen2_5_vl"]
     processor = make_processor(family, tokenizer)
     model = build_model(make_config(family, tokenizer), seed)

@@ -6,125 +6,105 @@
 # shellcheck source=scripts/common.sh
 source "$(dirname "$0")/common.sh"
 
-stamp=$VENV/.swift-grpo-ext            # what was installed, and where; written last
-made=$VENV/.swift-grpo-ext-made        # this script made the folder, and may remove it
-unfinished=$VENV/.swift-grpo-ext-unfinished
+stamp=$VENV/.swift-grpo-ext      # what was installed, and where; written last
+made=$VENV/.swift-grpo-ext-made  # this script made the folder, and may remove it
+logs=$VENV/setup-logs
+mkdir -p "$(dirname "$VENV")"
+here=$(cd "$(dirname "$VENV")" && pwd)/$(basename "$VENV")
+
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
+is_tried() { [[ $1 =~ ^3\.1[0-2]$ ]]; }
 
 install_project() {
   "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation -e .
   printf '%s\n' "$PWD" >"$VENV/.swift-grpo-ext-clone"
 }
 
-need_gib() { # NUMBER: of free space, before anything is installed
+need_gib() { # NUMBER: of free space
   local free_gib
   free_gib=$(($(df -Pk "$(dirname "$here")" | awk 'NR == 2 {print $4}') / 1024 / 1024))
-  [ -f "$stamp" ] || ((free_gib >= $1)) ||
+  ((free_gib >= $1)) ||
     fail "$(dirname "$here") has $free_gib GiB free, and the environment takes $1: make room, or name
 another place: VENV=/other/disk/venv bash scripts/setup.sh"
 }
 
-version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
-is_tried() { [[ $1 =~ ^3\.1[0-2]$ ]]; }
+# run_pip LOG ARGUMENTS...: `pip install`, with its output in LOG; shows every 20th package.
+run_pip() {
+  "$PYTHON" -m pip install "${@:2}" 2>&1 | tee "$1" | awk '
+    /^(Collecting|Processing|Requirement)/ && ++n % 20 == 0 { print "   " n " packages"; fflush() }
+    /^Installing collected/ { print "   installing"; fflush() }'
+}
 
-# choose_interpreter: sets `interpreter` and `version`.
-choose_interpreter() {
-  local found='' candidates=(python3.12 python3.11 python3.10 python3)
-  [ -z "${BASE_PYTHON:-}" ] || candidates=("$BASE_PYTHON")
-  for interpreter in "${candidates[@]}"; do
-    version=$(version_of "$interpreter") || version='' # a shim may have nothing behind it
-    if ! command -v "$interpreter" >/dev/null; then
-      found+=", $interpreter is not there"
-    elif [ -z "$version" ]; then
-      found+=", $interpreter does not run"
-    elif ! is_tried "$version"; then
-      found+=", $interpreter is Python $version"
-    elif ! "$interpreter" -c 'import ensurepip, venv' 2>/dev/null; then
-      found+=", $interpreter has no venv module (Debian and Ubuntu: apt install python$version-venv)"
-    else
-      return 0
-    fi
+pip_failed() { # LOG: ends with the end of pip's log
+  tail -n 5 "$1" >&2
+  fail "pip failed (above; the whole log is $1). Look at the network, at PIP_INDEX_URL and proxies, and
+at the disk (4.3 GB, and pip's cache), and run this again."
+}
+
+# --- which Python: the environment's own; else one that BASE_PYTHON names; else the newest ---
+
+present=$(version_of "$PYTHON")
+interpreter=$PYTHON version=$present
+if [ "${BASE_PYTHON:-}" ] || ! is_tried "$present"; then
+  for interpreter in ${BASE_PYTHON:-python3.12 python3.11 python3.10 python3}; do
+    version=$(version_of "$interpreter")
+    # Debian and Ubuntu have the module in a package of its own, python3.X-venv.
+    if is_tried "$version" && "$interpreter" -c 'import ensurepip, venv' 2>/dev/null; then break; fi
+    version=''
   done
-  fail "expected Python 3.10, 3.11 or 3.12${BASE_PYTHON:+ as BASE_PYTHON}; ${found#, }. Install one, or name one:
+  [ "$version" ] || fail "expected Python 3.10, 3.11 or 3.12 with its venv module${BASE_PYTHON:+ as BASE_PYTHON}. Install one, or name one:
 BASE_PYTHON=/path/to/python3.12 bash scripts/setup.sh"
-}
+fi
+requirements=scripts/requirements-cpu-$version.txt
+[ -f "$requirements" ] || requirements=scripts/requirements-cpu.txt
+# An environment that was moved or copied is another one.
+wanted="$(cat "$requirements" pyproject.toml scripts/torchvision_schemas.py | sha256sum) $here"
 
-# plan: what to install with which Python: the environment's own, where it has one that runs.
-plan() {
-  present=$(version_of "$PYTHON") || present=''
-  interpreter=$PYTHON version=$present
-  if [ "${BASE_PYTHON:-}" ] || ! is_tried "$present"; then choose_interpreter; fi
-  requirements=scripts/requirements-cpu-$version.txt
-  [ -f "$requirements" ] || requirements=scripts/requirements-cpu.txt
-  wanted=$(cat "$requirements" pyproject.toml scripts/torchvision_schemas.py | sha256sum)
-  wanted="$wanted $here"               # an environment that was moved or copied is another one
-}
+# --- an environment that is complete, or cannot be used ---
 
-mkdir -p "$(dirname "$VENV")"
-here=$(cd "$(dirname "$VENV")" && pwd)/$(basename "$VENV")
-plan
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ "$present" = "$version" ]; then
+if [ "$present" = "$version" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   # Another clone with the same VENV, or this clone under another path: its code is meant.
   [ "$(cat "$VENV/.swift-grpo-ext-clone" 2>/dev/null)" = "$PWD" ] || install_project
   exit 0
 fi
-[ ! -e "$VENV" ] || [ -d "$VENV" ] || fail "VENV $VENV is a file, expected a folder; name another one"
-need_gib 5
-
-# --- an environment that is broken, half made, or from somewhere else ---
-
-why=''
-if [ -d "$VENV" ]; then
-  if [ -f "$unfinished" ] && [ -f "$made" ]; then
-    why='its set-up was interrupted'
-  elif [ -z "$present" ]; then
-    why="its interpreter $PYTHON does not run"
-  elif [ "$present" != "$version" ]; then
-    why="it has Python $present, and Python $version is wanted"
-  elif ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
-    why='it has no pip'
-  elif [ -f "$stamp" ] && [[ "$(cat "$stamp")" != *" $here" ]]; then
-    why='it was made somewhere else, and moved or copied here'
-  fi
-fi
-if [ "$why" ]; then
-  if [ -f "$made" ] || [ "$here" = "$PWD/.venv" ]; then
-    step "$VENV is made anew: $why"
+if [ -f "$made" ]; then
+  if [ "$present" != "$version" ] || [[ "$(cat "$stamp" 2>/dev/null)" != *" $here" ]]; then
+    step "$VENV is made anew: it is unfinished, was moved, or has another Python than $version"
     rm -rf "$VENV"
-    plan
-  else
-    fail "VENV $VENV cannot be used: $why. This script did not make it; remove it and run this again:
-rm -rf $VENV"
+    exec bash scripts/setup.sh
   fi
+elif [ -e "$VENV" ] && ! { [ "$present" = "$version" ] && "$PYTHON" -m pip --version >/dev/null; }; then
+  fail "VENV $VENV is no environment with pip and Python $version, and this script did not make it:
+remove it, or name another place, VENV=/other/venv bash scripts/setup.sh"
 fi
 
 # --- the installation ---
 
 step "Setting up $VENV (once; about 3 minutes and 4.3 GB)"
+[ -f "$stamp" ] || need_gib 5
 if [ ! -d "$VENV" ]; then
   mkdir "$VENV"
   touch "$made"
+  "$interpreter" -m venv "$VENV"
 fi
-touch "$unfinished"
-logs=$VENV/setup-logs
-[ -x "$PYTHON" ] || "$interpreter" -m venv "$VENV" || fail "$interpreter -m venv $VENV failed (above)"
 mkdir -p "$logs"
-
 torch=$(grep '^torch==' "$requirements")
 others=$logs/requirements.txt
 grep -v '^torch==' "$requirements" >"$others"
-if ! run_pip "$logs/torch.log" 1 --no-deps "$torch"; then
-  [ "$(why_pip_failed "$logs/torch.log")" = "$not_in_index" ] || explain "$logs/torch.log"
+if ! run_pip "$logs/torch.log" --no-deps "$torch"; then
+  # pip that reached no index says so as well, after its last try.
+  grep -qE 'No matching distribution' "$logs/torch.log" || pip_failed "$logs/torch.log"
+  ! grep -qF 'Retry(total=0,' "$logs/torch.log" || pip_failed "$logs/torch.log"
   step "$torch, PyTorch's CPU build, is not in the package index that pip uses here for Python $version"
   echo "Taking its CUDA build, which runs without a GPU too and takes 3 GB and some minutes more. To do without, name
 PyTorch's own index of CPU wheels to pip: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
   need_gib 8
   grep -vE '^(torch|triton)==' "$requirements" >"$others" # it brings a triton of its own
-  pip_install "$logs/torch.log" 30 "${torch%+cpu}" --constraint "$others"
+  run_pip "$logs/torch.log" "${torch%+cpu}" --constraint "$others" || pip_failed "$logs/torch.log"
 fi
 # --no-deps: the list is complete, and two packages are left out on purpose (see its head).
-pip_install "$logs/packages.log" "$(grep -c '==' "$others")" --no-deps -r "$others"
+run_pip "$logs/packages.log" --no-deps -r "$others" || pip_failed "$logs/packages.log"
 install_project
 "$PYTHON" scripts/fix_torchvision.py
 "$PYTHON" -c 'import swift, torchvision, vllm, swift_grpo_ext'
 printf '%s\n' "$wanted" >"$stamp"
-rm -f "$unfinished"

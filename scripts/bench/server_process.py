@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common import ROOT
-from tqdm import tqdm
 
 SWIFT = Path(sys.executable).with_name("swift")
 STARTUP_SECONDS = 600
@@ -27,7 +26,7 @@ def rollout_server(model: Path, argv: Sequence[str]) -> Iterator[int]:
     Args:
         argv: further arguments of `swift rollout`.
     """
-    port = _free_port()
+    port = free_port()
     log = ROOT / "output" / "bench" / "rollout.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [
@@ -40,7 +39,13 @@ def rollout_server(model: Path, argv: Sequence[str]) -> Iterator[int]:
             command, cwd=ROOT, stdout=f, stderr=f, stdin=subprocess.DEVNULL, start_new_session=True
         )
     try:
-        _wait_until_healthy(process, port, log)
+        deadline = time.monotonic() + STARTUP_SECONDS
+        print("Starting swift rollout", file=sys.stderr)
+        while not _is_healthy(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+                raise SystemExit(f"swift rollout did not come up:\n{end}")
+            time.sleep(0.5)
         yield port
     finally:
         with suppress(ProcessLookupError):
@@ -48,23 +53,13 @@ def rollout_server(model: Path, argv: Sequence[str]) -> Iterator[int]:
         process.wait()
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + STARTUP_SECONDS
-    clock = tqdm(desc="Starting swift rollout", bar_format="{desc}: {elapsed}", mininterval=2)
-    with clock:
-        while True:
-            url = f"http://127.0.0.1:{port}/health"
-            with suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
-                if response.status == 200:
-                    return
-            if process.poll() is not None or time.monotonic() > deadline:
-                end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
-                raise SystemExit(f"swift rollout did not come up:\n{end}")
-            time.sleep(0.5)
-            clock.update()
+def _is_healthy(port: int) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+        return True
+    return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

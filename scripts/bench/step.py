@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from cases import make_photo, make_row
 from common import DEFAULT_MODEL, ROOT, Results, ratios, rotated
-from server_process import SWIFT, _free_port
+from server_process import SWIFT, free_port
 from timed_steps import PHASES
 from tqdm import tqdm
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
@@ -128,7 +128,7 @@ def run(way: str, options: argparse.Namespace, rows: Path, times: Path) -> str:
     """Train with a way; the end of its log where it failed, else ''."""
     on_cpu = not torch.accelerator.is_available()
     own = {name: str(value) for name, (_, value) in KEEP_FREED_MEMORY.items()} | CPU_ENVIRONMENT
-    environment = {"STEP_TIMES": str(times), "MASTER_PORT": str(_free_port())}
+    environment = {"STEP_TIMES": str(times), "MASTER_PORT": str(free_port())}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with tempfile.TemporaryDirectory() as output:
         argv = swift_argv(way, options, rows, output, on_cpu)

@@ -169,11 +169,6 @@ def run_tests(environment: Environment, arguments: Sequence[str], assets: Path) 
         },
         statuses=(0, 1),  # 1: a test failed
     )
-    return read_counts(junit)
-
-
-def read_counts(junit: Path) -> Counts:
-    """Read how many tests ended in each way from the file of pytest's `--junitxml`."""
     [suite] = ElementTree.parse(junit).getroot().iter("testsuite")
     tests, errors, failures, skipped = (
         int(suite.attrib[name]) for name in ("tests", "errors", "failures", "skipped")

@@ -3,7 +3,7 @@
 The ranks file lists 151,643 byte strings, best first. A rank-based encoder joins the pair of
 neighbours whose concatenation has the lowest rank; a Hugging Face tokenizer wants a list of
 merges instead. Both say the same once every string is turned into the one pair that the ranks
-below it leave of it. `check_tokenizer` asserts the ids on which ms-swift and vLLM rely.
+below it leave of it.
 """
 
 import base64
@@ -48,26 +48,12 @@ PLAIN_ADDED_TOKENS = (
 )
 """The ids after those; they stay visible when a text is decoded without special tokens."""
 
-PROBES = (
-    "<answer>7</answer>",
-    "Which digit is this? Answer as <answer>d</answer>.",
-    "数字是多少？请回答。",
-    "naïve café, Ωμέγα, привет",
-    "👩‍🚀🦜🏳️‍🌈",
-    "  two spaces,\ttab,\n\n\nthree breaks  \r\n ",
-    "x = [1234567890, 3.14]  # it's, we'll, I'D",
-)
-"""Texts that have to survive encoding and decoding unchanged."""
-
 
 def read_ranks() -> dict[bytes, int]:
     """Return the rank of every byte string in the `qwen.tiktoken` of the installed `dashscope`."""
     spec = importlib.util.find_spec("dashscope")  # it is not imported for it
-    if spec is None or spec.origin is None:
-        raise ValueError(
-            "the package dashscope, which holds Qwen's vocabulary, is not installed; "
-            "install it: pip install dashscope"
-        )
+    assert spec is not None, "install the package dashscope, which holds Qwen's vocabulary"
+    assert spec.origin is not None
     ranks = {}
     path = Path(spec.origin).parent / "resources" / "qwen.tiktoken"
     for line in path.read_bytes().splitlines():  # a base64 string and a rank
@@ -126,16 +112,3 @@ def build_tokenizer(
     tokenizer.eos_token = eos
     tokenizer.pad_token = special[0]
     return tokenizer
-
-
-def check_tokenizer(tokenizer: Qwen2TokenizerFast) -> None:
-    """Assert Qwen's ids of the added tokens, and that every probe text survives a round trip."""
-    for offset, token in enumerate(SPECIAL_TOKENS + PLAIN_ADDED_TOKENS):
-        got = tokenizer.convert_tokens_to_ids(token)
-        assert got == NUM_RANKS + offset, f"{token} has id {got}, expected {NUM_RANKS + offset}"
-        assert tokenizer.encode(token) == [got], f"{token} is split when it is encoded"
-    assert tokenizer.eos_token_id == NUM_RANKS + 2
-    assert tokenizer.pad_token_id == NUM_RANKS
-    for text in PROBES:
-        decoded = tokenizer.decode(tokenizer.encode(text))
-        assert decoded == text, f"{text!r} decodes to {decoded!r}"

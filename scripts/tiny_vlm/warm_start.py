@@ -8,7 +8,6 @@ samples of one prompt differ. Shapes are as in `examples`.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -58,34 +57,22 @@ def batches(num_rows: int, seed: int) -> Iterator[Tensor]:
         yield from (batch for batch in order.split(BATCH_SIZE) if len(batch) == BATCH_SIZE)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: the result does not depend on the number of cores then.
-
-    Two threads save a third of a step's 0.16 s, but beside another busy process they wait for each
-    other and take ten times as long.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
 def warm_start(model: Qwen2_5_VLForConditionalGeneration, examples: Examples, seed: int) -> int:
     """Train `model`, which knows the whole vocabulary, in place; the number of steps taken."""
     num_training = len(examples) - NUM_VALIDATION
     vocab = CompactVocab.of(examples, model.config.text_config.vocab_size)
     compact = shrink(model, vocab, seed)
-    with one_thread():
-        num_steps = train_until_warm(
-            compact,
-            vocab.encode_examples(examples.select(slice(num_training))),
-            vocab.encode_examples(examples.select(slice(num_training, None))),
-            vocab.log_multiplicity,
-            seed,
-        )
+    # On one thread the result does not depend on the number of cores. Two threads save a third of a
+    # step's 0.16 s, but beside another busy process they wait for each other and take ten times as
+    # long.
+    torch.set_num_threads(1)
+    num_steps = train_until_warm(
+        compact,
+        vocab.encode_examples(examples.select(slice(num_training))),
+        vocab.encode_examples(examples.select(slice(num_training, None))),
+        vocab.log_multiplicity,
+        seed,
+    )
     expand(compact, model, vocab, seed)
     return num_steps
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -60,7 +60,17 @@ def reserved(gib: float) -> Iterator[None]:
     with ExitStack() as row:
         if not _held:
             row.enter_context(FileLock(_FOLDER / "row"))
-        while len(taken := _take(count, share)) < count and time.monotonic() < deadline:
+        while True:
+            taken: list[FileLock] = []
+            for number in range(share):
+                if len(taken) == count:
+                    break
+                lock = FileLock(_FOLDER / str(number))
+                with suppress(Timeout):
+                    lock.acquire(timeout=0)
+                    taken.append(lock)
+            if len(taken) == count or time.monotonic() > deadline:
+                break
             for lock in taken:
                 lock.release()
             time.sleep(1)
@@ -71,18 +81,3 @@ def reserved(gib: float) -> Iterator[None]:
         for lock in taken:
             lock.release()
             _held.remove(lock)
-
-
-def _take(count: int, share: int) -> list[FileLock]:
-    """Lock as many of the files as are free, `count` at most."""
-    taken: list[FileLock] = []
-    for number in range(share):
-        if len(taken) == count:
-            break
-        lock = FileLock(_FOLDER / str(number))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            continue
-        taken.append(lock)
-    return taken

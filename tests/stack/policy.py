@@ -37,9 +37,15 @@ def max_logprob_gap(checkpoint: Path, base: Path, records: Sequence[dict[str, An
     model = load_policy(checkpoint, base).eval()
     gaps = []
     for record in records:
-        text = processor.apply_chat_template(
-            _with_image_parts(record["messages"]), tokenize=False, add_generation_prompt=True
-        )
+        # ms-swift marks an image with `<image>` in the text; the chat template wants a part for it.
+        messages = []
+        for message in record["messages"]:
+            before, *rest = message["content"].split("<image>")
+            parts: list[dict[str, str]] = [{"type": "text", "text": before}] if before else []
+            for text in rest:
+                parts += [{"type": "image"}, {"type": "text", "text": text}]
+            messages.append({"role": message["role"], "content": parts})
+        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         images = [Image.open(path) for path in record["images"]]
         inputs = processor(text=[text], images=images, return_tensors="pt")
         completion_T = torch.tensor(record["token_ids"])
@@ -59,7 +65,12 @@ def max_logprob_gap(checkpoint: Path, base: Path, records: Sequence[dict[str, An
 def assert_sampled_with_trained_weights(folder: Path, base: Path, num_steps: int) -> None:
     """The log-probabilities of the rollout that began at step s are those of checkpoint s,
     recomputed with transformers alone, and no longer those of the model before."""
-    records = [r for r in read_records(folder / "record") if not any(map(is_content, r["images"]))]
+    # An image that was given as content is named by its hash: no path to look at.
+    records = [
+        record
+        for record in read_records(folder / "record")
+        if not any(image.startswith("blake2b:") for image in record["images"])
+    ]
     for step in range(num_steps):
         rollout = [r for r in records if r["step"] == step]
         assert len(rollout) >= 8
@@ -69,20 +80,3 @@ def assert_sampled_with_trained_weights(folder: Path, base: Path, num_steps: int
     # That would prove nothing, had training moved no weight.
     last_rollout = [r for r in records if r["step"] == num_steps - 1]
     assert max_logprob_gap(base, base, last_rollout) > 5 * SAME
-
-
-def is_content(image: str) -> bool:
-    """Whether the recorder was given an image's content, which it names by its hash."""
-    return image.startswith("blake2b:")
-
-
-def _with_image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """ms-swift marks an image with `<image>` in the text; the chat template wants a part for it."""
-    result = []
-    for message in messages:
-        before, *rest = message["content"].split("<image>")
-        parts: list[dict[str, str]] = [{"type": "text", "text": before}] if before else []
-        for text in rest:
-            parts += [{"type": "image"}, {"type": "text", "text": text}]
-        result.append({"role": message["role"], "content": parts})
-    return result

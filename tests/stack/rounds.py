@@ -130,18 +130,14 @@ def assert_logged(run: Path, samples: Samples, ranks: int) -> None:
     assert logged.keys() == samples.keys()
     for name, turns in logged.items():
         sample, first = samples[name], turns[0]
-        assert [i for turn in turns for i in turn.token_ids] == drawn_ids(sample)
+        drawn = [i for turn in sample["turns"] for i in turn] or sample["token_ids"]
+        assert [i for turn in turns for i in turn.token_ids] == drawn
         assert [turn.sample_id.turn for turn in turns] == list(range(len(turns)))
         assert sample["infos"].get("seed", first.seed) == first.seed
         assert sample["infos"].get("replica", first.replica) == first.replica
         assert list(first.media) == [*sample["images"], *sample["videos"], *sample["audios"]]
         assert first.weight_version == sample["weights"]
         assert 0 <= first.rank < ranks
-
-
-def drawn_ids(sample: dict[str, Any]) -> list[int]:
-    """All tokens of a sample: of its turns, where it had several."""
-    return [i for turn in sample["turns"] for i in turn] or sample["token_ids"]
 
 
 def server_argv(assets: Path, *argv: str, plugins: Sequence[str] = ()) -> list[str]:

@@ -114,17 +114,14 @@ def write_rows(assets: Path, path: Path, prompts: Sequence[str]) -> Path:
         row["images"] = images[i : i + prompt.count("<image>")]
         row["videos"] = [video] * prompt.count("<video>")
         if "<audio>" in prompt:
-            row["audios"] = [write_tone(path.with_name(f"{i}.wav"), 220.0 * (i + 1))]
+            import soundfile  # which the set-up has not
+
+            # A second of a tone at 16 kHz.
+            tone = 0.5 * np.sin(2 * np.pi * 220 * (i + 1) * np.arange(16_000) / 16_000)
+            soundfile.write(path.with_name(f"{i}.wav"), tone, 16_000)
+            row["audios"] = [str(path.with_name(f"{i}.wav"))]
         rows.append(row)
     return rounds.write_lines(path, rows)
-
-
-def write_tone(path: Path, hertz: float) -> str:
-    """One second at 16 kHz."""
-    import soundfile
-
-    soundfile.write(path, 0.5 * np.sin(2 * np.pi * hertz * np.arange(16_000) / 16_000), 16_000)
-    return str(path)
 
 
 def start(

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,11 +53,7 @@ def parse(command: str, num_ranks: str, argv: list[str]) -> dict[str, Any]:
         # It is taken to have accelerators: presets of GPU machines let their engines sleep.
         preflight.check_devices = lambda args: iter(())
 
-    class Parser:
-        args_class = pipeline.args_class
-        parse = pipeline._parse_args
-
-    args = Parser().parse(argv)
+    args = pipeline._parse_args(SimpleNamespace(args_class=pipeline.args_class), argv)
     training = getattr(args, "training_args", None)
     names = ("generation_batch_size", "steps_per_generation", "world_size")
     return {**vars(args), **{name: getattr(training, name) for name in names if training}}

@@ -23,10 +23,6 @@ CASES = {
         ("--logit_shim", "off"),
         r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
     ),
-    "bad value": (
-        ("--rollout_seed_mode", "samples"),
-        r"argument --rollout_seed_mode.*invalid choice: 'samples'.*swift-grpo-ext flags",
-    ),
     "no such stop token": (
         ("--stop_token_ids", "151936"),
         r"--stop_token_ids 151936: 151936 is no token.*convert_tokens_to_ids",
