@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def make_assets() -> Path:
-    """The digits and the tiny model, unless they are there, by this Python."""
+    """Make the digits and the tiny model, unless they are there, by this Python."""
     assets = Path(os.environ.setdefault("ASSETS", str(ROOT / ".assets"))).resolve()
     command = ["bash", "-c", "source scripts/common.sh && make_assets"]
     venv = {"VENV": str(Path(sys.executable).parents[1]), "ASSETS": str(assets)}

@@ -38,7 +38,7 @@ QUESTION = "Which digit is this? Answer as <answer>d</answer>."
 
 
 def split_indices(labels: np.ndarray, seed: int) -> dict[str, np.ndarray]:
-    """Indices into `labels` of the parts `warmstart`, `train` and `heldout`, in shuffled order.
+    """Return shuffled indices into `labels` of the parts `warmstart`, `train` and `heldout`.
 
     The parts are disjoint, together they are everything, and each is stratified by label.
     """

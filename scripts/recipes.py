@@ -90,7 +90,7 @@ class Option(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What the table says of it."""
+        """Return what the table says of it."""
         if self.name in REFUSED:
             return "refused"
         if self.name in REFUSED_ON_CPU:

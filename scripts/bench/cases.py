@@ -32,7 +32,7 @@ OCTAVES = ((4, 70.0), (16, 40.0), (64, 20.0), (256, 8.0))
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A generation batch: neighbouring copies of each prompt, as the sampler repeats them."""
+    """A case is a generation batch: neighbouring copies of each prompt, as the sampler has them."""
 
     image_side: int
     """Pixels; 0 for text alone."""
@@ -49,7 +49,7 @@ class Case:
         return self.num_prompts * self.group_size
 
     def columns(self) -> dict[str, Any]:
-        """What names the case in a result's row."""
+        """Return what names the case in a result's row."""
         return {
             "case": self.name,
             "num_prompts": self.num_prompts,
@@ -59,7 +59,7 @@ class Case:
 
 
 def make_samples(case: Case, round_number: int) -> list[OnPolicySample]:
-    """The batch's samples; each owns its image's bytes, as a data loader's rows do."""
+    """Make the batch's samples; each owns its image's bytes, as a data loader's rows do."""
     round_ = Round(phase="train", step=round_number, number=0)
     sample_ids = sample_ids_at(round_, range(case.num_samples), case.group_size)
     samples = []
@@ -71,7 +71,7 @@ def make_samples(case: Case, round_number: int) -> list[OnPolicySample]:
 
 
 def make_row(image_side: int, number: int) -> dict[str, Any]:
-    """Prompt `number` as a row of ms-swift's data sets, nothing in it shared with another row."""
+    """Make prompt `number` as a row of ms-swift's; it shares nothing with another row."""
     if image_side == 0:
         numbers = np.random.default_rng(number).integers(10, 100, 40)
         text = f"Add these numbers, and explain each step: {' '.join(map(str, numbers))}"
@@ -84,7 +84,7 @@ def make_row(image_side: int, number: int) -> dict[str, Any]:
 
 @cache
 def make_photo(side: int, number: int) -> bytes:
-    """A PNG that weighs what a photograph does: soft shapes, textures, and a sensor's noise."""
+    """Make a PNG that weighs what a photograph does: soft shapes, textures, a sensor's noise."""
     rng = np.random.default_rng((side, number))
     pixels = np.full((side, side, 3), 128.0)
     for cells, contrast in OCTAVES:
@@ -99,7 +99,7 @@ def make_photo(side: int, number: int) -> bytes:
 
 
 def make_config(max_tokens: int) -> RequestConfig:
-    """What ms-swift's trainer asks its engines with (`_prepare_rollout_params`)."""
+    """Make what ms-swift's trainer asks its engines with (`_prepare_rollout_params`)."""
     return RequestConfig(
         n=1,
         max_tokens=max_tokens,
@@ -146,7 +146,7 @@ def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: CallEngine) -> 
 
 
 def draw_theirs(samples: Sequence[Any], ask: Callable[[list[Any]], Any]) -> list[RolloutOutput]:
-    """What ms-swift's trainer does, in a training of one process."""
+    """Generate as ms-swift's trainer does, in a training of one process."""
     return list(ask([sample.to_infer_request() for sample in samples]))
 
 

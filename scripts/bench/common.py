@@ -38,7 +38,7 @@ Turn = Callable[[int], Measures]
 
 
 def interleave(ways: Mapping[str, Turn], repetitions: int, label: str) -> dict[str, list[Measures]]:
-    """The measures of each way, one for each repetition; the warm-up is not among them."""
+    """Return the measures of each way, one for each repetition; the warm-up is left out."""
     names = list(ways)
     measures: dict[str, list[Measures]] = {name: [] for name in names}
     turns = [(r, name) for r in range(repetitions + 1) for name in rotated(names, r)]
@@ -57,7 +57,7 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
 
 @contextmanager
 def stopwatch(measures: Measures) -> Iterator[None]:
-    """Puts the block's wall time and this process's CPU time (all threads) into `measures`."""
+    """Put the block's wall time and this process's CPU time (all threads) into `measures`."""
     cpu, start = time.process_time(), time.perf_counter()
     yield
     measures["seconds"] = time.perf_counter() - start
@@ -65,7 +65,7 @@ def stopwatch(measures: Measures) -> Iterator[None]:
 
 
 def make_rows(fixed: Mapping[str, Any], measures: Mapping[str, list[Measures]]) -> list[Any]:
-    """A row for each way: `fixed`, the way's name, and of each measure a list of repetitions."""
+    """Return a row for each way: `fixed`, its name, and a list of repetitions for each measure."""
     return [
         {**fixed, "way": way, **{name: [m[name] for m in measured] for name in measured[0]}}
         for way, measured in measures.items()
@@ -73,7 +73,7 @@ def make_rows(fixed: Mapping[str, Any], measures: Mapping[str, list[Measures]]) 
 
 
 class Results:
-    """The rows of a run; after each case they are written again, so that none is lost."""
+    """Holds the rows of a run, and writes them again after each case, so that none is lost."""
 
     def __init__(self, output: Path | None) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -94,7 +94,7 @@ class Results:
 
 
 def command() -> str:
-    """The command line, without this machine's folders."""
+    """Return the command line, without this machine's folders."""
     words = [Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix(), *sys.argv[1:]]
     plain = [f"DIR/{Path(w).name}" if Path(w).is_absolute() else w for w in words]
     return shlex.join(["python", *plain])
@@ -128,12 +128,12 @@ def _cpu_model() -> str:
 
 
 def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], measure: str) -> list[float]:
-    """`ours / theirs` of each repetition: both sides of it ran within seconds of each other."""
+    """Return `ours / theirs` of each repetition, whose sides ran within seconds of each other."""
     return [a / b for a, b in zip(ours[measure], theirs[measure], strict=True)]
 
 
 def make_parser(doc: str, repetitions: int) -> argparse.ArgumentParser:
-    """The flags that the rollout benchmarks have in common."""
+    """Return a parser of the flags that the rollout benchmarks have in common."""
     parser = argparse.ArgumentParser(
         description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -44,7 +44,7 @@ WAYS = (FULL, KEYWORD, OURS, CHUNKED)
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of one batch, padded on the right."""
+    """A case is the rows of one batch, padded on the right."""
 
     name: str
     prompts: tuple[int, ...]
@@ -95,7 +95,7 @@ def main() -> None:
 def measured(
     cases: Sequence[tuple[Case, Sequence[str]]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way of each case; its `seconds` are one number for each timed turn."""
+    """Yield a row for each way of each case; its `seconds` are a number for each timed turn."""
     turns = [(case, ways, r) for case, ways in cases for r in range(options.repetitions)]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     how = (options.chunk_size, options.device, options.dtype)
@@ -146,7 +146,7 @@ def measure(case: Case, way: str, chunk_size: int, device: str, dtype: str) -> d
 def make_work(
     case: Case, way: str, chunk_size: int, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Any]:
-    """Forward and backward of one way; and the model's head."""
+    """Return one way's forward and backward, as a function, and the model's head."""
     from swift.rlhf_trainers import GRPOTrainer
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

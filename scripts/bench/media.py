@@ -66,7 +66,7 @@ def main() -> None:
 
 
 class Rounds:
-    """Turns of each way; `_steps` is what the engine's steps took in a turn."""
+    """Runs the turns of each way; `_steps` is what the engine's steps took in a turn."""
 
     def __init__(self, engine: Any, options: argparse.Namespace) -> None:
         self._engine, self._options = engine, options
@@ -120,7 +120,7 @@ class Rounds:
         return self._engine.infer(requests, copy(self._config), use_tqdm=False)
 
     def _round(self, samples: Sequence[Any], draw: Callable[[], Any], in_training: Any) -> Measures:
-        """The rollout without the engine's steps, and the training batch."""
+        """Measure the rollout without the engine's steps, and the training batch."""
         self._engine.engine.reset_prefix_cache()
         self._engine.engine.reset_mm_cache()
         self._engine.engine.reset_encoder_cache()

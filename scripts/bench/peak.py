@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes that tensors held at once during `work`, beyond those held before.
+    """Return the most bytes that tensors held at once during `work`, beyond those held before.
 
     On CPU every allocation and release of torch's allocator counts, inside operators too, as the
     profiler records them; on a GPU it is the allocator's own peak. The same work gives the same

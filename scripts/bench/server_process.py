@@ -21,7 +21,7 @@ STARTUP_SECONDS = 600
 
 @contextmanager
 def rollout_server(model: Path, argv: Sequence[str]) -> Iterator[int]:
-    """The port of a healthy server of `model`; it ends with the block, also on Ctrl-C and SIGTERM.
+    """Start a server of `model`, which ends with the block, also on SIGTERM; yield its port.
 
     Args:
         argv: further arguments of `swift rollout`.

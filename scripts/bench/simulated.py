@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are sampled from logits."""
+    """It says how tokens are sampled from logits."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -34,7 +34,7 @@ class Sampling:
 
 
 def random_logits(rng: np.random.Generator, scale: float, end_rate: float) -> Array:
-    """Logits, [token before, token]: the larger `scale`, the lower the entropy."""
+    """Draw logits, [token before, token]: the larger `scale`, the lower the entropy."""
     logits = rng.normal(size=(VOCABULARY, VOCABULARY)) * scale
     others = np.log(np.exp(logits[:, 1:]).sum(axis=1))
     logits[:, END] = others + np.log(end_rate / (1 - end_rate)) if end_rate else -np.inf
@@ -42,7 +42,7 @@ def random_logits(rng: np.random.Generator, scale: float, end_rate: float) -> Ar
 
 
 def probabilities(logits: Array, sampling: Sampling) -> Array:
-    """What tokens are sampled from, [token before, token]."""
+    """Return what tokens are sampled from, [token before, token]."""
     scaled = logits / sampling.temperature
     p = np.exp(scaled - scaled.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
@@ -56,7 +56,7 @@ def probabilities(logits: Array, sampling: Sampling) -> Array:
 
 
 def entropy_per_token(p: Array) -> float:
-    """Bits, in the long run of the chain (its stationary mean)."""
+    """Return the bits in the long run of the chain (its stationary mean)."""
     state = np.full(len(p), 1 / len(p))
     for _ in range(100):
         state = state @ p
@@ -65,7 +65,7 @@ def entropy_per_token(p: Array) -> float:
 
 
 def draw(p: Array, noise: Array, prompts: Array) -> tuple[list[Array], list[Array]]:
-    """Completions and log-probabilities; equal noise and prompt give equal completions.
+    """Draw completions with log-probabilities; equal noise and prompt give equal completions.
 
     Args:
         p: [token before, token].
@@ -89,7 +89,7 @@ def draw(p: Array, noise: Array, prompts: Array) -> tuple[list[Array], list[Arra
 
 
 def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sample]:
-    """A round of groups; group g has prompt g, in every round."""
+    """Make a round of groups; group g has prompt g, in every round."""
     groups = np.arange(len(noise)) // group_size
     ids, logprobs = draw(p, noise, 1 + groups % (VOCABULARY - 1))
     return [

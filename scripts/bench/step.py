@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[str, Any]]:
-    """A row for each way, with lists of the repetitions' values."""
+    """Return a row for each way, with lists of the repetitions' values."""
     rows_file = write_rows(folder / f"{side}", side, options.num_prompts * options.steps)
     case = {"case": f"{side} px" if side else "text", "num_prompts": options.num_prompts}
     rows: dict[str, dict[str, Any]] = {way: {**case, "way": way} for way in options.ways}
@@ -125,7 +125,7 @@ def write_rows(folder: Path, side: int, count: int) -> Path:
 
 
 def run(way: str, options: argparse.Namespace, rows: Path, times: Path) -> str:
-    """Train with a way; the end of its log where it failed, else ''."""
+    """Train with a way; return the end of its log where it failed, else ''."""
     on_cpu = not torch.accelerator.is_available()
     own = {name: str(value) for name, (_, value) in KEEP_FREED_MEMORY.items()} | CPU_ENVIRONMENT
     environment = {"STEP_TIMES": str(times), "MASTER_PORT": str(free_port())}
@@ -174,7 +174,7 @@ def swift_argv(
 
 
 def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Medians over runs, in seconds; ratios to ms-swift's of the same repetition."""
+    """Return medians over runs, in seconds; ratios to ms-swift's of the same repetition."""
     names = ("prompts", "way", "step", *PHASES, "of ms-swift's step", "to the first step")
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:

@@ -83,7 +83,7 @@ class PhaseClock:
         self._since = now
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call."""
+        """Return the seconds since the last call."""
         self._charge()
         seconds = {phase: self._seconds[phase] for phase in PHASES}
         self._seconds.clear()
@@ -113,14 +113,14 @@ class StepClock(TrainerCallback):
 
 
 class Vowels(ORM):
-    """A reward that differs within a group."""
+    """This reward differs within a group."""
 
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         return [sum(c in "aeiou" for c in text.lower()) / max(len(text), 1) for text in completions]
 
 
 class PlainTrainer(GRPOTrainer):
-    """ms-swift's own trainer, which can give weights to vLLM without an accelerator."""
+    """It is ms-swift's own trainer, and can give weights to vLLM without an accelerator."""
 
     def _load_state_dict_to_vllm(self, state_dict: dict[str, torch.Tensor]) -> None:
         if torch.accelerator.is_available():

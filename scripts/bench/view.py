@@ -138,7 +138,7 @@ def measure(run_dir: Path) -> None:
 
 
 def told(name: str, start: float, pid: int) -> None:
-    """Prints seconds since the start, and the server's CPU seconds: what other work on the machine
+    """Print seconds since the start, and the server's CPU seconds: what other work on the machine
     does not stretch."""
     cpu = psutil.Process(pid).cpu_times()
     seconds = time.perf_counter() - start
@@ -146,7 +146,7 @@ def told(name: str, start: float, pid: int) -> None:
 
 
 def timed(name: str, url: str, page: str) -> None:
-    """Prints the seconds of the first and of a second call, and how many samples there were."""
+    """Print the seconds of the first and of a second call, and how many samples there were."""
     seconds = []
     text = ""
     for _ in range(2):

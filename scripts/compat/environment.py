@@ -80,7 +80,7 @@ class Cell:
 
     @classmethod
     def of(cls, name: str) -> Cell:
-        """Raises `ValueError` for a name that is no cell's."""
+        """Return the cell of this name; raise `ValueError` where there is none."""
         parts = re.fullmatch(r"\d[\d.]*-(\d[\d.]*)(-3\.\d+)?", name)
         if not parts or parts[1] not in STACKS:
             raise ValueError(

@@ -49,7 +49,7 @@ needed, and what its releases go without."""
 
 @dataclass(frozen=True)
 class Counts:
-    """How many tests ended in each way."""
+    """They say how many tests ended in each way."""
 
     passed: int = 0
     failed: int = 0
@@ -66,7 +66,7 @@ class Counts:
 
 @dataclass
 class Trial:
-    """How a cell did; what was not tried is empty."""
+    """A trial says how a cell did; what was not tried is empty."""
 
     cell: str
     date: str = ""
@@ -89,13 +89,13 @@ class Trial:
 
     @property
     def changes(self) -> list[str]:
-        """What of the stack an installation would change."""
+        """Return what of the stack an installation would change."""
         names = self.would_install  # pip writes `ms_swift-4.6.0` as `ms-swift-4.6.0`
         return [name for name in names if canonicalize_name(name.rpartition("-")[0]) in PROTECTED]
 
     @property
     def left(self) -> list[str]:
-        """The parts that have not passed yet; none where there is no such environment."""
+        """Return the parts that have not passed yet; none where there is no such environment."""
         parts = () if self.excluded else PARTS
         return [part for part in parts if not self.tests.get(part, Counts()).are_good]
 
@@ -105,7 +105,7 @@ class Trial:
 
     @property
     def names_hold(self) -> bool:
-        """Only names were looked at, and nothing speaks against it."""
+        """Whether only names were looked at, and nothing speaks against it."""
         return not (self.tests or self.pins_wrong or self.changes or self.excluded)
 
     def save(self, path: Path) -> None:

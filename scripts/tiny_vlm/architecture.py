@@ -53,7 +53,7 @@ def _write(path: Path, settings: dict[str, Any]) -> None:
 
 
 def build_model(config: Qwen2_5_VLConfig, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """A freshly drawn model in float32."""
+    """Draw a model in float32."""
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(config)
     draw_weights(model)
@@ -75,7 +75,7 @@ def draw_weights(model: PreTrainedModel) -> None:
 
 
 def make_generation_config(config: Qwen2_5_VLConfig) -> GenerationConfig:
-    """Plain sampling at temperature 1 until the turn or the text ends."""
+    """Let the model sample at temperature 1 until the turn or the text ends."""
     return GenerationConfig(
         do_sample=True,
         bos_token_id=config.text_config.bos_token_id,

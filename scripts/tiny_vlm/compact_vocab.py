@@ -30,7 +30,7 @@ EMBEDDING_KEYS = ("model.language_model.embed_tokens.weight", "lm_head.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class CompactVocab:
-    """Used ids in ascending order; the compact id of each is its index here."""
+    """It holds the used ids in ascending order; the compact id of each is its index here."""
 
     used_ids_U: Tensor
     num_ids: int
@@ -38,30 +38,30 @@ class CompactVocab:
 
     @classmethod
     def of(cls, examples: Examples, num_ids: int) -> "CompactVocab":
-        """The vocabulary of the prompt and of all ten answers."""
+        """Return the vocabulary of the prompt and of all ten answers."""
         ids = torch.cat([examples.prompt_ids_T, examples.answer_ids_10C.flatten()])
         return cls(used_ids_U=ids.unique(sorted=True), num_ids=num_ids)
 
     @property
     def size(self) -> int:
-        """Number of compact ids: the used ones, and one for all the others."""
+        """Return the number of compact ids: the used ones, and one for all the others."""
         return len(self.used_ids_U) + 1
 
     def encode(self, ids: Tensor) -> Tensor:
-        """Compact ids of used ids, in the shape of `ids`."""
+        """Return the compact ids of used ids, in the shape of `ids`."""
         compact = torch.searchsorted(self.used_ids_U, ids)
         assert torch.equal(self.used_ids_U[compact], ids), "an id outside the used ones"
         return compact
 
     @property
     def log_multiplicity(self) -> Tensor:
-        """Logarithm of the number of ids that each compact id stands for."""
+        """Return the logarithm of the number of ids that each compact id stands for."""
         log_multiplicity = torch.zeros(self.size)
         log_multiplicity[-1] = math.log(self.num_ids - len(self.used_ids_U))
         return log_multiplicity
 
     def encode_examples(self, examples: Examples) -> Examples:
-        """The same rows in compact ids."""
+        """Return the same rows in compact ids."""
         return replace(
             examples,
             prompt_ids_T=self.encode(examples.prompt_ids_T),
@@ -72,7 +72,7 @@ class CompactVocab:
 def shrink(
     model: Qwen2_5_VLForConditionalGeneration, vocab: CompactVocab, seed: int
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A copy of `model` over the compact ids; the shared row starts at zero."""
+    """Copy `model` over the compact ids; the shared row starts at zero."""
     config = copy.deepcopy(model.config)
     config.text_config.vocab_size = vocab.size
     for name in ("image_token_id", "vision_start_token_id", "vision_end_token_id"):

@@ -20,7 +20,7 @@ IMAGE_MARK = "<image>"
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Encoded rows; all on the CPU."""
+    """They hold encoded rows, all on the CPU."""
 
     prompt_ids_T: Tensor
     """Prompt with one id per image token, the same for every row."""
@@ -45,15 +45,15 @@ class Examples:
 
     @property
     def digit_ids_10(self) -> Tensor:
-        """The ids of the ten digits."""
+        """Return the ids of the ten digits."""
         return self.answer_ids_10C[:, self.digit_position]
 
     def select(self, rows: slice) -> "Examples":
-        """The given rows alone."""
+        """Return the given rows alone."""
         return replace(self, pixels_NPD=self.pixels_NPD[rows], digits_N=self.digits_N[rows])
 
     def input_ids(self, indices: Tensor) -> Tensor:
-        """Prompt and right completion of the given rows, shape (len(indices), L)."""
+        """Return prompt and right completion of the given rows, shape (len(indices), L)."""
         prompts = self.prompt_ids_T.expand(len(indices), -1)
         return torch.cat([prompts, self.answer_ids_10C[self.digits_N[indices]]], dim=1)
 
@@ -64,7 +64,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def prompt_text(processor: Qwen2_5_VLProcessor, content: str) -> str:
-    """The chat prompt for a user turn with image marks, one image placeholder for each."""
+    """Return the chat prompt of a user turn, with an image placeholder for each mark."""
     parts: list[dict[str, str]] = []
     for index, text in enumerate(content.split(IMAGE_MARK)):
         if index > 0:

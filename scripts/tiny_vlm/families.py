@@ -84,7 +84,7 @@ class Family:
 
     @property
     def swift_argv(self) -> list[str]:
-        """What `swift rlhf` and `swift rollout` have to be told."""
+        """Return what `swift rlhf` and `swift rollout` have to be told."""
         return ["--model_type", self.model_type or self.name, "--template", self.template]
 
 

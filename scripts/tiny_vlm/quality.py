@@ -17,7 +17,7 @@ EVAL_BATCH_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """Means over rows; probabilities are over the whole vocabulary, at temperature 1."""
+    """It holds means over rows, of probabilities over the whole vocabulary at temperature 1."""
 
     greedy_accuracy: float
     """Share of rows whose right answer is the most probable token at every position."""
@@ -38,7 +38,7 @@ def completion_log_probs(
     indices_B: Tensor,
     log_multiplicity_V: Tensor | None = None,
 ) -> Tensor:
-    """Log-probabilities at each position of the right completions, shape (B, C, V).
+    """Return the log-probabilities at each position of right completions, shape (B, C, V).
 
     `log_multiplicity_V` is the logarithm of how many ids each of the model's ids stands for; None
     where each stands for itself.
@@ -63,7 +63,7 @@ def completion_log_probs(
 def split_log_probs(
     log_probs_BCV: Tensor, examples: Examples, digits_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of the answer's form, shape (B,), and of each digit given it, (B, 10)."""
+    """Return log-probabilities of the answer's form, (B,), and of each digit given it, (B, 10)."""
     answers_BC = examples.answer_ids_10C[digits_B]
     log_p_BC = log_probs_BCV.gather(-1, answers_BC[..., None]).squeeze(-1)
     is_form_C = torch.arange(answers_BC.shape[1]) != examples.digit_position
@@ -79,7 +79,7 @@ def measure(
     examples: Examples,
     log_multiplicity_V: Tensor | None = None,
 ) -> Quality:
-    """The model's quality on all rows of `examples`."""
+    """Return the model's quality on all rows of `examples`."""
     model.eval()
     num_completion = examples.answer_ids_10C.shape[1]
     sums = torch.zeros(4)

@@ -63,7 +63,7 @@ def read_ranks() -> dict[bytes, int]:
 
 
 def final_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two parts from which the merges of lower rank leave `token` to be joined."""
+    """Return the two parts from which the merges of lower rank leave `token` to be joined."""
     limit = ranks[token]
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
@@ -83,7 +83,7 @@ def build_tokenizer(
     eos: str = "<|im_end|>",
     **named: str,
 ) -> Qwen2TokenizerFast:
-    """Qwen2.5-VL's tokenizer: the ranks are its ids, its added tokens follow them.
+    """Build Qwen2.5-VL's tokenizer: the ranks are its ids, its added tokens follow them.
 
     Args:
         special: another family's, after which padding (the first) and `eos` are named.

@@ -42,7 +42,7 @@ LABEL_SMOOTHING = 0.1
 
 
 def training_loss(log_probs_BCV: Tensor, examples: Examples, indices_B: Tensor) -> Tensor:
-    """Negative log-likelihood of the answer's form, plus that of the digit given the form."""
+    """Return the negative log-likelihood of the form, plus that of the digit given the form."""
     digits_B = examples.digits_N[indices_B]
     form_B, digit_B10 = split_log_probs(log_probs_BCV, examples, digits_B)
     digit_loss = cross_entropy(digit_B10, digits_B, label_smoothing=LABEL_SMOOTHING)
@@ -50,7 +50,7 @@ def training_loss(log_probs_BCV: Tensor, examples: Examples, indices_B: Tensor) 
 
 
 def batches(num_rows: int, seed: int) -> Iterator[Tensor]:
-    """Endless full batches of row indices: one permutation of all rows after the other."""
+    """Yield full batches of row indices without end, one permutation of all rows after another."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(num_rows, generator=generator)
@@ -58,7 +58,7 @@ def batches(num_rows: int, seed: int) -> Iterator[Tensor]:
 
 
 def warm_start(model: Qwen2_5_VLForConditionalGeneration, examples: Examples, seed: int) -> int:
-    """Train `model`, which knows the whole vocabulary, in place; the number of steps taken."""
+    """Train `model`, which knows the whole vocabulary, in place; return the number of steps."""
     num_training = len(examples) - NUM_VALIDATION
     vocab = CompactVocab.of(examples, model.config.text_config.vocab_size)
     compact = shrink(model, vocab, seed)
@@ -84,7 +84,7 @@ def train_until_warm(
     log_multiplicity_V: Tensor,
     seed: int,
 ) -> int:
-    """Train `model` on `training` until `validation` says stop; the number of steps taken."""
+    """Train `model` on `training` until `validation` says stop; return the number of steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     ramp = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / NUM_RAMP_STEPS)
