@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
     ProcessorMixin,
     Qwen2TokenizerFast,
 )
@@ -168,20 +167,16 @@ def make_family(family: Family, output: Path, seed: int) -> int:
         eos_token_id=text.eos_token_id,
     )
     model.save_pretrained(output)
-    if any(family.renamed) or family.name.endswith("_moe"):
-        _publish_names(model, family, output / "model.safetensors")
-    processor.save_pretrained(output)
-    if family.thinker:
-        torch.save({}, output / "spk_dict.pt")  # voices, which transformers asks for
-    return int(model.num_parameters())
-
-
-def _publish_names(model: PreTrainedModel, family: Family, path: Path) -> None:
-    """Make a saved file what published ones are: transformers 5.19 loads experts transposed, and
-    saves them as it holds them; SigLIP's parameters have lost a level of their names there."""
+    # Make the file what published ones are: transformers 5.19 loads experts transposed, and saves
+    # them as it holds them; SigLIP's parameters have lost a level of their names there.
+    path = output / "model.safetensors"
     old, new = family.renamed
     tensors = {
         new + name.removeprefix(old) if old and name.startswith(old) else name: tensor.contiguous()
         for name, tensor in checkpoint_layout(model, load_file(path)).items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
+    processor.save_pretrained(output)
+    if family.thinker:
+        torch.save({}, output / "spk_dict.pt")  # voices, which transformers asks for
+    return int(model.num_parameters())
