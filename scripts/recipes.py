@@ -36,7 +36,7 @@ REFUSED = {
 REFUSED_ON_CPU = {
     "sleep_level": f"{PREFLIGHT}::test_sharding_and_sleep_need_an_accelerator",
 }
-"""By whom, or the test that holds it."""
+"""Each stands with who refuses it, or with the test that holds it."""
 
 NO_EFFECT = {
     "remove_unused_columns": "ms-swift: always false, and says so",
@@ -68,7 +68,7 @@ OTHER_ALGORITHMS = frozenset(
         "missing_eos_penalty",
     ]
 )
-"""Of DPO, KTO, PPO and the like: GRPO does not read them."""
+"""GRPO does not read these options of DPO, KTO, PPO and the like."""
 
 
 OWN = (

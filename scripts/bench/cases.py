@@ -27,7 +27,7 @@ TEMPERATURE = 2.0
 """So hot that hardly a completion of the tiny model ends before `--max-tokens`."""
 
 OCTAVES = ((4, 70.0), (16, 40.0), (64, 20.0), (256, 8.0))
-"""Of a picture: (cells a side, contrast), from coarse to fine."""
+"""A picture has these (cells a side, contrast), from coarse to fine."""
 
 
 @dataclass(frozen=True, kw_only=True)

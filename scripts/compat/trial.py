@@ -75,7 +75,7 @@ class Trial:
     """Why there is no such environment."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    """Of what was installed, by package."""
+    """It holds what was installed, by package."""
 
     would_install: list[str] = field(default_factory=list)
     """What `pip install --dry-run` of the wheel names beside the wheel, as `name-version`."""

@@ -34,7 +34,7 @@ class CompactVocab:
 
     used_ids_U: Tensor
     num_ids: int
-    """Of the whole vocabulary."""
+    """The whole vocabulary has so many."""
 
     @classmethod
     def of(cls, examples: Examples, num_ids: int) -> "CompactVocab":

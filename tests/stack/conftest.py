@@ -48,7 +48,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 @pytest.fixture(scope="session")
 def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one colocated rank, 6 rounds: three epochs. All that is compared with it has a canary."""
+    """One colocated rank draws 6 rounds, three epochs. All that is compared has a canary."""
 
     def make(folder: Path) -> rounds.Samples:
         return train(assets, rows, folder, "--rollout_mismatch", "warn", steps=STEPS)
@@ -90,7 +90,7 @@ def learned_full(
 def learned_lora(
     assets: Path, learning_rows: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The same of two ranks, with LoRA."""
+    """Two ranks do the same with LoRA."""
     make = partial(train, assets, learning_rows, ranks=2, steps=LEARNED_STEPS)
     return once(tmp_path_factory, "learned-lora", lambda folder: make(folder, *LEARNING, *LORA))
 

@@ -23,17 +23,17 @@ TRAINING_RANK = 1.2
 """GiB of one process with the tiny model (proportional set size), rounded up."""
 
 FIRST_SHARE = 0.65
-"""Of the machine's memory, up to which something new may start."""
+"""Something new may start up to this share of the machine's memory."""
 
 WHOLE_SHARE = 0.78
-"""Up to which those may start something more who hold some already. The rest is pytest's."""
+"""Those who hold some already may start something more up to this share. The rest is pytest's."""
 
 PATIENCE = 900
 """Seconds, after which a process starts all the same and preflight decides."""
 
 _FOLDER = Path(tempfile.gettempdir()) / "swift-grpo-ext-memory"
 _held: list[FileLock] = []
-"""By this worker."""
+"""This worker holds these."""
 
 
 def needed(command: Sequence[str], env: Mapping[str, str]) -> float:

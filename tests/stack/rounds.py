@@ -40,7 +40,7 @@ LEARNING = (
     *("--learning_rate", "2e-3", "--temperature", "1.0"),
     *("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "5"),
 )
-"""For a run that learns, and keeps a checkpoint of each step."""
+"""A run learns with these, and keeps a checkpoint of each step."""
 
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear")
 

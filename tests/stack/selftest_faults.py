@@ -23,7 +23,7 @@ from swift_grpo_ext.tools.selftest.outcome import SAME_TOKENS
 from swift_grpo_ext.tools.selftest.worker import attempt, run_with_trainer
 
 SAMPLES = 64
-"""For the collision test; a user gets more."""
+"""The collision test takes so many; a user gets more."""
 
 
 def shared_seeds(rig: Any) -> AbstractContextManager[Any]:

@@ -74,7 +74,11 @@ def gain(channel: int) -> float:
 
 
 def expected_logprobs(sequences: Iterable[Sequence[int]], token_ids: Sequence[int]) -> list[float]:
-    """In nats at temperature 1, of sampled tokens; `token_ids` begin with the prompt's last."""
+    """Return the log-probabilities of sampled tokens, in nats at temperature 1.
+
+    Args:
+        token_ids: the prompt's last token, and what was sampled.
+    """
     channels = {token: i for i, token in enumerate(successors_of(sequences), start=1)}
     gains = [gain(channels.get(token, ENDING)) for token in token_ids[:-1]]
     return [-math.log1p((VOCABULARY - 1) * math.exp(-g)) for g in gains]

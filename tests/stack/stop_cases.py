@@ -27,7 +27,7 @@ class Case:
     num_tokens: int
     text: str
     bare: str
-    """With `--include_stop_str_in_output false`."""
+    """The text is this with `--include_stop_str_in_output false`."""
 
     reason: str | int | None
     words: tuple[str, ...] = ()

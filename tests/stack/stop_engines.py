@@ -71,7 +71,7 @@ def record(answer: Any, text: str, logprobs: Any) -> dict[str, Any]:
 
 
 def record_of_choice(choice: Any) -> dict[str, Any]:
-    """Of ms-swift's form."""
+    """Record an answer in ms-swift's form."""
     logprobs = [token["logprob"] for token in choice.logprobs["content"]]
     return record(choice, choice.message.content, logprobs)
 

@@ -43,7 +43,7 @@ PROMPTS = {
     "audio": (f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
     "words": ("One?", "Two?", "Three?"),
 }
-"""By what they show; a fourth one shows nothing."""
+"""Three prompts stand here by what they show; a fourth one shows nothing."""
 
 FROZEN = ("--freeze_vit", "true", "--freeze_aligner", "true")
 NUM_PROMPTS = 4

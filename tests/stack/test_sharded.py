@@ -41,7 +41,7 @@ WHOLE = ("plain", "zero1", "zero2")
 """Where each rank holds all weights."""
 
 CLOSE = {"rel": 5e-5, "abs": 2e-5}
-"""Of values that are sums in another order, after steps that amplify the difference."""
+"""Values are sums in another order, after steps that amplify the difference."""
 
 LEFT = ("--lora_dropout", "0", "--padding_side", "left")
 TUNINGS: dict[str, tuple[str, ...]] = {
