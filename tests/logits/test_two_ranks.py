@@ -3,6 +3,7 @@ were."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,13 @@ from tests.logits.two_ranks import Case
 
 pytestmark = pytest.mark.stack
 
+PASSES = 2 * two_ranks.STEPS
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What each rank of two processes wrote."""
-    folder = tmp_path_factory.mktemp("ranks")
+
+def results_of(folder: Path, *argv: str) -> list[dict[Any, Any]]:
+    """Return what each rank of two processes wrote."""
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.logits.two_ranks", str(folder)],
+        [sys.executable, "-m", "tests.logits.two_ranks", str(folder), *argv],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
@@ -34,18 +35,69 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return results_of(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def results_of_zero3(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: ZeRO-3 itself is not tested")
+    return results_of(tmp_path_factory.mktemp("zero3"), "zero3")
+
+
 @pytest.mark.parametrize("case", two_ranks.CASES, ids=str)
-def test_training_is_as_unsharded(results: list[dict[Any, Any]], case: Case) -> None:
+def test_ddp_and_fsdp(results: list[dict[Any, Any]], case: Case) -> None:
+    assert_as_unsharded(results, case)
+
+
+@pytest.mark.parametrize("case", two_ranks.ZERO3, ids=str)
+def test_zero3(results_of_zero3: list[dict[Any, Any]], case: Case) -> None:
+    assert_as_unsharded(results_of_zero3, case)
+
+
+def assert_as_unsharded(results: list[dict[Any, Any]], case: Case) -> None:
     for rank in range(2):
         assert case in results[rank], f"not run: {results[rank]}"
         result = results[rank][case]
         assert "error" not in result, result["error"]
         assert_close(result["found"], result["expected"])
-        # What is sharded is called equally often by all ranks; a replica, by its own rows.
-        assert case.kind.startswith("DDP") or len(set(result["calls"])) == 1
+        if case.kind.startswith("DDP"):  # each rank by its own rows
+            expected = [calls_of_the_head(case, count) for count in case.counts]
+        else:
+            expected = [calls_of_the_head(case, max(case.counts))] * 2
+        assert result["calls"] == expected
         falls_back = case.name == "refuses odd numbers"  # as those of rank 0 are
         reason = "on another rank" if rank else "7 positions"
         assert [reason in text for text in result["warned"]] == [True] * falls_back
+
+
+def calls_of_the_head(case: Case, count: int) -> int:
+    """Return how often a rank calls it, over all passes."""
+    # A pass in chunks ends with the last position.
+    of_pass = max(1, -(-count // case.chunk_size)) + 1 if case.chunk_size else 1
+    if case.name == "refuses odd numbers":
+        return of_pass + PASSES
+    # The backward computes chunks once more.
+    recomputed = (of_pass - 1) * two_ranks.STEPS
+    # What a capped model does to logits takes one more pass to find out.
+    return of_pass * (PASSES + (case.name == "capped")) + recomputed
+
+
+@pytest.mark.parametrize("head", two_ranks.HEADS, ids=str)
+def test_a_head_that_fsdp2_shards_alone(
+    results: list[dict[Any, Any]], head: tuple[str, bool]
+) -> None:
+    """Before 2.11 the backward of its second chunk ended the training (`mixed torch.Tensor and
+    DTensor`)."""
+    release, is_alone = head
+    is_refused = is_alone and not release.startswith("2.11")
+    for result in (of_rank[head] for of_rank in results):
+        for found in result["found"]:
+            torch.testing.assert_close(found, result["expected"])
+        told = "works from torch 2.11 on. --logps_chunk_size has no effect"
+        assert [told in text for text in result["warned"]] == [True] * is_refused
 
 
 @pytest.mark.parametrize("case", two_ranks.SHARED_PROMPTS)
@@ -60,7 +112,7 @@ def test_shared_prompts(results: list[dict[Any, Any]], case: str) -> None:
         assert of_rank_0 == [whole, whole, packed, whole, packed, packed]
         assert of_rank_1 == [apart, apart, packed, whole, packed, packed]
     else:
-        of_step = 3 if case.endswith("rank 0") else 1
+        of_step = 3 if case.endswith("rank 0") else 1 if case.endswith("alone") else 2
         assert of_rank_0 == [packed, whole, *[packed] * 2 * of_step]
         last = [packed, whole] if case.endswith("alone") else [packed, whole, packed]
         assert of_rank_1 == [apart] * (len(of_rank_1) - len(last) - 1) + [*last, packed]

@@ -1,18 +1,22 @@
 """Two ranks on CPU (gloo), each with rows of its own: training by ours, replicated or sharded,
 beside training by full logits of unsharded copies of the same model.
 
-    python -m tests.logits.two_ranks FOLDER
+    python -m tests.logits.two_ranks FOLDER [zero3]
 
-Writes `FOLDER/rankR.pt`, by case: what `compare` and `share_prompts` return. A rank that calls a
-sharded module more often than the other waits for ever; here it fails after `WAIT`.
+Writes `FOLDER/rankR.pt`, by case: what `compare`, `chunks_of_a_head` and `share_prompts` return; of
+`zero3`, whose process group is DeepSpeed's, those of `ZERO3` alone. A rank that calls a sharded
+module more often than the other waits for ever; here it fails after `WAIT`.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,7 +41,7 @@ WAIT = timedelta(seconds=120)
 
 class Case(NamedTuple):
     kind: str
-    """DDP, FSDP1 or FSDP2. Real trainings show DeepSpeed (tests/stack/test_sharded.py)."""
+    """DDP, FSDP1, FSDP2 or ZeRO-3."""
 
     name: str
     """One of `MODELS`."""
@@ -59,7 +63,17 @@ CASES = [
     Case("FSDP2", "capped", (7, 2)),
     Case("FSDP2", "refuses odd numbers", (7, 2), chunk_size=0),
 ]
-SHARED_PROMPTS = ["DDP, a pass more on rank 0", "DDP, the loss alone", "FSDP2"]
+ZERO3 = [
+    *(Case("ZeRO-3", "untied", counts) for counts in COUNTS),
+    Case("ZeRO-3", "untied", (7, 2), chunk_size=0),
+    Case("ZeRO-3", "tied", (0, 7)),
+    Case("ZeRO-3", "LoRA", (7, 0)),
+    Case("ZeRO-3", "capped", (2, 7)),
+]
+HEADS = [("2.10.0", True), ("2.10.0", False), ("2.11.0+cpu", True)]
+"""A release that torch is taken for, and whether the head is a unit of its own in FSDP2."""
+
+SHARED_PROMPTS = ["DDP", "DDP, a pass more on rank 0", "DDP, the loss alone", "FSDP2"]
 
 
 class RefusingOddNumbers(RemoteCode):
@@ -94,8 +108,12 @@ class Trained:
     """A model, wrapped or not, and how it is trained."""
 
     model: Any
+    backward: Callable[[Tensor], None] = Tensor.backward
     gradient: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad
-    """Returns the whole gradient of a parameter."""
+    """Returns the whole gradient of a parameter, after `backward`."""
+
+    finish: Callable[[], None] = lambda: None
+    """Ends a step."""
 
     def step(self, values_of: Callable[[Any], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the values and gradients of a step, after a pass as for old log-probabilities."""
@@ -105,10 +123,11 @@ class Trained:
             without = values_of(self.model)
         values = values_of(self.model)
         torch.testing.assert_close(values.detach(), without)
-        values.sum().backward()
+        self.backward(values.sum())
         parameters = base_model(self.model).named_parameters()
         named = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in parameters}
         gradients = {n: self.gradient(p) for n, p in named.items() if p.requires_grad}
+        self.finish()
         return values.detach(), {
             n: g.detach().clone() for n, g in gradients.items() if g is not None
         }
@@ -158,6 +177,8 @@ def wrap(model: Any, case: Case) -> Trained:
         return Trained(DistributedDataParallel(model, find_unused_parameters=find_unused))
     if case.kind == "FSDP1":
         return fsdp1(model)
+    if case.kind == "ZeRO-3":
+        return zero3(model)
     base = base_model(model)
     is_tied = base.lm_head.weight is base.model.embed_tokens.weight
     for unit in (*base.model.layers, *([] if is_tied else [base.lm_head]), model):
@@ -176,6 +197,44 @@ def fsdp1(model: Any) -> Trained:
             return None if parameter.grad is None else parameter.grad.clone()
 
     return Trained(whole, gradient=gradient)
+
+
+def zero3(model: Any) -> Trained:
+    import deepspeed.comm.torch
+    from deepspeed.utils import safe_get_full_grad
+
+    # The shared-memory operator would be compiled; gloo serves.
+    deepspeed.comm.torch.build_shm_op = lambda: None
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        # 0: small weights travel too, as large ones do.
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    return Trained(engine, engine.backward, safe_get_full_grad, engine.step)
+
+
+def chunks_of_a_head(release: str, is_alone: bool) -> dict[str, Any]:
+    """Compute log-probabilities of an FSDP2 model in chunks, twice, and those of the whole one."""
+    model, inputs = models.build("Qwen2"), models.inputs_of("Qwen2")
+    mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+    mask[:, 4:10] = True
+    warned: list[str] = []
+
+    def of_pass(shim: LogitsShim, chunk_size: int = 0) -> Tensor:
+        targets = inputs["input_ids"][mask]
+        return shim.logps(model, inputs, mask, targets, chunk_size=chunk_size).logps_N.detach()
+
+    with patch.object(torch, "__version__", release):
+        expected = of_pass(LogitsShim(model, warn=warned.append))
+        fully_shard([model.lm_head] if is_alone else [model.model.norm, model.lm_head])
+        fully_shard(model)
+        shim = LogitsShim(model, warn=warned.append)
+        found = [of_pass(shim, chunk_size=4) for _ in range(2)]
+    return {"found": found, "expected": expected, "warned": warned}
 
 
 # --- shared prompts ---
@@ -247,11 +306,16 @@ def whole(gradient: Any) -> Tensor:
 
 
 def run(rank: int, folder: str) -> None:
+    is_zero3 = sys.argv[2:] == ["zero3"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=WAIT)
     torch.set_num_threads(1)
-    results: dict[Any, Any] = {case: share_prompts(rank, case) for case in SHARED_PROMPTS}
-    for case in CASES:
+    results: dict[Any, Any] = {}
+    if not is_zero3:
+        results |= {case: share_prompts(rank, case) for case in SHARED_PROMPTS}
+        results |= {head: chunks_of_a_head(*head) for head in HEADS}
+    for case in ZERO3 if is_zero3 else CASES:
         try:
             results[tuple(case)] = compare(rank, case)
         except RuntimeError as e:  # the group is lost: each further case would wait
@@ -262,5 +326,6 @@ def run(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    config_of()  # parsed once, before there are two
+    if sys.argv[2:] == ["zero3"]:
+        os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     start_two_processes(run)
