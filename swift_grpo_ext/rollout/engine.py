@@ -38,7 +38,7 @@ from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_stop_reason
-from swift_grpo_ext.upstream import data_parallel, pins, vllm_repairs
+from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import (
@@ -81,7 +81,6 @@ class RolloutEngine(GRPOVllmEngine):
             vllm_repairs.repair_cpu_engine()
         vllm_repairs.leave_out_broken_plugins()
         vllm_repairs.name_media_by_request()
-        vllm_repairs.load_processors_uncopied()
         supply_video_loader()
         if self._serves:
             paths.check_redirects()
@@ -92,7 +91,7 @@ class RolloutEngine(GRPOVllmEngine):
         size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
         self._replicas = range(size if size > 1 else 0)  # of this engine, where it has several
         if self._replicas:
-            data_parallel.hear_all(self.engine)
+            vllm_repairs.hear_all(self.engine)
 
     # --- requests ---
 
@@ -212,7 +211,7 @@ class RolloutEngine(GRPOVllmEngine):
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         drop_orientation(inputs)
         add_video_metadata(inputs)
-        with data_parallel.drawn_by(self.engine, self._address(metadata)):
+        with vllm_repairs.drawn_by(self.engine, self._address(metadata)):
             return super()._add_request(inputs, generation_config, request_id, adapter_request)
 
     def _address(self, metadata: RequestMetadata | None) -> int | None:

@@ -259,6 +259,8 @@ class RolloutServers:
         return has_changed
 
     def _reconnect_if_changed(self, server: Server, again: bool) -> bool:
+        """Make the weights' group with a server anew, where it changed, and return whether it
+        was made."""
         for tries_left in reversed(range(TRIES_TO_CONNECT)):
             replicas, members = self._identify(server, wait=True)
             if replicas == 0:
@@ -270,8 +272,18 @@ class RolloutServers:
             else:
                 change = f"is connected anew; weights go to its {replicas} replicas."
             logger.warning(f"{server.name} {change}")
+            server.session.headers[wire.INSTANCE_HEADER] = members[0]
             try:
-                self._make_group(server, members[0])
+                self._request(server, "post", "close_communicator/")
+                # The old communicator holds on to the store of the group that was, and with it to
+                # its port.
+                server.communicator = None
+                self._use(self._servers)
+                alone = copy.copy(self._client)
+                alone.num_servers = 1
+                alone.base_urls, alone.hosts = [server.url], [server.host]
+                alone.sessions, alone.group_ports = [server.session], [server.group_port]
+                connect(alone, self._timeout)
             except (RequestError, WireError):
                 raise
             except Exception as e:  # of a store, or ms-swift's own: it has no kinds of its own
@@ -281,24 +293,11 @@ class RolloutServers:
                 logger.warning(f"{lost} It is tried again.")
                 again = True
             else:
+                [server.communicator] = alone.pynccl_comms
+                self._use(self._servers)
                 server.replicas, server.members = replicas, members
                 break
         return True
-
-    def _make_group(self, server: Server, instance: str) -> None:
-        """Make the weights' group with a server anew."""
-        server.session.headers[wire.INSTANCE_HEADER] = instance
-        self._request(server, "post", "close_communicator/")
-        # The old communicator holds on to the store of the group that was, and with it to its port.
-        server.communicator = None
-        self._use(self._servers)
-        alone = copy.copy(self._client)
-        alone.num_servers = 1
-        alone.base_urls, alone.hosts = [server.url], [server.host]
-        alone.sessions, alone.group_ports = [server.session], [server.group_port]
-        connect(alone, self._timeout)
-        [server.communicator] = alone.pynccl_comms
-        self._use(self._servers)
 
     def bounded(self) -> AbstractContextManager[None]:
         """Bound what is broadcast to servers meanwhile."""

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -136,11 +137,8 @@ class ReplicaConnection:
         """Return what the worker says unasked: that it is ready, or why it is not."""
         return self._connection.recv()[1]
 
-    def send(self, command: Any) -> None:
-        """Send a command without a reply (ms-swift's `fire_and_forget`)."""
-        self._write(command)
-
-    def _write(self, command: Any) -> tuple[int, Future[None]]:
+    def send(self, command: Any) -> tuple[int, Future[None]]:
+        """Send a command, and return its number, and when it is written."""
         number = next(self._numbers)
         return number, self._writer.submit(self._connection.send, (number, command))
 
@@ -166,9 +164,9 @@ class ReplicaConnection:
         ends.daemon = True
         ends.start()
         try:
-            number, written = self._write(command)
-            written.result(max(deadline - monotonic(), 0.0))
-            if not self._connection.poll(max(deadline - monotonic(), 0.0)):
+            number, written = self.send(command)
+            written.result(deadline - monotonic())
+            if not self._connection.poll(deadline - monotonic()):
                 raise late
             answered, reply = self._connection.recv()
         except FutureTimeoutError as e:
@@ -239,10 +237,10 @@ class Restarts:
         for connection in list(self.starting):
             if not connection.poll() and connection.process.is_alive():
                 continue  # it is still loading
-            try:
-                status = connection.recv() if connection.poll() else {"status": "ended"}
-            except (EOFError, OSError):
-                status = {"status": "ended"}
+            status = {"status": "ended"}
+            with suppress(EOFError, OSError):
+                if connection.poll():
+                    status = connection.recv()
             self.starting.remove(connection)
             if status.get("status") == "ready":
                 self._server.connections.append(connection)
@@ -251,12 +249,6 @@ class Restarts:
                 logger.error(f"Replica {connection.number} did not start: {status}")
                 connection.end()
                 self.lost.append(connection.number)
-
-
-def note_weights(server: SwiftRolloutDeploy) -> None:
-    """Let all connected replicas generate: they have the weights of a trainer."""
-    for connection in server.connections:
-        connection.holds_weights = True
 
 
 def prune(server: SwiftRolloutDeploy) -> None:
@@ -311,23 +303,20 @@ def call_all(server: SwiftRolloutDeploy, command: Any, timeout: float) -> list[A
 
 def infer(
     server: SwiftRolloutDeploy,
-    batches: Sequence[list[Any]],
+    requests: Sequence[Any],
     request_config: RequestConfig | None,
     costs: Sequence[float],
     timeout: float,
-    *,
-    is_counted: bool = True,
     addresses: Sequence[int | None] = (),
-) -> list[list[Any]]:
-    """Return the outputs of each batch of requests, in order. Others do what one replica
-    cannot.
+) -> list[Any]:
+    """Return the output of each request, in order. Others do what one replica cannot.
 
     Args:
-        batches: of requests; one batch goes to one replica.
-        costs: of the batches, for the balance.
+        requests: one with one output each; or slices of them, lists that each go to one replica,
+            and have any number of outputs.
+        costs: of the requests, for the balance.
         timeout: seconds that a replica has; twice that for all tries.
-        is_counted: whether there is one output for each request.
-        addresses: of the batches, the number of the replica that should do it. An async engine
+        addresses: of the requests, the number of the replica that should do it. An async engine
             finds it in the requests: one worker runs all of its replicas.
 
     Raises:
@@ -338,28 +327,28 @@ def infer(
     method = "async_infer" if server.use_async_engine else "infer"
     by_number: dict[int | None, ReplicaConnection] = dict(enumerate(server.connections))
 
-    def generate(connection: ReplicaConnection, requests: list[Any]) -> list[Any]:
+    def generate(connection: ReplicaConnection, asked: list[Any], is_counted: bool) -> list[Any]:
         bound = min(timeout, deadline - monotonic())
         if bound <= 0:
             raise WorkerError(f"no time is left of {2 * timeout:g} s (2 x --rollout_timeout)")
-        kwargs = {"infer_requests": requests, "request_config": request_config, "use_tqdm": False}
+        kwargs = {"infer_requests": asked, "request_config": request_config, "use_tqdm": False}
         answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, bound)
         if isinstance(answer, dict) and FAILURE in answer:
             error = RequestError if answer.get(REQUEST_FAULT) else WorkerError
             raise error(f"a replica failed: {answer[FAILURE]}")
         is_list = isinstance(answer, list)
-        if not is_list or (is_counted and len(answer) != len(requests)):
+        if not is_list or (is_counted and len(answer) != len(asked)):
             raise WorkerError(
-                f"a replica gave {len(answer) if is_list else 'no'} answers to {len(requests)} "
+                f"a replica gave {len(answer) if is_list else 'no'} answers to {len(asked)} "
                 "requests; the log of `swift rollout` tells why"
             )
         return list(answer)
 
-    def send(connection: ReplicaConnection, share: list[int]) -> list[list[Any]]:
-        if not is_counted:
-            return [generate(connection, batches[i]) for i in share]
-        outputs = iter(generate(connection, [request for i in share for request in batches[i]]))
-        return [[next(outputs) for _ in batches[i]] for i in share]
+    def send(connection: ReplicaConnection, share: list[int]) -> list[Any]:
+        asked = [requests[i] for i in share]
+        if isinstance(asked[0], list):
+            return [generate(connection, of_slice, is_counted=False) for of_slice in asked]
+        return generate(connection, asked, is_counted=True)
 
     def on_failure(connection: ReplicaConnection, error: WorkerError) -> None:
         if isinstance(error, WorkerLostError):

@@ -1,7 +1,11 @@
-"""`swift rollout` with us: what each route of the server does.
+"""`swift rollout` with us: the way of a request into the server, and what each route does.
 
-A request is one for a whole group, or for a sample of ours or another client's. Ours go over the
-replicas whole, by cost. `turns.py` is what a request passes before it comes here.
+Requests take turns, since they share the pipes to the replicas (docs/promises.md, F2). A request's
+body is read before its turn, within a time, and its answer is sent after it: no client can hold up
+another. `/health` answers at once, whoever asks.
+
+A request for samples is one for a whole group, or for a sample of ours or another client's. Ours go
+over the replicas whole, by cost.
 
 Symptom: ms-swift's server cuts a batch into contiguous slices of equally many requests, whatever
 they cost. It blocks its event loop, and with it `/health`, while replicas work, without a bound. It
@@ -18,13 +22,19 @@ import asyncio
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp
 from swift.infer_engine.protocol import RequestConfig
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
@@ -35,7 +45,7 @@ from swift_grpo_ext.rollout import engine, wire
 from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.server import api_key, replicas
-from swift_grpo_ext.server.turns import CALLER, Turns
+from swift_grpo_ext.server.lease import Lease
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.patches import patch
@@ -46,6 +56,26 @@ INSTANCE = uuid.uuid4().hex
 """This start of the server: one that was started anew has other weights, and no trainer."""
 
 RESETS = ("reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache")
+
+NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
+"""Beginnings of the routes that rest on weights, or on the group that brings them."""
+
+BRING_WEIGHTS = ("/process_weights_after_loading", "/update_adapter")
+"""Beginnings of the routes after which replicas hold a trainer's weights."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who waits for an answer."""
+
+    timeout: float
+    """Seconds that a replica has for each call."""
+
+    came_in_at: str
+    """This machine's address that the request reached; "" where a proxy brought it."""
+
+
+CALLER: ContextVar[Caller] = ContextVar("CALLER")
 
 
 class Message(TypedDict):
@@ -108,11 +138,96 @@ _upstream_register = SwiftRolloutDeploy._register_rl_rollout_app
 def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
     _upstream_register(self)
     self.app.get(CHECKSUMS_PATH)(partial(_loaded_checksums, self))
-    self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args), instance=INSTANCE)
+    self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args))
 
 
 async def _passed() -> None:
     """`Turns` has asked for the key."""
+
+
+# --- the way of a request ---
+
+
+class Turns(BaseHTTPMiddleware):
+    """Middleware of `server`.
+
+    Args:
+        key: the API key that requests must have; None for none.
+    """
+
+    def __init__(self, app: ASGIApp, server: SwiftRolloutDeploy, key: str | None) -> None:
+        super().__init__(app)
+        self._server, self._key = server, key
+        self._lock, self._lease = asyncio.Lock(), Lease()
+
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        """Answer a request under its own name (docs/promises.md, F1)."""
+        # `request.url` holds the client's `Host`: only the scope's path can be trusted.
+        path = request.scope["path"]
+        response = (
+            self._refusal(request, path)
+            or await self._lease.refusal(request)
+            or await self._answer(request, path, call_next)
+        )
+        name = request.headers.get(wire.MESSAGE_HEADER)
+        if name is not None:
+            response.headers[wire.MESSAGE_HEADER] = name
+        return response
+
+    def _refusal(self, request: Request, path: str) -> JSONResponse | None:
+        """Return the answer to a question for health, or to a request without the key or the
+        weights that it needs."""
+        if path.rstrip("/") == "/health":
+            alive = sum(process.is_alive() for process in self._server.processes)
+            ready = self._server.restarts.num_ready
+            if not (alive or ready):
+                return _refuse(503, "no replica is left")
+            health = {"status": "ok", "replicas": alive, "waiting_for_weights": ready}
+            return JSONResponse(health)
+        authorization = request.headers.get("Authorization", "")
+        if self._key is not None and not api_key.is_authorized(authorization, self._key):
+            what = "the API key is not this server's" if authorization else "the API key is missing"
+            detail = f"401 Unauthorized: {what}. {api_key.REMEDY}."
+            return _refuse(401, detail, {"WWW-Authenticate": "Bearer"})
+        instance = request.headers.get(wire.INSTANCE_HEADER, INSTANCE)
+        if instance != INSTANCE and path.startswith(NEED_WEIGHTS):
+            return _refuse(409, "the server was started anew, and has the base model's weights")
+        return None
+
+    async def _answer(
+        self, request: Request, path: str, call_next: RequestResponseEndpoint
+    ) -> Response:
+        """Read the body, wait for the turn, and return the whole answer that was made in it."""
+        timeout = float(self._server.args.rollout_timeout)
+        timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
+        try:
+            await asyncio.wait_for(request.body(), timeout)
+        except asyncio.TimeoutError:
+            return _refuse(408, "the body did not arrive in time")
+        except ClientDisconnect:
+            return _refuse(400, "the client has left")
+        try:
+            # A server answers within 2.5 timeouts: two are for replicas, the rest is the queue's.
+            await asyncio.wait_for(self._lock.acquire(), (wire.SERVER_TIMEOUTS - 2.0) * timeout)
+        except asyncio.TimeoutError:
+            return _refuse(503, "the server is busy with another request", {"Retry-After": "1"})
+        is_direct = "X-Forwarded-For" not in request.headers
+        CALLER.set(Caller(timeout, request.scope["server"][0] if is_direct else ""))
+        try:
+            await asyncio.to_thread(replicas.prune, self._server)
+            response = await call_next(request)
+            content = b"".join([part async for part in response.body_iterator])  # type: ignore[attr-defined]
+            if path.startswith(BRING_WEIGHTS) and response.status_code == 200:
+                for connection in self._server.connections:
+                    connection.holds_weights = True
+        finally:
+            self._server.restarts.start_lost()
+            self._lock.release()
+        return Response(content, response.status_code, dict(response.headers))
+
+
+def _refuse(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status, headers)
 
 
 # --- what a server is ---
@@ -263,18 +378,17 @@ def _infer(
                 estimate_cost(request, metadata.count, max_tokens)
                 for request, metadata in zip(requests, ours, strict=True)
             ]
-            batches = [[request] for request in requests]
             addresses = [metadata.replica for metadata in ours]
-            outputs = replicas.infer(server, batches, config, costs, timeout, addresses=addresses)
+            outputs = replicas.infer(server, requests, config, costs, timeout, addresses)
             # Plain values, which FastAPI need not look into any further.
             return [
                 {"response": asdict(output.response), "rollout_infos": output.rollout_infos}
-                for [output] in outputs
+                for output in outputs
             ]
         parts = np.array_split(np.arange(len(requests)), max(len(server.connections), 1))
         slices = [[requests[i] for i in part] for part in parts if len(part)]
         sizes = [float(len(batch)) for batch in slices]
-        outputs = replicas.infer(server, slices, config, sizes, timeout, is_counted=False)
+        outputs = replicas.infer(server, slices, config, sizes, timeout)
         return [output for of_slice in outputs for output in of_slice]
     except (ValueError, RequestError) as e:
         raise HTTPException(status_code=400, detail=str(e)) from e

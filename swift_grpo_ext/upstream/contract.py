@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 TRIED = {
     "ms-swift": ("4.4.2", "4.5.3", "4.6.0"),
@@ -115,11 +115,7 @@ def untried(installed: Mapping[str, str]) -> list[str]:
         text = installed.get(name) or installed.get(OTHER_BUILDS.get(name, name))
         if text is None:
             continue
-        try:
-            version = Version(text)
-        except InvalidVersion:  # a build of the user's own
-            news.append(f"{name} {text} (nearest: {known[-1]})")
-            continue
+        version = Version(text)
         release = Version(version.base_version)
         if release in map(Version, known) and not version.is_prerelease:
             continue

@@ -81,17 +81,22 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     # At exit, these run in the reverse of their order: after vLLM's, which leaves its own groups.
     weakref.finalize(sys.modules[__name__], _leave_group)
     if platform.libc_ver()[0] == "glibc":
-        _keep_freed_memory()
+        # In this process, and (environment) in those that it starts.
+        libc = ctypes.CDLL(None)
+        for variable, (option, number) in KEEP_FREED_MEMORY.items():
+            if variable not in os.environ:
+                os.environ[variable] = str(number)
+                libc.mallopt(option, number)
 
 
 @cache  # torch compares functions where a second entry has the same priority
 def _load_onto_ranks() -> None:
-    torch.serialization.register_package(PRIORITY, lambda storage: None, _located_on_cpu)
+    """Let `torch.load` leave what is meant for `cpu:0` where it is."""
 
+    def locate(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+        return storage if location.startswith("cpu:") else None
 
-def _located_on_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """Return a storage that is meant for `cpu:0` as it is; None for one meant for other places."""
-    return storage if location.startswith("cpu:") else None
+    torch.serialization.register_package(PRIORITY, lambda storage: None, locate)
 
 
 def _leave_group() -> None:
@@ -107,12 +112,3 @@ def _leave_group() -> None:
     dist.destroy_process_group()
     gc.collect()
     del groups
-
-
-def _keep_freed_memory() -> None:
-    """Let freed buffers be used again: in this process, and (environment) in those it starts."""
-    libc = ctypes.CDLL(None)
-    for variable, (option, value) in KEEP_FREED_MEMORY.items():
-        if variable not in os.environ:
-            os.environ[variable] = str(value)
-            libc.mallopt(option, value)

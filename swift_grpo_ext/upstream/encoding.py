@@ -35,7 +35,6 @@ import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -67,18 +66,13 @@ def drop_orientation(inputs: MutableMapping[str, Any]) -> None:
 def _as_stored(image: Any) -> Any:
     if not isinstance(image, Image.Image) or image.getexif().get(Base.Orientation, 1) == 1:
         return image
-    _warn_of_orientation()
-    stored = image.copy()
-    stored.getexif().pop(Base.Orientation, None)  # a copy has the mark only where a file had it
-    return stored
-
-
-@cache
-def _warn_of_orientation() -> None:
-    logger.warning(
+    logger.warning_once(
         "Images with an EXIF orientation are used as they are stored, in rollouts as in training; "
         "turn them beforehand (PIL.ImageOps.exif_transpose) if the model should see them upright."
     )
+    stored = image.copy()
+    stored.getexif().pop(Base.Orientation, None)  # a copy has the mark only where a file had it
+    return stored
 
 
 def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:

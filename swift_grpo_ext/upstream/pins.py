@@ -50,7 +50,6 @@ transformers:HfArgumentParser
     parse_args_into_dataclasses: self args return_remaining_strings look_for_args_file
         args_filename args_file_flag
 swift.trainers:TrainerFactory
-    get_cls: args mapping
     TRAINER_MAPPING TRAINING_ARGS_MAPPING
 swift.callbacks
     callbacks_map
@@ -74,7 +73,7 @@ swift.rlhf_trainers:GRPOTrainer
         compute_entropy
     _get_per_token_logps_and_entropies: self model model_inputs grpo_batch
     _template_context: self template
-    _get_request_config _load_best_model _move_adapter_to_vllm _prepare_metrics
+    _get_request_config _load_best_model _move_adapter_to_vllm
         _prepare_resample_data_iterator _prepare_rollout_params _prepare_vllm
         _prepare_vllm_engine: self
     _get_train_sampler: self train_dataset
@@ -86,8 +85,6 @@ swift.rlhf_trainers:GRPOTrainer
     _postprocess_batch: self samples batch_encoded_inputs
     _prepare_inputs resample_encode_failed_inputs: self inputs
     _rollout: self samples request_config is_global_inputs
-    _save_checkpoint: self args kwargs
-    compute_liger_loss: self unwrapped_model model_inputs grpo_batch
     log: self logs start_time
 swift.rlhf_trainers.vllm_client:VLLMClient
     init_communicator: self device
@@ -126,7 +123,6 @@ swift.template.base:Template
     get_generate_ids: self generate_ids num_prompt_tokens
     prepare_generate_kwargs: self generate_kwargs model
     replace_video2image: self load_video_func inputs replace_tag
-    skip_stop_tokens: self generate_ids is_finished
 swift.template.vision_utils
     _check_path: path
 swift.template.utils:StopWordsCriteria
@@ -252,15 +248,6 @@ vllm.v1.engine.core_client:DPLBAsyncMPClient
 """)
 """Names that are needed by an async engine with several replicas."""
 
-PROCESSOR_COPIES = _pins("""
-transformers.processing_utils:ProcessorMixin
-    _load_tokenizer_from_pretrained: cls sub_processor_type pretrained_model_name_or_path subfolder
-vllm.transformers_utils.processor
-    get_processor: processor_name args revision trust_remote_code processor_cls kwargs
-    cached_get_processor
-""")
-"""Without them a run starts later, and works."""
-
 REPLACED = _pins("""
 swift.pipelines.train.rlhf:SwiftRLHF
     args_class
@@ -280,7 +267,6 @@ OPTIONAL = {
     "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
     "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
     "weight updates of experts, on CPU": PACKED_EXPERTS,
-    "a processor is loaded once": PROCESSOR_COPIES,
 }
 """Features that a release without these names goes without, or repairs that it does not need."""
 

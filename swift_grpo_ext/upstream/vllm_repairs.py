@@ -4,22 +4,26 @@ left as it is.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache, wraps
+from functools import cache, partial, wraps
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import Pin, mismatch
+from swift_grpo_ext.upstream.contract import Pin, mismatch, verify
 from swift_grpo_ext.upstream.patches import patch
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 def repair(table: Iterable[Pin]) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -222,58 +226,50 @@ def leave_out_broken_plugins() -> None:
         os.environ["VLLM_PLUGINS"] = ",".join(sorted(names))
 
 
-@repair(pins.PROCESSOR_COPIES)
-def load_processors_uncopied() -> None:
-    """While vLLM loads a processor, let a deep copy of the tokenizer that it hands over be that
-    tokenizer, and have the processor take it for its own. Nothing depends on it but time.
+# --- an async engine with several replicas ---
 
-    Symptom: an engine starts a second later, and its first request with an image waits for 17 s
-    (151,936 tokens of Qwen2.5-VL, one core).
-    Upstream: vLLM 0.32, transformers_utils/processor.py and tokenizers/hf.py; transformers 5.19,
-    processing_utils.py and tokenization_utils_base.py. vLLM hands its tokenizer to a processor,
-    which deep-copies its arguments five times, loads a tokenizer of its own, and throws all that
-    away; a copy of vLLM's pool of tokenizers makes three tokenizers.
-    Can go when vLLM or transformers copies and loads no tokenizer there.
+
+def hear_all(engine: AsyncLLM) -> None:
+    """Have an async engine answer calls to its workers for all workers of all its replicas.
+
+    Symptom: with `--vllm_data_parallel_size` above 1 weights that did not arrive at another replica
+    than the first go unnoticed.
+    Upstream: vLLM 0.32, v1/engine/core_client.py: `DPLBAsyncMPClient.call_utility_async` gathers
+    all answers and returns the first. Can go when `collective_rpc` answers for all.
+
+    Raises:
+        UnsupportedUpstreamError: vLLM does not have the methods that we know.
     """
-    from transformers import ProcessorMixin
-    from vllm.transformers_utils import processor as upstream
+    verify(pins.DATA_PARALLEL)
+    core = engine.engine_core
 
-    get_processor = upstream.get_processor
-    load_tokenizer: Any = vars(ProcessorMixin)["_load_tokenizer_from_pretrained"].__func__
+    async def collective_rpc(
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        call = partial(core._call_utility_async, "collective_rpc", method, timeout, args, kwargs)
+        of_replicas = await asyncio.gather(*[call(engine=each) for each in core.core_engines])
+        return [answer for of_workers in of_replicas for answer in of_workers]
 
-    @wraps(get_processor)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        with _uncopied(kwargs.get("tokenizer")):
-            return get_processor(*args, **kwargs)
-
-    @wraps(load_tokenizer)
-    def reuse_tokenizer(cls: Any, sub_processor_type: str, *args: Any, **kwargs: Any) -> Any:
-        tokenizer = kwargs.get("tokenizer")
-        is_handed_over = sub_processor_type == "tokenizer" and "__deepcopy__" in _vars(tokenizer)
-        code = cls.__init__.__code__  # where transformers looks too: else it keeps what it loads
-        if is_handed_over and "tokenizer" in code.co_varnames[: code.co_argcount]:
-            return tokenizer
-        return load_tokenizer(cls, sub_processor_type, *args, **kwargs)
-
-    patch(upstream, get_processor=load, cached_get_processor=lru_cache(load))
-    patch(ProcessorMixin, _load_tokenizer_from_pretrained=classmethod(reuse_tokenizer))
+    engine.collective_rpc = collective_rpc
 
 
 @contextmanager
-def _uncopied(tokenizer: Any) -> Iterator[None]:
-    """Let `copy.deepcopy` return this tokenizer itself; another one is copied."""
-    from transformers import TokenizersBackend
+def drawn_by(engine: AsyncLLM, replica: int | None) -> Iterator[None]:
+    """Give an async engine's requests that are added meanwhile to one of its replicas; None leaves
+    them to vLLM. The context may hold no `await`: another request would slip in.
 
-    if not isinstance(tokenizer, TokenizersBackend) or "__deepcopy__" in _vars(tokenizer):
+    Symptom: no replica's weights can be probed, as no request can be given to a certain one.
+    Upstream: ms-swift 4.6, infer_engine/vllm_engine.py: `VllmEngine._add_request` calls
+    `AsyncLLM.generate` without its `data_parallel_rank`. Can go when it takes a rank.
+    """
+    if replica is None:
         yield
         return
-    own = _vars(tokenizer)
-    own["__deepcopy__"] = lambda memo: tokenizer
+    engine.generate = partial(engine.generate, data_parallel_rank=replica)
     try:
         yield
     finally:
-        del own["__deepcopy__"]
-
-
-def _vars(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", {})
+        del engine.generate  # the class's own is there again

@@ -29,9 +29,6 @@ from swift_grpo_ext.upstream.patches import patch
 BARRIER_SECONDS = 30.0
 """vLLM's own bound of a barrier; a replica that was killed is noticed there."""
 
-DEFAULT_SECONDS = 1800.0
-"""Bound of a broadcast where neither side has set one."""
-
 MARGIN = 1.1
 """A wait that has lasted this many times its bound is given up from outside."""
 
@@ -76,9 +73,9 @@ class GlooCommunicator:
         timeout: seconds for each wait.
     """
 
-    def __init__(self, group: Any, timeout: float | None = None) -> None:
+    def __init__(self, group: Any, timeout: float) -> None:
         self.group = group
-        self._timeout = datetime.timedelta(seconds=timeout or DEFAULT_SECONDS)
+        self._timeout = datetime.timedelta(seconds=timeout)
         self.rank: int = group.rank
         self.world_size: int = group.world_size
         self.device = torch.device("cpu")
@@ -99,28 +96,33 @@ class GlooCommunicator:
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
-def connect_client(client: VLLMClient, timeout: float | None = None) -> None:
+def connect_client(client: VLLMClient, timeout: float) -> None:
     """Let a connected `VLLMClient` send through gloo; the servers' workers do the same."""
+
+    def broadcast(communicator: GlooCommunicator, tensor: torch.Tensor, src: int) -> None:
+        communicator.broadcast(tensor.detach().contiguous().cpu(), src=src)
+
+    def broadcast_all(communicator: GlooCommunicator, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            broadcast(communicator, tensor, communicator.rank)
+
     client.pynccl_comms = [GlooCommunicator(comm.group, timeout) for comm in client.pynccl_comms]
     patch(
         upstream_client,
-        _broadcast_tensors_for_vllm_weight_sync=_broadcast_tensors,
+        _broadcast_tensors_for_vllm_weight_sync=broadcast_all,
         # ms-swift before 4.5.3 sends them singly, and waits for a device.
-        broadcast_tensor_for_vllm_weight_sync=_broadcast,
+        broadcast_tensor_for_vllm_weight_sync=broadcast,
         synchronize=lambda *_: None,
     )
 
 
 @contextmanager
-def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
+def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
     """Bound the wait of ms-swift's `module` for the other members of a weight group.
 
     vLLM's `StatelessProcessGroup.create` waits 300 s, and its barrier 30 s; ms-swift gives them no
     other bounds, and with a host that has stopped they keep none.
     """
-    if timeout is None:
-        yield
-        return
     upstream = module.StatelessProcessGroup
     seconds = max(int(timeout), 1)  # the store takes whole
     barrier_seconds = min(timeout, BARRIER_SECONDS)
@@ -143,7 +145,7 @@ def bounded_rendezvous(module: Any, timeout: float | None) -> Iterator[None]:
 
 
 @contextmanager
-def bounded_broadcasts(communicators: Sequence[Any], timeout: float | None) -> Iterator[None]:
+def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator[None]:
     """Abort NCCL's communicators after `timeout` seconds: a broadcast to a rank that has ended
     waits for ever. Gloo's have a bound of their own. (Only a stand-in was run: no GPU.)
 
@@ -151,7 +153,7 @@ def bounded_broadcasts(communicators: Sequence[Any], timeout: float | None) -> I
         TimeoutError: they were aborted.
     """
     of_nccl = [c for c in communicators if not getattr(c, "disabled", True)]
-    if timeout is None or not of_nccl:
+    if not of_nccl:
         yield
         return
     has_fired = threading.Event()
@@ -171,12 +173,3 @@ def bounded_broadcasts(communicators: Sequence[Any], timeout: float | None) -> I
         timer.cancel()
         if has_fired.is_set():
             raise TimeoutError(f"weights were not taken within {timeout:g} s (--rollout_timeout)")
-
-
-def _broadcast_tensors(communicator: GlooCommunicator, tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        _broadcast(communicator, tensor, communicator.rank)
-
-
-def _broadcast(communicator: GlooCommunicator, tensor: torch.Tensor, src: int) -> None:
-    communicator.broadcast(tensor.detach().contiguous().cpu(), src=src)

@@ -64,7 +64,8 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
     _has_adapter = False
     """An adapter has come since the last update of whole weights."""
 
-    _timeout: float | None = None
+    _timeout = 0.0
+    """Seconds for each wait of the group; set when this worker joins it."""
 
     def read_weight_checksums(self) -> WeightChecksums:
         """Return the checksums of all that the last update loaded."""
@@ -75,15 +76,15 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         host: str,
         port: int,
         world_size: int,
-        replica: int | None = None,
-        timeout: float | None = None,
+        replica: int | None,
+        timeout: float,
     ) -> None:
         """Join the trainer's group.
 
         Args:
             replica: the number of this replica among the living ones; None where one engine
                 numbers its replicas itself.
-            timeout: seconds for each wait of this group; None leaves vLLM's bounds.
+            timeout: seconds for each wait of this group.
         """
         self._timeout = timeout
         # ms-swift's extension reads the number from there, and so does the engine for its name,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,9 +46,12 @@ class Replica:
     `faults` names one for each call (by method, or `infer`); the last one stays.
     """
 
-    def __init__(self, fault: str = "", *, number: int = 7, **faults: str) -> None:
-        parent, child = Pipe()
-        self.connection = ReplicaConnection(parent, self, number)
+    def __init__(
+        self, fault: str = "", *, number: int = 7, child: Connection | None = None, **faults: str
+    ) -> None:
+        if child is None:
+            parent, child = Pipe()
+            self.connection = ReplicaConnection(parent, self, number)
         self.name = f"replica {number}"
         self.faults = {"infer": fault} | faults
         self.groups: list[int] = []
@@ -67,6 +71,7 @@ class Replica:
         with suppress(EOFError, OSError):
             while self._alive:
                 command = connection.recv()
+                assert command["type"] in ("call", "fire_and_forget")  # all that ms-swift knows
                 kwargs = command.get("kwargs", {})
                 method = kwargs.get("method", command["method"])
                 self.calls.append(method)
@@ -92,6 +97,7 @@ class Replica:
     def _reply(self, method: str, kwargs: dict[str, Any]) -> Any:
         fault = self.faults.get(method, "")
         if method in ("infer", "async_infer"):
+            assert kwargs["use_tqdm"] is False
             return self._outputs(kwargs["infer_requests"], fault)
         if fault == "raises":
             return None
@@ -127,6 +133,10 @@ class Replica:
             infos[wire.KEY] = wire.pack_answer(drawn, [1, 2], self.name)
         response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
         return RolloutOutput(response=response, rollout_infos=infos)
+
+    def says(self, status: dict[str, str]) -> None:
+        """Say unasked that it is ready, or why it is not."""
+        self._child.send((None, status))
 
     # What is asked of its process:
 

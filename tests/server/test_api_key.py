@@ -136,19 +136,3 @@ def test_with_the_key_all_is_answered_and_without_one_none_is_asked_for(
     asked = client if authorization else TestClient(Deployed(Replica()).app)
     assert asked.post("/infer/", headers=headers, content=b"no JSON").status_code == 422
     assert asked.get("/openapi.json", headers=headers).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("host", "came_in_at", "listens"),
-    [
-        *(("127.0.0.1", "10.0.0.7", "127.0.0.1"), ("node7", "10.0.0.7", "node7")),
-        *(("0.0.0.0", "10.0.0.7", "10.0.0.7"), ("::", "10.0.0.7", "10.0.0.7")),
-        *(("0.0.0.0", "", "0.0.0.0"), ("0.0.0.0", "::1", "0.0.0.0")),
-        *(("0.0.0.0", "testserver", "0.0.0.0"), ("::1", "", "0.0.0.0")),
-    ],
-)
-def test_weights_are_taken_where_the_training_came_in(
-    host: str, came_in_at: str, listens: str
-) -> None:
-    """Not at every address of the machine: the store asks nobody for a key."""
-    assert routes._store_host("0.0.0.0", host, came_in_at) == listens

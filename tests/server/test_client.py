@@ -16,8 +16,10 @@ import pytest
 import requests
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers import vllm_client
+from urllib3.exceptions import NewConnectionError
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.dispatch import WorkerLostError
 from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -81,7 +83,7 @@ def running(*servers: Server) -> Iterator[Any]:
     hosts = [ThreadingHTTPServer(("127.0.0.1", 0), _handler(server)) for server in servers]
     for server, host in zip(servers, hosts, strict=True):
         server.url = f"http://127.0.0.1:{host.server_port}"
-        Thread(target=host.serve_forever, daemon=True).start()
+        Thread(target=host.serve_forever, args=[0.01], daemon=True).start()
     yield SimpleNamespace(
         num_servers=len(servers),
         sessions=[requests.Session() for _ in servers],
@@ -240,7 +242,7 @@ def test_what_one_server_cannot_answer_another_does(fault: str) -> None:
 
 
 def test_servers_are_connected_anew_where_they_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer replicas, a start anew, none left, an update that failed."""
+    """Fewer replicas, a start anew, an update that failed."""
     other, server = Server(), Server(ours=ours_of(2))
     with running(other, server) as client:
         connected: list[Any] = []
@@ -266,33 +268,50 @@ def test_servers_are_connected_anew_where_they_changed(monkeypatch: pytest.Monke
         assert [urls for _, urls, _, _ in connected] == [[other.url], [server.url]]
         ask(servers, 8)
         assert (len(other.asked), len(server.asked)) == (4, 4)
-        server.ours = ours_of(0)
-        assert not servers.reconnect()
-        assert (client.base_urls, client.num_servers) == ([other.url], 1)
 
 
 def test_a_group_that_cannot_be_made_is_tried_thrice(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(Server(), Server()) as client:
         tried: list[str] = []
+        said: list[str] = []
 
         def connect(alone: Any, _: float) -> None:
             tried.extend(alone.base_urls)
             raise TimeoutError("no answer")
 
         monkeypatch.setattr(servers_module, "connect", connect)
+        monkeypatch.setattr(servers_module.logger, "warning", said.append)
         servers = RolloutServers(client, TIMEOUT)
         with pytest.raises(RolloutError, match=r"server 1 .*group was not made \(no answer\)"):
             servers.reconnect(again=True)
     assert len(tried) == 6
+    failed = f"server 0 ({tried[0]}): the weights' group was not made (no answer)."
+    assert said[1] == f"{failed} It is tried again."
+    assert said[5] == f"{failed} Others generate its groups, if there are any."
 
 
-def test_with_no_server_left_weights_go_nowhere() -> None:
+def test_replicas_that_are_being_started_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a server has no other; within the timeout."""
     server = Server()
     with running(server) as client:
-        servers = RolloutServers(client, TIMEOUT)
-        server.ours = ours_of(0)
+        clock = Clock()
+        monkeypatch.setattr(servers_module, "time", clock)
+        monkeypatch.setattr(
+            servers_module, "connect", lambda alone, _: vars(alone).update(pynccl_comms=["new"])
+        )
+        servers = RolloutServers(client, 1.2)
+        server.ours = ours_of(0, starting=1)
+        monkeypatch.setattr(servers_module, "SECONDS_BETWEEN_LOOKS", 0.5)
         with pytest.raises(RolloutError, match=r"server 0 .*has no replica left"):
             servers.reconnect()
+        assert clock.now == 1.5
+
+        def sleep(seconds: float) -> None:
+            server.ours = ours_of(1, "second start")
+
+        clock.sleep = sleep  # type: ignore[method-assign]
+        assert servers.reconnect()
+        assert servers.replicas == [1]
 
 
 def test_a_lost_server_leaves_the_other_its_own_group_and_name(
@@ -335,18 +354,91 @@ def test_a_connection_that_is_cut_is_tried_again() -> None:
             ask(servers, 2)
 
 
-def test_only_what_may_be_repeated_is_tried_again() -> None:
-    cut = requests.ConnectionError("reset")
-    for path, repeats in [
+class Clock:
+    """In the place of `time`: a pause is over at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+BUSY = (503, {"Retry-After": "1"})
+
+
+@pytest.mark.parametrize(
+    ("timeout", "outcomes", "timeouts"),
+    [
+        (20.0, [BUSY, BUSY, (200, {})], [(10.0, 20.0), (10.0, 19.0), (10.0, 17.0)]),
+        (2.5, [BUSY, BUSY], [(2.5, 2.5), (1.5, 1.5)]),
+        (1.0, [BUSY, BUSY], [(1.0, 1.0), (0.001, 0.001)]),
+        (99.0, [BUSY] * 4, [(10.0, 99.0), (10.0, 98.0), (10.0, 96.0), (10.0, 92.0)]),
+        (20.0, [(503, {})], [(10.0, 20.0)]),
+        (20.0, [(500, {"Retry-After": "1"})], [(10.0, 20.0)]),
+    ],
+)
+def test_all_tries_of_a_request_share_one_bound(
+    timeout: float,
+    outcomes: list[tuple[int, dict[str, str]]],
+    timeouts: list[tuple[float, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers_module, "BACKOFF", (1.0, 2.0, 4.0))
+    monkeypatch.setattr(servers_module, "time", Clock())
+    answers = [SimpleNamespace(status_code=code, headers=headers) for code, headers in outcomes]
+    given: list[Any] = []
+
+    def send(_: Any, request: Any, **kwargs: Any) -> Any:
+        given.append(kwargs["timeout"])
+        return answers[len(given) - 1]
+
+    monkeypatch.setattr(servers_module.HTTPAdapter, "send", send)
+    adapter = servers_module._BoundedAdapter(timeout)
+    request = requests.Request("POST", "http://a/infer/").prepare()
+    assert adapter.send(request) is answers[-1]
+    assert given == timeouts
+    given.clear()
+    adapter.send(request, timeout=3.0)
+    assert given[0] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("path", "is_repeated"),
+    [
         ("/infer/", True),
         ("/reset_mm_cache/", True),
         ("/get_engine_type/", True),
         ("/update_flattened_params/", False),
         ("/init_communicator/", False),
-    ]:
-        request = requests.Request("POST", f"http://a{path}").prepare()
-        assert servers_module._may_repeat(request, cut) == repeats
-        assert servers_module._may_repeat(request, requests.ConnectTimeout())
+    ],
+)
+def test_only_what_may_be_repeated_is_tried_again(
+    path: str, is_repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+    errors: list[Exception] = []
+
+    def send(*_: Any, **__: Any) -> Any:
+        tries.append(1)
+        raise errors[0]
+
+    monkeypatch.setattr(servers_module.HTTPAdapter, "send", send)
+    request = requests.Request("POST", f"http://a{path}").prepare()
+    never_made: Any = SimpleNamespace(reason=NewConnectionError(None, "refused"))
+    for error, num_tries in (
+        (requests.ConnectionError("reset"), 4 if is_repeated else 1),
+        (requests.ConnectionError(), 4 if is_repeated else 1),
+        (requests.ConnectTimeout(), 4),
+        (requests.ConnectionError(never_made), 4),
+    ):
+        errors[:], tries[:] = [error], []
+        with pytest.raises(requests.ConnectionError):
+            servers_module._BoundedAdapter(TIMEOUT).send(request)
+        assert len(tries) == num_tries
 
 
 def test_the_callers_fault_is_tried_nowhere_else() -> None:
@@ -369,6 +461,10 @@ def test_an_answer_to_another_request_is_never_data() -> None:
         answers = ask(servers, 4)
         assert [cs[0].text for cs, _ in answers] == ["0.0", "1.0", "2.0", "3.0"]
         assert client.num_servers == 1
+        with running(Server(message="another")) as alone:
+            message = r"server 0 \(.*\) gave the answer to another request\."
+            with pytest.raises(WorkerLostError, match=message):
+                RolloutServers(alone, TIMEOUT)
 
 
 def test_a_row_that_json_cannot_hold_is_named() -> None:

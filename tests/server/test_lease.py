@@ -83,6 +83,7 @@ def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
 
 def test_names_of_any_alphabet_are_told() -> None:
     client = TestClient(Deployed(Replica()).app)
+    assert client.post(PATH).json() == {"owner": ""}
     holder = Leaseholder(SimpleNamespace(sessions=[], base_urls=[]), "训练/a")
     assert client.post(PATH, headers=holder.headers).json() == {"owner": holder.owner}
     assert holder.owner.startswith("训练/a (process ")

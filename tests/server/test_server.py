@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,12 +15,14 @@ import pytest
 import requests
 from fastapi.testclient import TestClient
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.pipelines.infer import rollout
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.server import replicas, routes
 from swift_grpo_ext.server.client import RolloutServers
+from swift_grpo_ext.server.replicas import Restarts
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 from tests.server.served import Deployed, Replica, listening, request
 
@@ -50,17 +54,22 @@ def test_answers_come_in_the_order_of_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costly", "num_others", "shares"),
-    [({"words": 4000}, 5, [1, 5]), ({"count": 64}, 5, [1, 5]), ({}, 0, [0, 1])],
+    ("words", "count", "config", "shares"),
+    [
+        (4000, 4, CONFIG, [[0], [1, 2, 3, 4, 5]]),
+        (1, 64, CONFIG, [[0], [1, 2, 3, 4, 5]]),
+        (1, 64, None, [[0, 2, 4], [1, 3, 5]]),
+    ],
 )
 def test_groups_go_to_replicas_by_cost(
-    costly: dict[str, int], num_others: int, shares: list[int]
+    words: int, count: int, config: dict[str, int] | None, shares: list[list[int]]
 ) -> None:
-    """A long prompt or a large group is a replica's only one; an idle replica gets nothing."""
+    """A long prompt or a large group is a replica's only one."""
     two = [Replica(), Replica()]
-    others = (request(group) for group in range(1, num_others + 1))
-    infer(two, [request(0, **costly), *others])
-    assert sorted(len(replica.groups) for replica in two) == shares
+    asked = [request(0, words, count=count), *(request(group, count=4) for group in range(1, 6))]
+    body = {"infer_requests": asked, "request_config": config}
+    assert groups_of(TestClient(Deployed(*two).app).post("/infer/", json=body)) == list(range(6))
+    assert [replica.groups for replica in two] == shares
 
 
 def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
@@ -116,6 +125,7 @@ def test_what_one_replica_cannot_answer_another_does(fault: str) -> None:
 def test_with_no_replica_a_server_says_so() -> None:
     none = infer([], [request(0)])
     assert (none.status_code, none.json()["detail"]) == (503, "it has no replica left")
+    assert infer([], [request(0, packed=False)]).status_code == 503
 
 
 def test_a_request_is_not_given_to_a_third_replica() -> None:
@@ -144,7 +154,10 @@ def test_a_late_reply_is_never_the_answer_to_another_message(method: str) -> Non
     late, healthy = Replica(**{method: "is late"}), Replica()
     deployed = Deployed(late, healthy, timeout=OF_ONE_THAT_HANGS)
     client = TestClient(deployed.app)
-    assert client.post(f"/{method}/").status_code == 200
+    message = {"reset_prefix_cache": "reset_prefix_cache is done."}.get(
+        method, "The weights are loaded."
+    )
+    assert client.post(f"/{method}/").json() == {"message": message}
     late.goes_on.set()
     assert deployed.connections == [healthy.connection]
     assert not late.is_alive()
@@ -156,6 +169,79 @@ def test_an_answer_has_the_name_of_its_request() -> None:
     answer = infer([Replica()], [request(0)], **{wire.MESSAGE_HEADER: "abc"})
     assert answer.headers[wire.MESSAGE_HEADER] == "abc"
     assert wire.MESSAGE_HEADER not in infer([Replica()], [request(0)]).headers
+
+
+# --- replicas come back (F4) ---
+
+
+def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It joins when a connected training asks (one that connects has been told how many there are;
+    `check --server` asks too), and generates once it has weights. Three starts are the budget."""
+    ended, healthy = Replica(number=0), Replica(number=1)
+    deployed = Deployed(ended, healthy)
+    deployed.restarts = Restarts(deployed, 3)
+    deployed.master_port = 5
+    said: list[str] = []
+    monkeypatch.setattr(replicas.logger, "error", said.append)
+    monkeypatch.setattr(replicas.logger, "warning", said.append)
+    started: list[Any] = []
+
+    def process(target: Any, args: Any) -> Any:
+        assert target is rollout.llm_worker
+        assert args[:3] == (deployed.args, 0, 5)
+        replica = Replica(number=2, child=Connection(os.dup(args[3]._connection.fileno())))
+        started.append(replica)
+        replica.start = lambda: None
+        return replica
+
+    monkeypatch.setattr(rollout, "Process", process)
+    client = TestClient(deployed.app)
+
+    def told(**headers: str) -> tuple[int, int]:
+        ours = client.post("/get_engine_type/", headers=headers).json()[wire.KEY]
+        return ours["replicas"], ours["starting"]
+
+    def health() -> tuple[int, int]:
+        of_server = client.get("/health/").json()
+        assert of_server["status"] == "ok"
+        return of_server["replicas"], of_server["waiting_for_weights"]
+
+    def drew() -> list[int]:
+        asked = [request(group) for group in range(4)]
+        assert groups_of(client.post("/infer/", json={"infer_requests": asked})) == [0, 1, 2, 3]
+        of_replicas = [len(replica.groups) for replica in (healthy, *started)]
+        for replica in (healthy, *started):
+            replica.groups.clear()
+        return of_replicas
+
+    connected = {wire.INSTANCE_HEADER: routes.INSTANCE}
+    ended.kill()
+    assert drew() == [4, 0]
+    assert said[-1] == "Replica 0 is started anew (1 of 3)."
+    assert told(**connected) == (1, 1)  # it is still loading
+    assert health() == (1, 0)
+    started[0].says({"status": "error", "why": "no memory"})
+    assert health() == (1, 1)
+    assert told(**connected) == (1, 1)  # and started once more
+    assert said[-2] == "Replica 0 did not start: {'status': 'error', 'why': 'no memory'}"
+    started[1].kill()
+    assert health() == (1, 0)
+    assert told(**connected) == (1, 1)
+    assert said[-2] == "Replica 0 did not start: {'status': 'ended'}"
+    started[2].says({"status": "ready"})
+    assert told() == (1, 1)
+    assert client.get("/get_world_size/").json() == {"world_size": 2}
+    assert told(**connected) == (2, 0)
+    assert [connection.name for connection in deployed.connections] == ["1.0", "0.3"]
+    assert health() == (2, 0)
+    assert drew() == [4, 0, 0, 0]
+    loaded = client.post("/process_weights_after_loading/")
+    assert loaded.json() == {"message": "The weights are loaded."}
+    assert drew() == [2, 0, 0, 2]
+    started[2].kill()
+    assert drew() == [4, 0, 0, 0]
+    assert told(**connected) == (1, 0)
+    assert "Replica 0 stays lost: a server starts replicas anew 3 times in all" in said[-1]
 
 
 # --- time (F2) ---
@@ -193,27 +279,6 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def test_a_replica_that_is_back_joins_when_a_connected_training_asks() -> None:
-    """One that connects has been told how many there are; `check --server` asks too."""
-    deployed, late = Deployed(Replica()), Replica()
-    late._child.send((None, {"status": "ready"}))
-    deployed.restarts.starting.append(late.connection)
-    client = TestClient(deployed.app)
-
-    def replicas_told(**headers: str) -> int:
-        answer = client.post("/get_engine_type/", headers=headers)
-        return int(answer.json()[wire.KEY]["replicas"])
-
-    assert replicas_told() == 1
-    assert client.get("/get_world_size/").json() == {"world_size": 2}
-    assert replicas_told(**{wire.INSTANCE_HEADER: routes.INSTANCE}) == 2
-    assert client.get("/health/").json() == {
-        "status": "ok",
-        "replicas": 2,
-        "waiting_for_weights": 0,
-    }
 
 
 def test_health_answers_while_replicas_hang() -> None:
@@ -314,7 +379,8 @@ def test_a_server_that_was_started_anew_takes_no_work() -> None:
         refused = client.post(path, json={})
         assert refused.status_code == 409, path
         assert "started anew, and has the base model's weights" in refused.json()["detail"]
-    assert client.post("/reset_prefix_cache/").status_code == 200
+    closed = client.post("/close_communicator/")
+    assert closed.json() == {"message": "The group is closed."}
     same = {wire.INSTANCE_HEADER: routes.INSTANCE}
     assert client.post("/process_weights_after_loading/", headers=same).status_code == 200
 
@@ -323,7 +389,8 @@ def test_replicas_join_the_group_under_their_numbers() -> None:
     two = [Replica(), Replica()]
     client = TestClient(Deployed(*two, timeout=9.0).app)
     asked = {"host": "0.0.0.0", "port": 7, "world_size": 5}
-    assert client.post("/init_communicator/", json=asked).status_code == 200
+    connecting = client.post("/init_communicator/", json=asked)
+    assert connecting.json() == {"message": "The replicas are connecting."}
     wait_until(lambda: all(replica.calls for replica in two))
     assert [replica.commands for replica in two] == [
         [("127.0.0.1", 7, 5, 0, 4.5)],
@@ -341,20 +408,28 @@ def test_replicas_join_the_group_under_their_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "host"), [({}, "127.0.0.1"), ({"X-Forwarded-For": "10.0.0.9"}, "0.0.0.0")]
+    ("host", "headers", "opens_at"),
+    [
+        ("0.0.0.0", {}, "127.0.0.1"),
+        ("", {}, "127.0.0.1"),
+        ("::", {}, "127.0.0.1"),
+        ("node7", {}, "node7"),
+        ("0.0.0.0", {"X-Forwarded-For": "10.0.0.9"}, "0.0.0.0"),
+    ],
 )
 def test_the_weights_store_opens_where_the_training_came_in(
-    headers: dict[str, str], host: str
+    host: str, headers: dict[str, str], opens_at: str
 ) -> None:
-    """Behind a proxy nobody knows by which address weights will come."""
+    """Not at every address of the machine: the store asks nobody for a key. Behind a proxy nobody
+    knows by which address weights will come."""
     replica = Replica()
     deployed = Deployed(replica)
-    deployed.args.host = "0.0.0.0"
+    deployed.args.host = host
     with listening(deployed) as url:
         asked = {"host": "0.0.0.0", "port": 7, "world_size": 2}
         requests.post(f"{url}/init_communicator/", json=asked, headers=headers, timeout=20)
         wait_until(lambda: bool(replica.commands))
-    assert replica.commands == [(host, 7, 2, 0, 30.0)]
+    assert replica.commands == [(opens_at, 7, 2, 0, 30.0)]
 
 
 def test_checksums_are_those_of_each_worker_of_each_replica() -> None:
@@ -382,7 +457,8 @@ def test_a_replica_that_refused_an_adapter_draws_no_more() -> None:
         ({}, {"replica 1", "replica 2"}),
     ):
         one.checksums = [taken[0], taken[1] | refused]
-        replicas.note_weights(deployed)  # its update was answered with 200
+        for connection in deployed.connections:  # its update was answered with 200
+            connection.holds_weights = True
         assert client.get(routes.CHECKSUMS_PATH).json() == [*one.checksums, *taken]
         before = {replica.name: len(replica.groups) for replica in (one, two)}
         answer = client.post("/infer/", json={"infer_requests": [request(i) for i in range(4)]})
@@ -398,23 +474,22 @@ def test_weights_that_a_replica_could_not_load_are_an_error() -> None:
 
 
 def test_parameter_names_are_those_of_a_worker() -> None:
-    client = TestClient(Deployed(Replica(), Replica()).app)
+    client = TestClient(Deployed(Replica(get_state_keys="raises"), Replica()).app)
     assert client.get("/get_model_state_keys/").json() == {"keys": ["model.w"]}
     silent = Replica(get_state_keys="raises")
     assert TestClient(Deployed(silent).app).get("/get_model_state_keys/").json() == {"keys": []}
 
 
-@pytest.mark.parametrize("tokens", [[], ["<a>", "<b>"]])
-def test_what_a_server_says_of_itself(tokens: list[str]) -> None:
+def test_what_a_server_says_of_itself() -> None:
     deployed = Deployed(Replica())
-    deployed.args.new_special_tokens = tokens
+    deployed.args.new_special_tokens = ["<a>", "<b>"]
     answer = TestClient(deployed.app).post("/get_engine_type/").json()
     assert answer["engine_type"] == "LLMEngine"
     assert answer[wire.KEY] == {
         "version": wire.VERSION,
         "instance": routes.INSTANCE,
         "replicas": 1,
-        "new_special_tokens": tokens,
+        "new_special_tokens": ["<a>", "<b>"],
         "members": ["7.0"],
         "starting": 0,
     }
@@ -434,6 +509,12 @@ def test_addressed_requests_reach_each_replica_of_each_server() -> None:
         metadatas = [metadata for row in rows if (metadata := wire.read_metadata(row["data_dict"]))]
         asked = [RolloutInferRequest(**row) for row in rows]
         answers = servers.infer(asked, metadatas, RequestConfig(max_tokens=8))
+        names = [f"server {number} ({url})" for number, url in enumerate((first, second))]
+        assert servers.loaded_checksums() == [
+            (f"worker {worker} of {name}", {"w": "float32 (1,) 00"})
+            for name in names
+            for worker in range(4)
+        ]
     assert [replica.groups for end in ends for replica in end] == [[k] for k in range(8)]
     drawn_by = [completion.replica for [completion], _ in answers]
     assert drawn_by == [

@@ -13,14 +13,16 @@ from PIL import Image
 from PIL.ExifTags import Base
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.pipelines.infer.deploy import SwiftDeploy
-from swift.template import Template
+from swift.template import Template, vision_utils
 from swift.template.vision_utils import load_video_hf
 
 from swift_grpo_ext.upstream.encoding import (
     add_video_metadata,
     answers_for_servers,
     drop_orientation,
+    load_video,
     supply_video_loader,
+    tool_calls,
 )
 from tests.stack.rounds import write_video
 from tests.turned import TURNS, as_vllm_sees
@@ -72,6 +74,10 @@ def test_what_has_metadata_or_no_video_is_left_alone() -> None:
     add_video_metadata(inputs)
     assert inputs["videos"][0] is known
     assert inputs["mm_processor_kwargs"] == {"fps": 24.0}
+    unmarked: dict[str, Any] = {"images": [Image.new("L", (2, 2))]}
+    [image] = unmarked["images"]
+    drop_orientation(unmarked)
+    assert unmarked["images"][0] is image
     for without in ({"input_ids": [1]}, {"images": [], "videos": []}):
         before = dict(without)
         add_video_metadata(without)
@@ -102,6 +108,23 @@ def test_a_video_of_the_base_template_is_what_training_reads(
     assert frames.shape == (20, 16, 32, 3)
     assert np.array_equal(frames, trained)
     assert (metadata["fps"], metadata["total_num_frames"]) == (1.0, 20)
+
+
+def test_a_videos_url_is_left_to_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(vision_utils, "load_vllm_video", lambda *args: given.append(args) or "it")
+    assert load_video(" https://a/b.mp4", 7) == "it"
+    load_video("http://a/b.mp4")
+    assert given == [(" https://a/b.mp4", 7), ("http://a/b.mp4", -1)]
+
+
+def test_tool_calls_are_read_as_the_release_reads_them() -> None:
+    newer = SimpleNamespace(
+        _get_toolcall=lambda response, template_inputs: (response, template_inputs)
+    )
+    older = SimpleNamespace(_get_toolcall=lambda text: text)
+    assert tool_calls(newer, "text", "inputs") == ("text", "inputs")
+    assert tool_calls(older, "text", "inputs") == "text"
 
 
 @pytest.mark.skipif(

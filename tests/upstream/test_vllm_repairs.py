@@ -2,86 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+import asyncio
 import os
-from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, ProcessorMixin
 
 from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.contract import Pin, mismatch
-
-needs_copies = pytest.mark.skipif(
-    any(map(mismatch, pins.PROCESSOR_COPIES)), reason="these vLLM and transformers copy otherwise"
-)
-
-
-class TwoTokenizers(ProcessorMixin):
-    """A processor that transformers loads, and that copies its arguments as it does."""
-
-    def __init__(self, tokenizer: Any = None, decoder_tokenizer: Any = None, **other: Any) -> None:
-        self.tokenizer, self.decoder_tokenizer = tokenizer, decoder_tokenizer
-        self.copies = copy.deepcopy({"tokenizer": tokenizer, **other})
-        if "fails" in other:
-            raise TypeError("This processor cannot be made.")
-
-    @classmethod
-    def from_pretrained(cls, name: str, **kwargs: Any) -> Any:
-        made = cls._load_tokenizer_from_pretrained("tokenizer", name, **kwargs)
-        second = cls._load_tokenizer_from_pretrained("decoder_tokenizer", name, **kwargs)
-        return cls(made, second, **{k: v for k, v in kwargs.items() if k in ("other", "fails")})
-
-
-@needs_copies
-@pytest.mark.parametrize(("is_handed_over", "num_loads"), [(True, 1), (False, 2)])
-def test_a_processor_takes_the_tokenizer_that_vllm_hands_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_handed_over: bool, num_loads: int
-) -> None:
-    """It neither copies it nor loads another in its place; a second tokenizer is its own.
-    Afterwards, also where loading failed, tokenizers are copied and loaded as before."""
-    from vllm.transformers_utils import processor as upstream
-
-    words = WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?")
-    tokenizer = transformers.TokenizersBackend(tokenizer_object=Tokenizer(words))
-    loads = []
-
-    def from_pretrained(name: str, **kwargs: Any) -> Any:
-        loads.append(kwargs.get("subfolder"))
-        return copy.copy(tokenizer)
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    vllm_repairs.load_processors_uncopied()
-    other = copy.deepcopy(tokenizer)
-    given: Any = {"tokenizer": tokenizer} if is_handed_over else {}
-    load = partial(
-        upstream.cached_get_processor, str(tmp_path), processor_cls=TwoTokenizers, other=other
-    )
-    loaded = load(**given)
-    assert load(**given) is loaded
-    assert len(loads) == num_loads
-    assert (loaded.tokenizer is tokenizer) == is_handed_over
-    assert (loaded.copies["tokenizer"] is tokenizer) == is_handed_over
-    assert loaded.decoder_tokenizer is not tokenizer
-    assert loaded.copies["other"] is not other
-
-    with pytest.raises(TypeError, match="cannot be made"):
-        load(fails=True, **given)
-    copied = copy.deepcopy(tokenizer)
-    assert copied is not tokenizer
-    assert copied.convert_tokens_to_ids("two") == 1
-    again = TwoTokenizers._load_tokenizer_from_pretrained(
-        "tokenizer", str(tmp_path), tokenizer=tokenizer
-    )
-    assert again is not tokenizer
 
 
 @pytest.mark.parametrize("has_model", [False, True])
@@ -172,3 +103,33 @@ def test_experts_of_an_update_are_packed_once(monkeypatch: pytest.MonkeyPatch) -
         layer.w13_weight, layer.w2_weight = first
         set_up(method, layer, layer.w13_weight, layer.w2_weight)
         assert [float(p) for p in (layer.w13_weight, layer.w2_weight)] == [value + 100] * 2
+
+
+def test_a_call_is_answered_for_all_replicas() -> None:
+    """Two replicas of one worker and of two."""
+    asked: list[Any] = []
+
+    async def call(*args: Any, engine: str) -> list[str]:
+        asked.append(args)
+        return [f"{engine}.{worker}" for worker in range(1 + (engine == "b"))]
+
+    core = SimpleNamespace(core_engines=["a", "b"], _call_utility_async=call)
+    engine: Any = SimpleNamespace(engine_core=core)
+    vllm_repairs.hear_all(engine)
+    answers = asyncio.run(engine.collective_rpc("load", 2.0, (1,), {"k": 3}))
+    assert answers == ["a.0", "b.0", "b.1"]
+    assert asked == [("collective_rpc", "load", 2.0, (1,), {"k": 3})] * 2
+    asyncio.run(engine.collective_rpc("load"))
+    assert asked[2:] == [("collective_rpc", "load", None, (), None)] * 2
+
+
+def test_weights_are_reloaded_as_the_release_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    runner = SimpleNamespace(
+        reload_weights=lambda weights_iterator: taken.append(next(weights_iterator)),
+        model=SimpleNamespace(load_weights=taken.append),
+    )
+    for takes_tensors in (True, False):
+        monkeypatch.setattr(vllm_repairs, "reloads_from_tensors", lambda on=takes_tensors: on)
+        vllm_repairs.reload_weights(runner, [("w", torch.zeros(1))])
+    assert taken == [("w", torch.zeros(1)), [("w", torch.zeros(1))]]

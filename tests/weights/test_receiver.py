@@ -164,14 +164,14 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
     monkeypatch.setattr(rollout, "StatelessProcessGroup", Group)
     monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)
     monkeypatch.setenv(REPLICA_NUMBER, "5")
-    worker.init_communicator("host", 7, 3)
+    worker.init_communicator("host", 7, 3, None, 4.0)
     worker.init_communicator("host", 7, 3, 0, 9.5)
     assert os.environ[REPLICA_NUMBER] == "5"
     monkeypatch.delenv(REPLICA_NUMBER)
     worker.init_communicator("host", 7, 3, 1, 0.5)
     assert os.environ[REPLICA_NUMBER] == "0"
     assert joined == [
-        ("host", 7, 3, "5", {"host": "host"}),
+        ("host", 7, 3, "5", {"host": "host", "store_timeout": 4}),
         ("host", 7, 3, "0", {"host": "host", "store_timeout": 9}),
         ("host", 7, 3, "1", {"host": "host", "store_timeout": 1}),
     ]
