@@ -257,19 +257,12 @@ check_alive() { # ends the launch if a server has ended, once it trains only if 
   fi
 }
 
-# Where a port is not wholly free, `swift rollout` takes the next one, where no trainer looks for it.
-# Connections of a server that has just ended keep it for a minute.
-wait_for_port() { # PORT
-  local waited states # as in /proc/net/tcp: 0A listens, 06 waits for stray packets
-  for ((waited = 0; waited < 75; waited++)); do
-    states=$(awk -v port=":$(printf '%04X' "$1")$" '$2 ~ port { print $4 }' \
-      /proc/net/tcp /proc/net/tcp6 2>/dev/null) || true
-    [ "$states" ] || return 0
-    [[ $states != *0A* ]] || break
-    ((waited)) || say "waiting for old connections to port $1 to go away (up to a minute)"
-    sleep 1
-  done
-  fail "port $1 is in use on this machine: give another --port"
+# What listens there already would be taken for the server: its own refusal comes later.
+refuse_taken_port() { # PORT
+  local port # as in /proc/net/tcp, where 0A listens
+  port=$(printf '%04X' "$1")
+  ! grep -qsE "^ *[0-9]+: [0-9A-F]+:$port [0-9A-F:]+ 0A " /proc/net/tcp /proc/net/tcp6 ||
+    fail "port $1 is in use on this machine: give another --port"
 }
 
 healthy() { # HOST PORT
@@ -311,7 +304,7 @@ open_netrc() {
 }
 
 for ((n = 0; n < num_servers * serves; n++)); do
-  wait_for_port $((port + n))
+  refuse_taken_port $((port + n))
   server_command "$n"
   name=server$n
   ((!rollout_nodes)) || name=server$node.$n
