@@ -131,7 +131,10 @@ def _adopt_command_line(args: Any, upstream: type) -> list[str]:
     # ms-swift takes abbreviations of its own flags.
     _, unknown = Parser([upstream]).parse_known_args(unknown)
     if unknown and not args.ignore_args_error:
-        _refuse(unknown, parser)
+        token = next((t for t in unknown if t.startswith("--")), unknown[0])
+        known = [f"--{action.dest}" for action in parser._actions]
+        hint = did_you_mean(f"--{_name(token)}", known) or "`swift-grpo-ext flags` lists our flags."
+        raise ValueError(f"Unknown argument {token} (left over: {' '.join(unknown)}); {hint}")
     left_over[:] = unknown  # else ms-swift would refuse our flags when it is done
     if argv or type(args) is upstream:  # else made in Python, with values of our flags
         args.__class__ = EXTENDED[upstream]
@@ -188,10 +191,3 @@ class Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. `swift-grpo-ext flags` lists our flags and their values.")
-
-
-def _refuse(unknown: list[str], parser: HfArgumentParser) -> NoReturn:
-    token = next((t for t in unknown if t.startswith("--")), unknown[0])
-    known = [f"--{action.dest}" for action in parser._actions]
-    hint = did_you_mean(f"--{_name(token)}", known) or "`swift-grpo-ext flags` lists our flags."
-    raise ValueError(f"Unknown argument {token} (left over: {' '.join(unknown)}); {hint}")

@@ -13,7 +13,6 @@ from typing import Any, Union, get_type_hints
 
 import pytest
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
-from swift.trainers import TrainerFactory
 from swift.utils.utils import _patch_get_type_hints, parse_args
 from transformers import HfArgumentParser, hf_argparser
 
@@ -83,6 +82,8 @@ def test_a_misspelt_flag_in_a_scripts_list_is_refused(registered: bool) -> None:
         "ValueError: Unknown argument --rollout_seed (left over: --rollout_seed sample); "
         "did you mean --rollout_seed_mode?"
     )
+    found = parsed([*BASE, "--zzzz"], registered=registered)
+    assert found.endswith("(left over: --zzzz); `swift-grpo-ext flags` lists our flags.")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", [RLHFArguments, command_line.RLHFExtArguments])
@@ -161,9 +162,7 @@ def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) 
         (["--logits_shim", "False"], ["--logits_shim", "off"]),
         (["--logits-shim", "False", "--seed", "1"], ["--logits-shim", "off", "--seed", "1"]),
         (["--logps_shared_prompt", "False"], None),
-        (["--logits_shim", "auto", "False"], None),
         (["False"], None),
-        ([], None),
     ],
 )
 def test_yamls_off_is_off(argv: list[str], meant: list[str] | None) -> None:
@@ -176,15 +175,5 @@ def test_a_parser_knows_every_spelling_and_raises(extended: type) -> None:
     argv = ["--logits-shim=off", "--stop_token_ids", "3", "--no_include_stop_str_in_output"]
     given = ["logits_shim", "stop_token_ids", "include_stop_str_in_output"]
     assert command_line._given(argv, parser) == given
-    with pytest.raises(ValueError, match=r"Unknown argument --zzzz .*`swift-grpo-ext flags`"):
-        command_line._refuse(["--zzzz"], parser)
     with pytest.raises(ValueError, match=r"--diversity_alarm_p.*invalid float value: 'many'"):
         parser.parse_known_args(["--diversity_alarm_p", "many"])
-
-
-def test_registering_twice_is_harmless() -> None:
-    swift_grpo_ext.register()
-    once = (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
-    swift_grpo_ext.register()
-    assert once == (BaseArguments._init_model_kwargs, dict(TrainerFactory.TRAINER_MAPPING))
-    assert TrainerFactory.TRAINER_MAPPING["grpo"] == "swift_grpo_ext.training.RolloutGRPOTrainer"
