@@ -60,5 +60,5 @@ def enforce(findings: Iterable[Finding]) -> None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that names the nearest known name; "" where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known)
     return f"did you mean {near[0]}?" if near else ""

@@ -117,10 +117,17 @@ class MediaCache:
         Raises:
             MediaChangedError: at the next use or at the end, if a shared tensor was written to.
         """
+
+        def join_late(batch: list[dict[str, Any]]) -> None:
+            for encoded in batch:
+                for key in COLLATED:
+                    if is_rows(value := encoded.get(key)):
+                        encoded[key] = LazyConcat([value])
+
         try:
             with self._sharing(template), ExitStack() as stack:
                 if joins_late:
-                    stack.enter_context(before_collating(template, _join_late))
+                    stack.enter_context(before_collating(template, join_late))
                 yield
             for entry in list(self._made):
                 entry.check()
@@ -306,12 +313,13 @@ class _Entry:
 
         self.value = _map(hold, made)
         self.num_bytes = sum(map(_num_bytes, leaves))
-        self._versions = [(x, _version(x)) for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
 
     def check(self) -> None:
         """Raise `MediaChangedError` where somebody wrote to a tensor of the value."""
         for tensor, version in self._versions:
-            if _version(tensor) != version:
+            if tensor._version != version:
                 raise MediaChangedError(
                     f"A tensor of shape {tuple(tensor.shape)} that samples of a group share was "
                     "written to in place, by the template, the collator or the model, and so all "
@@ -415,14 +423,6 @@ def replaced(owner: Any, name: str, wrap: Callable[..., Any]) -> Iterator[Callab
             setattr(owner, name, own)
 
 
-def _join_late(batch: list[dict[str, Any]]) -> None:
-    """Let the patches of encoded samples be collated to a `LazyConcat`."""
-    for encoded in batch:
-        for key in COLLATED:
-            if is_rows(value := encoded.get(key)):
-                encoded[key] = LazyConcat([value])
-
-
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
     """Return `value` in containers of its own, with `function` applied to all that they hold."""
     if type(value) in (list, tuple):
@@ -451,7 +451,3 @@ def _num_bytes(leaf: Any) -> int:
         return leaf.nbytes
     # Pillow keeps an RGB pixel in four bytes.
     return 4 * leaf.width * leaf.height if isinstance(leaf, Image.Image) else 0
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

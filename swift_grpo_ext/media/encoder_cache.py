@@ -287,9 +287,21 @@ class FrozenTower:
         pixels, merged = torch.cat([*images]), 1
         if grids[0] is not None:
             rest = {**rest, "grid_thw": torch.tensor(grids, device=pixels.device)}
+            # So many patches may have become one row.
             merged = getattr(self._tower, "spatial_merge_size", 1) ** 2
         leaves, structure = pytree.tree_flatten(self._upstream(pixels, **rest))
-        parts = [_split(leaf, [len(image) for image in images], merged) for leaf in leaves]
+        parts: list[list[Any]] = []
+        for leaf in leaves:
+            if isinstance(leaf, _PLAIN):
+                parts.append([leaf] * len(images))
+                continue
+            rows = len(leaf) if isinstance(leaf, Tensor) and leaf.ndim else 0
+            patches_of_row = next((n for n in (1, merged) if rows * n == len(pixels)), None)
+            if patches_of_row is None:
+                raise _NotByImageError
+            of_images = leaf.split([len(image) // patches_of_row for image in images])
+            # A slice would keep the outputs of all images.
+            parts.append([part.clone() for part in of_images] if len(images) > 1 else [leaf])
         return [Output(list(of_image), structure) for of_image in zip(*parts, strict=True)]
 
 
@@ -307,18 +319,6 @@ def image_keys(call: Call) -> list[Hashable]:
             digests[memory] = xxhash.xxh3_128_digest(values)
         keys.append((how, grid, image.shape, digests[memory]))
     return keys
-
-
-def _split(leaf: Any, sizes: list[int], merged: int) -> list[Any]:
-    """Return a leaf of an output by images; `merged` patches may have become one row."""
-    if isinstance(leaf, _PLAIN):
-        return [leaf] * len(sizes)
-    for each in (1, merged):
-        rows = [size // each for size in sizes]
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) * each == sum(sizes):
-            # A slice would keep the outputs of all images.
-            return [part.clone() if len(sizes) > 1 else part for part in leaf.split(rows)]
-    raise _NotByImageError
 
 
 def _are_close(a: Any, b: Any) -> bool:

@@ -47,7 +47,7 @@ def checkpoint_layout(model: nn.Module, state_dict: StateDict) -> StateDict:
         return state_dict
     conversions = getattr(base, "_weight_conversions", None)
     if conversions is None:
-        conversions = get_model_conversion_mapping(base, add_legacy=False)
+        conversions = get_model_conversion_mapping(base)
     transposed = dict(state_dict)
     for conversion in conversions or ():
         # Others merge or split tensors: vLLM takes the runtime's layout of those.

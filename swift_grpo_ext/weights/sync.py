@@ -87,32 +87,25 @@ class WeightSync:
             made_anew = self._meet()
             with self._noted():
                 move(made_anew)
-                if self._failure is None:
-                    self._verify()
-            if is_last or not self._was_not_sent():
+                if self._engine is not None and self._failure is None:
+                    engine, name = self._engine, f"The colocated engine of rank {self._ranks.rank}"
+                    note_unfilled(engine.inner_model, self._loads, engine.engine.model_config)
+                    compare(self._sent, self._loads.checksums, name)
+                if self._servers is not None and self._sent and self._failure is None:
+                    for worker, loaded in self._servers.loaded_checksums():
+                        compare(self._sent, loaded, worker)
+            if is_last:
                 break
+            # Once more only where nothing failed but sending, which only a rank with servers does.
+            can_repeat = self._servers is not None and not isinstance(
+                self._failure, WeightUpdateError
+            )
+            kinds = self._ranks.all_gather(self._failure and ("sending" if can_repeat else "else"))
+            if set(kinds) - {None} != {"sending"}:
+                break
+            if self._failure is not None:
+                logger.warning("The weight update is made once more.")
         self._meet()
-
-    def _verify(self) -> None:
-        if self._engine is not None:
-            note_unfilled(self._engine.inner_model, self._loads, self._engine.engine.model_config)
-            name = f"The colocated engine of rank {self._ranks.rank}"
-            compare(self._sent, self._loads.checksums, name)
-        if self._servers is not None and self._sent:
-            for worker, loaded in self._servers.loaded_checksums():
-                compare(self._sent, loaded, worker)
-
-    def _was_not_sent(self) -> bool:
-        """Return, on every rank, whether servers did not take the update though all ranks made
-        it."""
-        failure = self._failure
-        can_repeat = self._servers is not None and not isinstance(failure, WeightUpdateError)
-        kinds = self._ranks.all_gather(failure and ("servers" if can_repeat else "rank"))
-        if set(kinds) - {None} != {"servers"}:
-            return False
-        if failure is not None:
-            logger.warning("The weight update is made once more.")
-        return True
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
