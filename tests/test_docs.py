@@ -20,8 +20,6 @@ import pytest
 from markdown_it import MarkdownIt
 
 from swift_grpo_ext.flags import flag_names
-from swift_grpo_ext.record.rewards import REWARDS
-from swift_grpo_ext.record.row import SAMPLES
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools import cli
 from tests.newest import is_newest
@@ -146,13 +144,6 @@ def test_flags_and_commands_exist(page: Path) -> None:
             assert set(re.findall(r"swift-grpo-ext ([a-z][a-z-]*)", text)) <= commands
 
 
-def test_commands_of_scripts_exist() -> None:
-    texts = [script.read_text(encoding="utf-8") for script in (ROOT / "scripts").glob("*.sh")]
-    named = {c for text in texts for c in re.findall(r'bin/swift-grpo-ext"? ([a-z-]+)', text)}
-    assert named
-    assert named <= known_commands()[0]
-
-
 @cache
 def known_commands() -> tuple[frozenset[str], frozenset[str]]:
     """Return our commands; and all flags: ours, ms-swift's, those of our commands and scripts."""
@@ -224,12 +215,6 @@ def our_texts() -> Iterator[str]:
                 yield "".join(map(str, parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
-
-
-def test_the_columns_of_the_record_are_on_the_page() -> None:
-    sections = {section.title: section for section in sections_of(ROOT / "docs/internals.md")}
-    named = sections["The record"].spans
-    assert {*SAMPLES.schema.names, *REWARDS.schema.names} <= named.keys()
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p not in TRANSLATIONS], ids=name_of)

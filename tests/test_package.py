@@ -40,9 +40,3 @@ def test_an_address_is_named_where_it_is_known(setup_file: Any) -> None:
     assert len(targets) > 20
     assert all(target.startswith("https://") for target in targets)
     assert f"]({URL}/raw/HEAD/docs/img/view_group.png)" in named["long_description"]
-
-
-def test_without_an_address_none_is_made_up(setup_file: Any) -> None:
-    plain = setup_file.metadata("")
-    assert plain["project_urls"] == {}
-    assert plain["long_description"] == (ROOT / "README.md").read_text(encoding="utf-8")

@@ -67,20 +67,15 @@ def assert_says(findings: Iterable[Finding], expected: str | None) -> None:
 def test_the_first_error_is_raised_after_the_warnings(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is no flag gets no dashes."""
     monkeypatch.setattr(logging.getLogger("swift"), "propagate", True)
     findings = [ok("a", "holds"), note("b", "is so"), warning("seed", "is odd.", "Leave it.")]
     enforce(findings)
     assert [record.getMessage() for record in caplog.records] == ["--seed: is odd. Leave it."]
-    two = [*findings, error("model /none", "is no folder.", "Give one."), error("b", "is wrong.")]
-    with pytest.raises(ValueError, match=r"^--model /none: is no folder\. Give one\.$"):
-        enforce(two)
-
-
-def test_what_is_no_flag_gets_no_dashes() -> None:
-    names = ("MASTER_PORT 7", "`swift rollout`", "seed", "vLLM")
-    sentences = ["MASTER_PORT 7: x", "`swift rollout`: x", "--seed: x", "--vLLM: x"]
-    assert [error(name, "x").sentence for name in names] == sentences
-    assert did_you_mean("sed", ["seed", "model"]) == "did you mean seed?"
+    for first, said_of_it in (("model /none", "--model /none"), ("MASTER_PORT 7", "MASTER_PORT 7")):
+        with pytest.raises(ValueError, match=rf"^{said_of_it}: is no folder\. Give one\.$"):
+            enforce([*findings, error(first, "is no folder.", "Give one."), error("b", "is bad.")])
+    assert did_you_mean("sed", ["model", "seed", "seeds"]) == "did you mean seed?"
     assert did_you_mean("zzz", ["seed", "model"]) == ""
 
 
@@ -93,18 +88,14 @@ def test_what_is_no_flag_gets_no_dashes() -> None:
         ({}, None),
         (SERVER, None),
         ({"rollout_timeout": 0.0}, "error: --rollout_timeout 0.0: expected a number of seconds"),
-        ({"rollout_timeout": float("nan")}, "error: --rollout_timeout nan: expected a number of s"),
         ({"rollout_timeout": 0.001, "media_cache_gb": 0.0, "sample_log_gb": 0.0}, None),
         ({"logps_chunk_size": -1}, "error: --logps_chunk_size -1: expected a number of positions"),
-        ({"logps_chunk_size": "many"}, "error: --logps_chunk_size many: expected a number of posi"),
         ({"logps_chunk_size": 0}, None),
         ({"logps_chunk_size": "auto", "diversity_alarm_p": 0.999}, None),
         ({"diversity_alarm_p": 0.0}, "error: --diversity_alarm_p 0.0: expected a probability betw"),
         ({"diversity_alarm_p": 1.0}, "error: --diversity_alarm_p 1.0: expected a probability betw"),
         ({"media_cache_gb": -0.5}, "error: --media_cache_gb -0.5: expected a number of gigabytes"),
         ({"encoder_cache_gb": float("inf")}, "error: --encoder_cache_gb inf: expected a number of"),
-        ({"sample_log_gb": float("nan")}, "error: --sample_log_gb nan: expected a number of gigab"),
-        ({**LORA}, None),
         ({**LORA, "use_dora": True}, "error: --use_dora true: does not go with --vllm_enable_lora"),
         ({**LORA, "modules_to_save": ["a", "b"]}, "error: --modules_to_save a b: does not go with"),
         ({**LORA, "lora_bias": "all"}, "error: --lora_bias all: does not go with"),
@@ -114,7 +105,6 @@ def test_what_is_no_flag_gets_no_dashes() -> None:
         ({"seed": -1}, "error: --seed -1: expected 0 or more"),
         ({"seed": -1, "rollout_seed_mode": "engine"}, None),
         ({"streaming": True}, "error: --streaming true: expected false. A stream cannot repeat"),
-        ({"streaming": True, "port": 8000}, None),
         ({"temperature": 0.9}, None),
         (
             {**TEACHER, "temperature": 0.9},
@@ -131,7 +121,6 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
     ("changes", "given", "expected"),
     [
         (SERVER, ["logits_shim"], "warning: --logits_shim: is ignored by `swift rollout`; `swift"),
-        (SERVER, ["diversity_action"], "warning: --diversity_action: is ignored by `swift roll"),
         (SERVER, ["rollout_timeout", *preflight.ENGINE_FLAGS_OF_SERVERS], None),
         ({}, [name for name in flag_names() if not name.startswith("diversity")], None),
         ({}, ["diversity_action"], "warning: --diversity_action: is read by nothing without --cal"),

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from swift.model import get_processor
+from swift.template import get_template
 
 from swift_grpo_ext.checks import rows
 from swift_grpo_ext.checks.rows import (
     bad_media,
     check_duplicates,
     check_rows,
+    encoding_error,
     prompt_of,
-    question_of,
     unreadable,
 )
 
@@ -92,10 +94,12 @@ def test_marks_of_the_answer_do_not_count() -> None:
 
 def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_text("text")
-    messages = [{"role": "user", "content": "<image><image>哪个数字?"}]
+    system = {"role": "system", "content": "Look."}
+    messages = [system, {"role": "user", "content": "<image><image>哪个数字?" + 99 * "x"}]
     good, bad = {"path": str(png)}, {"path": str(tmp_path / "bad.png")}
     data = [{"messages": messages, "images": images} for images in ([good] * 2, [good, bad])]
-    named = r"in the row that asks '<image><image>哪个数字\?', image '.*bad\.png' is not an image"
+    asks = r"in the row that asks '<image><image>哪个数字\?x{41}'"
+    named = rf"{asks}, image '.*bad\.png' is not an image"
     [refused] = said([*data, data[1]])
     assert re.match(rf"error: --dataset: {named}.*\. Correct.*strategy delete", refused)
     [warned] = said([*data, data[1]], deletes_bad_rows=True)
@@ -111,12 +115,6 @@ def test_a_data_set_without_media() -> None:
     assert warned.startswith("warning: --val_dataset: no row holds `images`")
     assert said(empty, expects_media=False) == []
     assert said([*empty, {"audios": [PICTURE]}]) == []  # one row is enough
-
-
-def test_questions_are_cut_short() -> None:
-    messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "x" * 61}]
-    assert question_of({"messages": messages}) == "x" * 60
-    assert question_of({}) == question_of({"messages": [{}]}) == ""
 
 
 def test_rows_of_large_data_sets_are_chosen_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,3 +141,17 @@ def test_duplicates() -> None:
     assert warned.level == "warning"
     assert warned.text.startswith("2 of 4 rows repeat a prompt")
     assert list(check_duplicates(asks[1:], setting="dataset")) == []
+
+
+def test_a_prompt_that_cannot_be_encoded(assets: Path, png: Path) -> None:
+    processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
+    template = get_template(processor, template_type="qwen2_5_vl", max_length=100)
+    question = {"role": "user", "content": "Which?"}
+    answered = {"messages": [question, {"role": "assistant", "content": "7 " * 50}]}
+    assert encoding_error(template, answered) is None
+    assert len(answered["messages"]) == 2
+    assert encoding_error(template, {"messages": []}) == "it has no messages"
+    missing = encoding_error(template, {"messages": [question], "images": ["/none.png"]})
+    assert missing == "image '/none.png' does not exist"
+    long = {"messages": [question], "images": [str(png)] * 20}
+    assert str(encoding_error(template, long)).startswith("MaxLengthError: ")

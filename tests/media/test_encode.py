@@ -145,21 +145,18 @@ def test_what_differs_is_not_mixed(
     rows = [row(form) for each in (a, b) for form in each.values()]
     rows += [row(a["path"], b["path"]), row(b["path"], a["path"]), row(a["path"], **small), row()]
     alone = encode(template, rows * 2)
-    with cache_of(1e9).in_training(template):
-        assert_identical(encode(template, rows * 2), alone)
+    some = encode(template, rows[:1] * 2 + rows[6:7])
+    collated = template.data_collator(copy.deepcopy(some))
+    with cache_of(1e9).in_training(template, joins_late=True):
+        made = encode(template, rows * 2)
+        assert_identical(made, alone)
+        batch = template.data_collator([*made[:1], *made[16:17], *made[6:7]])
+        assert [len(part) for part in batch["pixel_values"].distinct] == [48, 64]
+        assert_identical([batch], [collated])
         monkeypatch.setattr(processor.image_processor, "image_mean", (0.0, 0.0, 0.0))
         changed = encode(template, rows)
     assert_identical(encode(template, rows), changed)
     assert not torch.equal(alone[0]["pixel_values"], changed[0]["pixel_values"])
-
-
-def test_batches_are_collated_to_the_same_values(template: Any, images: list[Path]) -> None:
-    rows = [each for path in images[:2] for each in group(row(str(path)))]
-    expected = template.data_collator(encode(template, rows))
-    with cache_of(1e9).in_training(template, joins_late=True):
-        batch = template.data_collator(encode(template, rows))
-    assert [len(part) for part in batch["pixel_values"].distinct] == [48, 64]
-    assert_identical([batch], [expected])
 
 
 def test_videos(template: Any, images: list[Path], calls: Counter[str]) -> None:
@@ -267,8 +264,6 @@ def shrink(image: Image.Image) -> None:
     [
         draw,
         shrink,
-        lambda image: image.putalpha(3),
-        lambda image: draw(image.convert("RGB")),
         lambda image: draw(image.resize((60, 60))),
         lambda image: draw(image.copy()),
         lambda image: image.info.update(dpi=1),
@@ -371,13 +366,11 @@ def test_the_size_of_what_is_held(make: Callable[[], Any], num_bytes: int) -> No
 
 
 CONTENTS: list[Callable[[], Any]] = [
-    *(lambda: 1, lambda: True, lambda: 1.0, lambda: "1", lambda: b"1", lambda: None),
-    *(lambda: [1, 2], lambda: (1, 2), lambda: [1, [2]], lambda: {"a": 1}, lambda: {"a": 2}),
+    *(lambda: 1, lambda: True, lambda: "1", lambda: [1, 2], lambda: [1, [2]], lambda: {"a": 1}),
     *(lambda: torch.zeros(2, 3), lambda: torch.zeros(3, 2), lambda: torch.ones(2, 3)),
     *(lambda: torch.zeros(2, dtype=torch.int32), lambda: torch.zeros(2), lambda: np.zeros(2)),
     *(lambda: Image.new("L", (2, 2)), lambda: Image.new("L", (4, 1))),
     *(lambda: Image.new("RGB", (2, 2)), lambda: Image.new("YCbCr", (2, 2))),
-    *(lambda: SimpleNamespace(value=1), lambda: SimpleNamespace(value=2), lambda: torch.float32),
     functools.partial(functools.partial, load_frames, colors=["red"]),
     functools.partial(functools.partial, load_frames, colors=["blue"]),
 ]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from swift_grpo_ext.media.encoder_cache import Call, image_keys
 from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
 
 IMAGE, OTHER = torch.arange(12.0).reshape(4, 3), torch.arange(6.0).reshape(2, 3) - 7
@@ -77,14 +76,6 @@ def test_pieces_lie_within_parts_and_else_it_is_joined() -> None:
         lazy = group()
         assert all(map(torch.equal, lazy.split_parts(sizes), JOINED.split(sizes)))
         assert len(lazy.distinct) == num_distinct
-
-
-def test_images_have_the_keys_of_their_joined_patches() -> None:
-    grids = [(1, 2, 2), (1, 1, 2), (1, 2, 2)]
-    lazy, joined = (Call(x, [4, 2, 4], grids, {}) for x in (group(), JOINED))
-    keys = image_keys(lazy)
-    assert keys == image_keys(joined)
-    assert keys[0] == keys[2] != keys[1]
 
 
 def test_what_cannot_be_joined_late() -> None:

@@ -15,10 +15,8 @@ from swift_grpo_ext.weights import checksums
 from swift_grpo_ext.weights.checksums import (
     UNFILLED,
     WORDS_OF_PART,
-    Loads,
     WeightUpdateError,
     compare,
-    recorded_loads,
     weight_checksums,
 )
 
@@ -93,20 +91,3 @@ def test_a_difference_is_named() -> None:
         compare(sent, {ADAPTER_FAULT: "why"}, "replica 0")
     with pytest.raises(WeightUpdateError, match=r"2 of its parameters were left as .* \(a, b\)\."):
         compare(sent, {**sent, UNFILLED: "a b"}, "replica 0")
-
-
-def test_only_what_a_model_has_taken_is_noted() -> None:
-    class Model:
-        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
-            if any(name == "bad" for name, _ in weights):
-                raise ValueError("no such weight")
-            return {name for name, _ in weights}
-
-    model, good, taken = Model(), ("good", torch.zeros(1)), Loads()
-    with recorded_loads(model, taken):
-        assert model.load_weights(iter([good])) == {"good"}  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="no such"):
-            model.load_weights([("bad", torch.zeros(1))])
-        assert model.load_weights([]) == set()
-    assert taken == Loads(weight_checksums([good]), {"good"})
-    assert "load_weights" not in vars(model)

@@ -21,6 +21,7 @@ from swift_grpo_ext.weights.sync import WeightSync
 from tests.ranks import ThreadRanks, run_rank_groups
 
 WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+CONFIG = LoraConfig(r=3)
 
 
 def changed() -> StateDict:
@@ -61,10 +62,12 @@ class Servers:
         return [(name, of_worker | self.fault) for name, of_worker in sums]
 
     def update_adapter_flattened_param(self, config: Any, metadatas: Any, flattened: Any) -> None:
+        assert config == CONFIG
         bucket = FlattenedTensorBucket(flattened_tensor=flattened, metadata=metadatas)
         self.load(bucket.reconstruct_tensors())
 
     def update_adapter_param(self, config: Any, tensors: StateDict) -> None:
+        assert config == CONFIG
         self.load(tensors)
 
 
@@ -253,9 +256,9 @@ def test_an_adapter_is_sent_and_compared(
         if flattens:
             bucket = FlattenedTensorBucket(named_tensors=list(WEIGHTS.items()))
             parts = bucket.get_metadata(), bucket.get_flattened_tensor()
-            client.update_adapter_flattened_param(LoraConfig(), *parts)
+            client.update_adapter_flattened_param(CONFIG, *parts)
         else:
-            client.update_adapter_param(LoraConfig(), WEIGHTS)
+            client.update_adapter_param(CONFIG, WEIGHTS)
 
     with pytest.raises(WeightUpdateError, match=message) if message else nullcontext():
         weights.update(lambda _: weights.send_adapter(client, send))
@@ -263,25 +266,14 @@ def test_an_adapter_is_sent_and_compared(
     assert not [name for name in vars(client) if name.startswith("update_")]
 
 
-def test_a_colocated_engine_gets_an_adapter_of_its_own() -> None:
-    """vLLM scales it on CPU where it lies."""
-
-    def scale(manager: Any, request: Any) -> bool:
-        for tensor in request.lora_tensors.values():
-            tensor *= 4
-        return True
-
-    layers = {"lora_index_to_id": [111], "modules": {"q": 1}}
+def test_a_colocated_engine_has_to_use_the_adapter_that_it_is_given() -> None:
+    layers = {"lora_index_to_id": [111], "modules": {}}
     held = SimpleNamespace(**layers, get_adapter=lambda _: SimpleNamespace(loras={"q": 1}))
-    manager: Any = type("Manager", (), {"_adapter_manager": held, "add_adapter": scale})()
-    engine: Any = SimpleNamespace()
+    added = {"add_adapter": lambda manager, request: True, "_adapter_manager": held}
+    manager: Any = type("Manager", (), added)()
+    engine: Any = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
     engine.inner_model_executor = engine.driver_worker = engine.worker = engine
-    engine.model_runner = SimpleNamespace(lora_manager=manager)
-    tensors = {"q.lora_A.weight": torch.ones(2)}
-    request = SimpleNamespace(lora_tensors=dict(tensors), lora_int_id=111)
+    request = SimpleNamespace(lora_tensors={"q": torch.ones(2)}, lora_int_id=111)
     weights = WeightSync(SingleRank(), None)
-    weights.update(lambda _: weights.load_adapter(engine, lambda: manager.add_adapter(request)))
-    assert torch.equal(tensors["q.lora_A.weight"], torch.ones(2))
-    held.modules = {}
     with pytest.raises(WeightUpdateError, match=r"ignores those of 1 modules \(q\)"):
         weights.update(lambda _: weights.load_adapter(engine, lambda: manager.add_adapter(request)))
