@@ -352,10 +352,10 @@ class _Namer(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, SharedImage) and value.content_key is not None:
-            return "image", value.content_key
+            return value.content_key
         if isinstance(value, torch.Tensor):
             flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return "tensor", value.dtype, tuple(value.shape), xxhash.xxh3_128_digest(flat)
+            return value.dtype, tuple(value.shape), xxhash.xxh3_128_digest(flat)
         return None
 
 

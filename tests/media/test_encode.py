@@ -480,11 +480,11 @@ def test_an_engine_and_its_processor_share_with_the_training(
         return len(each(images=[picture], return_tensors="pt", **options)["pixel_values"])
 
     with cache.in_training(template):
-        template.encode(row(str(images[0])))
+        template.encode(row(forms(images[0])["base64"]))
         process(processor.image_processor, do_resize=False)
     assert calls == {"decode": 1, "image": 2}
     with cache.in_rollout(engine):  # type: ignore[arg-type]
-        engine.template.encode(row(str(images[0])))
+        engine.template.encode(row(forms(images[0])["data"]))
         process(engines_own, do_resize=False)
         assert calls == {"decode": 1, "image": 2}
         assert process(engines_own) < process(processor.image_processor)

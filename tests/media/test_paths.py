@@ -46,6 +46,9 @@ def allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "digit.png").write_bytes(b"digit")
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (tmp_path / "other").mkdir()
+    (folder / "other").symlink_to(tmp_path / "other")
+    (folder / "secret.png").write_bytes(b"another of that name")
     monkeypatch.setenv(VARIABLE, str(folder))
     return folder
 
@@ -80,6 +83,7 @@ def test_a_file_elsewhere_is_refused_wherever_it_is_named(allowed: Path) -> None
     "name",
     [
         *("{}/../secret.png", " {}/../secret.png ", "file://{}/../secret.png", "{}/link.png"),
+        "{}/other/../secret.png",
         *("data:/../../../../../../../..{}/../secret.png", "data:{}/../none.png"),
         *("HTTP:/../../../../../../../..{}/../secret.png", "httpx/../{}/../none.png"),
         *("{}/../none.png", "~/none.png", "~nobody0/none.png", "/etc/passwd", "/////etc/hosts"),
