@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
 from swift_grpo_ext.diversity.metrics import outcome_metrics, round_metrics
-from swift_grpo_ext.diversity.sample import Sample, group_samples, sample_from_row
+from swift_grpo_ext.diversity.sample import group_samples, sample_from_row
 from swift_grpo_ext.record.row import SampleRow
 
 LEVELS = (0.5, 0.1, 1e-2, 1e-3, 1e-6)
@@ -60,21 +60,17 @@ def main() -> None:
     with ProcessPoolExecutor(options.processes) as pool:
         num_policies = -(-options.rounds // ROUNDS_OF_POLICY)
         seeds = np.random.SeedSequence(options.seed).spawn(num_policies)
-        runs = pool.map(healthy_rounds, seeds, chunksize=8)
-        healthy = [row for rows in progress(runs, num_policies, "Healthy") for row in rows]
+        runs = tqdm(pool.map(healthy_rounds, seeds, chunksize=8), "Healthy", num_policies)
+        healthy = [row for rows in runs for row in rows]
         cases = list(product(POWER_GROUP_SIZES, POWER_BITS, POWER_LENGTHS))
         powers = pool.map(partial(power, num_rounds=options.power_rounds), cases)
-        result["power"] = list(progress(powers, len(cases), "Faults"))
+        result["power"] = list(tqdm(powers, "Faults", len(cases)))
     result["calibration"] = calibration(healthy)
     markdown = as_markdown(result)
     print(markdown)
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         options.output.with_suffix(".md").write_text(markdown + "\n", encoding="utf-8")
-
-
-def progress(items: Iterator[Any], total: int, label: str) -> Iterator[Any]:
-    yield from tqdm(items, total=total, desc=label)
 
 
 # --- healthy rounds ---
@@ -98,34 +94,24 @@ def healthy_rounds(seed: np.random.SeedSequence) -> list[dict[str, Any]]:
         samples = make_round(p, noise, group_size, step)
         test = collision_test(samples, memory)
         memory.remember(samples)
-        found.append(
-            {
-                "group_size": group_size,
-                "length": length,
-                "bits_per_token": entropy_per_token(p),
-                "log2_p": test.log2_p,
-            }
-        )
+        regime = REGIMES[int(np.searchsorted([0.1, 1.0, 3.0], entropy_per_token(p), "right"))]
+        kinds = ["all", f"G {group_size}", f"{length} tokens at most", f"{regime} bits a token"]
+        found.append({"kinds": kinds, "log2_p": test.log2_p})
         logits = logits + rng.normal(size=logits.shape) * 0.05
     return found
 
 
 def calibration(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each kind of rounds: how many, and how many p-values fall below each level."""
-    kinds: dict[str, Callable[[dict[str, Any]], bool]] = {"all": lambda r: True}
-    kinds |= {f"G {g}": lambda r, g=g: r["group_size"] == g for g in GROUP_SIZES}  # type: ignore[misc]
-    kinds |= {f"{n} tokens at most": lambda r, n=n: r["length"] == n for n in LENGTHS}  # type: ignore[misc]
-    kinds |= {f"{name} bits a token": lambda r, name=name: regime(r) == name for name in REGIMES}  # type: ignore[misc]
+    """Count the rounds of each kind, and the p-values of them below each level."""
+    kinds = ["all", *(f"G {size}" for size in GROUP_SIZES)]
+    kinds += [f"{length} tokens at most" for length in LENGTHS]
+    kinds += [f"{regime} bits a token" for regime in REGIMES]
     rows = []
-    for kind, belongs in kinds.items():
-        log2_p = np.array([r["log2_p"] for r in rounds if belongs(r)])
+    for kind in kinds:
+        log2_p = np.array([r["log2_p"] for r in rounds if kind in r["kinds"]])
         alarms = {str(level): int((log2_p < np.log2(level)).sum()) for level in LEVELS}
         rows.append({"rounds": kind, "number": len(log2_p), "below": alarms})
     return rows
-
-
-def regime(row: dict[str, Any]) -> str:
-    return REGIMES[int(np.searchsorted([0.1, 1.0, 3.0], row["bits_per_token"], "right"))]
 
 
 # --- faults ---
@@ -198,49 +184,39 @@ COST_CASES = (
 
 def random_rows(
     rng: np.random.Generator, num_samples: int, length: int, group_size: int, step: int
-) -> list[Sample]:
-    """Samples whose token ids are spread as words are (Zipf), through the sample log's rows."""
-    noise = np.zeros((num_samples, 1))
-    made = make_round(np.eye(128), noise, group_size, step)
+) -> list[SampleRow]:
+    """Make rows of the record, whose token ids are spread as words are (Zipf)."""
+    made = make_round(np.eye(128), np.zeros((num_samples, 1)), group_size, step)
     return [
-        replace(
-            sample,
-            token_ids=(rng.zipf(1.3, length) % 50_000).astype(np.int32),
-            logprobs=(-rng.exponential(0.5, length)).astype(np.float32),
+        SampleRow(
+            sample_id=sample.origin.sample_id,
+            seed=None,
+            rank=0,
+            replica="",
+            weight_version=0,
+            finish_reason="stop",
+            token_ids=(rng.zipf(1.3, length) % 50_000).tolist(),
+            logprobs=(-rng.exponential(0.5, length)).tolist(),
             text=f"{'so it must be ' * (length // 8)}<answer>{number % 7}</answer>",
+            fingerprint=sample.prompt_hash,
+            prompt="",
+            media=[],
         )
         for number, sample in enumerate(made)
     ]
 
 
-def as_row(sample: Sample) -> SampleRow:
-    assert sample.logprobs is not None
-    return SampleRow(
-        sample_id=sample.origin.sample_id,
-        seed=None,
-        rank=0,
-        replica="",
-        weight_version=0,
-        finish_reason="stop",
-        token_ids=sample.token_ids.tolist(),
-        logprobs=sample.logprobs.tolist(),
-        text=sample.text,
-        fingerprint=sample.prompt_hash,
-        prompt="",
-        media=[],
-    )
-
-
 def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> dict[str, Any]:
     """CPU seconds of each part, one thread; the median of five."""
     rng = np.random.default_rng(0)
-    samples = random_rows(rng, num_samples, length, group_size, 1)
+    rows = random_rows(rng, num_samples, length, group_size, 1)
     if same:
-        samples = [replace(s, token_ids=samples[0].token_ids) for s in samples]
-    memory = PromptMemory()
-    memory.remember(random_rows(rng, num_samples, length, group_size, 0))
-    rows = [as_row(sample) for sample in samples]
+        rows = [replace(row, token_ids=rows[0].token_ids) for row in rows]
+    samples = [sample_from_row(row) for row in rows]
     groups = group_samples(samples)
+    earlier = random_rows(rng, num_samples, length, group_size, 0)
+    memory = PromptMemory()
+    memory.remember([sample_from_row(row) for row in earlier])
     scores = {s.origin.sample_id: float(rng.random() < 0.5) for s in samples}
     parts: dict[str, Callable[[], Any]] = {
         "rows to arrays": lambda: group_samples(map(sample_from_row, rows)),
@@ -249,16 +225,16 @@ def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> 
         "collision test": lambda: collision_test(samples, memory),
         "remembering": lambda: PromptMemory().remember(samples),
     }
-    seconds = {name: float(np.median(list(timed(part, 5)))) for name, part in parts.items()}
+    seconds: dict[str, float] = {}
+    for name, part in parts.items():
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            part()
+            times.append(time.process_time() - start)
+        seconds[name] = float(np.median(times))
     case = {"samples": num_samples, "tokens": length, "group_size": group_size, "copies": same}
     return {**case, "seconds": seconds, "total": sum(seconds.values())}
-
-
-def timed(part: Callable[[], Any], times: int) -> Iterator[float]:
-    for _ in range(times):
-        start = time.process_time()
-        part()
-        yield time.process_time() - start
 
 
 # --- tables ---
@@ -301,7 +277,7 @@ def cost_table(costs: Sequence[dict[str, Any]]) -> str:
     return table(
         ["samples", "tokens", "G", *costs[0]["seconds"], "all"],
         (
-            [r["samples"], r["tokens"], f"{r['group_size']}{', copies' * r['copies']}",
+            [r["samples"], r["tokens"], f"{r['group_size']}{', copies' if r['copies'] else ''}",
              *(f"{v:.3f}" for v in r["seconds"].values()), f"{r['total']:.3f}"]
             for r in costs
         ),

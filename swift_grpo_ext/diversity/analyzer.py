@@ -14,14 +14,12 @@ The verdict on a round:
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 
-from swift_grpo_ext.diversity.alarms import alarm_line, remedy_of
+from swift_grpo_ext.diversity.alarms import alarm_line
 from swift_grpo_ext.diversity.collision import (
     Collision,
     CollisionTest,
@@ -78,7 +76,6 @@ class RoundAnalyzer:
         return [self._analyze_round(list(of_round), scores or {}) for _, of_round in by_round]
 
     def _analyze_round(self, groups: Sequence[Group], scores: Scores) -> RoundRecord:
-        start = time.perf_counter()
         samples = [sample for group in groups for sample in group]
         test = CollisionTest(num_untested=len(samples))
         if not self._is_greedy:
@@ -107,17 +104,17 @@ class RoundAnalyzer:
                 samples=collision.samples[:MAX_ORIGINS],
                 earlier=collision.earlier[-MAX_ORIGINS:],
             )
-            # Through JSON, so that a record is what the file gives back (lists, not tuples).
             values = {**asdict(shortened), "num_samples": len(collision.samples)}
-            record.collisions.append(json.loads(json.dumps(values)))
+            record.collisions.append(values)
 
         num_before = self._num_collapsed.get(record.phase, 0)
         num_collapsed = num_before + 1 if record.verdict == "collapse" else 0
         self._num_collapsed[record.phase] = num_collapsed
-        if record.verdict == "broken" or num_collapsed >= PATIENCE:
-            record.remedy = remedy_of(record, self._seed_mode)
+        is_broken = record.verdict == "broken"
+        if is_broken or num_collapsed >= PATIENCE:
+            of_noise = "remedy_ignored_seeds" if self._seed_mode == "sample" else "remedy_seed_mode"
+            record.remedy = of_noise if is_broken else "remedy_collapse"
             record.alarm = alarm_line(record, num_collapsed)
-        record.seconds = time.perf_counter() - start
         return record
 
 

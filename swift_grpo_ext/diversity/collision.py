@@ -51,33 +51,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import pairwise
+from math import comb, log, log2
 from typing import Literal
 
 import numpy as np
 from cachetools import LRUCache
-from scipy.special import betaln, logsumexp
+from scipy.special import logsumexp
 from scipy.stats import poisson
 
-from swift_grpo_ext.diversity.sample import Floats, Ints, Origin, Sample, surprisal_bits
+from swift_grpo_ext.diversity.sample import Ints, Origin, Sample, surprisal_bits
 
 MAX_PREFIX_TOKENS = 4096
-"""Completions are compared up to here; longer ones can only hide bits."""
+"""Completions are compared up to here. What lies beyond can only hide coincidences, never create
+one."""
 
 MAX_COLLISIONS = 16
 """Kept of a round, the most improbable."""
 
 MAX_BYTES = 64 * 2**20
+BYTES_OF_SAMPLE = 1000
+"""What a remembered sample takes beside its tokens, its names included."""
+
 MAX_PER_PROMPT = 64
 MAX_KEPT_BITS = 96.0
-MAX_KEPT_TOKENS = 1024
-BYTES_BESIDE_TOKENS = 400
-"""What a sample takes beside its tokens: its objects and names. By tracemalloc a memory that this
-count bounds at 64 MiB held 60 MiB (scripts/bench/results/diversity.md)."""
-
-LN2 = float(np.log(2))
 
 Kind = Literal["shared", "frozen"]
 
@@ -150,13 +149,22 @@ def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None
     correction = _Correction([(len(p.samples), len(p.earlier)) for p in prompts])
     collisions = [collision for prompt in prompts for collision in prompt.collisions(correction)]
     collisions.sort(key=lambda collision: collision.log2_p)
+    log2_p = min([0.0, *(collision.log2_p for collision in collisions[:1])])
     fisher_log2_p = log2_fisher([p for prompt in prompts for p in prompt.sample_log2_ps()]) + 1
-    named = [collision for collision in collisions if collision.log2_p < 0]
-    if not named and fisher_log2_p < 0:
-        named = collisions  # no one of them is improbable, all together are
+    named: list[Collision] = []
+    named_members: list[set[Origin]] = []
+    for collision in collisions:
+        # Improbable ones are named; all are where only all together are improbable.
+        is_evidence = collision.log2_p < 0 or (log2_p == 0 and fisher_log2_p < 0)
+        if not is_evidence or len(named) == MAX_COLLISIONS:
+            break
+        members = {*collision.samples, *collision.earlier}
+        if not any(members <= others for others in named_members):
+            named.append(collision)
+            named_members.append(members)
     return CollisionTest(
-        log2_p=min([0.0, fisher_log2_p, *(collision.log2_p for collision in collisions[:1])]),
-        collisions=_without_nested(named),
+        log2_p=min(log2_p, fisher_log2_p),
+        collisions=named,
         num_pairs=correction.num_sets(1, "shared"),
         num_earlier_pairs=correction.num_sets(1, "frozen"),
         num_untested=sum(sample.logprobs is None for sample in samples),
@@ -164,61 +172,36 @@ def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None
     )
 
 
-# --- the memory ---
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class EarlierSample:
-    """The beginning of a completion of an earlier round."""
-
-    origin: Origin
-    token_ids: Ints
-
-    @property
-    def num_bytes(self) -> int:
-        return BYTES_BESIDE_TOKENS + 4 * len(self.token_ids)
-
-
 class PromptMemory:
-    """Completions of earlier rounds, kept by prompt to detect frozen noise.
+    """Beginnings of completions of earlier rounds, kept by prompt to detect frozen noise.
 
     It holds at most `max_bytes` over all prompts and `MAX_PER_PROMPT` samples of a prompt. The
     prompts used longest ago go first, and the oldest samples of a prompt. A completion is kept up
-    to `MAX_KEPT_BITS` of surprisal and `MAX_KEPT_TOKENS` tokens: truncation can only hide
-    coincidences, never create one.
+    to `MAX_KEPT_BITS` of surprisal and `MAX_PREFIX_TOKENS` tokens.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._prompts: LRUCache[str, list[EarlierSample]] = LRUCache(
-            max_bytes, getsizeof=lambda kept: sum(sample.num_bytes for sample in kept)
+        self._prompts: LRUCache[str, list[Sample]] = LRUCache(
+            max_bytes,
+            getsizeof=lambda kept: sum(BYTES_OF_SAMPLE + s.token_ids.nbytes for s in kept),
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Estimate of the memory's size."""
-        return int(self._prompts.currsize)
-
-    def earlier(self, prompt_hash: str) -> list[EarlierSample]:
+    def earlier(self, prompt_hash: str) -> list[Sample]:
         """Return the kept completions of a prompt, oldest first."""
         return self._prompts.get(prompt_hash, [])
 
     def remember(self, samples: Iterable[Sample]) -> None:
         """Keep the samples of a round that is over."""
-        by_prompt: dict[str, list[EarlierSample]] = {}
+        by_prompt: dict[str, list[Sample]] = {}
         for sample in samples:
-            if not len(sample.token_ids):
-                continue
-            bits = np.cumsum(surprisal_bits(sample)[:MAX_KEPT_TOKENS])
-            end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_KEPT_TOKENS)
-            # astype copies: the whole completion must not stay alive.
-            beginning = sample.token_ids[:end].astype(np.int32)
-            kept = EarlierSample(origin=sample.origin, token_ids=beginning)
+            bits = np.cumsum(surprisal_bits(sample)[:MAX_PREFIX_TOKENS])
+            end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_PREFIX_TOKENS)
+            # A copy: the whole completion must not stay alive.
+            beginning = sample.token_ids[:end].copy()
+            kept = replace(sample, token_ids=beginning, logprobs=None, text="")
             by_prompt.setdefault(sample.prompt_hash, []).append(kept)
         for prompt_hash, new in by_prompt.items():
             self._prompts[prompt_hash] = [*self.earlier(prompt_hash), *new][-MAX_PER_PROMPT:]
-
-
-# --- the test's parts ---
 
 
 class _Correction:
@@ -228,45 +211,37 @@ class _Correction:
         """Sizes: the number of samples and of remembered samples, for each prompt."""
         self._sizes = Counter(sizes)
         self._num_families = 2 if any(earlier for _, earlier in sizes) else 1
-        self._log2_num_sets: dict[tuple[int, Kind], float] = {}
+        self._num_sets: dict[tuple[int, Kind], int] = {}
 
     def log2_p(self, coincidences: int, bits: float, kind: Kind) -> float:
         """Return the corrected p-value of one set; may be above 0."""
         e = coincidences
-        log2_share = -2.0 - np.log2(max(e * (e - 1), 1) * self._num_families)
-        return float(self._log2_sets(e, kind) - e * bits - log2_share)
+        log2_share = -2.0 - log2(max(e * (e - 1), 1) * self._num_families)
+        return log2(self.num_sets(e, kind)) - e * bits - log2_share
 
     def num_sets(self, coincidences: int, kind: Kind) -> int:
-        return round(2.0 ** self._log2_sets(coincidences, kind))
-
-    def _log2_sets(self, coincidences: int, kind: Kind) -> float:
-        """Return log2 of the number of sets with so many coincidences, over all prompts."""
-        key = (coincidences, kind)
-        if key not in self._log2_num_sets:
-            size = coincidences + 1 if kind == "shared" else coincidences
-            terms = [
-                # log C(n, size), for each remembered sample if the set needs one
-                np.log(num_prompts * (1 if kind == "shared" else earlier))
-                - np.log(n + 1)
-                - betaln(n - size + 1, size + 1)
+        """Return the number of sets with so many coincidences, over all prompts."""
+        e, key = coincidences, (coincidences, kind)
+        if key not in self._num_sets:
+            self._num_sets[key] = sum(
+                num_prompts * (comb(n, e + 1) if kind == "shared" else comb(n, e) * earlier)
                 for (n, earlier), num_prompts in self._sizes.items()
-                if n >= size and (kind == "shared" or earlier)
-            ]
-            self._log2_num_sets[key] = float(logsumexp(terms) / LN2) if terms else -np.inf
-        return self._log2_num_sets[key]
+            )
+        return self._num_sets[key]
 
 
 class _PromptSamples:
     """The samples of a round that have one prompt, and the remembered ones."""
 
-    def __init__(self, samples: Sequence[Sample], earlier: Sequence[EarlierSample]) -> None:
+    def __init__(self, samples: Sequence[Sample], earlier: Sequence[Sample]) -> None:
         self.samples = samples
         self.earlier = earlier
-        tokens = [*(s.token_ids for s in samples), *(kept.token_ids for kept in earlier)]
-        self._tokens = [token_ids[:MAX_PREFIX_TOKENS] for token_ids in tokens]
+        self._tokens = [s.token_ids[:MAX_PREFIX_TOKENS] for s in (*samples, *earlier)]
         self._prefixes = list(shared_prefixes(self._tokens))
         longest = max((prefix.length for prefix in self._prefixes), default=0)
-        self._bits = np.stack([_cumulative_bits(sample, longest) for sample in samples])
+        bits = (surprisal_bits(sample)[:longest] for sample in samples)
+        self._bits = [np.cumsum(np.append(0.0, of_sample)) for of_sample in bits]
+        """The surprisal of each prefix, from the empty one on, by sample."""
 
     def collisions(self, correction: _Correction) -> Iterator[Collision]:
         """For each shared prefix, yield the most improbable claim about it."""
@@ -275,7 +250,7 @@ class _PromptSamples:
             new, old = prefix.members[is_new], prefix.members[~is_new] - len(self.samples)
             if not len(new):
                 continue
-            least = float(self._bits[new, prefix.length].min())
+            least = min(float(self._bits[i][prefix.length]) for i in new)
             sizes: list[tuple[Kind, int]] = [("frozen", e) for e in {1, len(new)} if len(old)]
             sizes += [("shared", e) for e in {1, len(new) - 1} if len(new) > 1]
             log2_p, kind = min((correction.log2_p(e, least, kind), kind) for kind, e in sizes)
@@ -300,26 +275,10 @@ class _PromptSamples:
         log2_ps = []
         for number in range(len(self.samples)):
             if before:
-                bits = float(self._bits[number, shared[number]])
-                log2_ps.append(min(0.0, float(np.log2(len(before))) - bits))
+                bits = float(self._bits[number][shared[number]])
+                log2_ps.append(min(0.0, log2(len(before)) - bits))
             before.add(self._tokens[number].tobytes())
         return log2_ps
-
-
-def _cumulative_bits(sample: Sample, longest: int) -> Floats:
-    """Return the surprisal of each prefix, [longest + 1]; beyond the end, that of the whole."""
-    bits = np.cumsum(surprisal_bits(sample)[:longest])
-    return np.concatenate([[0.0], bits, np.full(longest - len(bits), bits[-1] if len(bits) else 0)])
-
-
-def _without_nested(collisions: Sequence[Collision]) -> list[Collision]:
-    """Keep the first `MAX_COLLISIONS` whose samples do not all belong to a collision before."""
-    kept: list[Collision] = []
-    for collision in collisions[: 8 * MAX_COLLISIONS]:
-        members = {*collision.samples, *collision.earlier}
-        if not any(members <= {*other.samples, *other.earlier} for other in kept):
-            kept.append(collision)
-    return kept[:MAX_COLLISIONS]
 
 
 def log2_fisher(log2_ps: Sequence[float]) -> float:
@@ -329,10 +288,10 @@ def log2_fisher(log2_ps: Sequence[float]) -> float:
     probability that a Poisson variable of mean -(sum of ln p) is below n: a sum of logarithms that
     holds where no float holds the tail itself. 0 where the sum is no larger than it should be.
     """
-    mean = -LN2 * sum(log2_ps)
+    mean = -log(2) * sum(log2_ps)
     if mean <= len(log2_ps):
         return 0.0
-    return float(logsumexp(poisson.logpmf(np.arange(len(log2_ps)), mean)) / LN2)
+    return float(logsumexp(poisson.logpmf(np.arange(len(log2_ps)), mean)) / log(2))
 
 
 def format_p(log10_p: float) -> str:
@@ -361,7 +320,11 @@ def shared_prefixes(sequences: Sequence[Ints]) -> Iterator[SharedPrefix]:
     each other, so that only neighbours are compared.
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
-    lengths = [common_length(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    lengths = []
+    for a, b in pairwise(order):
+        num_compared = min(len(sequences[a]), len(sequences[b]))
+        is_equal = sequences[a][:num_compared] == sequences[b][:num_compared]
+        lengths.append(int(np.append(is_equal, False).argmin()))
     members = np.array(order, np.int64)
     is_open: list[tuple[int, int]] = []  # a prefix's length, and the first member that has it
     for number, length in enumerate([*lengths, 0]):
@@ -371,11 +334,3 @@ def shared_prefixes(sequences: Sequence[Ints]) -> Iterator[SharedPrefix]:
             yield SharedPrefix(members[first : number + 1], closed)
         if length > (is_open[-1][0] if is_open else 0):
             is_open.append((length, first))
-
-
-def common_length(a: Ints, b: Ints) -> int:
-    """Return the number of tokens of the longest common prefix."""
-    end = min(len(a), len(b))
-    differs = a[:end] != b[:end]
-    first = int(differs.argmax()) if end else 0
-    return first if end and differs[first] else end

@@ -9,8 +9,8 @@ round is logged with its own step, and no rank stops alone or at another step.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from swift.utils import get_logger
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.record import RecordFile, RoundRecord
+from swift_grpo_ext.diversity.record import RoundRecord, append_line
 from swift_grpo_ext.diversity.sample import Sample, sample_from_row
 from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.record.row import SampleRow
@@ -43,8 +43,6 @@ class Decision:
     """Phase and values to log, of each round."""
 
     stop: bool = False
-    error: str | None = None
-    """Why rank 0 failed; None if it did not."""
 
 
 class DiversityMonitor(TrainerCallback):
@@ -75,8 +73,6 @@ class DiversityMonitor(TrainerCallback):
         self._analyses: list[Future[list[RoundRecord]]] = []
         """Those of rank 0, in their order."""
 
-        self._file: RecordFile | None = None
-        self._num_alarms = Counter[str]()
         self._last_alarm: dict[str, str] = {}
         """Verdict of the alarm that the last round gave, by phase; empty for none."""
 
@@ -87,7 +83,7 @@ class DiversityMonitor(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        self._file = RecordFile(args.output_dir, start_step=state.global_step)
+        append_line(args.output_dir, state.global_step)
         if self._is_greedy:
             reason = f"--temperature {self.args.temperature} decodes greedily"
         elif not self.args.use_vllm:
@@ -109,30 +105,16 @@ class DiversityMonitor(TrainerCallback):
     ) -> None:
         self._process_pending(control)
 
-    def on_train_end(
-        self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._process_pending(control)
-        if self._num_alarms:
-            logger.warning(
-                f"diversity: {self._num_alarms['broken']} rounds of this session with broken "
-                f"randomness, {self._num_alarms['collapse']} with a collapsed policy: "
-                f"`swift-grpo-ext view {args.output_dir}` shows them."
-            )
-
     # --- samples in ---
 
     def _receive(self, rows: Sequence[SampleRow]) -> None:
+        is_colocated = not self.args.use_vllm or self.args.vllm_mode == "colocate"
         for row in rows:
-            sample = sample_from_row(row)
-            is_colocated = not self.args.use_vllm or self.args.vllm_mode == "colocate"
-            if not sample.origin.replica and is_colocated:
+            if not row.replica and is_colocated:
                 # ms-swift's own rollouts do not name the engine; colocated, the rank does.
                 size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
-                first_rank = row.rank - row.rank % size
-                origin = replace(sample.origin, replica=f"rank {first_rank}")
-                sample = replace(sample, origin=origin)
-            self._pending.append(sample)
+                row = replace(row, replica=f"rank {row.rank - row.rank % size}")
+            self._pending.append(sample_from_row(row))
 
     # --- results out ---
 
@@ -154,22 +136,21 @@ class DiversityMonitor(TrainerCallback):
             self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, all_scores))
 
     def _process_pending(self, control: TrainerControl) -> None:
-        """Act on all samples that have arrived; every rank calls it together."""
-        ranks = self.trainer.ranks
+        """Act on all samples that have arrived; every rank calls it together.
+
+        Raises:
+            Exception: rank 0 failed; all ranks raise, so that none waits for the others.
+        """
         self._begin_analysis()
-        error: Exception | None = None
-        decision = Decision()
+        ranks = self.trainer.ranks
+        decisions: list[Decision] | Exception | None = None
         if ranks.rank == 0:
-            analyses, self._analyses = self._analyses, []
             try:
-                decision = self._decide([r for analysis in analyses for r in analysis.result()])
-            except Exception as e:  # not raised yet: the other ranks wait for the decision
-                error, decision = e, Decision(error=f"{type(e).__name__}: {e}")
-        decision = ranks.scatter([decision] * ranks.size if ranks.rank == 0 else None)
-        if error:
-            raise error
-        if decision.error:
-            raise RuntimeError(f"--callbacks diversity failed on rank 0: {decision.error}")
+                decisions = [self._decide()] * ranks.size
+            except Exception as e:
+                decisions = RuntimeError(f"--callbacks diversity: {type(e).__name__}: {e}")
+                decisions.__cause__ = e
+        decision: Decision = ranks.scatter(decisions)
         for phase, scalars in decision.scalars:
             for name, value in scalars.items():
                 self.trainer._metrics[phase][name].append(value)
@@ -178,18 +159,19 @@ class DiversityMonitor(TrainerCallback):
             control.should_save = True
             control.should_training_stop = True
 
-    def _decide(self, records: Iterable[RoundRecord]) -> Decision:
-        """Write the rounds down, and warn of an alarm when it begins, not in each of its rounds."""
+    def _decide(self) -> Decision:
+        """Write down the rounds that rank 0's thread has analyzed, and warn of an alarm when it
+        begins, not in each of its rounds."""
+        analyses, self._analyses = self._analyses, []
         decision = Decision()
-        for record in records:
-            if self._file:
-                self._file.append(record)
+        for record in (record for analysis in analyses for record in analysis.result()):
+            append_line(self.args.output_dir, record)
             decision.scalars.append((record.phase, record.scalars()))
             if record.alarm:
-                self._num_alarms[record.verdict] += 1
-                is_new = self._last_alarm.get(record.phase) != record.verdict
-                if is_new and self.args.diversity_action != "log":
-                    logger.warning(f"{record.alarm} (Said once; see diversity.jsonl.)")
-                decision.stop |= self.args.diversity_action == "stop"
+                action = self.args.diversity_action
+                if action != "log" and self._last_alarm.get(record.phase) != record.verdict:
+                    where = f"`swift-grpo-ext view {self.args.output_dir}` shows all of them"
+                    logger.warning(f"{record.alarm} (Said once; {where}.)")
+                decision.stop |= action == "stop"
             self._last_alarm[record.phase] = record.verdict if record.alarm else ""
         return decision

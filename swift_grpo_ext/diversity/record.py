@@ -57,9 +57,6 @@ class RoundRecord:
     alarm: str | None = None
     """The alarm's text; None for none."""
 
-    seconds: float = 0.0
-    """Time that the analysis took."""
-
     @property
     def round_name(self) -> str:
         return round_name(vars(self))
@@ -86,25 +83,17 @@ def round_name(sample_id: Mapping[str, Any]) -> str:
     return f"{sample_id['phase']} round {sample_id['step']}.{sample_id['number']}"
 
 
-class RecordFile:
-    """Appends to a run's file; each line is written out at once."""
+def append_line(run_dir: str | os.PathLike[str], line: RoundRecord | int) -> None:
+    """Append a round's record to a run's file, or the step at which a session begins.
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, start_step: int) -> None:
-        """Begin a session.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        self._path = Path(run_dir) / FILE_NAME
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._write({"start_step": start_step})
-
-    def append(self, record: RoundRecord) -> None:
-        self._write(asdict(record))
-
-    def _write(self, values: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(values, ensure_ascii=False) + "\n")
+    Raises:
+        OSError: the file cannot be written.
+    """
+    values = {"start_step": line} if isinstance(line, int) else asdict(line)
+    path = Path(run_dir) / FILE_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as f:
+        f.write(json.dumps(values, ensure_ascii=False) + "\n")
 
 
 def read_json_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
@@ -143,9 +132,7 @@ def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:
         if "start_step" in values:
             return int(values["start_step"])
         record = RoundRecord(**values)
-        is_named = isinstance(record.step, int) and isinstance(record.number, int)
-        if not is_named or record.verdict not in VERDICTS:
-            raise ValueError("no round")
+        VERDICTS.index(record.verdict)  # raises ValueError for a verdict that is spoilt
         return record
 
     records: list[RoundRecord] = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.record import RecordFile, RoundRecord, read_records
+from swift_grpo_ext.diversity.record import RoundRecord, append_line, read_records
 from swift_grpo_ext.diversity.sample import Sample
 from tests.diversity.samples import group_of, row_of
 from tests.record.rows import write_session
@@ -19,11 +19,11 @@ def make_run(
 ) -> list[RoundRecord]:
     """Write the monitor's records and a sample log."""
     analyzer = RoundAnalyzer(alarm_p=1e-6, is_greedy=False, seed_mode="engine")
-    file = RecordFile(folder, start_step=0)
+    append_line(folder, 0)
     rows = []
     for samples in rounds:
         for record in analyzer.analyze(samples):
-            file.append(record)
+            append_line(folder, record)
         rows += [row_of(s) for s in samples]
     for row in rows:
         object.__setattr__(row, "media", list(media))

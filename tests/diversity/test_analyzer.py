@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.diversity.alarms import alarm_line, alarm_streaks, remedy_of
+from swift_grpo_ext.diversity.alarms import alarm_line, alarm_streaks
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, judge
 from swift_grpo_ext.diversity.collision import CollisionTest
 from swift_grpo_ext.diversity.metrics import round_metrics
-from swift_grpo_ext.diversity.record import FILE_NAME, RecordFile, RoundRecord, read_records
+from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, append_line, read_records
 from swift_grpo_ext.diversity.sample import Sample, group_samples
 from tests.diversity.samples import LONG, group_of, groups_of, sample
 
@@ -32,14 +32,6 @@ def different(step: int, **kwargs: Any) -> list[Sample]:
     return group_of(*[[step * 10 + i] * 5 for i in range(4)], step=step, **kwargs)
 
 
-def test_a_healthy_round_is_recorded_without_alarm() -> None:
-    (record,) = analyzer_of().analyze(different(0))
-    assert (record.verdict, record.alarm) == ("healthy", None)
-    assert (record.num_samples, record.num_groups, record.num_pairs) == (4, 1, 6)
-    assert record.scalars()["diversity/unique_ratio"] == 1.0
-    assert record.scalars()["diversity/log10_p"] == 0.0
-
-
 def test_a_record_holds_what_was_measured() -> None:
     samples = [
         *(sample(LONG, index=i, step=3, group=4, seed=i, rank=i, replica="r") for i in range(10)),
@@ -47,8 +39,9 @@ def test_a_record_holds_what_was_measured() -> None:
         *(sample([5], index=i, step=3, group=8, prompt="c", bits=None) for i in (0, 1)),
         sample([1], step=3, group=9, prompt="d"),
     ]
-    earlier, record = analyzer_of().analyze([*samples, *different(1, prompt="e")])
-    assert (earlier.step, earlier.num_samples) == (1, 4)
+    healthy, record = analyzer_of().analyze([*samples, *different(1, prompt="e")])
+    assert (healthy.step, healthy.num_samples, healthy.num_pairs) == (1, 4, 6)
+    assert (healthy.verdict, healthy.alarm, healthy.remedy) == ("healthy", None, "")
     assert (record.phase, record.step, record.number) == ("train", 3, 0)
     assert (record.num_samples, record.num_groups) == (15, 4)
     assert (record.num_pairs, record.num_earlier_pairs, record.num_untested) == (46, 0, 2)
@@ -66,7 +59,6 @@ def test_a_record_holds_what_was_measured() -> None:
     assert collision["bits"] == pytest.approx(60, rel=1e-5)
     assert collision["log2_p"] * math.log10(2) == pytest.approx(record.log10_p)
     assert record.log10_p < -100
-    assert 0 < record.seconds < 10
     assert record.remedy == "remedy_ignored_seeds"
 
 
@@ -107,15 +99,6 @@ def test_verdicts(log2_p: float, copied: float, common_mode: float, verdict: str
     assert judge(CollisionTest(log2_p=log2_p), metrics, 1e-6) == untested
 
 
-def test_alarm_p_decides_where_an_alarm_begins() -> None:
-    """One pair of 20 bits: p = 2^-20, twice for the two halves of the level: 1.91e-6."""
-    pair = group_of(*[LONG[:20]] * 2)
-    for alarm_p, verdict in ((1.90e-6, "collapse"), (1.92e-6, "broken")):
-        (record,) = analyzer_of(alarm_p=alarm_p).analyze(pair)
-        assert record.log10_p == pytest.approx(math.log10(2 * 2**-20), abs=1e-5)
-        assert record.verdict == verdict
-
-
 def test_greedy_copies_are_no_alarm_and_not_remembered() -> None:
     analyzer = analyzer_of(is_greedy=True)
     for step in range(3):
@@ -140,19 +123,11 @@ def test_collapse_is_an_alarm_in_its_third_round_for_each_phase() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "mode", "seeds_are", "remedy"),
-    [
-        ((5, 5), "sample", "all with seed 5", "equal_seeds"),
-        ((5, 5 + 2**32), "sample", "with seeds whose low 32 bits are all 5", "ignored_seeds"),
-        ((5, 6), "sample", "although their seeds differ", "ignored_seeds"),
-        ((5, 5 + 2**31), "sample", "although their seeds differ", "ignored_seeds"),
-        ((5, 5), "engine", "all with seed 5", "seed_mode"),
-        ((None, None), "engine", "with seeds that the engine chose", "seed_mode"),
-        ((None, 6), "engine", "with seeds that the engine chose", "seed_mode"),
-    ],
+    ("seeds", "mode", "remedy"),
+    [((5, 6), "sample", "ignored_seeds"), ((None,) * 2, "engine", "seed_mode")],
 )
 def test_an_alarm_names_who_shares_what(
-    seeds: tuple[int | None, ...], mode: str, seeds_are: str, remedy: str
+    seeds: tuple[int | None, ...], mode: str, remedy: str
 ) -> None:
     samples = [
         sample(LONG, index=i, turn=1, rank=i, replica=f"server {i}", seed=seed, group=3)
@@ -165,21 +140,23 @@ def test_an_alarm_names_who_shares_what(
     assert begins == (
         "diversity: broken randomness in train round 0.0: samples share noise (p = 1.7e-18)."
     )
+    first, second = ("", "") if mode == "engine" else (", seed 5", ", seed 6")
     assert ends.endswith(
-        "group 3 sample 0 turn 1 (rank 0, replica 'server 0'), group 3 sample 1 turn 1 (rank 1, "
-        f"replica 'server 1') share their first 60 tokens (60 bits of surprisal), {seeds_are}."
+        f". group 3 sample 0 turn 1 (rank 0, replica 'server 0'{first}), group 3 sample 1 turn 1 "
+        f"(rank 1, replica 'server 1'{second}) share their first 60 tokens (60 bits of surprisal)."
     )
 
 
 def test_a_long_alarm_names_some() -> None:
-    """Two collisions of three, and four samples of five."""
-    groups = groups_of(*[[LONG] * 5] * 3, seed=7, replica="")
+    """It names one collision of three, and four samples of five."""
+    groups = groups_of(*[[LONG] * 5] * 3, replica="")
     (record,) = analyzer_of().analyze([s for group in groups for s in group])
-    alarm = str(record.alarm)
-    assert alarm.count("sample 3 (rank 0) and 1 more share their first 60 tokens") == 2
-    assert alarm.endswith("all with seed 7. And 1 more.")
-    record.collisions.pop()
-    assert alarm_line(record, 0).endswith("all with seed 7.")
+    assert str(record.alarm).endswith(
+        "sample 3 (rank 0) and 1 more share their first 60 tokens (60 bits of surprisal). "
+        "And 2 more."
+    )
+    del record.collisions[1:]
+    assert alarm_line(record, 0).endswith(" (60 bits of surprisal).")
 
 
 def test_frozen_noise_is_named_with_the_earlier_round() -> None:
@@ -190,7 +167,7 @@ def test_frozen_noise_is_named_with_the_earlier_round() -> None:
     assert record.verdict == "broken"
     assert "(rank 0, replica 'rank 0'): the first 40 tokens (40 bits of surprisal) are those of " \
         "train round 4.2, group 0 sample" in str(record.alarm)  # fmt: skip
-    assert record.remedy == remedy_of(record, "sample") == "remedy_ignored_seeds"
+    assert record.remedy == "remedy_ignored_seeds"
 
 
 def test_an_alarm_of_a_collapse_names_nobody() -> None:
@@ -228,37 +205,37 @@ def record_of(step: int, phase: Any = "train", **values: Any) -> RoundRecord:
 
 def test_a_resumed_session_replaces_what_it_generates_again(tmp_path: Path) -> None:
     assert read_records(tmp_path) == []
-    file = RecordFile(tmp_path, start_step=0)
+    append_line(tmp_path, 0)
     records = {
         (step, phase): record_of(step, phase) for step in range(4) for phase in ("train", "eval")
     }
     for record in records.values():
-        file.append(record)
-    RecordFile(tmp_path, start_step=2).append(again := record_of(2))
+        append_line(tmp_path, record)
+    append_line(tmp_path, 2)
+    append_line(tmp_path, again := record_of(2, num_samples=7))
     assert read_records(tmp_path) == [
         *(records[0, "eval"], records[0, "train"], records[1, "eval"], records[1, "train"]),
         *(records[2, "eval"], again),
     ]
-    RecordFile(tmp_path, start_step=0)
+    append_line(tmp_path, 0)
     assert read_records(tmp_path) == []
 
 
 def test_damaged_lines_are_named_and_the_others_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = RecordFile(tmp_path, start_step=3)
+    append_line(tmp_path, 3)
     records = [record_of(step) for step in (3, 4)]
     for record in records:
-        file.append(record)
+        append_line(tmp_path, record)
     path = tmp_path / FILE_NAME
     first, *lines = path.read_bytes().splitlines(keepends=True)
     assert json.loads(first) == {"start_step": 3}
     assert json.loads(lines[0])["verdict"] == "healthy"
     spoilt = [b"\xff\xfe\n", b"[1]\n", b"\n", b"{}}\n", b'{"start_step": "x"}\n', b'{"phase": 1}\n']
-    spoilt += [lines[0].replace(b'"step": ', b'"step": 0.5, "x": '), lines[0].replace(b"lth", b"")]
-    spoilt += [lines[0].replace(b'"step": 3', b'"step": "3"')]
+    spoilt += [lines[0].replace(b'"step": ', b'"x": 3, "step": '), lines[0].replace(b"lth", b"")]
     path.write_bytes(b"".join([first, *spoilt, *lines, lines[0][:9]]))
     assert read_records(tmp_path) == records
     assert caplog.messages == [
-        f"{path}: the lines 2, 3, 5, 6, 7 and 4 more are damaged or incomplete, and are left out."
+        f"{path}: the lines 2, 3, 5, 6, 7 and 3 more are damaged or incomplete, and are left out."
     ]

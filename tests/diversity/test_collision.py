@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import tracemalloc
 from collections.abc import Sequence
 from itertools import product
 from math import comb, log2, log10
@@ -15,8 +17,7 @@ from scipy.special import chdtrc
 from scipy.stats import combine_pvalues
 
 from swift_grpo_ext.diversity.collision import (
-    BYTES_BESIDE_TOKENS,
-    MAX_KEPT_TOKENS,
+    BYTES_OF_SAMPLE,
     MAX_PER_PROMPT,
     PromptMemory,
     _Correction,
@@ -162,7 +163,6 @@ PAIR = [[(0, 0), (0, 1)]]
         (group_of([2, 5], [2, 6]), 0, 1, 1, []),
         # Top-k 1, forced tokens, a template's: copies without surprisal prove nothing.
         (group_of(*[[7] * 1000] * 16, bits=0.0), 0, 120, 0, []),
-        (group_of(*[[7] * 1000] * 16, bits=-1e-9), 0, 120, 0, []),
         # NaN; a log-probability of minus infinity; above 0: they add nothing.
         (group_of([1, 2, 3], [1, 2, 3], bits=[1.0, float("nan"), 2.0]), 1 - 3, 1, 3, PAIR),
         (group_of([1, 2, 3], [1, 2, 3], bits=[1.0, float("inf"), 2.0]), 1 - 3, 1, 3, PAIR),
@@ -176,7 +176,6 @@ PAIR = [[(0, 0), (0, 1)]]
             [[(0, 0), (0, 1)], [(0, 0), (0, 1), (0, 2)]],
         ),
         ([], 0, 0, 0, []),
-        ([sample([])], 0, 0, 0, []),
         (group_of([], [], [1]), 0, 3, 0, []),
     ],
 )  # fmt: skip
@@ -256,14 +255,6 @@ def test_frozen_rounds_of_short_completions_count_together() -> None:
     assert {collision.kind for collision in test.collisions} == {"frozen"}
 
 
-def test_many_groups_with_common_duplicates_are_no_alarm() -> None:
-    """Answers of one bit: duplicates everywhere, as chance has it."""
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        ids = rng.integers(2, size=(16, 8, 1)).tolist()
-        assert collision_test(flat(groups_of(*ids))).log2_p == 0.0
-
-
 def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
     """[1, 2, 9] stands twice in the memory: 2 different ones for the first sample, 3 for the
     second, which repeats the first."""
@@ -314,25 +305,31 @@ def test_rounds_held_against_a_memory_alarm_as_rarely_as_promised(fault: str) ->
 
 
 def test_memory_is_bounded_over_many_rounds() -> None:
-    memory, sizes = PromptMemory(max_bytes=100_000), []
-    for step in range(200):
-        memory.remember(group_of(*[[step] * 2000] * 4, step=step, prompt=f"p{step}", bits=0.01))
-        sizes.append(memory.num_bytes)
-    assert max(sizes) <= 100_000
-    assert sizes[-1] >= 100_000 - 4 * (4 * MAX_KEPT_TOKENS + BYTES_BESIDE_TOKENS)
-    assert memory.earlier("p0") == []
-    assert [len(kept.token_ids) for kept in memory.earlier("p199")] == [MAX_KEPT_TOKENS] * 4
+    """The samples come as other ranks send them, and the bound is of all that Python holds."""
+    rounds = [
+        pickle.dumps(
+            group_of(*[list(range(20))] * 8, step=1000 + step, prompt=f"{step:032}", seed=2**60)
+        )
+        for step in range(200)
+    ]
+    memory = PromptMemory(max_bytes=500_000)
+    tracemalloc.start()
+    for of_round in rounds:
+        memory.remember(pickle.loads(of_round))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 200_000 < held < 500_000
+    assert memory.earlier(f"{0:032}") == []
+    assert len(memory.earlier(f"{199:032}")) == 8
 
 
-def test_a_prompt_keeps_its_latest_samples_and_the_bytes_count() -> None:
-    memory = remembering([sample([1, 2, 3]), sample([4], prompt="other"), sample([])])
-    assert memory.num_bytes == 2 * BYTES_BESIDE_TOKENS + 4 * 4
+def test_a_prompt_keeps_its_latest_samples() -> None:
+    memory = remembering([sample([1, 2, 3]), sample([4], prompt="other")])
     for step in range(1, MAX_PER_PROMPT + 2):
         memory.remember([sample([1, 2, 3], step=step)])
     steps = [kept.origin.sample_id.step for kept in memory.earlier("prompt")]
     assert steps == list(range(2, MAX_PER_PROMPT + 2))
-    tokens = 3 * MAX_PER_PROMPT + 1
-    assert memory.num_bytes == (MAX_PER_PROMPT + 1) * BYTES_BESIDE_TOKENS + 4 * tokens
+    assert len(memory.earlier("other")) == 1
 
 
 @pytest.mark.parametrize(
@@ -340,7 +337,7 @@ def test_a_prompt_keeps_its_latest_samples_and_the_bytes_count() -> None:
 )
 def test_the_prompt_seen_longest_ago_goes_first(seen: str, kept: str) -> None:
     """Three samples fill the memory."""
-    memory = PromptMemory(max_bytes=3 * (BYTES_BESIDE_TOKENS + 4))
+    memory = PromptMemory(max_bytes=3 * (BYTES_OF_SAMPLE + 4))
     for prompt in seen:
         memory.remember([sample([1], prompt=prompt)])
     held = [name * len(memory.earlier(name)) for name in sorted(set(seen))]
@@ -349,13 +346,13 @@ def test_the_prompt_seen_longest_ago_goes_first(seen: str, kept: str) -> None:
 
 @pytest.mark.parametrize(
     ("bits", "num_tokens", "kept"),
-    [(8.0, 500, 12), (95.0, 500, 2), (97.0, 500, 1), (1.0, 50, 50), (0.0, 1200, 1024)],
+    [(8.0, 500, 12), (95.0, 500, 2), (97.0, 500, 1), (1.0, 50, 50), (0.0, 5000, 4096)],
 )
-def test_a_completion_is_kept_to_its_first_96_bits_or_1024_tokens(
+def test_a_completion_is_kept_to_its_first_96_bits_or_4096_tokens(
     bits: float, num_tokens: int, kept: int
 ) -> None:
     generated = sample(list(range(num_tokens)), bits=bits, step=3)
     (beginning,) = remembering([generated]).earlier("prompt")
     assert beginning.token_ids.tolist() == list(range(kept))
-    assert (beginning.token_ids.dtype, beginning.origin) == (np.int32, generated.origin)
+    assert (beginning.logprobs, beginning.origin) == (None, generated.origin)
     assert not np.shares_memory(beginning.token_ids, generated.token_ids)
