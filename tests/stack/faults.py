@@ -1,11 +1,10 @@
 """A plugin for tests: servers' engines that fail in a given round, weights that arrive changed,
 trainers that are killed or wait.
 
-What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults. Some have
-the step at which a rollout meets them, and the replica. Some have the word `weights`: `flip`, or
-`hang` with a replica and the number of its update, from 0. Some have the word `trainer` and a rank,
-which meets them between a step's rollout and its training if the reward `fate` is asked for.
-`MAX_RESTARTS` is how often a server starts replicas anew.
+What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults with the
+step at which a rollout meets them and the replica, with the word `weights`, or with the word
+`trainer` and a rank, which meets them between a step's rollout and its training if the reward
+`fate` is asked for. `MAX_RESTARTS` is how often a server starts replicas anew.
 """
 
 from __future__ import annotations
@@ -70,27 +69,6 @@ class FailingEngine(engine.RolloutEngine):
         return super()._batch_encode(infer_requests, *args, **kwargs)
 
 
-def hang_in_update(replica: int, update: int) -> None:
-    """Stop a server's worker as it is about to receive weights."""
-    from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension as Extension
-
-    receive, load = Extension.update_flattened_params, Extension.process_weights_after_loading
-    loads: list[Any] = []
-
-    def update_flattened_params(self: Any, metadatas: Any) -> None:
-        is_meant = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0") == str(replica)
-        if is_meant and len(loads) == update:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        receive(self, metadatas)
-
-    def process_weights_after_loading(self: Any) -> None:
-        loads.append(self)
-        load(self)
-
-    Extension.update_flattened_params = update_flattened_params
-    Extension.process_weights_after_loading = process_weights_after_loading
-
-
 def spoil_received_weights() -> None:
     """Flip a bit of what a server's worker received, as a bad wire would."""
     from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension as Extension
@@ -113,8 +91,5 @@ engine.RolloutEngine = FailingEngine  # the server installs it
 rollout = sys.modules.get("swift.pipelines.infer.rollout")
 if rollout is not None:
     rollout.GRPOVllmEngine = FailingEngine
-for fault in FAULTS:
-    if fault.get("weights") == "flip":
-        spoil_received_weights()
-    elif fault.get("weights") == "hang":
-        hang_in_update(fault["replica"], fault["update"])
+if any("weights" in fault for fault in FAULTS):
+    spoil_received_weights()

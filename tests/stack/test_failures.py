@@ -37,11 +37,12 @@ SECONDS_TO_END = 300
 no end."""
 
 
-def wait_until(is_so: Callable[[], bool], training: Future[Finished]) -> None:
+def wait_until(is_so: Callable[[], bool], training: Future[Finished], go: Path) -> None:
     deadline = time.monotonic() + SECONDS_TO_END
     while not is_so():
-        assert not training.done(), training.result().cause
-        assert time.monotonic() < deadline
+        if training.done() or time.monotonic() > deadline:
+            go.touch()  # else the training would wait for it, and the test's end for the training
+            raise AssertionError(training.result().cause)
         time.sleep(0.5)
 
 
@@ -60,24 +61,23 @@ def replicas_of(samples: Samples, step: int) -> set[str]:
 def test_a_run_goes_on_and_a_lost_replica_comes_back(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:
-    """In round 0 replica 1 raises; it is stopped amid the weights of round 1, which are sent once
-    more, to the other. Training goes on from round 1 once replica 1 has started anew, and in
-    round 2 it draws with new weights."""
-    # As long as both wait alike, replica 0 gives the update up before it counts as hanging too.
-    bound = ("--rollout_timeout", "60")
-    server = server_argv(assets, "--vllm_data_parallel_size", "2", *bound, plugins=[FAULTY])
+    """In round 0 replica 1 raises, in round 1 it is killed; in round 2 it draws with new weights.
+    Training goes on from round 1 once it has started anew."""
+    server = server_argv(assets, *("--vllm_data_parallel_size", "2"), plugins=[FAULTY])
     kinds = faults(
-        {"step": 0, "replica": 1, "kind": "raise"}, {"weights": "hang", "update": 1, "replica": 1}
+        {"step": 0, "replica": 1, "kind": "raise"}, {"step": 1, "replica": 1, "kind": "kill"}
     )
     waits = faults({"trainer": "wait", "step": 1, "rank": 0, "folder": str(tmp_path)})
     with (
         rollout_server(*server, log=tmp_path / "server.log", env=kinds) as port,
         ThreadPoolExecutor(1) as pool,
     ):
-        argv = (*FATE, *bound, *client_argv(port))
+        argv = (*FATE, *client_argv(port))
         train_on_two = partial(train_with_faults, ranks=2, env=waits)
         training = pool.submit(train_on_two, assets, rows, tmp_path / "run", *argv)
-        wait_until(partial(is_waiting, f"http://127.0.0.1:{port}/health/"), training)
+        wait_until(
+            partial(is_waiting, f"http://127.0.0.1:{port}/health/"), training, tmp_path / "go"
+        )
         (tmp_path / "go").touch()
         finished = training.result()
     assert finished.returncode == 0, finished.cause
@@ -85,11 +85,10 @@ def test_a_run_goes_on_and_a_lost_replica_comes_back(
     assert_logged(tmp_path / "run/run", samples, ranks=2)
     assert_same(samples, reference)
     assert [replicas_of(samples, step) for step in range(3)] == [{"0"}, {"0"}, {"0", "1"}]
-    assert "The weight update is made once more" in finished.output
     assert "is connected anew; weights go to its 2 replicas" in finished.output
     server_log = (tmp_path / "server.log").read_text(encoding="utf-8")
     assert "OSError: the disk is gone" in server_log
-    assert "A replica is lost (a replica has not answered for 60 s" in server_log
+    assert "A replica is lost (a replica has ended (EOFError))" in server_log
     assert "Replica 1 is started anew (1 of 3)" in server_log
 
 
@@ -142,7 +141,7 @@ def test_trainer_and_server_come_back(
         waits = faults({"trainer": "wait", "step": 1, "rank": 0, "folder": str(tmp_path)})
         train_again = partial(train_with_faults, env=waits)
         resumed = pool.submit(train_again, assets, rows, tmp_path / "b", *argv)
-        wait_until((tmp_path / "waiting").exists, resumed)
+        wait_until((tmp_path / "waiting").exists, resumed, tmp_path / "go")
         first_start.close()
         with rollout_server(*server, log=tmp_path / "anew.log", port=port):
             (tmp_path / "go").touch()
