@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ def load(name: str) -> Run:
     return read_run(FOLDER / name if is_served else (FOLDER / name).with_suffix(".yaml"))
 
 
-def said(run: Run, *levels: str) -> list[str]:
-    found = [f for f in check_settings(run) if f.level in (levels or ("error", "warning"))]
+def said(run: Run) -> list[str]:
+    found = [f for f in check_settings(run) if f.level in ("error", "warning")]
     return [f"{f.level}: {f.sentence}" for f in found]
 
 
@@ -34,7 +35,7 @@ def changed(run: Run, training: dict[str, Any], rollout: dict[str, Any] | None =
     for side, changes in sides.items():
         settings = {**copy.deepcopy(dict(getattr(run, side) or {})), **changes}
         sides[side] = {k: v for k, v in settings.items() if v is not None} or None
-    return Run(**sides, names=run.names, ranks=run.ranks)
+    return replace(run, **sides)
 
 
 @pytest.mark.parametrize("name", [*share.preset_names(), ROOT / "examples/digits/grpo.yaml"])
@@ -45,7 +46,6 @@ def test_a_preset_holds_together(name: str) -> None:
 ENV = "ENV"
 BARE = {"reward_funcs": None, "reward_weights": None}
 TWO = {"vllm_server_host": ["a", "a"]}
-MAZE = {"gym_env": "maze"}
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,9 @@ MAZE = {"gym_env": "maze"}
         (SERVED, {}, {"external_plugins": None}, r"rollout\.yaml does not load grpo_ext\.py"),
         (COLOCATED, {"rlhf_type": "dpo"}, {}, "--rlhf_type: is dpo; expected grpo"),
         # Rewards, batches, engines
-        (COLOCATED, BARE, {}, "--reward_funcs: is missing: name"),
+        (COLOCATED, BARE, {}, "--reward_funcs: is missing"),
         (SERVED, BARE, {}, "--reward_funcs: is missing"),
         (COLOCATED, {"num_generations": 7}, {}, r"Batches of 8 ranks: .*\(128\) must be .*\(7\)"),
-        (COLOCATED, {"generation_batch_size": 72}, {}, r"Batches of 8 ranks: .*\(72\) must "),
         (
             COLOCATED,
             {"eval_strategy": "steps", "num_generations_eval": 5, "split_dataset_ratio": 0.1},
@@ -85,16 +84,9 @@ MAZE = {"gym_env": "maze"}
         (SERVED, {}, {"port": 8111}, r"--port: 8111 of .*rollout\.yaml is not among vllm_server_p"),
         # What both sides have to agree on
         (SERVED, {}, {"model": "Qwen/Other"}, "--model: is .* and 'Qwen/Other' in .*the same"),
-        (SERVED, {}, {"vllm_enable_lora": True}, "--vllm_enable_lora: is not set in .* True"),
         (SERVED, {"max_turns": 1}, {}, "--max_turns: is 1 in .* and not set in .*the same"),
-        (SERVED, {"multi_turn_scheduler": "x"}, {}, "--multi_turn_scheduler: is 'x' in"),
         (SERVED, {"system": "a"}, {"system": "b"}, "--system: is 'a' in .* and 'b' in"),
-        (
-            SERVED,
-            {},
-            {ENV: {"MAX_PIXELS": 7}},
-            r"ENV MAX_PIXELS: is 602112 in .* and 7 in .*: both sides need the same",
-        ),
+        (SERVED, {}, {ENV: {"MAX_PIXELS": 7}}, "ENV MAX_PIXELS: is 602112 in .* and 7 in .* same"),
         (
             SERVED,
             {"vllm_enable_lora": True, "lora_rank": 64},
@@ -113,28 +105,24 @@ def test_settings_that_do_not_hold_together(
 @pytest.mark.parametrize(
     ("name", "training", "rollout"),
     [
-        (COLOCATED, {**BARE, "use_gym_env": True}, {}),
-        (COLOCATED, {**BARE, **MAZE}, {}),
-        (SERVED, BARE, MAZE),
+        (COLOCATED, {**BARE, "gym_env": "maze"}, {}),
+        (SERVED, BARE, {"gym_env": "maze"}),
         (SERVED, BARE, {"use_gym_env": True}),
         (COLOCATED, {**BARE, "teacher_model": "Org/teacher", "num_generations": 1}, {}),
-        (COLOCATED, {**BARE, "teacher_model_server": "http://a:1"}, {}),
         (SERVED, {}, {"multi_turn_scheduler": "search", "max_turns": 3, "system": None}),
         (SERVED, {"system": "a"}, {}),
         (COLOCATED, {"gradient_accumulation_steps": 3, "steps_per_generation": 2}, {}),
-        (COLOCATED, {"eval_strategy": "no", "per_device_eval_batch_size": 3}, {}),
         (COLOCATED, {"eval_strategy": "steps", "per_device_eval_batch_size": 3}, {}),
     ],
 )
 def test_a_recipe_that_trains_is_not_refused(
     name: str, training: dict[str, Any], rollout: dict[str, Any]
 ) -> None:
-    assert said(changed(load(name), training, rollout), "error") == []
+    assert said(changed(load(name), training, rollout)) == []
 
 
 def test_unknown_servers_may_run_a_gym() -> None:
-    training = {k: v for k, v in (load(SERVED).training or {}).items() if k not in BARE}
-    assert said(Run(training=training)) == []
+    assert said(replace(changed(load(SERVED), BARE), rollout=None)) == []
 
 
 # --- reading ---
@@ -154,12 +142,8 @@ def test_arguments_win_over_a_file() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (
-            {"num_generatons": 8},
-            r"swift rlhf: num_generatons \(did you mean num_generations\?\); l",
-        ),
         ({"diversity_alarm": 4}, r"swift rlhf: diversity_alarm \(did you mean diversity_alarm_p\?"),
-        ({"zzz_zzz": 4}, r"no setting of swift rlhf: zzz_zzz \(leave it out\); left over: --zzz"),
+        ({"zzz_zzz": 4}, r"of swift rlhf: zzz_zzz \(leave it out\); left over: --zzz_zzz 4$"),
         ({"num_generations": "many"}, "num_generations.*: invalid int value: 'many'"),
         ({"logits_shim": "of"}, "logits_shim.*: invalid choice: 'of'"),
         ({"lora_rank": []}, "lora_rank.*: expected one argument"),
@@ -191,7 +175,6 @@ def test_settings_get_the_types_that_swift_gives_them() -> None:
     [
         ("a: [", r"^run\.yaml: is no YAML file"),
         ("- a", r"^run\.yaml: holds no settings"),
-        ("zzz: 1", r"^run\.yaml: no setting of swift rlhf"),
         (None, "run.yaml: there is no such file, nor run.yaml.train.yaml beside it"),
     ],
 )
@@ -201,5 +184,3 @@ def test_files_without_settings(text: str | None, expected: str, tmp_path: Path)
         file.write_text(text)
     with pytest.raises(ValueError, match=expected):
         read_run(file)
-    with pytest.raises(ValueError, match="there is no such file"):
-        read_run(tmp_path / "other.train.yaml")
