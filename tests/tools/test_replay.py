@@ -28,8 +28,6 @@ from swift_grpo_ext.tools.replay.run import (
 from tests.record.rows import ROW, sample_id, write_session
 
 SETTINGS: dict[str, Any] = {
-    "rlhf_type": "grpo",
-    "use_vllm": True,
     "vllm_mode": "colocate",
     "tuner_type": "full",
     "model": "models/tiny",
@@ -45,64 +43,69 @@ SEEDED = replace(ROW, seed=sample_seed(42, ROW.sample_id))
 # --- tokens ---
 
 
-TOKENS = [1, 2]
+def compared(logged: Any, generated: Any, index: int = 0) -> Comparison:
+    """Compare two sides, each of token ids and log-probabilities."""
+    name = sample_id(2, group=3, index=index)
+    row = replace(ROW, token_ids=logged[0], logprobs=logged[1], sample_id=name)
+    return compare(row, *generated, lambda token_id: f"<{token_id}>")
 
 
 @pytest.mark.parametrize(
     ("logged", "generated", "position", "tokens", "gap"),
     [
-        # Of each side: token ids, log-probabilities.
-        ((TOKENS, [-0.5, -math.inf]), (TOKENS, [-0.5, -math.inf]), None, (None, None), 0.0),
-        ((TOKENS, [-0.5, -1.0]), (TOKENS, [-0.25, -3.0]), None, (None, None), 2.0),
-        ((TOKENS, None), (TOKENS, [-0.5, -1.0]), None, (None, None), None),
-        ((TOKENS, [-0.5, -9.0]), ([1, 5], [-0.75, -1.5]), 1, ((2, -9.0), (5, -1.5)), 0.25),
-        ((TOKENS, [-0.5, -1.0]), ([1, 3], None), 1, ((2, -1.0), (3, None)), None),
+        (([1, 2], [-0.5, -math.inf]), ([1, 2], [-0.25, -math.inf]), None, (None, None), 0.25),
+        (([1, 2], None), ([1, 2], [-0.5, -1.0]), None, (None, None), None),
+        (([1, 2], [-0.5, -9.0]), ([1, 5], [-0.75, -1.5]), 1, ((2, -9.0), (5, -1.5)), 0.25),
         (([1], [-0.5]), ([2], [-0.5]), 0, ((1, -0.5), (2, -0.5)), None),
-        ((TOKENS, None), ([1], None), 1, ((2, None), None), None),
+        (([1, 2], None), ([1], None), 1, ((2, None), None), None),
         (([], None), ([2], None), 0, (None, (2, None)), None),
     ],
 )
 def test_compare(logged: Any, generated: Any, position: Any, tokens: Any, gap: Any) -> None:
-    row = replace(ROW, token_ids=logged[0], logprobs=logged[1], sample_id=sample_id(2, group=3))
-    result = compare(row, *generated, lambda token_id: f"<{token_id}>")
-    assert (result.name, result.seed) == ("train-2.0-3-0", 1)
-    assert (result.num_logged, result.num_generated) == (len(logged[0]), len(generated[0]))
-    assert (result.position, result.logprob_gap) == (position, gap)
-    for token, expected in zip((result.logged, result.generated), tokens, strict=True):
-        if expected is None:
-            assert token is None
-        else:
-            token_id, logprob = expected
-            assert token == Token(token_id=token_id, logprob=logprob, text=f"<{token_id}>")
+    of_logged, of_generated = (
+        pair and Token(token_id=pair[0], logprob=pair[1], text=f"<{pair[0]}>") for pair in tokens
+    )
+    assert compared(logged, generated) == Comparison(
+        name="train-2.0-3-0",
+        seed=1,
+        num_logged=len(logged[0]),
+        num_generated=len(generated[0]),
+        logprob_gap=gap,
+        position=position,
+        logged=of_logged,
+        generated=of_generated,
+    )
 
 
 def test_the_result_as_lines_and_as_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compared(index: int, generated: list[int], logprobs: list[float] | None) -> Comparison:
-        name = sample_id(index=index)
-        row = replace(ROW, token_ids=[1, 2], logprobs=[-0.5, -1.0], sample_id=name)
-        return compare(row, generated, logprobs, lambda token_id: f"<{token_id}>")
-
-    samples = [compared(0, [1, 2], None), compared(1, [1, 4], [-0.5, -1.5]), compared(2, [1], None)]
+    logged = [1, 2], [-0.5, -1.0]
+    samples = [
+        compared(logged, ([1, 2], None)),
+        compared(logged, ([1, 4], [-0.5, -1.5]), index=1),
+        compared(logged, ([1], None), index=2),
+    ]
     result = Replay(
         run_dir="run", weights="w", weight_version=2, equal=False, samples=samples, notes=["a note"]
     )
     monkeypatch.setattr(command, "_replay", lambda options: result)
     assert command.run(argparse.Namespace(json=False)) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "  train-0.0-0-0: 2 tokens, equal"
-    assert "equal before position 1 (log-probabilities within 0.0e+00 nats)" in lines[2]
-    assert "the log has '<2>' (2) -1.000 and the replay '<4>' (4) -1.500" in lines[2]
-    assert lines[3].endswith("the log has '<2>' (2) -1.000 and the replay ended")
-    assert lines[4:] == ["1 of 3 samples have equal tokens.", "Note: a note"]
-    assert command.run(argparse.Namespace(json=True)) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "Generated again with w:",
+        "  train-2.0-3-0: 2 tokens, equal",
+        "  train-2.0-3-1: 2 tokens, 2 generated; equal before position 1 (log-probabilities within "
+        "0.0e+00 nats), where the log has '<2>' (2) -1.000 and the replay '<4>' (4) -1.500",
+        "  train-2.0-3-2: 2 tokens, 1 generated; equal before position 1, where the log has "
+        "'<2>' (2) -1.000 and the replay ended",
+        "1 of 3 samples have equal tokens.",
+        "Note: a note",
+    ]
+    monkeypatch.setattr(command, "_replay", lambda options: replace(result, equal=True))
+    assert command.run(argparse.Namespace(json=True)) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["weights"], printed["notes"]) == ("w", ["a note"])
     assert printed["samples"][1]["logged"] == {"token_id": 2, "logprob": -1.0, "text": "<2>"}
-    same = replace(result, equal=True, samples=samples[:1])
-    monkeypatch.setattr(command, "_replay", lambda options: same)
-    assert command.run(argparse.Namespace(json=True)) == 0
 
 
 def test_arguments_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +121,20 @@ def test_arguments_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 # --- runs and weights ---
 
 
+def test_settings_of_a_run(tmp_path: Path) -> None:
+    args = tmp_path / "args.json"
+    with pytest.raises(ReplayError, match=r"args\.json.*cannot be read.*--output_dir"):
+        read_run(tmp_path, {})
+    args.write_text(json.dumps(SETTINGS))
+    assert read_run(tmp_path, {"seed": 7}) == (tmp_path, {**SETTINGS, "seed": 7})
+    with pytest.raises(ReplayError, match=r"--set sed: .*did you mean seed\?"):
+        read_run(tmp_path, {"sed": 7})
+    for name, value in (("tuner_type", "llamapro"), ("quant_method", "bnb")):
+        args.write_text(json.dumps({**SETTINGS, name: value}))
+        with pytest.raises(ReplayError, match=f"--{name} {value}: the run cannot be replayed"):
+            read_run(tmp_path, {})
+
+
 def make_run(folder: Path, *steps: int, **changes: Any) -> Run:
     for step in steps:
         checkpoint = folder / f"checkpoint-{step}"
@@ -126,43 +143,22 @@ def make_run(folder: Path, *steps: int, **changes: Any) -> Run:
     return Run(folder=folder, settings={**SETTINGS, **changes})
 
 
-def test_settings_of_a_run(tmp_path: Path) -> None:
-    def write(**changes: Any) -> None:
-        (tmp_path / "args.json").write_text(json.dumps({**SETTINGS, **changes}))
-
-    with pytest.raises(ReplayError, match=r"args\.json.*cannot be read.*--output_dir"):
-        read_run(tmp_path, {})
-    write()
-    assert read_run(tmp_path, {"seed": 7}).settings == {**SETTINGS, "seed": 7}
-    with pytest.raises(ReplayError, match=r"--set sed: .*did you mean seed\?"):
-        read_run(tmp_path, {"sed": 7})
-    for name, value in (("tuner_type", "llamapro"), ("quant_method", "bnb")):
-        write(**{name: value})
-        with pytest.raises(ReplayError, match=f"--{name} {value}: the run cannot be replayed"):
-            read_run(tmp_path, {})
-    (tmp_path / "args.json").write_text("{")
-    with pytest.raises(ReplayError, match="cannot be read"):
-        read_run(tmp_path, {})
-
-
 def test_weights(tmp_path: Path) -> None:
     run = make_run(tmp_path, 2, 4)
     assert weights_of(run, 0) == ["models/tiny"]
     assert weights_of(run, 4) == [str(tmp_path / "checkpoint-4")]
-    (tmp_path / "checkpoint-2/model.safetensors").unlink()
+    (tmp_path / "checkpoint-2/model.safetensors").rename(tmp_path / "checkpoint-2/pytorch_model.pt")
     with pytest.raises(ReplayError, match="checkpoint-2 holds no model in Hugging Face format"):
         weights_of(run, 2)
 
 
 def test_weights_of_lora(tmp_path: Path) -> None:
-    run = make_run(tmp_path, 2, tuner_type="lora")
+    run = make_run(tmp_path, 2, tuner_type="lora", adapters=["first"])
     with pytest.raises(ReplayError, match="checkpoint-2 holds no adapter"):
         weights_of(run, 2)
     (tmp_path / "checkpoint-2/adapter_config.json").touch()
     assert weights_of(run, 2) == ["models/tiny", str(tmp_path / "checkpoint-2")]
-    assert weights_of(run, 0) == ["models/tiny"]
-    further = make_run(tmp_path, tuner_type="lora", adapters=["first"])
-    assert weights_of(further, 0) == ["models/tiny", "first"]
+    assert weights_of(run, 0) == ["models/tiny", "first"]
 
 
 def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
@@ -181,8 +177,6 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     named = rf"checkpoint-6 is not there \(.* has checkpoint-10, checkpoint-4\).*{saving}.* of 6"
     with pytest.raises(ReplayError, match=named):
         weights_of(run, 6)
-    with pytest.raises(ReplayError, match="has no checkpoint"):
-        weights_of(make_run(tmp_path / "checkpoint-4"), 6)
 
 
 # --- samples ---
@@ -234,16 +228,10 @@ def test_the_prompt_comes_from_the_data_set() -> None:
 def test_what_is_wrong_is_said_before_anything_is_loaded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*argv: str) -> str:
-        assert main(["replay", str(tmp_path), *argv]) == 1
+    (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
+    write_session(tmp_path, [replace(SEEDED, weight_version=2)])
+    for group, expected in (("1", "holds no group 1 of train"), ("0", "checkpoint-2 is not there")):
+        assert main(["replay", str(tmp_path), "--round", "0.0", "--group", group]) == 1
         output = capfd.readouterr()
         assert output.out == ""
-        return output.err
-
-    assert "args.json" in said("--round", "0", "--group", "0")
-    (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
-    assert "does not exist" in said("--round", "0", "--group", "0")
-    write_session(tmp_path, [replace(SEEDED, weight_version=2)])
-    assert "holds no group 1 of train round 0.0" in said("--round", "0", "--group", "1")
-    assert "no eval rounds" in said("--round", "0", "--group", "0", "--phase", "eval")
-    assert "checkpoint-2 is not there" in said("--round", "0.0", "--group", "0")
+        assert expected in output.err
