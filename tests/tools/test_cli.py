@@ -1,4 +1,4 @@
-"""`swift-grpo-ext flags`, and the documentation's table that it makes."""
+"""`swift-grpo-ext`: its version, the flags that it lists, and what `view` is given."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.flags import flag_names
-from swift_grpo_ext.tools.cli import flag_table, main, steps
+from swift_grpo_ext.tools.cli import main, steps
 from swift_grpo_ext.version import __version__
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/flags.md"
 
 
-def test_flags_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_are_listed_and_the_page_holds_their_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["flags"]) == 0
     output = capsys.readouterr().out
     for name in flag_names():
-        assert f"--{name} " in output
-
-
-def test_the_page_holds_the_table_of_this_version() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert flag_table() in text, "paste the output of `swift-grpo-ext flags --markdown`"
+        assert f"  --{name} " in output
+    assert main(["flags", "--markdown"]) == 0
+    table = capsys.readouterr().out
+    assert table in PAGE.read_text(encoding="utf-8"), "paste `swift-grpo-ext flags --markdown`"
 
 
 def test_steps_count_both_ends() -> None:
@@ -43,7 +43,6 @@ def test_view_serves_or_writes_one_page(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.strip() == __version__
+    assert capsys.readouterr().out == f"{__version__}\n"

@@ -3,136 +3,123 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.diff import diff
 from tests.tools.view.runs import Writer, make_rows, score
 
-SETTINGS = {"seed": 42, "temperature": 1.0, "output_dir": "x"}
-Change = Callable[[SampleRow], SampleRow]
-
-
-def unchanged(row: SampleRow) -> SampleRow:
-    return row
+Place = tuple[int, int]
+"""Group and index of a sample."""
 
 
 def write(
     folder: Path,
-    change: Change = unchanged,
+    changed: Place | None = None,
     *,
     steps: int = 3,
-    first_reward: float | None = None,
-    **settings: Any,
+    reward: float | None = None,
+    **changes: Any,
 ) -> Path:
-    """Write a run whose rows of round 1 are changed."""
+    """Write a run with other values in one sample of round 1, or another reward there."""
     writer = Writer(folder)
     for step in range(steps):
         rows = [replace(row, logprobs=[-0.5, -1.0, -1.5]) for row in make_rows(step)]
-        rows = [change(row) if step == 1 else row for row in rows]
+        scores = [score(row) for row in rows]
+        for index, row in enumerate(rows):
+            if step == 1 and changed == (row.sample_id.group, row.sample_id.index):
+                rows[index] = replace(row, **changes)
+                scores[index] = score(row, reward)
         writer.write(rows, scored=False)
-        reward = first_reward if step == 0 else None
-        writer.append_scores([score(row, reward) for row in rows])
-    (folder / "args.json").write_text(json.dumps({**SETTINGS, **settings}), encoding="utf-8")
+        writer.append_scores(scores)
     return folder
 
 
-def at(group: int, index: int, **changes: Any) -> Change:
-    """Change one sample."""
-
-    def change(row: SampleRow) -> SampleRow:
-        is_meant = (row.sample_id.group, row.sample_id.index) == (group, index)
-        return replace(row, **changes) if is_meant else row
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("change", "place", "what", "words"),
+    ("place", "changes", "expected"),
     [
-        (at(1, 0, prompt='[{"role": "user", "content": "<image>Other"}]'), (1, 0), "prompt",
-         "<image>Other"),
-        (at(1, 0, media=["images/new.png"]), (1, 0), "media", "images/new.png"),
-        (at(1, 0, fingerprint="f" * 32), (1, 0), "fingerprint", "ffff"),
-        (at(0, 1, seed=7), (0, 1), "seed", " and 7"),
-        (at(0, 1, weight_version=0), (0, 1), "weight_version", "1 and 0"),
-        (at(0, 0, finish_reason="length"), (0, 0), "finish_reason", "'stop' and 'length'"),
-        (at(0, 0, stop_reason="7"), (0, 0), "stop_reason", "None and 7"),
-        (at(0, 0, text="other"), (0, 0), "text", "and 'other'"),
+        (
+            (1, 0),
+            {"prompt": '[{"role": "user", "content": "<image>Other"}]'},
+            """prompt ' "content": "<image>Question 1?"}]' and ' "content": "<image>Other"}]'""",
+        ),
+        ((1, 0), {"media": ["b.png"]}, "media ['images/1.png'] and ['b.png']"),
+        ((1, 0), {"fingerprint": "f" * 32}, f"fingerprint '{'0' * 31}1' and '{'f' * 32}'"),
         # One change is told, by what decides the others.
-        (at(1, 1, seed=7, token_ids=[1, 2, 3], text="other"), (1, 1), "seed", ""),
+        ((0, 1), {"seed": 7, "token_ids": [7, 0, 0], "text": "b"}, f"seed {2**62 + 101} and 7"),
+        ((0, 1), {"weight_version": 0}, "weight_version 1 and 0"),
+        ((0, 0), {"finish_reason": "length"}, "finish_reason 'stop' and 'length'"),
+        ((0, 0), {"stop_reason": "7"}, "stop_reason None and 7"),
+        ((0, 0), {"text": "b"}, "text 'g0 i0 s1' and 'b'"),
+        ((0, 0), {"reward": 0.75}, "reward 0.0 and 0.75"),
     ],
-)  # fmt: skip
+)
 def test_the_first_value_that_differs(
-    tmp_path: Path, change: Change, place: tuple[int, int], what: str, words: str
+    tmp_path: Path, place: Place, changes: dict[str, Any], expected: str
 ) -> None:
-    result = diff(write(tmp_path / "a"), write(tmp_path / "b", change, temperature=0.7))
-    difference = result.difference
-    assert difference is not None
-    assert (difference.phase, difference.step, difference.number) == ("train", 1, 0)
-    assert (difference.group, difference.index) == place
-    assert (difference.what, difference.token) == (what, None)
-    assert str(difference).startswith(f"train round 1.0, group {place[0]}, sample {place[1]}: ")
-    assert words in str(difference)
+    result = diff(write(tmp_path / "a"), write(tmp_path / "b", place, **changes))
+    where = f"train round 1.0, group {place[0]}, sample {place[1]}"
+    assert str(result.difference) == f"{where}: {expected}"
     assert (result.num_rounds, result.num_samples) == (1, 4)
-    assert result.settings == {"temperature": (1.0, 0.7)}
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "logprobs", "position", "value"),
+    ("token_ids", "logprobs", "expected"),
     [
-        ([7, 1, 9], [-0.5, -1.25, -2.0], 2, {"id": [9], "logprob": [-2.0]}),
-        ([7, 1], [-0.5, -1.25], 2, "ended"),
-        ([9, 1, 1], None, 0, {"id": [9], "logprob": []}),
+        (
+            [7, 1, 9],
+            [-0.5, -1.25, -2.0],
+            "token 2: tokens {'id': [1], 'logprob': [-1.5]} and {'id': [9], 'logprob': [-2.0]}",
+        ),
+        ([7, 1], [-0.5, -1.25], "token 2: tokens {'id': [1], 'logprob': [-1.5]} and ended"),
+        (
+            [9, 1, 1],
+            None,
+            "token 0: tokens {'id': [7], 'logprob': [-0.5]} and {'id': [9], 'logprob': []}",
+        ),
     ],
 )
 def test_the_first_token_that_differs(
-    tmp_path: Path, token_ids: list[int], logprobs: Any, position: int, value: Any
+    tmp_path: Path, token_ids: list[int], logprobs: list[float] | None, expected: str
 ) -> None:
-    change = at(1, 1, token_ids=token_ids, logprobs=logprobs)
-    result = diff(write(tmp_path / "a"), write(tmp_path / "b", change))
-    assert result.difference is not None
-    assert (result.difference.what, result.difference.token) == ("tokens", position)
-    assert f"token {position}: tokens {{'id': [" in str(result.difference)
-    assert result.difference.values[1] == value
+    other = write(tmp_path / "b", (1, 1), token_ids=token_ids, logprobs=logprobs)
+    result = diff(write(tmp_path / "a"), other)
+    assert str(result.difference) == f"train round 1.0, group 1, sample 1, {expected}"
     assert result.logprob_gap == (0.25 if logprobs else 0.0)  # of the tokens before
 
 
-def test_rewards_and_rounds_that_differ(tmp_path: Path) -> None:
-    one, other = write(tmp_path / "a"), write(tmp_path / "b", first_reward=0.75)
-    found = diff(one, other).difference
-    assert str(found) == "train round 0.0, group 0, sample 0: reward 0.0 and 0.75"
-    shorter = write(tmp_path / "c", steps=2)
+def test_rounds_and_samples_that_only_one_run_has(tmp_path: Path) -> None:
+    one = write(tmp_path / "a")
+    shorter = write(tmp_path / "b", steps=2)
     assert str(diff(one, shorter).difference) == "train round 2.0: rounds True and False"
-    smaller = tmp_path / "d"
-    Writer(smaller).write(make_rows(0)[:2])
-    assert str(diff(write(tmp_path / "e", steps=1), smaller).difference).endswith("samples 4 and 2")
-
-
-def test_equal_runs_and_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changed = partial(replace, logprobs=[-0.5, -1.0, -1.25])
-    one, other = write(tmp_path / "a"), write(tmp_path / "b", changed, output_dir="y")
-    assert main(["diff", str(one), str(other)]) == 0
-    text = capsys.readouterr().out
-    assert (
-        text == "3 rounds with 12 samples are equal; log-probabilities agree within 2.5e-01 nats.\n"
-    )
-    other = write(tmp_path / "c", at(1, 1, seed=9), seed=9)
-    assert main(["diff", str(one), str(other)]) == 1
-    assert "  --seed: 42 and 9\n" in capsys.readouterr().out
-    assert main(["diff", str(one), str(other), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["difference"]["what"] == "seed"
-    (tmp_path / "empty").mkdir()
-    assert main(["diff", str(one), str(tmp_path / "empty")]) == 2
-    assert "does not exist" in capsys.readouterr().err
-    later = tmp_path / "later"
-    Writer(later).write(make_rows(5))
+    Writer(tmp_path / "c").write(make_rows(0)[:2])
+    assert str(diff(one, tmp_path / "c").difference) == "train round 0.0: samples 4 and 2"
+    Writer(tmp_path / "d").write(make_rows(5))
     with pytest.raises(ValueError, match="no round in common"):
-        diff(one, later)
+        diff(one, tmp_path / "d")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "a")
+    other = write(tmp_path / "b", (1, 1), logprobs=[-0.5, -1.0, -1.25])
+    assert main(["diff", str(one), str(other)]) == 0
+    equal = "3 rounds with 12 samples are equal; log-probabilities agree within 2.5e-01 nats.\n"
+    assert capsys.readouterr().out == equal
+    other = write(tmp_path / "c", (1, 1), seed=9)
+    (one / "args.json").write_text('{"seed": 42, "output_dir": "a", "top_k": 5}')
+    (other / "args.json").write_text('{"seed": 9, "output_dir": "b", "top_k": 5}')
+    assert main(["diff", str(one), str(other)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "1 rounds with 4 samples are equal; log-probabilities agree within 0.0e+00 nats.",
+        f"First difference: train round 1.0, group 1, sample 1: seed {2**62 + 111} and 9.",
+        "Settings that differ:",
+        "  --seed: 42 and 9",
+    ]
+    assert main(["diff", str(one), str(other), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["settings"] == {"seed": [42, 9]}
+    assert main(["diff", str(one), str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
