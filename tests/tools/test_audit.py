@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from swift_grpo_ext.tools.audit import _log2_fixed, audit, read_dump
+from swift_grpo_ext.tools.audit import Audit, audit, read_dump
 from swift_grpo_ext.tools.cli import main
 from tests.tools.view.runs import Writer, make_rows
 
@@ -104,43 +103,37 @@ BITS_36 = "step 0 (counted from 0): samples {} of group 0 begin with the same 12
     ("framework", "kind", "verdict", "num_copied", "log10_p", "evidence"),
     [
         # 6 pairs of positions and 2 tests: log10(3 ** -18 * 6 * 2).
-        ("trl", "shared", "shared noise", 18, -7.509, IN_18_GROUPS),
-        ("verl", "frozen", "shared noise", 0, -6.326, ALL_FROZEN),
-        ("verl", "independent", "healthy", 0, 0.0, None),
+        ("trl", "shared", "shared noise", 18, -7.509, [IN_18_GROUPS]),
+        ("verl", "frozen", "shared noise", 0, -6.326, [ALL_FROZEN]),
+        ("verl", "independent", "healthy", 0, 0.0, []),
         # Two possible answers are no surprise to a policy that has collapsed; the log-probabilities
         # of slime's file say that these tokens were improbable.
-        ("verl", "collapse", "collapse", 18, 0.0, None),
-        ("verl", "one noise", "collapse", 18, 0.0, None),
-        ("slime", "independent", "healthy", 0, 0.0, None),
-        ("slime", "shared", "shared noise", 18, -98.290, BITS_36.format("1, 3")),
-        ("slime", "one noise", "shared noise", 18, -163.733, BITS_36.format("0, 1, 2, 3")),
-        ("ms-swift", "shared", "shared noise", 18, -7.810, IN_18_GROUPS),  # one test
-        ("ms-swift", "frozen", "healthy", 0, 0.0, None),  # its file repeats rows by itself
+        ("verl", "collapse", "collapse", 18, 0.0, []),
+        ("verl", "one noise", "collapse", 18, 0.0, []),
+        ("slime", "independent", "healthy", 0, 0.0, []),
+        ("slime", "shared", "shared noise", 18, -98.290, [BITS_36.format("1, 3")]),
+        ("slime", "one noise", "shared noise", 18, -163.733, [BITS_36.format("0, 1, 2, 3")]),
+        ("ms-swift", "shared", "shared noise", 18, -7.810, [IN_18_GROUPS]),  # one test
+        ("ms-swift", "frozen", "healthy", 0, 0.0, []),  # its file repeats rows by itself
     ],
 )
 def test_every_format(
-    framework: str,
-    kind: str,
-    verdict: str,
-    num_copied: int,
-    log10_p: float,
-    evidence: str | None,
+    framework: str, kind: str, verdict: Any, num_copied: int, log10_p: float, evidence: list[str],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = write(framework, draw(kind), tmp_path)
-    assert main(["audit", str(path), "--json"]) == (verdict == "shared noise")
-    found = json.loads(capsys.readouterr().out)
-    assert found.pop("log10_p") == pytest.approx(log10_p, abs=1e-3)
-    assert (found.pop("evidence") or [None])[0] == evidence
-    assert found == {
-        "verdict": verdict,
-        "num_steps": 3,
-        "num_groups": 18,
-        "num_samples": 72,
-        "num_with_logprobs": 72 if framework == "slime" else 0,
-        "num_groups_with_copies": num_copied,
-    }
+) -> None:  # fmt: skip
+    steps, repeats = read_dump([write(framework, draw(kind), tmp_path)], {})
+    found = audit(steps, repeats=repeats)
+    assert found == Audit(
+        verdict=verdict,
+        num_steps=3,
+        num_groups=18,
+        num_samples=72,
+        num_with_logprobs=72 if framework == "slime" else 0,
+        num_groups_with_copies=num_copied,
+        log10_p=pytest.approx(log10_p, abs=1e-3),
+        evidence=found.evidence,
+    )
+    assert found.evidence[:1] == evidence
 
 
 def test_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,21 +151,17 @@ def test_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("name", "content", "argv", "error"),
     [
-        ("a.jsonl", '{"prompt": "a"}', [], "No column of ['prompt'] holds completions"),
-        ("a.jsonl", '{"output": "a"}', [], "No column of ['output'] holds prompts"),
-        ("a.jsonl", '{"a": 1}', ["--token-ids", "q"], "--token-ids q: expected one of ['a']"),
-        ("a.pt", "", [], "a.pt: expected an existing file, .parquet or .jsonl"),
-        ("a.parquet", "PAR1 and no more", [], "a.parquet cannot be read as Parquet"),
+        ("a.jsonl", '{"prompt": "a"}', (), "No column of ['prompt'] holds completions"),
+        ("a.jsonl", '{"output": "a"}', (), "No column of ['output'] holds prompts"),
+        ("a.jsonl", '{"a": 1}', ("--token-ids", "q"), "--token-ids q: expected one of ['a']"),
+        ("a.pt", "", (), "a.pt: expected an existing file, .parquet or .jsonl"),
+        ("a.parquet", "PAR1 and no more", (), "a.parquet cannot be read as Parquet"),
     ],
 )
 def test_what_cannot_be_read_is_named(
-    name: str,
-    content: str,
-    argv: list[str],
-    error: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    name: str, content: str, argv: Any, error: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     (tmp_path / name).write_text(content)
     assert main(["audit", str(tmp_path / name), *argv]) == 1
     assert error in capsys.readouterr().err
@@ -219,13 +208,3 @@ def test_healthy_files_raise_no_alarm(tmp_path: Path) -> None:
         assert result.num_groups_with_copies > 0
         log10_ps.append(result.log10_p)
     assert sum(p < math.log10(0.05) for p in log10_ps) <= 3
-
-
-@pytest.mark.parametrize(("size", "common"), [(4, 4), (4, 2), (3, 0)])
-def test_the_bound_of_fixed_positions(size: int, common: int) -> None:
-    """It is never below the share of orders that keep so many of the common items."""
-    kept = [sum(order[i] == i for i in range(common)) for order in permutations(range(size))]
-    for fixed in range(common + 1):
-        exact = sum(count >= fixed for count in kept) / len(kept)
-        assert exact <= 2 ** _log2_fixed(size, common, fixed) * (1 + 1e-9)
-    assert 2 ** _log2_fixed(4, 4, 4) == pytest.approx(1 / 24)

@@ -7,8 +7,8 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.selftest import command, worker
 from swift_grpo_ext.tools.selftest.checks import shared_noise, spread
-from swift_grpo_ext.tools.selftest.command import last_error, plan, read_training
+from swift_grpo_ext.tools.selftest.command import CHANGED, last_error, plan, read_training
 from swift_grpo_ext.tools.selftest.outcome import (
     ALL,
+    REPORT,
     SAME_TOKENS,
     Flips,
     NotTriedError,
@@ -61,24 +62,6 @@ def test_flips_are_held_against_the_differences_of_log_probabilities() -> None:
     assert not Flips(count=74, drift=10.0).is_rounding
 
 
-def test_real_noise_on_rounded_logits_is_rounding_and_other_noise_is_not() -> None:
-    def generate(noise: int, size: float) -> list[Sample]:
-        """Sample with one Gumbel noise from logits that rounding of a size has moved."""
-        samples = []
-        for index in range(32):
-            logits = np.random.default_rng(index).normal(0, 2, (64, 50))
-            logits += np.random.default_rng(999).normal(0, 1, logits.shape) * size
-            logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-            gumbel = np.random.default_rng((noise, index)).gumbel(size=logits.shape)
-            ids = (logprobs + gumbel).argmax(1)
-            samples.append(sample(index, ids.tolist(), logprobs[np.arange(64), ids].tolist()))
-        return samples
-
-    for size in (1e-6, 3e-2):
-        assert flips(generate(0, 0.0), generate(0, size)).is_rounding
-        assert not flips(generate(0, 0.0), generate(1, size)).is_rounding
-
-
 @pytest.mark.parametrize(
     ("seeds", "log10_p"), [((1, 2, 3, 4), 0.0), ((1, 1, 3, 4), -86.8), ((1, 2, 3, 1), -84.9)]
 )
@@ -106,23 +89,27 @@ def test_a_known_change_touches_both_tensors_of_adapters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "status", "reason"),
+    ("outcome", "status", "reason", "remedy"),
     [
-        (lambda rig: ({"a": 1}, []), "holds", ""),
-        (lambda rig: ({"a": 1}, ["x", "y"]), "does not hold", "x; y"),
-        (WeightUpdateError("lost"), "does not hold", "WeightUpdateError: lost"),
-        (NotTriedError("no rows"), "could not be tried", "no rows"),
-        (KeyError("x"), "could not be tried", "the check itself failed (KeyError: 'x')"),
+        ([], "holds", "", ""),
+        (["x", "y"], "does not hold", "x; y", REPORT),
+        (WeightUpdateError("lost"), "does not hold", "WeightUpdateError: lost", REPORT),
+        (NotTriedError("no rows"), "could not be tried", "no rows", ""),
+        (
+            KeyError("x"),
+            "could not be tried",
+            "the check itself failed (KeyError: 'x')",
+            "Report it.",
+        ),
     ],
 )
-def test_the_result_of_a_check(check: Any, status: str, reason: str) -> None:
-    def raising(_: Any) -> Any:
-        raise check
-
-    rig: Any = SimpleNamespace()
-    result = worker.attempt(rig, "stops", raising if isinstance(check, Exception) else check)
-    assert (result.check, result.status, result.reason) == ("stops", status, reason)
-    assert bool(result.remedy) == (status == "does not hold" or isinstance(check, KeyError))
+def test_the_result_of_a_check(outcome: Any, status: Any, reason: str, remedy: str) -> None:
+    values = {"a": 1} if isinstance(outcome, list) else {}
+    check = Mock(side_effect=[(values, outcome)] if values else outcome)
+    result = worker.attempt(Mock(), "stops", check)
+    assert result == Result(
+        check="stops", status=status, values=values, reason=reason, remedy=remedy
+    )
 
 
 # --- settings and topologies ---
@@ -134,34 +121,40 @@ TRAINING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("settings", "topologies"),
-    [
-        ({}, [(1, "1"), (2, "1"), (2, "2")]),
-        ({"vllm_tensor_parallel_size": 2}, [(2, "2"), (2, "1")]),
-        ({"vllm_mode": "server", "vllm_server_port": [8001]}, [(1, "1"), (2, "1"), (2, "2")]),
-    ],
-)
-def test_other_engines_are_compared_with_the_users(
-    settings: dict[str, Any], topologies: list[tuple[int, str]]
-) -> None:
-    jobs = plan({**TRAINING, **settings}, Path("out"))
-    words = [dict(zip(job.argv, job.argv[1:], strict=False)) for job in jobs]
-    for given in words:
-        assert not given.keys() & {"--deepspeed", "--callbacks", "--ENV"}
-        assert (given["--max_steps"], given["--output_dir"]) == ("1", "out/run")
-        # A group for each rank.
-        assert given["--per_device_train_batch_size"] == given["--num_generations"] == "4"
-    assert [job.checks for job in jobs] == [ALL, *[[SAME_TOKENS]] * (len(jobs) - 1)]
-    if "vllm_mode" in settings:
-        assert (jobs[0].topology, jobs[0].ranks) == ("server", 1)
-        assert words[0]["--vllm_server_port"] == "8001"
-        jobs, words = jobs[1:], words[1:]
-    for job, given, (ranks, size) in zip(jobs, words, topologies, strict=True):
-        assert job.topology == f"colocate, ranks: {ranks}, tensor parallel: {size}"
-        assert (job.ranks, given["--vllm_tensor_parallel_size"]) == (ranks, size)
-        assert given["--vllm_mode"] == "colocate"
-        assert "--vllm_server_port" not in given
+def test_other_engines_are_compared_with_the_users() -> None:
+    jobs = plan({**TRAINING, "vllm_tensor_parallel_size": 2}, Path("out"))
+    assert [(job.topology, job.ranks, job.checks) for job in jobs] == [
+        ("colocate, ranks: 2, tensor parallel: 2", 2, ALL),
+        ("colocate, ranks: 2, tensor parallel: 1", 2, [SAME_TOKENS]),
+    ]
+    assert words(jobs[1]) == {
+        "rlhf_type": "grpo",
+        "model": "m",
+        "dataset": "d.jsonl",
+        "num_generations": "4",
+        **{name: str(value) for name, value in CHANGED.items()},
+        "per_device_train_batch_size": "4",  # a group for each rank
+        "output_dir": "out/run",
+        "vllm_mode": "colocate",
+        "vllm_tensor_parallel_size": "1",
+    }
+
+
+def test_a_server_comes_first() -> None:
+    settings = {**TRAINING, "vllm_mode": "server", "vllm_server_port": [8001]}
+    server, *others = plan(settings, Path("out"))
+    assert (server.topology, server.ranks, server.checks) == ("server", 1, ALL)
+    assert words(server)["vllm_server_port"] == "8001"
+    given = [(job.ranks, words(job)["vllm_tensor_parallel_size"]) for job in others]
+    assert given == [(1, "1"), (2, "1"), (2, "2")]
+    for job in others:
+        assert words(job)["vllm_mode"] == "colocate"
+        assert "vllm_server_port" not in words(job)
+
+
+def words(job: worker.Job) -> dict[str, str]:
+    """Return the arguments of a job, each with its value."""
+    return {name[2:]: value for name, value in zip(job.argv[::2], job.argv[1::2], strict=True)}
 
 
 def options(**given: Any) -> argparse.Namespace:
