@@ -251,6 +251,9 @@ def test_the_command(
         *((check, "could not be tried", reason) for check in ALL[len(statuses) :]),
         *[(SAME_TOKENS, "could not be tried", "2 devices are needed, and 1 are there (cpu)")] * 2,
     ]
+    given.json = False
+    assert command.run(given) == exit_status
+    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'selftest.json'}\n")
 
 
 def test_a_command_whose_first_process_ends_at_once(
