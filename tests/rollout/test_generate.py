@@ -122,27 +122,25 @@ def test_samples_of_other_rounds_and_turns_stay_apart(changes: dict[str, Any]) -
 # --- rounds over ranks ---
 
 
+def request_of(content: str) -> RolloutInferRequest:
+    return RolloutInferRequest(messages=[{"role": "user", "content": content}])
+
+
 def generate_samples(
     samples: Sequence[tuple[int, int]],
+    rows: str,
     sharing: Any,
     call_engine: Any,
-    *,
-    prompts: str = "",
-    make_request: Callable[[int], RolloutInferRequest] | None = None,
+    make_request: Callable[[int], RolloutInferRequest],
 ) -> tuple[list[Any], list[SampleId]]:
     """Return the texts of a rank's samples (group, index), and the uneven groups.
 
-    `prompts` has one letter for each sample.
+    `rows` has one letter for each sample.
     """
-    rows = prompts or "".join("abcdefgh"[group] for group, _ in samples)
-
-    def request(position: int) -> RolloutInferRequest:
-        return RolloutInferRequest(messages=[{"role": "user", "content": rows[position]}])
-
     outputs, uneven = generate(
         [sample_id(*sample) for sample in samples],
         list(rows),
-        make_request=make_request or request,
+        make_request=make_request,
         make_metadata=lambda first, count: RequestMetadata(
             sample_id=first, count=count, run_seed=RUN_SEED, packed=True
         ),
@@ -175,40 +173,37 @@ class RecordingEngine:
         ]
 
 
-def expected(*samples: tuple[int, int]) -> list[str]:
-    return [f"{'abcdefgh'[g]}{sample_seed(RUN_SEED, sample_id(g, i))}" for g, i in samples]
-
-
-def test_rows_that_differ_in_a_group_are_requested_singly() -> None:
-    engine = RecordingEngine()
-    samples = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    outputs, uneven = generate_samples(samples, SingleRank(), engine, prompts="axbb")
-    assert [(words, count) for words, _, count in engine.requests] == [("a", 1), ("x", 1), ("b", 2)]
-    seeds = [sample_seed(RUN_SEED, sample_id(*sample)) for sample in samples]
-    assert outputs == [f"{word}{seed}" for word, seed in zip("axbb", seeds, strict=True)]
-    assert uneven == [sample_id(0, 0)]
-
-
 def test_a_group_over_two_ranks_is_one_request_of_rank_0() -> None:
-    """Each rank gets its own samples; one row for each request is made, on its first rank."""
+    """Each rank gets its own samples; one row for each request is made, on its first rank. Rows
+    that differ in a group are requests of their own."""
     engine = RecordingEngine()
     made: list[tuple[int, int]] = []
     samples_of_ranks = [[(0, 0), (0, 1)], [(0, 2), (1, 0)], [(1, 1), (1, 2)]]
+    rows_of_ranks = ["aa", "ab", "bx"]
 
-    def work(ranks: ThreadRanks) -> list[Any]:
-        samples = samples_of_ranks[ranks.rank]
-
+    def work(ranks: ThreadRanks) -> Any:
         def request(position: int) -> RolloutInferRequest:
             made.append((ranks.rank, position))
-            content = "abcdefgh"[samples[position][0]]
-            return RolloutInferRequest(messages=[{"role": "user", "content": content}])
+            return request_of(rows_of_ranks[ranks.rank][position])
 
-        return generate_samples(samples, ranks, engine, make_request=request)[0]
+        samples, rows = samples_of_ranks[ranks.rank], rows_of_ranks[ranks.rank]
+        return generate_samples(samples, rows, ranks, engine, request)
 
     outputs = run_rank_groups(3, work)
-    assert engine.requests == [("a", sample_id(0, 0), 3), ("b", sample_id(1, 0), 3)]
-    assert sorted(made) == [(0, 0), (1, 1)]
-    assert outputs == [expected(*samples) for samples in samples_of_ranks]
+    assert engine.requests == [
+        ("a", sample_id(0, 0), 3),
+        *((row, sample_id(1, index), 1) for index, row in enumerate("bbx")),
+    ]
+    assert sorted(made) == [(0, 0), (1, 1), (2, 0), (2, 1)]
+    expected = [
+        [
+            f"{row}{sample_seed(RUN_SEED, sample_id(*sample))}"
+            for row, sample in zip(rows, samples, strict=True)
+        ]
+        for rows, samples in zip(rows_of_ranks, samples_of_ranks, strict=True)
+    ]
+    assert [texts for texts, _ in outputs] == expected
+    assert [uneven for _, uneven in outputs] == [[sample_id(1, 0)]] * 3
 
 
 @pytest.mark.parametrize("fault", ["row", "engine"])
@@ -216,17 +211,18 @@ def test_a_failure_ends_the_round_on_every_rank(fault: str) -> None:
     """One of rank 1, which cannot make its row, or of the engine that rank 0 drives."""
     engine = RecordingEngine()
 
-    def fails(position: int) -> RolloutInferRequest:
-        raise OSError("no such image")
-
-    def is_gone(*_: Any) -> Any:
-        raise ConnectionError("server 1 is gone")
-
     def work(ranks: ThreadRanks) -> str:
-        make_request = fails if fault == "row" and ranks.rank == 1 else None
+        def request(position: int) -> RolloutInferRequest:
+            if fault == "row" and ranks.rank == 1:
+                raise OSError("no such image")
+            return request_of("a")
+
+        def is_gone(*_: Any) -> Any:
+            raise ConnectionError("server 1 is gone")
+
         call = is_gone if fault == "engine" else engine
         with pytest.raises((ConnectionError, RolloutError)) as failed:
-            generate_samples([(ranks.rank, 0)], ranks, call, make_request=make_request)
+            generate_samples([(ranks.rank, 0)], "a", ranks, call, request)
         return f"{failed.typename}: {failed.value}"
 
     row = "RolloutError: Requests could not be made. rank 1: OSError: no such image"
@@ -237,7 +233,9 @@ def test_a_failure_ends_the_round_on_every_rank(fault: str) -> None:
 
 def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"group 0, sample 0: .* 2 samples, and 1 came back"):
-        generate_samples([(0, 0), (0, 1)], SingleRank(), lambda r, m: [["one"]])
+        generate_samples(
+            [(0, 0), (0, 1)], "aa", SingleRank(), lambda r, m: [["one"]], lambda _: request_of("a")
+        )
 
 
 # --- settings and turns ---

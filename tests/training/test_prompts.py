@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.prompts import (
@@ -26,8 +23,8 @@ from tests.ranks import ThreadRanks, run_rank_groups
 ROUND = Round(phase="train", step=3, number=1)
 
 
-def row(words: str, **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": words}], **fields}
+def row(words: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": words}]}
 
 
 def words_of(row: dict[str, Any]) -> str:
@@ -155,27 +152,3 @@ def test_groups_whose_rows_differ_are_said_once(warnings: list[str]) -> None:
         tell_uneven(uneven)
     [warning] = warnings
     assert warning.startswith("1 groups hold rows that differ, the first in train round 3.1, group")
-
-
-# --- errors of prompts ---
-
-
-def test_why_a_prompt_cannot_be_encoded(tmp_path: Path) -> None:
-    """The data set's own answer is no part of it, and stays in the row."""
-    asked: list[Any] = []
-
-    class Recording(Template):
-        def encode(self, inputs: dict[str, Any]) -> dict[str, Any]:
-            asked.append([message["role"] for message in inputs["messages"]])
-            return super().encode(inputs)
-
-    template: Any = Recording()
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    good = row("ok", images=[str(tmp_path / "a.png")])
-    good["messages"].append({"role": "assistant", "content": "an answer"})
-    assert encoding_error(template, good) is None
-    assert (asked, len(good["messages"])) == ([["user"]], 2)
-    assert encoding_error(template, row("LOUD")) == "ValueError: too long"
-    assert encoding_error(template, {"messages": []}) == "it has no messages"
-    missing = encoding_error(template, row("ok", images=[str(tmp_path / "none.png")]))
-    assert "none.png" in str(missing)
