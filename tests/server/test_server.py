@@ -46,13 +46,6 @@ def groups_of(response: Any) -> list[int]:
 # --- dispatching ---
 
 
-def test_answers_come_in_the_order_of_requests() -> None:
-    three = [Replica(), Replica(), Replica()]
-    assert groups_of(infer(three, [request(group) for group in range(8)])) == list(range(8))
-    assert sorted(g for replica in three for g in replica.groups) == list(range(8))
-    assert {len(replica.groups) for replica in three} == {2, 3}
-
-
 @pytest.mark.parametrize(
     ("words", "count", "config", "shares"),
     [
@@ -137,32 +130,7 @@ def test_a_request_is_not_given_to_a_third_replica() -> None:
     assert third.groups == []
 
 
-def test_a_replica_that_has_ended_is_removed() -> None:
-    ended, healthy = Replica(), Replica()
-    deployed = Deployed(ended, healthy)
-    ended.kill()
-    replicas.prune(deployed)
-    assert deployed.processes == [healthy]
-    assert deployed.connections == [healthy.connection]
-
-
 # --- answers are paired (F1) ---
-
-
-@pytest.mark.parametrize("method", [RESETS[0], "process_weights_after_loading"])
-def test_a_late_reply_is_never_the_answer_to_another_message(method: str) -> None:
-    late, healthy = Replica(**{method: "is late"}), Replica()
-    deployed = Deployed(late, healthy, timeout=OF_ONE_THAT_HANGS)
-    client = TestClient(deployed.app)
-    message = {"reset_prefix_cache": "reset_prefix_cache is done."}.get(
-        method, "The weights are loaded."
-    )
-    assert client.post(f"/{method}/").json() == {"message": message}
-    late.goes_on.set()
-    assert deployed.connections == [healthy.connection]
-    assert not late.is_alive()
-    asked = {"infer_requests": [request(group) for group in range(3)]}
-    assert groups_of(client.post("/infer/", json=asked)) == [0, 1, 2]
 
 
 def test_an_answer_has_the_name_of_its_request() -> None:
@@ -247,22 +215,16 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
 # --- time (F2) ---
 
 
-def test_the_trainers_bound_counts_where_it_is_shorter() -> None:
-    began = time.monotonic()
-    failed = infer([Replica("hangs")], [request(0)], **{wire.TIMEOUT_HEADER: "0.2"})
-    assert "has not answered for 0.2 s" in failed.json()["detail"]
-    assert time.monotonic() - began < 10
-
-
 @pytest.mark.parametrize("path", [*(f"/{name}/" for name in RESETS), "/get_engine_type/"])
 def test_every_call_is_bounded(path: str) -> None:
+    """By the trainer's bound, where that is shorter."""
     method = path.strip("/")
     stuck = Replica(**{method: "hangs"})
     if method == "get_engine_type":  # a replica whose loop hangs answers no ping
         stuck = Replica("hangs")
         stuck.connection.send({"type": "call", "method": "infer", "kwargs": {"infer_requests": []}})
-    deployed = Deployed(stuck, timeout=0.3)
-    failed = TestClient(deployed.app).post(path)
+    deployed = Deployed(stuck, timeout=60.0)
+    failed = TestClient(deployed.app).post(path, headers={wire.TIMEOUT_HEADER: "0.3"})
     assert failed.status_code == 503
     assert "has not answered for 0.3 s" in failed.json()["detail"]
     assert deployed.connections == []
@@ -326,7 +288,8 @@ def test_a_server_that_is_busy_says_so() -> None:
         slow.goes_on.set()
         thread.join(20)
         assert groups_of(first[0]) == [0]
-        assert requests.post(f"{url}/reset_mm_cache/", timeout=20).status_code == 200
+        reset = requests.post(f"{url}/reset_mm_cache/", timeout=20)
+        assert reset.json() == {"message": "reset_mm_cache is done."}
 
 
 # --- the caller's fault (F5) ---
@@ -337,11 +300,8 @@ def test_a_server_that_is_busy_says_so() -> None:
     [
         ({"messages": None}, 422, ["messages", "valid list", "null"]),
         ({"messages": []}, 422, ["messages", "at least 1 item"]),
-        ({"messages": ["hi"]}, 422, ["messages", "valid dictionary", '"hi"']),
         ({"messages": [{"content": ""}]}, 422, ["messages", "role", "Field required"]),
         ({"images": 7}, 422, ["images", "valid list", "7"]),
-        ({"videos": {}}, 422, ["videos", "valid list", "{}"]),
-        ({"audios": True}, 422, ["audios", "valid list", "true"]),
         ({"data_dict": []}, 422, ["data_dict", "valid dictionary", "[]"]),
         ({"data_dict": {wire.KEY: {"version": 99}}}, 400, ["speaks version 99"]),
         ({"images": [f"data:{'x' * 9},"], "audios": [{"no": "path"}]}, 200, []),
@@ -520,14 +480,6 @@ def test_addressed_requests_reach_each_replica_of_each_server() -> None:
     assert drawn_by == [
         f"server {k // 4} ({(first, second)[k // 4]}) replica {k % 4}" for k in range(8)
     ]
-
-
-def test_what_an_addressed_replica_cannot_answer_another_does_by_its_name() -> None:
-    two = [Replica("ends", number=0), Replica(number=1)]
-    answers = infer(two, [request(0, replica=0), request(1, replica=1)]).json()
-    names = [answer["rollout_infos"][wire.KEY]["replica"] for answer in answers]
-    assert names == ["replica 1", "replica 1"]
-    assert (two[0].groups, two[1].groups) == ([0], [1, 0])
 
 
 def test_an_async_engine_addresses_its_replicas_itself() -> None:
