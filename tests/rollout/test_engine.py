@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,12 @@ from swift.infer_engine.protocol import (
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
+    UsageInfo,
     serialize_ndarray,
 )
+from swift.model import get_processor
 from swift.rollout import RolloutScheduler
+from swift.template import get_template
 from vllm import SamplingParams
 from vllm import logprobs as vllm_logprobs
 from vllm.logprobs import Logprob
@@ -40,70 +44,30 @@ from swift_grpo_ext.server.replicas import WorkerConnection
 from swift_grpo_ext.upstream import vllm_repairs
 from tests.turned import as_vllm_sees
 
-RUN_SEED, EOS, IMAGE = 42, 1, 2
+RUN_SEED = 42
+EOS, END_OF_TEXT, IMAGE, VIDEO = 151645, 151643, 151655, 151656
+BIAS = {IMAGE: float("-inf"), VIDEO: float("-inf")}
 ID = SampleId(phase="train", step=0, number=0, group=0, index=0)
 
 FlatLogprobs = getattr(vllm_logprobs, "FlatLogprobs", None)
 """vLLM 0.11 has none: it answers with a dictionary a token, whatever is asked for."""
 
 
+def ids_of(text: str) -> list[int]:
+    """Return a token for each character: Qwen's first tokens are those of bytes; "." is an end."""
+    return [EOS if c == "." else ord(c) - 33 if c != "\n" else 198 for c in text]
+
+
 def is_flat(params: SamplingParams) -> bool:
     return getattr(params, "flat_logprobs", False)
 
 
-class Tokenizer:
-    """One token for each character; two special tokens."""
-
-    eos_token_id = EOS
-    special = {EOS: "<eos>", IMAGE: "<image>"}  # noqa: RUF012
-    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
-    all_special_tokens = tuple(special.values())
-
-    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
-        ids = {text: i for i, text in self.special.items()}
-        return [ids[token] for token in tokens]
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return (
-            self.convert_tokens_to_ids([text])
-            if text in self.special.values()
-            else [*map(ord, text)]
-        )
-
-    def decode(self, ids: int | Iterable[int], **settings: bool) -> str:
-        ids = [ids] if isinstance(ids, int) else ids
-        return "".join(self.special.get(i, chr(i)) for i in ids)
-
-
-class Template:
-    """What ms-swift's engine and ours ask of a template."""
-
-    placeholder_tokens = (IMAGE,)
-    template_meta = SimpleNamespace(stop_words=["<eos>"], suffix_stop="<eos>")
-
-    def __init__(self) -> None:
-        self.tokenizer = Tokenizer()
-        self.media: dict[str, Any] = {}
-
-    def set_mode(self, mode: str) -> None:
-        self.mode = mode
-
-    def encode(self, request: Any, return_template_inputs: bool) -> dict[str, Any]:
-        messages = request["messages"] if isinstance(request, dict) else request.messages
-        if messages[0]["content"] == "corrupt":
-            raise ValueError("cannot identify image file")
-        if messages[0]["content"] == "absent":
-            raise FileNotFoundError("no such file")
-        ids = self.tokenizer.encode(messages[0]["content"])
-        images = [SimpleNamespace(size=(1, 1))]
-        encoded = {"input_ids": ids, "template_inputs": SimpleNamespace(images=images)}
-        return encoded | {name: copy.copy(value) for name, value in self.media.items()}
-
-    def decode_generate_ids(self, ids: list[int], template_inputs: Any, **_: Any) -> str:
-        return self.tokenizer.decode(i for i in ids if i != EOS)
-
-    def _get_response_prefix(self, template_inputs: Any = None) -> str:
-        return ""
+@pytest.fixture(scope="module")
+def template(assets: Path) -> Any:
+    processor = get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
+    made = get_template(processor, template_type="qwen2_5_vl")
+    made.set_mode("vllm")
+    return made
 
 
 class RecordingVllm:
@@ -131,7 +95,7 @@ class RecordingVllm:
         )
 
     def _output(self, index: int, text: str, params: SamplingParams) -> Any:
-        ids = [EOS if c == "." else ord(c) for c in text]
+        ids = ids_of(text)
         flat: Any = FlatLogprobs() if is_flat(params) else []
         for position, token in enumerate(ids):
             flat.append({token: Logprob(-float(position), 1, "")})
@@ -163,12 +127,12 @@ class RecordingVllm:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Any:
+def make(template: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a rollout engine over a recording vLLM."""
 
     def init(self: Any, vllm: Any, *, engine_kwargs: dict[str, Any], use_async: bool) -> None:
-        self.engine, self.engine_kwargs, self.template = vllm, engine_kwargs, Template()
-        self.processor = self.template.tokenizer
+        self.engine, self.engine_kwargs, self.template = vllm, engine_kwargs, template
+        self.processor = template.processor
         self.use_async_engine, self.enable_lora, self.strict = use_async, False, True
         self.default_adapter_request, self.task_type, self._request_count = None, "causal_lm", 0
         self.max_model_len, self.max_tokens_offset, self.model_name = 512, 0, "m"
@@ -193,8 +157,8 @@ def metadata_of(group: int = 0, **fields: Any) -> RequestMetadata:
     return RequestMetadata(sample_id=sample_id, **values)
 
 
-def request(metadata: RequestMetadata | None, content: str = "Hi") -> RolloutInferRequest:
-    made = RolloutInferRequest(messages=[{"role": "user", "content": content}])
+def request(metadata: RequestMetadata | None, *images: str) -> RolloutInferRequest:
+    made = RolloutInferRequest(messages=[{"role": "user", "content": "Hi"}], images=[*images])
     if metadata is not None:
         wire.write_metadata(made.data_dict, metadata)
     return made
@@ -219,34 +183,34 @@ def test_a_group_is_one_request_with_its_seed(make: Any) -> None:
     seed = sample_seed(RUN_SEED, metadata_of(7).sample_id)
     assert (params.n, params.seed, params.max_tokens) == (3, seed, 16)
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
-    assert params.logit_bias == {IMAGE: float("-inf")}
+    assert params.logit_bias == BIAS
     assert (params.logprobs, is_flat(params)) == (0, FlatLogprobs is not None)
     assert isinstance(response, PackedResponse)
     assert [
         (c.text, c.seed, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason)
         for c in response.completions
     ] == [
-        (text, seed + k, [ord(text), EOS], [0.0, -1.0], "stop", "<eos>")
+        (text, seed + k, ids_of(f"{text}."), [0.0, -1.0], "stop", "<|im_end|>")
         for k, text in enumerate("abc")
     ]
-    assert response.prompt_token_ids == [ord("H"), ord("i")]
-    usage = response.usage
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (2, 6, 8)
+    prompt = vllm.inputs[0]["prompt_token_ids"]
+    assert response.prompt_token_ids == prompt
+    assert response.usage == UsageInfo(len(prompt), 6, len(prompt) + 6)
     assert (response.model, response.id, response.choices) == ("m", "0", [])
 
 
 @pytest.mark.parametrize("metadata", [metadata_of(), None])
-def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata: Any) -> None:
+def test_vllm_sees_the_pixels_and_frames_that_training_sees(
+    make: Any, template: Any, metadata: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No photograph of a request is turned, and its video's frames are not sampled again."""
     images = [Image.new("RGB", (2, 3)), Image.new("RGB", (2, 3))]
     images[1].getexif()[Base.Orientation] = 6
-    engine = make(vllm := RecordingVllm(["a."]))
-    engine.template.media = {
-        "images": images,
-        "videos": [np.zeros((4, 3, 2, 2))],
-        "mm_processor_kwargs": {"fps": [2.0]},
-    }
-    ask(engine, metadata)
+    media = {"images": images, "videos": [np.zeros((4, 3, 2, 2))]}
+    media["mm_processor_kwargs"] = {"fps": [2.0]}  # type: ignore[assignment]
+    encode = template.encode
+    monkeypatch.setattr(template, "encode", lambda *args, **kw: encode(*args, **kw) | media)
+    ask(make(vllm := RecordingVllm(["a."])), metadata)
     seen = vllm.inputs[0]["multi_modal_data"]
     assert [as_vllm_sees(image).size for image in seen["image"]] == [(2, 3)] * 2
     [(video, facts)] = seen["video"]
@@ -255,9 +219,9 @@ def test_vllm_sees_the_pixels_and_frames_that_training_sees(make: Any, metadata:
 
 def test_a_request_that_cannot_be_encoded_leaves_the_others_their_metadata(make: Any) -> None:
     engine = make(RecordingVllm([]))
-    asked = [request(metadata_of(0, count=4), "corrupt"), request(metadata_of(1, count=2))]
+    asked = [request(metadata_of(0, count=4), "/none.png"), request(metadata_of(1, count=2))]
     batch, errors = engine._batch_encode([*asked, request(None)], strict=False)
-    assert [(i, str(e)) for i, e in errors] == [(0, "cannot identify image file")]
+    assert [i for i, _ in errors] == [0]
     assert [inputs[engine_module.METADATA] for inputs in batch] == [metadata_of(1, count=2), None]
 
 
@@ -266,16 +230,17 @@ def test_a_request_without_metadata_is_ms_swifts(make: Any) -> None:
     engine = make(vllm)
     output = ask(engine, None, seed=5)
     [params] = vllm.params
-    assert (params.n, params.seed, params.stop) == (1, 5, ["<eos>"])
+    assert (params.n, params.seed) == (1, 5)
+    assert {"<|endoftext|>", "<|im_end|>"} == set(params.stop)
     assert params.detokenize
-    assert params.logit_bias == {IMAGE: float("-inf")}
+    assert params.logit_bias == BIAS
     assert not isinstance(output.response, PackedResponse)
     assert output.response.choices[0].message.content == "a"
     biased = SamplingParams()
     biased.logit_bias = {5: 1.0}
     engine.engine = RecordingVllm(["a"])
     engine._add_request({"input_ids": [1]}, biased, "0")
-    assert biased.logit_bias == {5: 1.0, IMAGE: float("-inf")}
+    assert biased.logit_bias == {5: 1.0} | BIAS
 
 
 def test_top_logprobs_are_not_flat(make: Any) -> None:
@@ -294,7 +259,7 @@ def test_single_token_stops_need_no_text(make: Any) -> None:
     vllm = RecordingVllm(["a."])
     ask(make(vllm), metadata_of(stop_token_ids=(65, EOS)))
     [params] = vllm.params
-    assert (sorted(params.stop_token_ids), params.stop) == ([EOS, 65], [])
+    assert (sorted(params.stop_token_ids), params.stop) == ([65, END_OF_TEXT, EOS], [])
     assert not params.detokenize
 
 
@@ -309,7 +274,7 @@ def test_stop_strings_are_searched_in_all_text(make: Any) -> None:
     assert not params.skip_special_tokens
     assert not params.spaces_between_special_tokens
     assert (completion.text, completion.stop_reason) == ("a", "</s>")
-    assert (completion.finish_reason, completion.token_ids) == ("stop", [*map(ord, "a</s>")])
+    assert (completion.finish_reason, completion.token_ids) == ("stop", ids_of("a</s>"))
     assert completion.logprobs == [-0.0, -1.0, -2.0, -3.0, -4.0]
 
 
@@ -317,9 +282,9 @@ def test_stop_strings_are_searched_in_all_text(make: Any) -> None:
     ("said", "finish_reason", "expected"),
     [
         ("abc", "length", ("abc", "length", None)),
-        ("aXyz", "length", ("aX", "stop", ord("X"))),  # what follows is taken off everything
+        ("aXyz", "length", ("aX", "stop", *ids_of("X"))),  # what follows is taken off everything
         # `generation_config.json` may list ends that neither the template nor the user knows.
-        ("ab", "stop", ("ab", "stop", ord("b"))),
+        ("ab", "stop", ("ab", "stop", *ids_of("b"))),
         ("", "length", ("", "length", None)),
         ("", "stop", ("", "stop", None)),
     ],
@@ -329,11 +294,11 @@ def test_completions_end_where_a_token_stops_them(
 ) -> None:
     vllm = RecordingVllm([said], finish_reason)
     vllm.experts = np.arange(len(said))
-    metadata = metadata_of(stop_token_ids=(ord("X"),))
+    metadata = metadata_of(stop_token_ids=(*ids_of("X"),))
     [completion] = ask(make(vllm), metadata).response.completions
     assert (completion.text, completion.finish_reason, completion.stop_reason) == expected
     num_tokens = len(expected[0])
-    assert completion.token_ids == [*map(ord, expected[0])]
+    assert completion.token_ids == ids_of(expected[0])
     assert completion.logprobs == [-float(i) for i in range(num_tokens)]
     assert completion.routed_experts.tolist() == list(range(num_tokens))
 
@@ -351,7 +316,7 @@ def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
     output = ask(engine, metadata, stop=["</s>"], return_details=True)
     [choice] = output.response.choices
     assert (choice.message.content, choice.stop_reason) == ("a", "</s>")
-    assert (choice.finish_reason, choice.token_ids) == ("stop", [*map(ord, "a</s>")])
+    assert (choice.finish_reason, choice.token_ids) == ("stop", ids_of("a</s>"))
     assert len(choice.logprobs["content"]) == 5
     assert not is_flat(vllm.params[0])
     assert looked_at == ["a</s>", "a"]  # tools are searched again in the text that counts
@@ -424,7 +389,7 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     assert answer["replica"] == "replica 3"
     completions, prompt = wire.unpack_answer(answer, metadata_of(count=2), "server 0")
     assert [c.text for c in completions] == ["ab", "c"]
-    assert prompt == [ord("H"), ord("i")]
+    assert prompt == vllm.inputs[0]["prompt_token_ids"]
     assert completions[0].routed_experts == serialize_ndarray(np.zeros((3, 1)))
     assert (output.response.choices, output.response.id) == ([], "0")
     assert type(output.response) is not PackedResponse
@@ -479,7 +444,10 @@ class Loop:
 
 
 @pytest.mark.parametrize("use_async", [False, True])
-def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
+def test_a_servers_failure_is_its_answer(make: Any, use_async: bool, tmp_path: Path) -> None:
+    (tmp_path / "corrupt.png").write_text("text")
+    paths = str(tmp_path / "corrupt.png"), str(tmp_path / "absent.png")
+
     def answer(asked: list[Any], *, serves: bool = True) -> Any:
         engine = make(RecordingVllm(["a"]), serves=serves, use_async=use_async)
         pipe = Loop()
@@ -499,12 +467,11 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool) -> None:
         return pipe.sent[0][1]
 
     for metadata in (metadata_of(), metadata_of(packed=False), None):
-        corrupt = answer([request(metadata, "corrupt")])
-        reason = "ValueError: cannot identify image file"
-        assert corrupt == {FAILURE: reason, REQUEST_FAULT: True}
-        absent = answer([request(metadata, "absent")])
-        assert absent == {FAILURE: "FileNotFoundError: no such file", REQUEST_FAULT: False}
-    assert answer([request(metadata_of(), "corrupt")], serves=False) is None
+        corrupt, absent = (answer([request(metadata, path)]) for path in paths)
+        assert corrupt[FAILURE].startswith("UnidentifiedImageError: cannot identify image file")
+        assert absent[FAILURE].startswith("FileNotFoundError: ")
+        assert (corrupt[REQUEST_FAULT], absent[REQUEST_FAULT]) == (True, False)
+    assert answer([request(metadata_of(), paths[0])], serves=False) is None
 
 
 def test_workers_of_a_server_get_our_extension(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
