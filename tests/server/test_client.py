@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import requests
+import torch
 from requests.adapters import HTTPAdapter
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers import vllm_client
@@ -421,31 +423,24 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(
     on_gpu: bool, connected: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM would wait 300 s for a server that does not come."""
-    made: list[Any] = []
-
-    class Group:
-        @staticmethod
-        def create(*args: Any, **kwargs: Any) -> Any:
-            made.append((args, kwargs))
-            return SimpleNamespace(rank=1, world_size=2, barrier=dict)
-
-    def init_communicator(device: Any) -> None:
-        group = vllm_client.StatelessProcessGroup.create("host", 7)
-        alone.pynccl_comms = [SimpleNamespace(group=group)]
-
-    monkeypatch.setattr(vllm_client, "StatelessProcessGroup", Group)
+    waits: list[Any] = []
+    monkeypatch.setattr(
+        servers_module,
+        "bounded_rendezvous",
+        lambda module, timeout: nullcontext(waits.append((module, timeout))),
+    )
     monkeypatch.setattr(servers_module, "has_accelerator", lambda: on_gpu)
-    monkeypatch.setattr(Leaseholder, "keep", lambda self: made.append(self.owner))
+    monkeypatch.setattr(Leaseholder, "keep", lambda self: waits.append(self.owner))
     put_back(monkeypatch)
-    alone: Any = SimpleNamespace(init_communicator=init_communicator)
     args: Any = SimpleNamespace(output_dir="run", rollout_timeout=12.5, new_special_tokens=[])
-    servers = connect_servers(connected(Server()), args)
-    servers_module.connect(alone, servers._timeout)
-    owner, group = made
+    client = connected(Server())
+    servers = connect_servers(client, args)
+    client.pynccl_comms = [SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))]
+    client.init_communicator = lambda device: waits.append(torch.device(device).type)
+    servers_module.connect(client, servers._timeout)
+    owner, *made = waits
     assert owner.startswith("run (process ")
-    assert group == (("host", 7), {"store_timeout": 12})
-    assert vllm_client.StatelessProcessGroup is Group
-    [communicator] = alone.pynccl_comms
-    assert communicator.group.barrier() == {"timeout": 12.5}
+    assert made == [(vllm_client, 12.5), "cpu"]
+    [communicator] = client.pynccl_comms
     assert isinstance(communicator, GlooCommunicator) != on_gpu
     assert on_gpu or communicator._timeout.total_seconds() == 12.5

@@ -192,11 +192,12 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
     class Group:
         @staticmethod
         def create(**kwargs: Any) -> Any:
-            return SimpleNamespace(kwargs=kwargs, barrier=dict)
+            return SimpleNamespace(kwargs=kwargs, rank=0, barrier=dict)
 
     def init_communicator(self: Any, host: str, port: int, world_size: int) -> None:
         group = rollout.StatelessProcessGroup.create(host=host)
-        joined.append((host, port, world_size, os.environ.get(REPLICA_NUMBER), group.kwargs))
+        bounds = (group.kwargs, group.barrier())
+        joined.append((host, port, world_size, os.environ.get(REPLICA_NUMBER), *bounds))
 
     monkeypatch.setattr(rollout, "StatelessProcessGroup", Group)
     monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)
@@ -205,8 +206,8 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
     worker.init_communicator("host", 7, 3, 0, 9.5)
     assert os.environ[REPLICA_NUMBER] == "5"
     assert joined == [
-        ("host", 7, 3, "5", {"host": "host", "store_timeout": 4}),
-        ("host", 7, 3, "0", {"host": "host", "store_timeout": 9}),
+        ("host", 7, 3, "5", {"host": "host", "store_timeout": 4}, {"timeout": 4.0}),
+        ("host", 7, 3, "0", {"host": "host", "store_timeout": 9}, {"timeout": 9.5}),
     ]
     assert rollout.StatelessProcessGroup is Group
 
