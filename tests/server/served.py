@@ -39,6 +39,17 @@ def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
     return {"messages": [message], "data_dict": data_dict}
 
 
+def drawn_by(metadata: RequestMetadata, replica: str) -> dict[str, Any]:
+    """The packed answer of a replica: its samples' texts are their group and number."""
+    group = metadata.sample_id.group
+    values: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+    drawn = [
+        Completion(text=f"{group}.{k}", token_ids=[group, k], **values)
+        for k in range(metadata.count)
+    ]
+    return wire.pack_answer(drawn, [1, 2], replica)
+
+
 class Replica:
     """A worker at the end of a pipe, which runs ms-swift's loop in a thread: it answers each
     request with its group, or meets its fault.
@@ -124,13 +135,7 @@ class Replica:
     def _output(self, group: int, metadata: RequestMetadata | None) -> RolloutOutput:
         infos: dict[str, Any] = {"group": group}
         if metadata is not None:
-            drawn = [
-                Completion(
-                    text=f"{group}.{k}", token_ids=[group, k], logprobs=None, finish_reason=None
-                )
-                for k in range(metadata.count)
-            ]
-            infos[wire.KEY] = wire.pack_answer(drawn, [1, 2], self.name)
+            infos[wire.KEY] = drawn_by(metadata, self.name)
         response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
         return RolloutOutput(response=response, rollout_infos=infos)
 

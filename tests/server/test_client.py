@@ -21,12 +21,12 @@ from urllib3.exceptions import NewConnectionError
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import RolloutError
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.rollout.wire import WireError
 from swift_grpo_ext.server import client as servers_module
 from swift_grpo_ext.server.client import RolloutServers, connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.upstream.weight_sync import GlooCommunicator
+from tests.server.served import drawn_by, request
 from tests.upstream.test_weight_sync import put_back
 
 TIMEOUT = 60.0  # seconds
@@ -67,21 +67,14 @@ class Server:
             return {"detail": "replica 1 gave no answer"}
         if self.fault == "another":
             response.headers[wire.MESSAGE_HEADER] = "another"
-        answers: list[Any] = [self._draw(request) for request in body["infer_requests"]]
+        metadatas: list[Any] = [wire.read_metadata(r["data_dict"]) for r in body["infer_requests"]]
+        answers: list[Any] = [
+            {"rollout_infos": {wire.KEY: drawn_by(metadata, "replica 0")}} for metadata in metadatas
+        ]
         if self.fault == "nonsense":
             answers[0]["rollout_infos"][wire.KEY]["lengths"] = 7
         whole = {"half": answers[:-1], "no list": {}, "no JSON": None}
         return whole.get(self.fault, answers)
-
-    def _draw(self, request: dict[str, Any]) -> dict[str, Any]:
-        metadata = wire.read_metadata(request["data_dict"])
-        assert metadata is not None
-        group = metadata.sample_id.group
-        drawn = [
-            Completion(text=f"{group}.{k}", token_ids=[group, k], logprobs=None, finish_reason=None)
-            for k in range(metadata.count)
-        ]
-        return {"rollout_infos": {wire.KEY: wire.pack_answer(drawn, [1, 2], "replica 0")}}
 
 
 @pytest.fixture
@@ -109,15 +102,9 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> MakeClient:
     return make
 
 
-def ask(servers: RolloutServers, num_groups: int, count: int = 4) -> list[Any]:
-    asked, metadatas = [], []
-    for group in range(num_groups):
-        sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
-        metadatas.append(
-            RequestMetadata(sample_id=sample_id, count=count, run_seed=42, packed=True)
-        )
-        asked.append(RolloutInferRequest(messages=[{"role": "user", "content": "?" * group}]))
-        wire.write_metadata(asked[-1].data_dict, metadatas[-1])
+def ask(servers: RolloutServers, num_groups: int) -> list[Any]:
+    asked = [RolloutInferRequest(**request(group)) for group in range(num_groups)]
+    metadatas: list[Any] = [wire.read_metadata(one.data_dict) for one in asked]
     return servers.infer(asked, metadatas, RequestConfig(max_tokens=8))
 
 
@@ -399,10 +386,9 @@ def test_the_callers_fault_is_tried_nowhere_else(connected: MakeClient) -> None:
 
 def test_a_row_that_json_cannot_hold_is_named(connected: MakeClient) -> None:
     servers = RolloutServers(connected(Server()), TIMEOUT)
-    sample_id = SampleId(phase="train", step=3, number=0, group=2, index=0)
-    metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=42, packed=True)
+    metadata: Any = wire.read_metadata(request(2)["data_dict"])
     row = RolloutInferRequest(messages=[], data_dict={"answer": float("nan")})
-    message = r"round 3\.0, group 2, sample 0: the row cannot be sent .*Mend"
+    message = r"round 0\.0, group 2, sample 0: the row cannot be sent .*Mend"
     with pytest.raises(RolloutError, match=message):
         servers.infer([row], [metadata], RequestConfig())
 

@@ -121,15 +121,6 @@ def test_with_no_replica_a_server_says_so() -> None:
     assert infer([], [request(0, packed=False)]).status_code == 503
 
 
-def test_a_request_is_not_given_to_a_third_replica() -> None:
-    """It may be what ended the two before (F5)."""
-    third = Replica()
-    refused = infer([Replica("ends"), Replica("ends"), third], [request(0)])
-    assert refused.status_code == 400
-    assert "requests 0 of the batch were with 2 workers when these" in refused.json()["detail"]
-    assert third.groups == []
-
-
 # --- answers are paired (F1) ---
 
 

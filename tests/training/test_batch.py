@@ -130,7 +130,6 @@ def test_notation_is_no_difference(rollout: list[int], training: list[int]) -> N
 @pytest.mark.parametrize(
     ("rollout", "training", "first"),
     [
-        ([1, 2, 3], [9, 2, 3, 5], 0),
         ([1, 2, 3], [1, 2, 9, 5], 2),
         ([3, 4], [1, 2, 3, 4, 5], 0),  # it was cut
         ([1, 2], [1], 1),
@@ -203,7 +202,6 @@ def encoded(prompt: list[int]) -> dict[str, Any]:
         ([3, 4], [1, 2, 3, 4], [3, 4], True),
         ([PAD, PAD, 3, 4], [1, PAD, PAD, 2, 3, 4], [PAD, PAD, 3, 4], True),
         ([PAD, PAD, 2, SOFT, 4], [1, PAD, PAD, 2, SOFT, 4], [PAD, PAD, 2, SOFT, 4], True),
-        ([2, PAD, 3], [1, 1, 2, PAD, 3], [2, PAD, 3], True),
         ([PAD, PAD, 4], [1, -200, 3, 4], [-200, 4], True),
         ([1, PAD, 2], [1, PAD, 10, 2], [1, PAD, 2], True),  # long, and not cut
     ],
@@ -234,7 +232,6 @@ UNKNOWN = {"position_ids": [0, 1, 2, 3, 4, 5]}  # of a shorter text they are not
         ([1, 2], [1, 2, 3], {}, True),  # cut on the right
         ([2, 4], [1, 2, 3, 4], {}, True),  # in the middle
         ([3, PAD, 4], [1, PAD, PAD, 3, 4], {}, True),  # a medium, or a part of one
-        ([9, 4], [1, 2, 3, 4], {}, True),
         ([PAD, SOFT, 4], [1, PAD, 2, SOFT, 4], {}, True),  # side by side, they count as one
         ([0, 1, 2, 3], [1, 2, 3], {}, True),  # the rollout saw more
         ([1, PAD, 2], [1, PAD, 10, 2], UNKNOWN, False),

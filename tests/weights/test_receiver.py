@@ -129,21 +129,6 @@ def test_parameters_that_an_update_left_as_they_were_are_told(worker: Worker) ->
     assert list(worker.read_weight_checksums()) == [UNFILLED]
 
 
-class Communicator:
-    """Gloo's, to which a trainer at rank 2 sends what stands in `coming`."""
-
-    coming: list[torch.Tensor]
-
-    def __init__(self, group: Any, timeout: float) -> None:
-        assert timeout == 9.5
-        self.group = group
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        sent = self.coming.pop(0)
-        assert (src, tensor.dtype, tensor.shape) == (2, sent.dtype, sent.shape)
-        tensor.copy_(sent)
-
-
 @pytest.mark.parametrize(
     ("config", "told"), [(None, "w"), (SimpleNamespace(quantization="fp8"), None)]
 )
@@ -152,13 +137,19 @@ def test_a_cpu_worker_receives_all_and_then_reloads(
 ) -> None:
     """A quantized model has parameters that no update fills."""
     barriers: list[str] = []
+    coming: list[torch.Tensor] = []
     model = Model()
     model.named_parameters = lambda: [*TENSORS.items(), ("w", TENSORS["a"])]  # type: ignore[method-assign]
 
     def init_communicator(self: Any, host: str, port: int, world_size: int) -> None:
         assert self.communicator is None, "the second call changes nothing"
-        group = SimpleNamespace(barrier=lambda: barriers.append("met"))
+        group = SimpleNamespace(rank=0, world_size=3, barrier=lambda: barriers.append("met"))
         self.communicator, self.client_rank = SimpleNamespace(group=group), world_size - 1
+
+    def broadcast(self: Any, tensor: torch.Tensor, src: int) -> None:
+        sent = coming.pop(0)
+        assert (src, tensor.dtype, tensor.shape) == (2, sent.dtype, sent.shape)
+        tensor.copy_(sent)
 
     class CPUWorker(CPUWeightSyncWorkerExtension):
         def __init__(self) -> None:
@@ -169,14 +160,14 @@ def test_a_cpu_worker_receives_all_and_then_reloads(
             )
 
     monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)
-    monkeypatch.setattr(receiver, "GlooCommunicator", Communicator)
+    monkeypatch.setattr(receiver.GlooCommunicator, "broadcast", broadcast)
     bucket = FlattenedTensorBucket(named_tensors=[("b", TENSORS["b"])])
     flattened = bucket.get_flattened_tensor()
     held = CPUWorker()
     for _ in range(2):
         held.init_communicator("host", 7, 3, 0, timeout=9.5)
     for _ in range(2):
-        Communicator.coming = [TENSORS["a"], flattened]
+        coming[:] = [TENSORS["a"], flattened]
         held.update_named_param("a", "torch.float32", (3,))
         held.update_flattened_params([m.model_dump() for m in bucket.get_metadata()])
         held.process_weights_after_loading()
@@ -184,6 +175,7 @@ def test_a_cpu_worker_receives_all_and_then_reloads(
         assert sums.pop(UNFILLED, None) == told
         assert sums == weight_checksums(TENSORS.items())
     assert barriers == ["met"] * 4
+    assert held.communicator._timeout.total_seconds() == 9.5
 
 
 def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
