@@ -40,7 +40,7 @@ from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import PackedResponse
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from swift_grpo_ext.server.replicas import WorkerConnection
+from swift_grpo_ext.server.replicas import numbered_pipe
 from swift_grpo_ext.upstream import vllm_repairs
 from tests.turned import as_vllm_sees
 
@@ -398,22 +398,14 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     assert first.rollout_infos[wire.KEY]["replica"] == "replica 0"
 
 
-class CoreClient:
-    """The client of an async engine's replicas, whose workers say where they are."""
-
-    core_engines = (0, 1)
-
-    async def _call_utility_async(self, *call: Any, engine: int) -> list[tuple[Any, ...]]:
-        return [(*call, engine, worker) for worker in range(2)]
-
-
-def test_an_async_engine_gives_a_request_to_the_replica_that_it_names(make: Any) -> None:
-    vllm: Any = RecordingVllm(["a."] * 4)
-    vllm.engine_core = CoreClient()
+def test_an_async_engine_gives_a_request_to_the_replica_that_it_names(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+    monkeypatch.setattr(vllm_repairs, "hear_all", heard.append)
+    vllm = RecordingVllm(["a."] * 4)
     engine = make(vllm, serves=True, use_async=True, data_parallel_size=2)
-    called = asyncio.run(vllm.collective_rpc(method="read_weight_checksums", args=(7,)))
-    call = ("collective_rpc", "read_weight_checksums", None, (7,), None)
-    assert called == [(*call, r, w) for r in range(2) for w in range(2)]
+    assert heard == [vllm]
 
     def name_of_drawer(engine: Any, replica: int | None) -> str:
         # One at a time: side by side they leave torch's inference mode on, which ms-swift 4.6 holds
@@ -428,19 +420,7 @@ def test_an_async_engine_gives_a_request_to_the_replica_that_it_names(make: Any)
     single = RecordingVllm(["a."])
     assert name_of_drawer(make(single, serves=True, use_async=True), 1) == "replica 0"
     assert single.ranks == [None]
-
-
-class Loop:
-    """A replica's pipe for one command, to which ms-swift's loop answers None."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def recv(self) -> tuple[int, str]:
-        return 7, "infer"
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
+    assert heard == [vllm]
 
 
 @pytest.mark.parametrize("use_async", [False, True])
@@ -450,9 +430,10 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool, tmp_path: P
 
     def answer(asked: list[Any], *, serves: bool = True) -> Any:
         engine = make(RecordingVllm(["a"]), serves=serves, use_async=use_async)
-        pipe = Loop()
-        connection = WorkerConnection(pipe)
-        connection.recv()
+        ours, worker = numbered_pipe()
+        for command in ((7, "infer"), (8, "reset_mm_cache")):
+            ours.send(command)
+        worker.recv()
         infer = (
             partial(asyncio.run, engine.async_infer(asked, config(), use_tqdm=False))
             if use_async
@@ -460,11 +441,12 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool, tmp_path: P
         )
         with pytest.raises((ValueError, OSError), match="file"):
             infer()
-        connection.send(None)
-        connection.recv()
-        connection.send(None)  # of another command: the reason is not told twice
-        assert pipe.sent[1] == (7, None)
-        return pipe.sent[0][1]
+        worker.send(None)  # as ms-swift's loop does
+        worker.recv()
+        worker.send(None)  # of another command: the reason is not told twice
+        (number, reply), other = ours.recv(), ours.recv()
+        assert (number, other) == (7, (8, None))
+        return reply
 
     for metadata in (metadata_of(), metadata_of(packed=False), None):
         corrupt, absent = (answer([request(metadata, path)]) for path in paths)
