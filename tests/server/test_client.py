@@ -53,6 +53,8 @@ class Server:
         response = requests.Response()
         response.status_code = 200
         answer: Any = {"engine_type": "LLMEngine", **({wire.KEY: self.ours} if self.ours else {})}
+        if request.path_url == "/health/" and isinstance(self.fault, Exception):
+            raise self.fault
         if request.path_url == "/infer/":
             answer = self._infer(response, json.loads(request.body or ""))
         response._content = b"Bad gateway" if answer is None else json.dumps(answer).encode()
@@ -287,14 +289,15 @@ def test_a_lost_server_leaves_the_other_its_own_group_and_name(
     )
     servers = RolloutServers(client, TIMEOUT)
     lost.ours = ours_of(0)
-    for _ in range(2):
+    for fault in (None, requests.ConnectionError("refused")):
+        lost.fault = fault
         assert not servers.reconnect()
         assert (client.base_urls, client.num_servers) == (["http://host1"], 1)
         assert (client.hosts, client.group_ports) == (["host1"], [1])
         assert client.pynccl_comms == ["group 1"]
         assert client.sessions[0].headers[wire.INSTANCE_HEADER] == "second"
         assert servers.replicas == [2]
-    lost.ours = ours_of(1)
+    lost.fault, lost.ours = None, ours_of(1)
     assert servers.reconnect()
     assert client.base_urls == ["http://host1", "http://host0"]
     assert client.group_ports == [1, 0]
