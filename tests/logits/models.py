@@ -141,6 +141,8 @@ class PassingHeadBy(RemoteCode):
 
 
 class KeepingByKeyword(PassingHeadBy):
+    """As transformers spells it from 4.49 on."""
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -220,7 +222,6 @@ BY_KEYWORD: dict[str, Callable[[], Any]] = {
 
 HOPELESS: dict[str, tuple[Callable[[], Any], str]] = {
     "calls its head twice": (remote(TwiceCallingHead), "2 times"),
-    "passes its head by": (remote(PassingHeadBy), "0 times"),
     "names the keyword only": (remote(Promising), "0 times"),
     "insists on all positions": (remote(FixedLength), "RuntimeError"),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,22 +64,19 @@ def test_half_precision_logits_are_computed_with_in_single() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-UNSURE = 2 * torch.randn(8, 151_936, generator=torch.Generator().manual_seed(0))
-UNSURE[:, 5] = 22.0
+SURE = torch.tensor([[30.0, 30.0 - 16.12, 30.0 - 16.12]])
+"""Of a policy that is sure of itself: p = 1 - 2e-7, entropy 3.3e-6."""
+
+LARGE = 2 * torch.randn(8, 151_936, generator=torch.Generator().manual_seed(0))
+"""Of Qwen's vocabulary, over which torch's own log-softmax drifts on some machines."""
+LARGE[:, 5] = 22.0
+
+CERTAIN = torch.full((1, VOCABULARY), -1e4).index_fill(1, torch.tensor([3]), 0.0)
 
 
 @pytest.mark.parametrize(
     ("logits", "target", "tolerance"),
-    [
-        # A policy that is sure of itself: p = 1 - 2e-7, entropy 3.3e-6.
-        (torch.tensor([[30.0, 30.0 - 16.12, 30.0 - 16.12]]), 0, 3e-7),
-        # Qwen's vocabulary, over which torch's own log-softmax drifts on some machines.
-        (UNSURE, 5, 3e-6),
-        (torch.zeros(1, VOCABULARY), 0, 1e-6),
-        # Certain and impossible tokens.
-        (torch.full((1, VOCABULARY), -1e4).index_fill(1, torch.tensor([3]), 0.0), 3, 0.0),
-        (torch.full((1, VOCABULARY), -1e4).index_fill(1, torch.tensor([3]), 0.0), 4, 0.0),
-    ],
+    [(SURE, 0, 3e-7), (LARGE, 5, 3e-6), (CERTAIN, 3, 0.0), (CERTAIN, 4, 0.0)],
 )
 def test_values_against_double_precision(logits: Tensor, target: int, tolerance: float) -> None:
     targets = torch.full((len(logits),), target)
@@ -90,8 +85,6 @@ def test_values_against_double_precision(logits: Tensor, target: int, tolerance:
     for found, expected in zip(logps, exact, strict=True):
         assert (found - expected).abs().max() <= tolerance
     assert token_logps(logits, targets).entropies_N is None
-    if not logits.any():
-        assert float(logps.entropies_N) == pytest.approx(math.log(VOCABULARY))
 
 
 def test_logits_of_a_chunk_are_dropped() -> None:
@@ -108,18 +101,14 @@ def test_logits_of_a_chunk_are_dropped() -> None:
     assert not [t for t in kept if t.shape[-1:] == (VOCABULARY,) and t.ndim == 2]
 
 
-@pytest.mark.parametrize(
-    ("num_chunks", "calls"), [(0, [2, 2, 1]), (3, [2, 2, 1]), (5, [2, 2, 1, 0, 0])]
-)
-def test_empty_chunks_are_added(num_chunks: int, calls: list[int]) -> None:
+def test_empty_chunks_are_added() -> None:
     """The head is called for each, in the backward too, and nothing changes."""
     head, hidden, targets = problem(5)
     options = {"chunk_size": 2, "with_entropy": True}
     expected = backward(chunked_logps(head, hidden, targets, **options), head, hidden)
-    found: list[int] = []
-    head.register_forward_hook(lambda _, args, __: found.append(len(args[0])))
-    logps = chunked_logps(head, hidden, targets, num_chunks=num_chunks, **options)
-    assert found == calls
+    calls: list[int] = []
+    head.register_forward_hook(lambda _, args, __: calls.append(len(args[0])))
+    logps = chunked_logps(head, hidden, targets, num_chunks=5, **options)
     for a, b in zip(backward(logps, head, hidden), expected, strict=True):
         assert torch.equal(a, b)
-    assert found == [*calls, *reversed(calls)]
+    assert calls == [2, 2, 1, 0, 0, 0, 0, 1, 2, 2]

@@ -1,8 +1,7 @@
 """Logits of other positions are never computed, and chunks bound those that are: peak memory.
 
-`python -m tests.logits.test_memory` prints a line of JSON: for each model, the
-bytes of each way to its log-probabilities, forward and backward. It runs by itself, so that no
-other test's memory counts.
+`python -m tests.logits.test_memory` prints a line of JSON: the bytes of each way to a model's
+log-probabilities, forward and backward. It runs by itself, so that no other test's memory counts.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,23 +24,14 @@ from tests.logits import models
 pytestmark = pytest.mark.stack
 
 VOCABULARY, PROMPT, NEW, CHUNK = 16_384, 768, 256, 16
-NAMES = ("Qwen2", "remote code")
 
 
-@pytest.fixture(scope="module")
-def peaks() -> dict[str, dict[str, int]]:
+def test_logits_take_no_more_memory_than_is_asked_for() -> None:
     finished = subprocess.run(
         [sys.executable, "-m", "tests.logits.test_memory"],
         cwd=Path(__file__).resolve().parents[2], check=True, capture_output=True, text=True,
     )  # fmt: skip
-    return json.loads(finished.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_take_no_more_memory_than_is_asked_for(
-    name: str, peaks: dict[str, dict[str, int]]
-) -> None:
-    peak = peaks[name]
+    peak = json.loads(finished.stdout.splitlines()[-1])
     assert peak["chosen"] <= (NEW / (PROMPT + NEW) + 0.05) * peak["all"]
     # A chunk is a 16th of the completion, and that a 4th of the row; the rest are activations.
     assert peak["chunked"] <= 0.09 * peak["all"]
@@ -50,33 +39,28 @@ def test_logits_take_no_more_memory_than_is_asked_for(
 
 def main() -> None:
     models.TEXT |= {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "initializer_range": 0.1}
-    print(json.dumps({name: measure(name) for name in NAMES}))
-
-
-def measure(name: str) -> dict[str, int]:
-    model = models.build(name)
-    inputs = models.inputs_of("Qwen2", (PROMPT + NEW,))
+    model, inputs = models.build("Qwen2"), models.inputs_of("Qwen2", (PROMPT + NEW,))
     targets = inputs["input_ids"][0, PROMPT:]
     mask = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
     mask[:, PROMPT - 1 : -1] = True
     shim = LogitsShim(model, strict=True)
 
-    def upstream(logits: Tensor) -> Tensor:
-        return selective_log_softmax(logits[:, -(NEW + 1) : -1], targets[None])
-
     def ours(chunk_size: int) -> Tensor:
         return shim.logps(model, inputs, mask, targets, chunk_size=chunk_size).logps_N
 
+    def upstream() -> Tensor:
+        logits = model(**inputs).logits
+        return selective_log_softmax(logits[:, -(NEW + 1) : -1], targets[None])
+
     ways: dict[str, Callable[[], Tensor]] = {
-        "all": lambda: upstream(model(**inputs).logits),
+        "all": upstream,
         "chosen": lambda: ours(0),
         "chunked": lambda: ours(CHUNK),
     }
-    return {way: peak_of(model, values_of) for way, values_of in ways.items()}
+    print(json.dumps({way: peak_of(values_of) for way, values_of in ways.items()}))
 
 
-def peak_of(model: Any, values_of: Callable[[], Tensor]) -> int:
-    model.zero_grad(set_to_none=True)
+def peak_of(values_of: Callable[[], Tensor]) -> int:
     values_of().sum().backward()  # gradients are there from now on
     return peak_bytes(lambda: values_of().sum().backward())
 
