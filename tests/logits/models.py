@@ -50,13 +50,6 @@ def qwen2(**more: Any) -> Any:
     return transformers.Qwen2ForCausalLM(Qwen2Config(**{**TEXT, **more}))
 
 
-def qwen2_vl() -> Any:
-    vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2}
-    text = {**TEXT, "rope_scaling": MROPE}
-    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **IDS)
-    return transformers.Qwen2VLForConditionalGeneration(config)
-
-
 def qwen2_5_vl() -> Any:
     vision = {**VISION, "out_hidden_size": 32, "fullatt_block_indexes": [0]}
     text = {**TEXT, "rope_scaling": MROPE}
@@ -192,18 +185,9 @@ def remote(kind: type[RemoteCode]) -> Callable[[], RemoteCode]:
     return lambda: kind(Qwen2Config(**TEXT))
 
 
-def wrapped() -> Any:
-    """A forward patched so that a signature shows `*args, **kwargs`, as in many a plugin."""
-    model = qwen2_vl()
-    own = model.forward
-    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
-    return model
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "Qwen2": qwen2,
     "Qwen2, tied": lambda: qwen2(tie_word_embeddings=True),
-    "Qwen2-VL": qwen2_vl,
     "Qwen2.5-VL": qwen2_5_vl,
     "InternVL": internvl,
     "VideoLlama3": video_llama_3,
@@ -211,7 +195,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "scaled (Cohere)": scaled_up,
     "remote code": remote(RemoteCode),
     "remote code, squashed": remote(SquashingRemoteCode),
-    "wrapped forward": wrapped,
 }
 
 BY_KEYWORD: dict[str, Callable[[], Any]] = {
@@ -227,18 +210,16 @@ HOPELESS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 """Models of which only slicing is left, with a part of the reason that is given."""
 
-IMAGES: dict[str, tuple[int, Callable[[int], dict[str, Tensor]]]] = {
-    "Qwen2-VL": (4, lambda rows: patches(rows, 1176)),
-    "Qwen2.5-VL": (4, lambda rows: patches(rows, 1176)),
-    "wrapped forward": (4, lambda rows: patches(rows, 1176)),
-    "InternVL": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)}),
+IMAGES: dict[str, Callable[[int], dict[str, Tensor]]] = {
+    "Qwen2.5-VL": lambda rows: {
+        "pixel_values": torch.randn(16 * rows, 1176),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
+    },
+    "InternVL": lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
 }
-"""Image tokens of a row, and the pixels of that many rows."""
+"""The pixels of that many rows, each with an image of `PLACEHOLDERS`."""
 
-
-def patches(num_rows: int, size: int) -> dict[str, Tensor]:
-    grid = torch.tensor([[1, 4, 4]] * num_rows)
-    return {"pixel_values": torch.randn(16 * num_rows, size), "image_grid_thw": grid}
+PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
 
 
 def build(name: str, *, lora: bool = False) -> Any:
@@ -263,14 +244,13 @@ def inputs_of(name: str, lengths: tuple[int, ...] = (17, 11)) -> dict[str, Any]:
     total = max(lengths)
     input_ids = torch.randint(3, 150, (len(lengths), total))
     mask = torch.zeros_like(input_ids)
-    num_image_tokens, pixels = IMAGES.get(name, (0, lambda _: {}))
     for row, length in enumerate(lengths):
         mask[row, :length] = 1
-        if num_image_tokens:
-            image = [VISION_START, *[IMAGE] * num_image_tokens, VISION_END]
-            input_ids[row, : len(image)] = torch.tensor(image)
     input_ids[mask == 0] = 0
-    inputs = {"input_ids": input_ids, "attention_mask": mask, **pixels(len(lengths))}
+    inputs = {"input_ids": input_ids, "attention_mask": mask}
+    if name in IMAGES:
+        input_ids[:, : len(PLACEHOLDERS)] = PLACEHOLDERS
+        inputs |= IMAGES[name](len(lengths))
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
     return inputs

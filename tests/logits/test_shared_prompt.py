@@ -15,9 +15,7 @@ from torch import Tensor
 
 from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.logits.sharding import ShardRanks
 from swift_grpo_ext.logits.shared_prompt import (
-    SharedPrompt,
     UnknownInputError,
     layout_of,
     media_of,
@@ -26,7 +24,7 @@ from swift_grpo_ext.logits.shared_prompt import (
 )
 from swift_grpo_ext.logits.shim import base_model
 from tests.logits.compare import assert_close
-from tests.logits.models import IMAGE, IMAGES, VISION_END, VISION_START, build
+from tests.logits.models import IMAGE, IMAGES, PLACEHOLDERS, build
 from tests.logits.test_logps import Batch, Ours, Upstream, config_of, run
 from tests.ranks import ThreadRanks, run_rank_groups
 
@@ -162,8 +160,6 @@ def test_media_that_do_not_come_out_even(
 
 # --- real models ---
 
-PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
-
 
 @dataclass
 class Group(Batch):
@@ -265,7 +261,7 @@ def test_images_as_ms_swift_but_for_rounding(name: str, warned: list[str]) -> No
     own, also where neighbours were given one image: each has placeholders for its own."""
     model = build(name, lora=True)
     model.get_base_model().model.requires_grad_(True)
-    batch = Group(TOOL_ROWS, has_images=True).see(model, IMAGES[name][1])
+    batch = Group(TOOL_ROWS, has_images=True).see(model, IMAGES[name])
     expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
     num_images: list[int] = []
     patches = len(batch.inputs["pixel_values"]) // 11
@@ -283,7 +279,7 @@ def test_images_as_ms_swift_but_for_rounding(name: str, warned: list[str]) -> No
 def test_images_that_nothing_is_learned_from_keep_their_tower_in_use(warned: list[str]) -> None:
     """A rank that does not call a tower, which others call, would leave them waiting."""
     model, rows = build("Qwen2.5-VL", lora=True), ((9, 2, 7, 0), (9, 2, 7, 0))
-    batch = Group(rows).see(model, IMAGES["Qwen2.5-VL"][1])
+    batch = Group(rows).see(model, IMAGES["Qwen2.5-VL"])
     num_calls: list[int] = []
     model.get_base_model().model.visual.register_forward_pre_hook(lambda *_: num_calls.append(1))
     run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
@@ -293,37 +289,11 @@ def test_images_that_nothing_is_learned_from_keep_their_tower_in_use(warned: lis
 
 def test_equal_words_with_other_images_stay_apart() -> None:
     model = build("Qwen2.5-VL", lora=True)
-    batch = Group(ROWS[:2] + ROWS[3:], has_images=True).see(model, IMAGES["Qwen2.5-VL"][1])
+    batch = Group(ROWS[:2] + ROWS[3:], has_images=True).see(model, IMAGES["Qwen2.5-VL"])
     batch.inputs["pixel_values"] = torch.randn(4 * 16, 1176)
     seen = positions_of(model)
     run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
     assert seen == [batch.inputs["input_ids"].numel()]
-
-
-@pytest.mark.parametrize("holds_elsewhere", [False, True])
-def test_no_rank_that_shares_weights_makes_a_further_pass_by_itself(
-    holds_elsewhere: bool, warned: list[str]
-) -> None:
-    """As long as another rank's batch could not be packed, this one has ms-swift's pass."""
-    inputs, asked, passes = Group(ROWS).inputs, [], []
-    wanted = torch.zeros_like(inputs["input_ids"]).bool()
-    wanted[:, 8:10] = True
-
-    class Shards(ShardRanks):
-        def all(self, holds: bool) -> bool:
-            asked.append(holds)
-            return holds and holds_elsewhere
-
-    def logps_of(inputs: Any, predicts: Tensor) -> Tensor:
-        passes.append(predicts.numel())
-        return torch.zeros(10)
-
-    shared = SharedPrompt(build("Qwen2"), 0.01)
-    found = [shared.pack(inputs, wanted, logps_of, Shards()) for _ in range(2)]
-    assert [packed is not None for packed in found] == [holds_elsewhere] * 2
-    assert len(passes) == 2 * holds_elsewhere
-    assert asked == [True, True]
-    assert not warned
 
 
 def blind_to_masks(model: Any) -> None:
