@@ -39,17 +39,15 @@ def evaluate(*steps: int) -> list[SampleId]:
         ("train", [(0, train(0, 1, 2)), (2, train(1, 2))], [(0, 0), (1, 1), (2, 1)]),
         # Resumed from an earlier checkpoint than the session before was.
         ("train", [(0, train(0, 1, 2)), (2, train(2, 3)), (1, train(1))], [(0, 0), (1, 2)]),
-        ("train", [(0, train(0, 1, 2)), (1, train(1)), (2, train(2))], [(0, 0), (1, 1), (2, 2)]),
-        # A run that began anew, and one without rows, which supersedes nothing.
-        ("train", [(0, train(0, 1, 2)), (0, train(0))], [(0, 1)]),
+        # A session without rows supersedes nothing.
         ("train", [(0, train(0, 1, 2)), (1, [])], [(0, 0), (1, 0), (2, 0)]),
+        # A run that began anew has no rounds of another's, also where it has none of that phase.
+        ("train", [(0, train(0, 1, 2)), (0, train(0))], [(0, 1)]),
+        ("eval", [(0, evaluate(0, 2)), (0, train(0))], []),
         # Evaluated at 2, then saved: the resumed run does not evaluate there again.
         ("eval", [(0, evaluate(2, 4)), (2, [*train(2), *evaluate(4)])], [(2, 0), (4, 1)]),
-        ("eval", [(0, evaluate(0, 2, 4)), (2, train(2))], [(0, 0), (2, 0)]),
         # With --eval_on_start it does.
         ("eval", [(0, evaluate(0, 2, 4)), (2, evaluate(2))], [(0, 0), (2, 1)]),
-        # A run that began anew has no evaluation of another's.
-        ("eval", [(0, evaluate(0, 2)), (0, train(0))], []),
     ],
 )
 def test_rounds_count_once(
@@ -94,10 +92,9 @@ def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
 
 def test_a_group_that_is_not_there(tmp_path: Path) -> None:
     write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(3, 4)])
-    steps = "holds no group {} of .*; it has train steps 3 to 4"
-    with pytest.raises(ValueError, match=steps.format(9)):
-        read_group(tmp_path, phase="train", step=4, number=0, group=9)
-    with pytest.raises(ValueError, match=steps.format(0)):
-        read_group(tmp_path, phase="train", step=5, number=0, group=0)
+    for step, group in ((4, 9), (5, 0)):
+        message = f"holds no group {group} of train round {step}.0; it has train steps 3 to 4"
+        with pytest.raises(ValueError, match=message):
+            read_group(tmp_path, phase="train", step=step, number=0, group=group)
     with pytest.raises(ValueError, match="it has no eval rounds"):
         read_group(tmp_path, phase="eval", step=4, number=0, group=0)
