@@ -34,22 +34,17 @@ class Sample:
     response_token_ids: Sequence[Any] = ()
 
 
-def samples_of(*sample_ids: SampleId, **fields: Any) -> list[Sample]:
-    return [Sample(name, **fields) for name in sample_ids]
+def samples_of(*sample_ids: SampleId) -> list[Sample]:
+    return [Sample(name) for name in sample_ids]
 
 
 def record(
     recorder: RewardRecorder,
     samples: Sequence[Sample],
     values: Sequence[Sequence[float]],
-    **options: Any,
+    all_gather: Gather = lambda value: [value],
 ) -> list[RewardRow]:
-    alone: dict[str, Any] = {"all_gather": lambda value: [value], "fate": "trained", "extras": {}}
-    return recorder.record(None, samples, values, **{**alone, **options})
-
-
-def rows_of(run_dir: Path, *columns: str) -> list[tuple[Any, ...]]:
-    return [tuple(row.values()) for row in read_rewards(run_dir, columns=columns).to_pylist()]
+    return recorder.record(None, samples, values, fate="trained", extras={}, all_gather=all_gather)
 
 
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
@@ -58,7 +53,7 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     log.append([replace(ROW, sample_id=name)])
     RewardRecorder(FUNCTIONS, WEIGHTS).record(
         log,
-        samples_of(name, is_truncated=True),
+        [Sample(name, is_truncated=True)],
         [[0.25, 1.0]],
         fate="trained",
         extras={name: {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}},
@@ -79,22 +74,13 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     assert nullable == {"reward", "advantage", "gap_mean", "gap_max", "gaps"}
 
 
-@pytest.mark.parametrize(
-    ("values", "reward"),
-    [([1.0, 1.0], 1.5), ([math.nan, 1.0], 0.5), ([1.0, math.nan], 1.0), ([math.nan] * 2, None)],
-)
-def test_a_function_that_gave_nothing(values: list[float], reward: float | None) -> None:
-    recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
-    [row] = record(recorder, samples_of(ROW.sample_id), [values], fate="evaluated")
-    known = [None if math.isnan(value) else value for value in values]
-    assert (row.reward, row.rewards) == (reward, list(zip(FUNCTIONS, known, strict=True)))
-    assert (row.advantage, row.gap_mean, row.fate) == (None, None, "evaluated")
-
-
-def test_functions_of_one_name_are_told_apart() -> None:
-    recorder = RewardRecorder(["judge", "form", "judge", "judge"], [1.0] * 4)
-    [row] = record(recorder, samples_of(ROW.sample_id), [[1.0, 2.0, 3.0, 4.0]])
-    assert row.rewards == [("judge", 1.0), ("form", 2.0), ("judge_2", 3.0), ("judge_3", 4.0)]
+def test_functions_that_gave_nothing_or_share_a_name() -> None:
+    recorder = RewardRecorder(["judge", "form", "judge"], [1.0, 0.5, 0.25])
+    samples = samples_of(ROW.sample_id, sample_id(1))
+    some, none = record(recorder, samples, [[math.nan, 1.0, 1.0], [math.nan] * 3])
+    assert (some.reward, none.reward) == (0.75, None)
+    assert some.rewards == [("judge", None), ("form", 1.0), ("judge_2", 1.0)]
+    assert (some.advantage, some.gap_mean, some.fate) == (None, None, "trained")
 
 
 def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it() -> None:
@@ -145,6 +131,10 @@ def test_groups_that_got_another_prompt() -> None:
 
 
 def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
+    def scores() -> list[tuple[int, float]]:
+        rows = read_rewards(tmp_path, columns=["step", "reward"]).to_pylist()
+        return [(row["step"], row["reward"]) for row in rows]
+
     def write(session: int, *steps: int) -> None:
         log = SampleLog(tmp_path, session=session, start_step=steps[0], rank=0)
         log.append([replace(ROW, sample_id=sample_id(step)) for step in steps])
@@ -154,12 +144,12 @@ def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
         log.flush()
 
     write(0, 0, 1, 2)
-    assert rows_of(tmp_path, "step", "reward") == [(0, 0.0), (1, 0.0), (2, 0.0)]
+    assert scores() == [(0, 0.0), (1, 0.0), (2, 0.0)]
     write(1, 1)
-    assert rows_of(tmp_path, "step", "reward") == [(0, 0.0), (1, 1.0)]
+    assert scores() == [(0, 0.0), (1, 1.0)]
     # Samples that were drawn anew and not scored yet have no score of before.
     write_session(tmp_path, [replace(ROW, sample_id=sample_id(1))], session=2, start_step=1)
-    assert rows_of(tmp_path, "step", "reward") == [(0, 0.0)]
+    assert scores() == [(0, 0.0)]
 
 
 def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
