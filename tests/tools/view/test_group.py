@@ -11,23 +11,16 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.record.reader import RoundName
-from swift_grpo_ext.tools.view.group import (
-    RunView,
-    image_bytes,
-    pieces,
-    shared_lengths,
-)
+from swift_grpo_ext.tools.view.group import RunView, image_bytes, pieces, shared_lengths
 from tests.tools.view.runs import add_tokenizer, make_run
 
 
 @pytest.mark.parametrize(
     ("completions", "expected"),
     [
-        ([[1, 2, 3], [1, 2, 4], [5]], [2, 2, 0]),
         ([[1, 2], [1, 2], [1, 2, 3]], [2, 2, 2]),
         ([[1, 9], [2, 9], [1, 8, 7], [1, 8, 6]], [1, 0, 2, 2]),
         (["seven", "several", "nine"], [4, 4, 0]),
-        ([[1]], [0]),
         ([], []),
     ],
 )
@@ -71,20 +64,16 @@ def test_a_group(tmp_path: Path) -> None:
     assert group["prompt"] == [{"role": "user", "content": "<image>Question 1?"}]
     assert group["media"] == [str(tmp_path / "a run/images/1.png")]
     assert group["replay"] == f"swift-grpo-ext replay '{tmp_path}/a run' --round 1.0 --group 1"
-    assert [(s["round"], s["index"], s["is_earlier"]) for s in group["samples"]] == [
-        ("train.1.0", 0, False),
-        ("train.1.0", 1, False),
-        ("train.0.0", 1, True),
-    ]
     # Without a tokenizer, the texts tell what is shared.
-    assert [[p.text for p in s["pieces"]] for s in group["samples"]] == [
-        ["g1 i", "0 s1"],
-        ["g1 i1 s", "1"],
-        ["g1 i1 s", "0"],
+    shown = [
+        (s["round"], s["index"], s["is_earlier"], [p.text for p in s["pieces"]])
+        for s in group["samples"]
     ]
-    for name, number in (("train", 1, 0), 7), (("train", 9, 0), 0):
-        with pytest.raises(KeyError):
-            run.group(RoundName(*name), number)
+    assert shown == [
+        ("train.1.0", 0, False, ["g1 i", "0 s1"]),
+        ("train.1.0", 1, False, ["g1 i1 s", "1"]),
+        ("train.0.0", 1, True, ["g1 i1 s", "0"]),
+    ]
 
 
 def test_a_group_token_by_token(tmp_path: Path) -> None:
@@ -100,12 +89,12 @@ def test_a_group_token_by_token(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("size", "expected"), [("full", (2048, 1024)), ("small", (112, 56))])
-def test_images_in_two_sizes(tmp_path: Path, size: str, expected: tuple[int, int]) -> None:
+def test_images_in_two_sizes(tmp_path: Path) -> None:
     Image.new("RGBA", (4096, 2048), "red").save(tmp_path / "a.tiff")
-    with Image.open(io.BytesIO(image_bytes(str(tmp_path / "a.tiff"), size))) as image:
-        assert (image.format, image.size) == ("PNG", expected)
-        assert image.getpixel((9, 9)) == (255, 0, 0)
+    for size, expected in (("full", (2048, 1024)), ("small", (112, 56))):
+        with Image.open(io.BytesIO(image_bytes(str(tmp_path / "a.tiff"), size))) as image:
+            assert (image.format, image.size) == ("PNG", expected)
+            assert image.getpixel((9, 9)) == (255, 0, 0)
 
 
 def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +106,9 @@ def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.M
         "https://example.com/a.png": "its digest or its address only",
         "gone.png": "gone.png is not on this machine",
         "pipe.png": "not on this machine",
-        ".": "not on this machine",
-        "\0": "not on this machine|can be read",
         "text.png": "text.png is no image that can be read",
         "large.png": "large.png is no image that can be read \\(Image size",
     }.items():
-        path = name if "://" in name or "\0" in name else str(tmp_path / name)
+        path = name if "://" in name else str(tmp_path / name)
         with pytest.raises(ValueError, match=message):
             image_bytes(path, "full")

@@ -16,7 +16,7 @@ from tests.tools.view.runs import HOSTILE, Writer, add_tokenizer, make_rows, mak
 
 
 class Page(HTMLParser):
-    """What a page loads, which tags it opens, and which places in it are named and asked for."""
+    """Lists the tags of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
     rows = [replace(r, media=["https://example.com/8.png"], fingerprint="new") for r in rows]
     Writer(run_dir, session=1, start_step=3).write(rows)
     path = write_page([run_dir, make_run(tmp_path / "two", 1)], tmp_path / "page.html", 6)
-    page = Page(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
     assert page.loaded == {"data:,", "", "data:image/png;base64"}  # the URL is named, not fetched
     assert page.tags.count("script") == 1
     assert page.asked == page.ids & page.asked
     assert {"overview-0", "overview-1", "group-0-train.3.0-1"} <= page.ids
-    text = path.read_text(encoding="utf-8")
     assert text.count('<span lang="en">The run has no such group') == 4  # it has one round
     assert "8.png" in text
 

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -25,32 +24,22 @@ SECRET = "not for the page"
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Round 3's groups name, as their image: a symlink to a text; a symlink to an image."""
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """Serve a run whose newest round names a symlink to a text as its image."""
     folder = tmp_path_factory.mktemp("made")
-    (folder / "secret.txt").write_text(SECRET, encoding="utf-8")
     run_dir = make_run(folder / "run")
+    (folder / "secret.txt").write_text(SECRET, encoding="utf-8")
     (folder / "link.png").symlink_to(folder / "secret.txt")
-    (folder / "good.png").symlink_to(run_dir / "images/1.png")
-    rows = make_rows(3)
-    names = [folder / "link.png", folder / "good.png"]
-    rows = [
-        replace(r, media=[str(names[r.sample_id.group])], fingerprint=f"new {r.sample_id.group}")
-        for r in rows
-    ]
+    link = str(folder / "link.png")
+    rows = [replace(row, media=[link], fingerprint="new") for row in make_rows(3)]
     Writer(run_dir, session=1, start_step=3).write(rows)
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def client(run_dir: Path) -> Iterator[TestClient]:
     run = RunView(run_dir)
     run.refresh()
     with TestClient(make_app([run], "T0ken"), base_url="http://127.0.0.1/T0ken/") as client:
         yield client
 
 
-@pytest.mark.parametrize("path", ["/", "/state", "/0/samples", "/t0ken/", "/T0ken2/", "//"])
+@pytest.mark.parametrize("path", ["/0/samples", "/t0ken/0/samples"])
 def test_nothing_without_the_token(client: TestClient, path: str) -> None:
     answer = client.get(f"http://127.0.0.1{path}")
     assert (answer.status_code, answer.text) == (404, "Not Found")
@@ -71,31 +60,23 @@ def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
         assert headers["referrer-policy"] == "no-referrer"
 
 
-def read(client: TestClient, path: str) -> str:
-    """Return a page's English text, without its spaces."""
-    answer = client.get(path)
-    assert answer.status_code == 200
-    main = answer.text.partition("<main")[2].partition("</main>")[0]
-    return re.sub(r'<span lang="zh">.*?</span>|<[^>]*>|\s+', "", main)
-
-
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("0/samples", "16of16"),
         ("0/samples?sort=-reward&min_reward=0.5", "4of16"),
         ("0/samples?min_reward=x", "xisnonumber"),
-        ("0/samples?offset=x", "invalidliteral"),
         ("0/groups", "train.3.0·Group0"),
-        ("0/groups?round=train.1.0", "train.1.0·Group1"),
         ("0/groups?round=train.1.0", "Spreadofrewards0.500"),
         ("0/group?round=train.2.0&group=1", "g1i1s2"),
         ("0/overview", "Noroundwaswatched"),
-        ("0/overview", "Accuracy"),
     ],
 )
 def test_pages(client: TestClient, path: str, expected: str) -> None:
-    assert expected in read(client, path)
+    """The English text of a page, without its spaces."""
+    answer = client.get(path)
+    assert answer.status_code == 200
+    main = answer.text.partition("<main")[2].partition("</main>")[0]
+    assert expected in re.sub(r'<span lang="zh">.*?</span>|<[^>]*>|\s+', "", main)
 
 
 def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,18 +89,20 @@ def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.Monkey
     assert len(set(links)) == 16
 
 
-def test_the_state_tells_when_something_is_new(client: TestClient, run_dir: Path) -> None:
-    state = client.get("state").text
-    assert f'data-state="{state}"' in client.get("0/samples").text
-    assert state == "1"
+def test_the_state_tells_when_something_is_new(client: TestClient) -> None:
+    assert client.get("state").text == "1"
+    assert 'data-state="1"' in client.get("0/samples").text
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        *("7/samples", "0/nothing", "0/groups?round=train.9.0", "0/groups?round=x"),
-        *("0/group?round=train.9.0&group=0", "0/group?round=train.1.0&group=7", "0/group"),
-        *("0/group?round=x&group=0", "0/image"),
+        "7/samples",
+        "0/nothing",
+        "0/groups?round=train.9.0",
+        "0/group",
+        "0/group?round=train.1.0&group=7",
+        "0/group?round=x&group=0",
     ],
 )
 def test_wrong_questions(client: TestClient, path: str) -> None:
@@ -128,58 +111,47 @@ def test_wrong_questions(client: TestClient, path: str) -> None:
     assert answer.headers["content-type"].startswith("text/plain")
 
 
-def image(round_: str = "train.2.0", group: int = 0, number: object = 0, size: str = "full") -> str:
-    return f"0/image?round={round_}&group={group}&number={number}&size={size}"
+def image(round_: str = "train.2.0", group: int = 1, number: object = 0) -> str:
+    return f"0/image?round={round_}&group={group}&number={number}&size=full"
 
 
-def test_images_of_the_record(client: TestClient, run_dir: Path) -> None:
-    for path in (image(group=1), image("train.3.0", group=1), image(group=1, size="small")):
-        answer = client.get(path)  # the second is a symlink to the first
-        assert answer.headers["content-type"] == "image/png"
-        with Image.open(io.BytesIO(answer.content)) as shown:
-            assert (shown.size, shown.getpixel((0, 0))) == ((56, 28), (200, 30, 0))
+def test_images_of_the_record(client: TestClient) -> None:
+    answer = client.get(image())
+    assert answer.headers["content-type"] == "image/png"
+    with Image.open(io.BytesIO(answer.content)) as shown:
+        assert (shown.size, shown.getpixel((0, 0))) == ((56, 28), (200, 30, 0))
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        image("train.3.0", group=0),  # a symlink to a text
+        image("train.3.0"),  # a symlink to a text
         image(number=1),
         image(number=-1),
-        image(number="../0"),
         image(group=9),
         image("..%2F..%2Fsecret.txt"),
-        "0/..%2Fserver.py",
-        "0/%2e%2e/%2e%2e/cli.py",
-        "../secret.txt",
         "..%2f..%2fsecret.txt",
-        "images/0.png",
     ],
 )
 def test_other_files_are_not_served(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 404
     assert SECRET not in answer.text
-    assert "import" not in answer.text
 
 
 def test_a_file_that_cannot_be_read_now_is_tried_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop, tries = threading.Event(), []
+    stop = threading.Event()
+    answers = [OSError("gone"), OSError("gone"), stop.set]
 
-    class Flaky:
-        run_dir = "run"
+    def refresh(run: RunView) -> None:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        answer()
 
-        def refresh(self) -> None:
-            tries.append(1)
-            if len(tries) < 3:
-                raise OSError("gone")
-            stop.set()
-
+    monkeypatch.setattr(RunView, "refresh", refresh)
     monkeypatch.setattr(server, "REFRESH_SECONDS", 0)
-    server._follow([Flaky()], stop)  # type: ignore[list-item]
-    assert len(tries) == 3
-    assert [r.getMessage() for r in caplog.records] == [
-        "run cannot be read now (gone): tried again."
-    ]
+    server._follow([RunView("run")], stop)
+    assert (caplog.messages, answers) == (["run cannot be read now (gone): tried again."], [])
