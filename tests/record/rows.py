@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,13 @@ ROW = SampleRow(
 )
 
 
-def sample_id(
-    step: int = 0,
-    phase: Any = "train",
-    number: int = 0,
-    group: int = 0,
-    index: int = 0,
-    turn: int = 0,
-) -> SampleId:
-    return SampleId(phase=phase, step=step, number=number, group=group, index=index, turn=turn)
+def sample_id(step: int = 0, phase: Any = "train", **place: int) -> SampleId:
+    return replace(ROW.sample_id, step=step, phase=phase, **place)
 
 
 def write_session(
     run_dir: Path,
-    rows: Iterable[SampleRow],
+    rows: Sequence[SampleRow],
     *,
     session: int = 0,
     start_step: int = 0,
@@ -47,6 +41,6 @@ def write_session(
 ) -> Path:
     """Append all rows at once; return the file."""
     log = SampleLog(run_dir, session=session, start_step=start_step, rank=rank)
-    log.append(list(rows))
+    log.append(rows)
     log.flush()
     return record_files(SAMPLES.folder(run_dir))[-1].path

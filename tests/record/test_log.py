@@ -46,7 +46,7 @@ def steps_of(run_dir: Path) -> list[int]:
         {"text": "数字是七 👍🏽 \0 é", "prompt": "哪个数字？", "media": ["图/七.png", "a?b=1"]},
         {"token_ids": [], "logprobs": [], "text": "", "media": [], "finish_reason": None},
         {"logprobs": None, "seed": None, "rank": 63, "stop_reason": "</a>"},
-        {"seed": 2**63 - 1, "sample_id": sample_id(10**9, "eval", 7, 10**6, 2**14 - 1, 5)},
+        {"seed": 2**63 - 1, "sample_id": sample_id(10**9, "eval", number=7, group=10**6, turn=5)},
         {"logprobs": [-float("inf"), -65504.0, -87.0], "weight_version": 10**6},
     ],
 )

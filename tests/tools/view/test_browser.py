@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.tools.view.pages import write_page
-from tests.tools.view.chrome import Chrome, needs_browser
+from tests.tools.view.chrome import BROWSER, Chrome, open_chrome
 from tests.tools.view.runs import HOSTILE, Writer, add_tokenizer, make_rows, make_run
 
-pytestmark = needs_browser
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 ROWS = "ol.samples li"
 VIEW = (
     "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main(['view', *sys.argv[1:]]))"
@@ -27,45 +27,33 @@ VIEW = (
 
 @pytest.fixture(scope="module")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    with Chrome(tmp_path_factory.mktemp("profile"), "--lang=en-US") as chrome:
-        chrome.resize(1280, 900)
+    with open_chrome(tmp_path_factory.mktemp("profile")) as chrome:
+        chrome.resize(1280)
         yield chrome
 
 
-class Served:
-    """Two runs behind one server."""
-
-    def __init__(self, folder: Path) -> None:
-        self.run_dir, other = make_run(folder / "one"), make_run(folder / "two", num_rounds=2)
-        command = [sys.executable, "-c", VIEW, str(self.run_dir), str(other), "--port", "0"]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
-        self.writer = Writer(self.run_dir, session=1, start_step=3)
-        self.num_rounds = 3
-
-    def write_round(self, text: str) -> None:
-        rows = make_rows(self.num_rounds)
-        self.writer.write([replace(row, text=text) for row in rows])
-        self.num_rounds += 1
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "one")
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("runs"))
-    yield served
-    served.process.terminate()
-    served.process.wait()
-    assert served.process.stdout is not None
-    served.process.stdout.close()
+def url(run_dir: Path) -> Iterator[str]:
+    """Serve two runs; return the address."""
+    other = make_run(run_dir.with_name("two"), num_rounds=2)
+    command = [sys.executable, "-c", VIEW, str(run_dir), str(other), "--port", "0"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.terminate()
 
 
 @pytest.fixture
-def page(chrome: Chrome, served: Served) -> Iterator[Chrome]:
+def page(chrome: Chrome, url: str) -> Iterator[Chrome]:
     chrome.call("Page.navigate", url="about:blank")
     chrome.problems.clear()
-    chrome.open(served.url)
+    chrome.open(url)
     chrome.until(f"document.querySelectorAll('{ROWS}').length >= 12")
     yield chrome
     assert chrome.problems == []
@@ -100,11 +88,11 @@ def test_values_of_curves(page: Chrome) -> None:
     assert page.texts("[data-panel=length] output") == ["2 · one length 3 · two length 3"]
 
 
-def test_a_run_that_goes_on_and_hostile_text(page: Chrome, served: Served) -> None:
-    before = page.texts("#count")[0]
-    served.write_round(HOSTILE)
-    page.until(f"document.querySelector('{ROWS} .text').innerText.includes('onerror')")
-    assert page.texts("#count")[0] != before
+def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> None:
+    rows = [replace(row, text=HOSTILE) for row in make_rows(3)]
+    Writer(run_dir, session=1, start_step=3).write(rows)
+    page.until("document.querySelector('#count').innerText === '16 of 16'")
+    assert "onerror" in page.texts(f"{ROWS} .text")[0]
     page.click(f"{ROWS} a")
     page.until("document.querySelector('.completion')")
     assert "<script>" in page.texts(".completion .tokens")[0]
@@ -122,10 +110,9 @@ OVERFLOWING = """[...document.querySelectorAll("header, main, header *, main *")
 """Elements whose content is wider than they are, or which stick out of what they are in."""
 
 
-@pytest.fixture(scope="module")
-def wordy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A page of texts that are long: English, Chinese, without a space."""
-    run_dir = make_run(tmp_path_factory.mktemp("runs") / f"{'run-' * 12}of-{'long' * 12}")
+@pytest.mark.parametrize("width", [400, 1920])
+def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_path: Path) -> None:
+    """Texts are long: English, Chinese, without a space; in the run's lists and a saved page."""
     Image.new("RGB", (2400, 60)).save(run_dir / "images/wide.png")
     texts = "All work and no play. " * 30, "这是一个很长的回答，里面没有空格。" * 20, "x" * 600
     rows = [
@@ -136,61 +123,39 @@ def wordy(tmp_path_factory: pytest.TempPathFactory) -> str:
             stop_reason=f"</{'answer' * 20}>",
             media=[f"{run_dir}/images/wide.png", f"{'folder' * 40}/{'图' * 60}.png"],
             replica="server 12 " + "replica" * 20,
-            fingerprint=f"new {row.sample_id.group}",
+            fingerprint=f"long {row.sample_id.group}",
         )
-        for row in make_rows(3, num_groups=9)
+        for row in make_rows(4, num_groups=9)
     ]
-    writer = Writer(run_dir, session=1, start_step=3)
+    functions = ["share_of_" + "answers_that_agree_" * 6, "回答与参考答案一致的比例" * 5]
+    writer = Writer(run_dir, session=2, start_step=4)
     writer.write(rows, scored=False)
-    names = [
-        "Accuracy",
-        "the_share_of_" + "answers_that_agree_" * 6,
-        "回答与参考答案一致的比例" * 5,
-    ]
-    writer.score(rows, reward=-1234.5678, rewards=[(name, 0.333333) for name in names])
-    return write_page([run_dir], run_dir / "page.html", num_groups=20).as_uri()
-
-
-@pytest.mark.parametrize("width", [400, 1280, 1920])
-def test_nothing_runs_over_its_box(width: int, wordy: str, chrome: Chrome) -> None:
-    chrome.resize(width, 900)
-    chrome.open(wordy)
+    writer.score(rows, reward=-1234.5678, rewards=[(name, 0.333333) for name in functions])
+    page.until(f"document.querySelectorAll('{ROWS}').length >= 30")
+    page.resize(width)
+    live = page.run("location.href").split("?")[0]
+    saved = write_page([run_dir], tmp_path / "page.html", num_groups=20).as_uri()
     pages = {
-        "overview-0": ".panels figure", "groups-0": "ol.groups li",
-        "group-0-train.3.0-1": ".completion",
-    }  # fmt: skip
-    for language in ("en", "zh"):
-        while chrome.run("document.documentElement.lang") != language:
-            chrome.click("#language")
-        for page, found in pages.items():
-            chrome.run(f"location.hash = '#{page}'")
-            chrome.until(f"document.querySelector('main:target {found}')")
-            where = (page, language, width)
-            assert chrome.run("document.documentElement.scrollWidth") <= width, where
-            assert chrome.run(OVERFLOWING) == [], where
-    chrome.click("#language")
-    chrome.resize(1280, 900)
-
-
-def test_lists_fit_a_phone(page: Chrome) -> None:
-    page.resize(400, 844, phone=True)
-    page.click("#language")
-    for key, found in (("1", ROWS), ("2", "ol.groups li")):
-        page.key(key)
+        live: ROWS,
+        live.replace("samples", "groups"): "ol.groups li",
+        f"{saved}#overview-0": "main:target .panels figure",
+        f"{saved}#group-0-train.4.0-1": "main:target .completion",
+    }
+    for url, found in pages.items():
+        page.open(url)
         page.until(f"document.querySelector('{found}')")
-        assert page.run("document.documentElement.scrollWidth") <= 400
-        assert page.texts("nav a[data-key]") == ["样本", "组", "概览"]
-        assert page.run(OVERFLOWING) == []
-    page.click("#language")
-    page.resize(1280, 900)
+        for language in ("en", "zh"):
+            assert page.run("document.documentElement.lang") == language
+            assert page.run("document.documentElement.scrollWidth") <= width, (url, language)
+            assert page.run(OVERFLOWING) == [], (url, language)
+            page.click("#language")
+    page.resize(1280)
 
 
 def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     """The page opens from a file, without a server and without the run."""
     run_dir = make_run(tmp_path / "run")
     add_tokenizer(run_dir)
-    rows = [replace(row, text=f"{HOSTILE}</script>") for row in make_rows(3)]
-    Writer(run_dir, session=1, start_step=3).write(rows)
     page = write_page([run_dir], tmp_path / "page.html", num_groups=6)
     shutil.rmtree(run_dir)
     chrome.problems.clear()
@@ -207,6 +172,5 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     by_gap = chrome.run(f"{token}.backgroundColor")
     assert by_gap.startswith("rgba(150, 40, 160,")
     assert by_logprob != by_gap
-    assert chrome.run("window.stolen") is None
     assert chrome.run("performance.getEntriesByType('resource').length") == 0
     assert chrome.problems == []

@@ -12,20 +12,13 @@ from PIL import Image
 
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.tools.view.group import RunView, image_bytes, pieces, shared_lengths
-from tests.tools.view.runs import add_tokenizer, make_run
+from tests.tools.view.runs import make_run
 
 
-@pytest.mark.parametrize(
-    ("completions", "expected"),
-    [
-        ([[1, 2], [1, 2], [1, 2, 3]], [2, 2, 2]),
-        ([[1, 9], [2, 9], [1, 8, 7], [1, 8, 6]], [1, 0, 2, 2]),
-        (["seven", "several", "nine"], [4, 4, 0]),
-        ([], []),
-    ],
-)
-def test_shared_beginnings(completions: list[list[int]], expected: list[int]) -> None:
-    assert shared_lengths(completions) == expected
+def test_shared_beginnings() -> None:
+    assert shared_lengths([[1, 2], [1, 2], [1, 2, 3]]) == [2, 2, 2]
+    assert shared_lengths([[1, 9], [2, 9], [1, 8, 7], [1, 8, 6]]) == [1, 0, 2, 2]
+    assert shared_lengths(["seven", "several", "nine"]) == [4, 4, 0]
 
 
 def test_pieces_hold_whole_characters() -> None:
@@ -73,19 +66,6 @@ def test_a_group(tmp_path: Path) -> None:
         ("train.1.0", 0, False, ["g1 i", "0 s1"]),
         ("train.1.0", 1, False, ["g1 i1 s", "1"]),
         ("train.0.0", 1, True, ["g1 i1 s", "0"]),
-    ]
-
-
-def test_a_group_token_by_token(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
-    add_tokenizer(run_dir)
-    run = RunView(run_dir)
-    run.refresh()
-    samples = run.group(RoundName("train", 1, 0), 1)["samples"]
-    assert samples[1]["pieces"] == [
-        ("w7", True, -0.5, 0.0),
-        (" w1", True, -0.25, 0.25),
-        (" w1", False, -1.0, 0.0),
     ]
 
 

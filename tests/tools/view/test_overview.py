@@ -58,7 +58,7 @@ def test_panels_of_the_monitor(tmp_path: Path) -> None:
 
 def test_long_curves_are_thinned() -> None:
     assert evenly_spaced(list(range(101)), 5) == [0, 25, 50, 75, 100]
-    assert evenly_spaced([1, 2, 3, 4, 5], 5) == [1, 2, 3, 4, 5]
+    assert evenly_spaced([1, 2], 5) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_charts_of_two_runs() -> None:
     assert alone["data"]["curves"][0]["name"] == "loss"
 
 
-@pytest.mark.parametrize(("value", "limits"), [(2.0, (1.8, 2.2)), (0.0, (-1.0, 1.0))])
-def test_a_flat_curve_has_room(value: float, limits: tuple[float, float]) -> None:
-    [chart] = make_charts([{"kl": {"kl": [(1, value)]}}], ["a"], [])
-    assert (chart["y"].low, chart["y"].high) == pytest.approx(limits)
-    assert chart["curves"][0]["path"] == "M249.0 88.0L249.0 88.0"  # a dot
+def test_a_flat_curve_has_room() -> None:
+    for value, low, high in ((2.0, 1.8, 2.2), (0.0, -1.0, 1.0)):
+        [chart] = make_charts([{"kl": {"kl": [(1, value)]}}], ["a"], [])
+        assert (chart["y"].low, chart["y"].high) == pytest.approx((low, high))
+        assert chart["curves"][0]["path"] == "M249.0 88.0L249.0 88.0"  # a dot
 
 
 def collapsed(step: int) -> list[Sample]:
@@ -123,9 +123,8 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
     assert "样本共用了随机噪声" in broken["cause"][1]
     assert broken["remedy"] == "remedy_seed_mode"
     assert "the first 60 tokens" in broken["collisions"][0][0]
-    assert [overall_verdict(records[:end]) for end in (0, 1, 3, 7)] == [
-        *("none", "healthy", "collapse", "broken"),  # one odd round is no alarm
-    ]
+    verdicts = [overall_verdict(records[:end]) for end in (0, 1, 3, 7)]
+    assert verdicts == ["none", "healthy", "collapse", "broken"]  # one odd round is no alarm
 
 
 def test_frozen_noise_stands_beside_what_it_repeats(tmp_path: Path) -> None:
