@@ -81,14 +81,6 @@ def read(folder: Path) -> list[SampleRow]:
 @pytest.mark.parametrize(
     ("out", "expected"),
     [
-        (
-            output(
-                [5, 6],
-                rollout_logprobs=[[-0.5, -1.5]],
-                rollout_infos={"replica": "server 0 replica 1", "stop_reason": 5},
-            ),
-            ("七", [5, 6], [-0.5, -1.5], "server 0 replica 1", "5"),
-        ),
         # As ms-swift itself answers.
         (
             output([5, 6], logprobs={"content": [{"logprob": -0.5}, {"logprob": -1.5}]}),
@@ -100,8 +92,9 @@ def read(folder: Path) -> list[SampleRow]:
                 [8],
                 response_token_ids=[[5, 6], [7, 8]],
                 rollout_logprobs=[[-1.0, -2.0], [-3.0, -4.0]],
+                rollout_infos={"replica": "server 0 replica 1", "stop_reason": 5},
             ),
-            ("七", [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], "", None),
+            ("七", [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], "server 0 replica 1", "5"),
         ),
         # The environment put in a token, which was not sampled and has no log-probability.
         (

@@ -34,16 +34,13 @@ class Sample:
     response_token_ids: Sequence[Any] = ()
 
 
-def samples_of(*sample_ids: SampleId) -> list[Sample]:
-    return [Sample(name) for name in sample_ids]
-
-
 def record(
     recorder: RewardRecorder,
-    samples: Sequence[Sample],
+    names: Sequence[SampleId],
     values: Sequence[Sequence[float]],
     all_gather: Gather = lambda value: [value],
 ) -> list[RewardRow]:
+    samples = [Sample(name) for name in names]
     return recorder.record(None, samples, values, fate="trained", extras={}, all_gather=all_gather)
 
 
@@ -76,8 +73,8 @@ def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
 
 def test_functions_that_gave_nothing_or_share_a_name() -> None:
     recorder = RewardRecorder(["judge", "form", "judge"], [1.0, 0.5, 0.25])
-    samples = samples_of(ROW.sample_id, sample_id(1))
-    some, none = record(recorder, samples, [[math.nan, 1.0, 1.0], [math.nan] * 3])
+    names = [sample_id(0), sample_id(1)]
+    some, none = record(recorder, names, [[math.nan, 1.0, 1.0], [math.nan] * 3])
     assert (some.reward, none.reward) == (0.75, None)
     assert some.rewards == [("judge", None), ("form", 1.0), ("judge_2", 1.0)]
     assert (some.advantage, some.gap_mean, some.fate) == (None, None, "trained")
@@ -92,11 +89,11 @@ def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it() -> N
         recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
         for number in (0, 1):
             names = [sample_id(group=2 * number + rank, index=i) for i in (0, 1)]
-            recorder.generated(samples_of(*names), [[number + rank / 10, 0.0]] * 2)
-        trained = samples_of(*(sample_id(group=rank + 1, index=i) for i in (1, 0)))
+            recorder.generated([Sample(name) for name in names], [[number + rank / 10, 0.0]] * 2)
+        trained = [sample_id(group=rank + 1, index=i) for i in (1, 0)]
         recorded[rank] = record(recorder, trained, [[9.0, 0.0]] * 2, all_gather=gather)
         # Nothing is left for the next round.
-        later = samples_of(sample_id(1, index=rank))
+        later = [sample_id(1, index=rank)]
         assert len(record(recorder, later, [[5.0, 0.0]], all_gather=gather)) == 1
 
     run_ranks(2, work)
@@ -121,7 +118,7 @@ def test_groups_that_got_another_prompt() -> None:
         [sample_id(1, group=g) for g in (0, 1)],
         [sample_id(0, group=1)],
     ]
-    recorded = [record(recorder, samples_of(*of), [[0.0, 0.0]] * len(of)) for of in names]
+    recorded = [record(recorder, of, [[0.0, 0.0]] * len(of)) for of in names]
     assert [[row.replaced for row in rows] for rows in recorded] == [
         [False, False, True, True],
         [False, True],
@@ -136,10 +133,10 @@ def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
         return [(row["step"], row["reward"]) for row in rows]
 
     def write(session: int, *steps: int) -> None:
+        names = [sample_id(step) for step in steps]
         log = SampleLog(tmp_path, session=session, start_step=steps[0], rank=0)
-        log.append([replace(ROW, sample_id=sample_id(step)) for step in steps])
-        samples = samples_of(*map(sample_id, steps))
-        rows = record(RewardRecorder(FUNCTIONS, WEIGHTS), samples, [[session, 0.0]] * len(steps))
+        log.append([replace(ROW, sample_id=name) for name in names])
+        rows = record(RewardRecorder(FUNCTIONS, WEIGHTS), names, [[session, 0.0]] * len(steps))
         log.append(rows, REWARDS)
         log.flush()
 
@@ -154,7 +151,7 @@ def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
 
 def test_what_training_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "MOST_GAPS", 2)
-    first, second, third = samples_of(*(sample_id(index=i) for i in range(3)))
+    first, second, third = (Sample(sample_id(index=i)) for i in range(3))
     first.response_token_ids, second.response_token_ids = [5, 6, 7, 8], [[5, 6], [7]]
     first.advantages, second.advantages = torch.tensor(0.5), torch.tensor(-1.5)
     batch = SimpleNamespace(
