@@ -78,6 +78,7 @@ def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
 
 
 def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
+    write_session(tmp_path, [replace(ROW, sample_id=sample_id(3))])
     rows = [
         replace(ROW, sample_id=sample_id(4, group=group, index=index, turn=turn), rank=index // 2)
         for group in (0, 1)
@@ -86,12 +87,8 @@ def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
     ]
     for rank in (1, 0):
         own = [row for row in rows if row.rank == rank]
-        write_session(tmp_path, own[::-1], rank=rank)
+        write_session(tmp_path, own[::-1], session=1, start_step=4, rank=rank)
     assert read_group(tmp_path, phase="train", step=4, number=0, group=1) == rows[8:]
-
-
-def test_a_group_that_is_not_there(tmp_path: Path) -> None:
-    write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(3, 4)])
     for step, group in ((4, 9), (5, 0)):
         message = f"holds no group {group} of train round {step}.0; it has train steps 3 to 4"
         with pytest.raises(ValueError, match=message):

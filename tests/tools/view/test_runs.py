@@ -20,16 +20,22 @@ from swift_grpo_ext.tools.view.runs import (
 from tests.tools.view.runs import Writer, make_rows, make_run
 
 
-def test_a_run_is_followed(tmp_path: Path) -> None:
+def test_a_run_is_followed_from_before_its_first_round(tmp_path: Path) -> None:
     writer, follower = Writer(tmp_path), Follower(tmp_path)
+    assert follower.refresh()
+    assert "samples does not exist" in follower.snapshot.problem
+    assert follower.snapshot.table.num_rows == 0
+    assert not follower.refresh()
     writer.write(make_rows(0))
     assert follower.refresh()
+    assert (follower.snapshot.problem, follower.snapshot.table.num_rows) == ("", 4)
     [first] = follower.snapshot.rounds.values()
     assert not follower.refresh()  # nothing is new
     rows = make_rows(1)
     writer.write(rows, scored=False)
     assert follower.refresh()
     assert follower.snapshot.table["reward"].to_pylist() == [None] * 4 + [0, 0, 0, 1]
+    assert list_groups(follower.snapshot, RoundName("train", 1, 0))[0]["reward"] is None
     writer.score(rows)
     assert follower.refresh()
     assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1] * 2
@@ -74,16 +80,6 @@ def test_blocks_are_published_as_they_are_read(
 
     Recording(make_run(tmp_path / "run")).refresh()
     assert seen == [(4, False), (8, False), (12, True)]
-
-
-def test_a_folder_without_record_has_a_problem_until_it_has_one(tmp_path: Path) -> None:
-    follower = Follower(tmp_path)
-    follower.refresh()
-    assert "samples does not exist" in follower.snapshot.problem
-    assert follower.snapshot.table.num_rows == 0
-    Writer(tmp_path).write(make_rows(0))
-    assert follower.refresh()
-    assert (follower.snapshot.problem, follower.snapshot.table.num_rows) == ("", 4)
 
 
 @pytest.fixture(scope="module")
