@@ -17,7 +17,7 @@ import pytest
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, next_session, record_files
 from swift_grpo_ext.record.reader import index_samples, read_samples
-from swift_grpo_ext.record.row import SAMPLES, SampleRow, to_rows
+from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SAMPLES, SampleRow, make_table, to_rows
 from tests.record.rows import ROW, sample_id, write_session
 
 
@@ -58,6 +58,14 @@ def test_a_row_comes_back_as_it_was(tmp_path: Path, change: dict[str, Any]) -> N
     assert counts == [len(row.token_ids)]
 
 
+def test_a_table_s_columns() -> None:
+    table = make_table("extra", {"text": pa.utf8(), "size": pa.int32()}, nullable=["text"])
+    *named, text, size = table.schema
+    assert [field.name for field in named] == ["session", *SAMPLE_ID_COLUMNS[:-1]]
+    assert text == pa.field("text", pa.utf8(), nullable=True)
+    assert size == pa.field("size", pa.int32(), nullable=False)
+
+
 def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
     exact = -np.random.default_rng(0).exponential(2.0, 3000)
     write_session(tmp_path, [replace(ROW, token_ids=[1] * 3000, logprobs=exact.tolist())])
@@ -74,6 +82,13 @@ def test_any_parquet_reader_reads_the_files_and_ours_keeps_the_order(tmp_path: P
     [row] = pandas.read_parquet(tmp_path / "samples").to_dict("records")
     assert (row["session"], row["step"], row["logprobs"].tolist()) == (2, 1, ROW.logprobs)
     assert read_samples(tmp_path).schema == SAMPLES.schema
+    [file] = record_files(SAMPLES.folder(tmp_path))
+    row_group = pq.read_metadata(file.path).row_group(0)
+    columns = [row_group.column(number) for number in range(row_group.num_columns)]
+    encodings = {column.path_in_schema: column.encodings for column in columns}
+    assert "BYTE_STREAM_SPLIT" in encodings["logprobs.list.element"]
+    assert "RLE_DICTIONARY" in encodings["media.list.element"]
+    assert "RLE_DICTIONARY" not in encodings["seed"]
     table = read_samples(tmp_path, columns=["text", "step"])
     assert table.to_pylist() == [{"text": "seven", "step": 1}]
     with pytest.raises(KeyError, match="reward"):
@@ -98,6 +113,7 @@ def test_the_step_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     log, may_write = open_log(tmp_path), threading.Event()
     log._writer.submit(may_write.wait, 10)  # a disk that is slow
     log.append([ROW])
+    assert [thread.name for thread in log._writer._threads] == ["sample-log_0"]
     assert record_files(SAMPLES.folder(tmp_path)) == []
     may_write.set()
     log.flush()
@@ -143,6 +159,8 @@ def test_a_bounded_record_loses_its_oldest_rounds(tmp_path: Path) -> None:
     assert steps[0] == 0  # of the other rank
     assert steps[1:] == list(range(steps[1], 31))
     assert 7 <= len(steps[1:]) <= 10
+    write_steps(open_log(tmp_path, session=2, start_step=31, max_bytes=1), 31, 32)
+    assert steps_of(tmp_path) == [0, 32]  # the newest file is never removed
     assert before.read(["session"]).num_rows == 1  # of the other rank's file, which is still there
 
 

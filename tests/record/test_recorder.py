@@ -30,7 +30,10 @@ from tests.ranks import ThreadRanks, run_rank_groups
 
 FIRST = SampleId(phase="train", step=3, number=1, group=2, index=0)
 SAMPLE = OnPolicySample(
-    [{"role": "user", "content": "几?"}], images=[{"path": "a.png", "bytes": None}]
+    [{"role": "user", "content": "几?"}],
+    images=[{"path": "a.png", "bytes": None}],
+    videos=["b.mp4"],
+    audios=["c.wav"],
 )
 
 
@@ -115,7 +118,8 @@ def test_what_is_recorded_of_an_answer(out: RolloutOutput, expected: tuple[Any, 
     [row] = rows
     assert (row.text, row.token_ids, row.logprobs, row.replica, row.stop_reason) == expected
     assert (row.seed, row.rank, row.weight_version, row.finish_reason) == (None, 0, 3, "stop")
-    assert (row.media, row.prompt) == (["a.png"], '[{"role": "user", "content": "几?"}]')
+    assert row.media == ["a.png", "b.mp4", "c.wav"]
+    assert row.prompt == '[{"role": "user", "content": "几?"}]'
     assert row.fingerprint == "print 0"
 
 
@@ -149,6 +153,8 @@ def test_one_rank_writes_for_all(tmp_path: Path) -> None:
     """With `--async_generate`, rank 0 generates the samples of all ranks in order."""
     recorder = SampleRecorder(str(tmp_path), SingleRank(), 42)
     recorder.open(start_step=0)
+    assert recorder.log is not None
+    assert recorder.log._max_bytes is None  # no bound
     # A server's scheduler may make several training samples of one, which have no names.
     record(recorder, ids(6, 7), [output([5])])
     assert record_files(tmp_path / "samples") == []
