@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -131,6 +132,7 @@ def train(argv: list[str], folder: Path) -> Trained:
 def forked(argv: list[str], folder: Path) -> Trained:
     """`train` in a child of this process, which has imported everything."""
     result = folder.with_suffix(".pickle")
+    gc.freeze()  # a group of gloo that the child collected would wait for threads it does not have
     child = os.fork()
     if child == 0:
         try:
@@ -139,6 +141,7 @@ def forked(argv: list[str], folder: Path) -> Trained:
             traceback.print_exc()
         os._exit(0)
     os.waitpid(child, 0)
+    gc.unfreeze()
     found = pickle.loads(result.read_bytes())
     assert isinstance(found, Trained)
     return found

@@ -123,7 +123,7 @@ def start():
     trainer.itself = trainer
     return store
 
-weights = GlooCommunicator(SimpleNamespace(rank=0, world_size=1, store=start()))
+weights = GlooCommunicator(SimpleNamespace(rank=0, world_size=1, store=start()), timeout=60.0)
 weights.broadcast(torch.zeros(2), src=0)
 both = gloo_threads()
 del weights
