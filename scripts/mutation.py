@@ -98,7 +98,7 @@ def execute_pytest(self, params, plugins=()):
 harness.PytestRunner.execute_pytest = execute_pytest
 mutmut.cli(["run", *sys.argv[1:]])
 """
-"""What runs the tests.
+"""This code runs the tests.
 
 mutmut knows of a test's calls in its own process alone: with this also of those of forked children
 (a whole training), of which all tests of that file may tell. The seconds of a fixture count too,

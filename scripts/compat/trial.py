@@ -105,7 +105,7 @@ class Trial:
 
     @property
     def names_hold(self) -> bool:
-        """Whether only names were looked at, and nothing speaks against it."""
+        """Return whether only names were looked at, and nothing speaks against it."""
         return not (self.tests or self.pins_wrong or self.changes or self.excluded)
 
     def save(self, path: Path) -> None:

@@ -73,7 +73,7 @@ MAX_COLLISIONS = 16
 
 MAX_BYTES = 64 * 2**20
 BYTES_OF_SAMPLE = 1000
-"""What a remembered sample takes beside its tokens, its names included."""
+"""A remembered sample takes so many beside its tokens, its names included."""
 
 MAX_PER_PROMPT = 64
 MAX_KEPT_BITS = 96.0

@@ -67,7 +67,7 @@ def assert_says(findings: Iterable[Finding], expected: str | None) -> None:
 def test_the_first_error_is_raised_after_the_warnings(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is no flag gets no dashes."""
+    """A setting that is no flag gets no dashes."""
     monkeypatch.setattr(logging.getLogger("swift"), "propagate", True)
     findings = [ok("a", "holds"), note("b", "is so"), warning("seed", "is odd.", "Leave it.")]
     enforce(findings)

@@ -42,7 +42,7 @@ REMEDIES = {
     "(quantization, --vllm_engine_kwargs) than the trainer: `prompts` says whether it is those.",
     "logits": "Leave out the flags that are named, and report it with selftest.json.",
 }
-"""What to do where a promise does not hold, for the checks where that is more than `REPORT`."""
+"""A check has one where a promise that does not hold asks for more than `REPORT`."""
 
 REPORT = "Report it with selftest.json."
 
