@@ -53,19 +53,20 @@ def made() -> str:
     """Return the Markdown between the marks of the page."""
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     lines = [
-        "| model type | prompts | all weights | LoRA, 2 ranks | server | videos | audio | stops |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model type | in | prompts | all weights | LoRA, 2 ranks | server | videos | audio "
+        "| stops |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, family in FAMILIES.items():
         runs: Mapping[str, Any] = results.get(name, {})
         if "whole" not in runs:
-            lines.append(f"| `{name}` |{' not run |' * 7}")
+            lines.append(f"| `{name}` | {family.dtype} |{' not run |' * 7}")
             continue
         whole = runs["whole"]
         prompts = "equal: the rollout's line breaks" if whole["line_breaks"] else "equal"
         gaps = [_gap(family, other, runs) for other in OTHER_RUNS]
         stops = f"{whole['stopped']} of {whole['samples']}"
-        cells = [f"`{name}`", prompts, f"{whole['gap']:.0e}", *gaps, stops]
+        cells = [f"`{name}`", family.dtype, prompts, f"{whole['gap']:.0e}", *gaps, stops]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| model type | no run |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in OTHERS.items()]
@@ -77,7 +78,8 @@ def _gap(family: Family, run: str, runs: Mapping[str, Any]) -> str:
     if run == "videos" and family.videos_fail:
         return "ms-swift: images only"
     if run not in runs:
-        return "not run" if getattr(family, run, True) else ""
+        is_shown = family.shows == run or not getattr(family, run, True)
+        return "" if is_shown else "not run"
     gap = f"{runs[run]['gap']:.0e}"
     return gap if run in ("videos", "audio") else f"equal, {gap}"
 

@@ -69,6 +69,9 @@ class Family:
     videos_fail: str = ""
     """How upstream ends a training with videos, where it does."""
 
+    dtype: str = "float32"
+    """What both sides compute in."""
+
     needs: tuple[str, ...] = ()
     """Packages that ms-swift asks for, beyond the set-up's."""
 
@@ -84,7 +87,20 @@ class Family:
     @property
     def swift_argv(self) -> list[str]:
         """Return what `swift rlhf` and `swift rollout` have to be told."""
-        return ["--model_type", self.model_type or self.name, "--template", self.template]
+        model_type = self.model_type or self.name
+        dtype = ("--torch_dtype", self.dtype)
+        return ["--model_type", model_type, "--template", self.template, *dtype]
+
+    @property
+    def shows(self) -> str:
+        """Return the kind of media that its trainings show, or `words`."""
+        kinds = ("images", "videos", "audio")
+        return next((kind for kind in kinds if getattr(self, kind)), "words")
+
+    @property
+    def bits(self) -> int:
+        """Return the size of a number in memory."""
+        return int(torch.finfo(getattr(torch, self.dtype)).bits)
 
 
 def read_families() -> dict[str, Family]:
