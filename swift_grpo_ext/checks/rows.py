@@ -11,6 +11,7 @@ import inspect
 import io
 import os
 import random
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +124,8 @@ def question_of(row: Row) -> str:
 
 
 def bad_media(row: Row) -> str | None:
-    """Say what is wrong with a row's images; None where nothing is.
+    """Say what is wrong with a row's images, or which video or audio is missing; None where nothing
+    is.
 
     More images than marks are right: ms-swift puts the marks in front.
     """
@@ -138,6 +140,11 @@ def bad_media(row: Row) -> str | None:
         if reason := unreadable(image):
             source = image.get("path") if isinstance(image, Mapping) else image
             return f"image {str(source)[:255]!r} {reason}"
+    for kind in ("video", "audio"):
+        items = row.get(f"{kind}s") or ()
+        for item in items if isinstance(items, (list, tuple)) else [items]:
+            if is_missing(item):
+                return f"{kind} {str(item)[:255]!r} does not exist"
     return None
 
 
@@ -163,6 +170,15 @@ def unreadable(image: object) -> str | None:
         return "does not exist"
     except Exception as e:  # PIL's plugins raise whatever they stumble over in a broken header
         return f"is not an image that can be read ({type(e).__name__}: {e})"
+
+
+def is_missing(item: object) -> bool:
+    """Return whether a video or an audio is a local path of which there is no file."""
+    try:
+        content = media_content(item)
+        return isinstance(content, Path) and not content.exists()
+    except (ValueError, OSError):  # no base64, no path: ms-swift says what it is
+        return False
 
 
 def media_content(image: object) -> Path | io.BytesIO | None:
@@ -201,5 +217,14 @@ def encoding_error(template: Template, row: Row) -> str | None:
         with torch.inference_mode():
             inspect.unwrap(type(template).encode)(template, prompt)
     except Exception as e:  # templates, processors and readers of media raise many kinds
-        return f"{type(e).__name__}: {e}"
+        return reason_of(e)
     return None
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's type and text; the line that raised it where it has no text."""
+    text = str(error)
+    if not text:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        text = f"{Path(last.filename).name}, line {last.lineno}: {last.line}"
+    return f"{type(error).__name__}: {text}"

@@ -167,7 +167,7 @@ def with_text_of(
     if not isinstance(ids, list) or not labels or ids[: len(rollout)] == list(rollout):
         return {}
     num_prompt = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-    ours, theirs = _spans(rollout, placeholders), _spans(ids[:num_prompt], placeholders)
+    ours, theirs = spans_of(rollout, placeholders), spans_of(ids[:num_prompt], placeholders)
 
     # Where a cut leaves no text between two media, numbers of runs differ too: side by side,
     # transformers takes two for one (5.19, `get_rope_index`).
@@ -212,7 +212,7 @@ def _is_media(token_id: int, placeholders: Collection[int]) -> bool:
     return token_id < 0 or token_id in placeholders
 
 
-def _spans(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
+def spans_of(ids: Sequence[int], placeholders: Collection[int]) -> list[Span]:
     """Return the runs of placeholders and of text, beginning with text."""
     runs = groupby(ids, key=lambda i: _is_media(i, placeholders))
     spans = [(is_media, list(run)) for is_media, run in runs]
@@ -279,8 +279,8 @@ def check_prompt_of(
     if not rollout:
         return
     training = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
-    ours = _spans(rollout, placeholders)
-    theirs = _spans(training, placeholders)[: len(ours)]
+    ours = spans_of(rollout, placeholders)
+    theirs = spans_of(training, placeholders)[: len(ours)]
     is_media, last = ours[-1]
     if len(theirs) == len(ours) and not is_media:  # the completion follows the prompt's last text
         theirs[-1] = (False, theirs[-1][1][: len(last)])

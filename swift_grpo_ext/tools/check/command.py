@@ -70,11 +70,16 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
                 (config, partial(look_up, read, gpus)),
                 (config, partial(check_template, read)),
                 (config, partial(check_data, read)),
+                (config, partial(check_encoding, read)),
             ]
     if not options.config and (options.model or overrides):
         model = ["--model", options.model] if options.model else []
         read = Run(training=parse("training", {}, [*model, *overrides]))
-        checks += [(here, partial(check_template, read)), (here, partial(check_data, read))]
+        checks += [
+            (here, partial(check_template, read)),
+            (here, partial(check_data, read)),
+            (here, partial(check_encoding, read)),
+        ]
 
     for subject, check in checks:
         with _silence():
@@ -85,6 +90,13 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
                 findings = [warning("A check", text, "Look at the lines above, or report it.")]
         for finding in findings:
             yield subject, finding
+
+
+def check_encoding(run: Run) -> Findings:
+    """Compare rows as training and vLLM encode them; loads both."""
+    from swift_grpo_ext.tools.check import encoding
+
+    return encoding.check_encoding(run)
 
 
 @contextlib.contextmanager

@@ -8,19 +8,18 @@ alone; a run's settings need not be whole for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, note, ok, warning
-from swift_grpo_ext.checks.rows import MEDIA, check_rows
+from swift_grpo_ext.checks.finding import Finding, Findings, did_you_mean, error, note, ok, warning
+from swift_grpo_ext.checks.rows import MEDIA, Row, check_rows
 from swift_grpo_ext.tools.check.rules import PLUGIN
-from swift_grpo_ext.tools.check.settings import Run, devices_of, environment, plugins_of
+from swift_grpo_ext.tools.check.settings import Run, devices_of, plugins_of
 
 PACKAGE_OF_REWARD = {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"}
 """Modules that ms-swift's rewards need, which it does not bring along, and asks for once the model
@@ -30,8 +29,8 @@ DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 LOCAL = ("/", ".", "~")
 """Beginnings of what is a path, and no id of a hub."""
 
-NUM_ROWS = 32
-"""Rows of each data set that are looked at."""
+NUM_ROWS = 512
+"""Rows of each data set that are looked at, the first ones."""
 
 
 def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
@@ -163,41 +162,50 @@ def model_folder(model: str) -> Path | None:
 
 
 def check_data(run: Run) -> Findings:
-    """Load the first rows of each file with their images; leave ids of a hub to ms-swift."""
+    """Look at the first rows of each data set that is a file, with their images."""
+    deletes = run.train("truncation_strategy") == "delete"
+    for name, rows in read_data(run):
+        if isinstance(rows, Finding):
+            yield rows
+            continue
+        with run.environment("training"):  # which may hold ROOT_IMAGE_DIR
+            yield from check_rows(rows, setting=name, expects_media=True, deletes_bad_rows=deletes)
+        with_media = sum(any(row.get(kind) for kind in MEDIA) for row in rows)
+        text = f"{with_media} of the first {len(rows)} rows hold images, videos or audios."
+        yield note(name, text)
+
+
+def read_data(run: Run) -> Iterator[tuple[str, list[Row] | Finding]]:
+    """Yield the name and the first rows of each data set; what is to say where there are none. Ids
+    of a hub are left to ms-swift."""
     from swift.dataset import load_dataset
     from swift.dataset.dataset_syntax import DatasetSyntax
     from swift.utils import json_parse_to_dict
 
     columns = json_parse_to_dict(run.train("columns")) if run.train("columns") else None
-    deletes = run.train("truncation_strategy") == "delete"
     named = [(s, given) for s in ("dataset", "val_dataset") for given in run.train(s) or ()]
-    # ENV may hold ROOT_IMAGE_DIR; what the shell says wins in ms-swift too.
-    env = {name: str(value) for name, value in environment(run.training).items()}
-    with patch.dict(os.environ, {**env, **os.environ}):
-        for setting, given in named:
-            name, path = f"{setting} {given}", DatasetSyntax.parse(given).dataset
-            if not Path(path).expanduser().exists():
-                if Path(path).suffix in DATA_SUFFIXES or path.startswith(LOCAL):
-                    text = f"there is no such file in {Path.cwd()}, nor folder."
-                    yield error(name, text, "Name a file of rows, or a hub id.")
-                else:
-                    yield note(name, "is no file here, so it is taken for a hub id.")
-                continue
-            try:
+    for setting, given in named:
+        name, path = f"{setting} {given}", DatasetSyntax.parse(given).dataset
+        if not Path(path).expanduser().exists():
+            if Path(path).suffix in DATA_SUFFIXES or path.startswith(LOCAL):
+                text = f"there is no such file in {Path.cwd()}, nor folder."
+                yield name, error(name, text, "Name a file of rows, or a hub id.")
+            else:
+                yield name, note(name, "is no file here, so it is taken for a hub id.")
+            continue
+        try:
+            with run.environment("training"):
                 loaded, _ = load_dataset(
                     [given], streaming=True, remove_unused_columns=False, columns=columns
                 )
                 first = list(islice(iter(loaded), NUM_ROWS))
-            except Exception as e:  # `datasets` and ms-swift raise many kinds
-                text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})."
-                remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
-                yield error(name, text, remedy)
-                continue
-            if not first:
-                yield error(name, "holds no rows that ms-swift can use.", "Name another file.")
-                continue
-            # Here belongs the comparison of rows as training and as vLLM encode them.
-            yield from check_rows(first, setting=name, expects_media=True, deletes_bad_rows=deletes)
-            with_media = sum(any(row.get(kind) for kind in MEDIA) for row in first)
-            text = f"{with_media} of the first {len(first)} rows hold images, videos or audios."
-            yield note(name, text)
+        except Exception as e:  # `datasets` and ms-swift raise many kinds
+            text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})."
+            remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
+            yield name, error(name, text, remedy)
+            continue
+        if not first:
+            text = "holds no rows that ms-swift can use."
+            yield name, error(name, text, "Name another file.")
+            continue
+        yield name, first

@@ -7,12 +7,15 @@ Keys, types, choices and defaults are ms-swift's own. Nothing is imported that l
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
 
 import yaml
 
@@ -99,6 +102,19 @@ class Run:
 
     def name(self, side: Side) -> str:
         return self.names.get(side, COMMANDS[side])
+
+    @contextmanager
+    def environment(self, side: Side) -> Iterator[None]:
+        """Set what a side's ENV and `--model_kwargs` say within the block; what the shell says
+        wins, as in ms-swift."""
+        from swift.utils import json_parse_to_dict
+
+        given = dict(environment(self.training if side == "training" else self.rollout))
+        for name, value in json_parse_to_dict(self.arguments(side).model_kwargs).items():
+            given[name.upper()] = value
+        env = {name: str(value) for name, value in given.items()}
+        with patch.dict(os.environ, {**env, **os.environ}):
+            yield
 
 
 def environment(settings: Settings | None) -> Settings:

@@ -1,0 +1,476 @@
+"""A data set's rows as training and as vLLM encode them, held side by side without a model.
+
+A rollout's request goes all the way that it goes in a run, through ms-swift's template and engine,
+what we add, and vLLM's own processing; only the core of the engine, which would load the model, is
+left out. Each side has its own settings: template, system prompt, lengths, and environment
+variables such as MAX_PIXELS. So what `--rollout_mismatch stop` would end a run for is known without
+a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields
+from difflib import SequenceMatcher
+from itertools import count, groupby
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock, patch
+
+import torch
+
+from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
+from swift_grpo_ext.checks.rows import (
+    MEDIA,
+    Row,
+    bad_media,
+    encoding_error,
+    prompt_of,
+    question_of,
+    reason_of,
+)
+from swift_grpo_ext.rollout.placeholders import placeholder_ids
+from swift_grpo_ext.tools.check.lookup import LOCAL, model_folder, read_data
+from swift_grpo_ext.tools.check.settings import Run, Side
+from swift_grpo_ext.training.batch import REMEDY, SHOWN, spans_of, with_text_of
+
+if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOSample
+    from swift.template import Template
+    from vllm.v1.engine import EngineCoreRequest
+
+    from swift_grpo_ext.rollout.engine import RolloutEngine
+
+SHOWN_ROWS = 3
+"""Rows that are named of each kind of fault; the others are counted."""
+
+SHOWN_DIFFERENCES = 3
+"""Places that are named of a row."""
+
+OF_PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs")
+"""Entries of `--vllm_engine_kwargs` that change what vLLM makes of a request."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A place at which two prompts differ."""
+
+    at: int
+    """The number of the rollout's token where it begins."""
+
+    rollout: list[int]
+    training: list[int]
+
+
+@dataclass
+class EncodedRow:
+    """A row's prompt on both sides."""
+
+    row: Row
+    rollout: list[int]
+    training: list[int]
+    """As ms-swift's template writes it."""
+
+    differences: list[Difference]
+    """Those that remain where training is given the rollout's line breaks and cuts."""
+
+    has_rollouts_text: bool
+    """Whether training is given other text than its template writes: the rollout's."""
+
+    media: list[str]
+    """What the rollout shows, each with its size and its tokens."""
+
+    num_behind_cut: int
+    """Media of the text that `--max_length` cuts, which stay in the prompt without it."""
+
+    @property
+    def name(self) -> str:
+        """What a message calls the row."""
+        return f"the row that asks {question_of(prompt_of(self.row))!r}"
+
+
+class RowEncoder:
+    """Encodes rows for training and for rollouts, as the settings of a run say.
+
+    Args:
+        run: the settings.
+        folders: the model's folder on each side.
+    """
+
+    def __init__(self, run: Run, folders: Mapping[Side, Path]) -> None:
+        # A server that was not described has the training's settings.
+        self._rollout_side: Side = "rollout" if run.has_servers and run.rollout else "training"
+        self._run = run
+        with self._run.environment("training"):
+            self.template = make_template(run, "training", folders["training"])
+        template = copy(self.template)
+        with self._run.environment(self._rollout_side):
+            if self._rollout_side == "rollout":
+                template = make_template(run, "rollout", folders["rollout"])
+            args = run.arguments(self._rollout_side)
+            self._engine, self._core = make_engine(folders[self._rollout_side], template, args)
+        self._placeholders = placeholder_ids(self.template)
+        self._ids = map(str, count())
+
+    @property
+    def max_length(self) -> int | None:
+        """The tokens of a rollout's prompt before vLLM puts in those of media, at most."""
+        length: int | None = self._engine.template.max_length
+        return length
+
+    @property
+    def max_model_len(self) -> int:
+        """The tokens of a prompt and its completion, at most."""
+        return int(self._engine.engine.model_config.max_model_len)
+
+    def refusal(self, row: Row) -> str | None:
+        """Say why the template of the training refuses a row, as `--truncation_strategy delete`
+        sees it."""
+        with self._run.environment("training"):
+            return encoding_error(self.template, row)
+
+    def encode(self, row: Row) -> EncodedRow:
+        """Encode a row on both sides; raises what templates and vLLM raise."""
+        from swift.rl_core.data import GRPOSample
+        from swift.rlhf_trainers import GRPOTrainer
+        from swift.utils import remove_response
+
+        sample = GRPOSample.from_row({**row, "messages": list(map(dict, row["messages"]))})
+        # What ms-swift's trainer does before a rollout (`_preprocess_inputs`).
+        GRPOTrainer._set_inputs_system(SimpleNamespace(template=self.template), [sample])
+        remove_response(sample.messages)
+        with self._run.environment(self._rollout_side):
+            request, media = self._request(sample)
+        rollout = list(request.prompt_token_ids)
+        with self._run.environment("training"):
+            training, changed = self._prompt_in_training(sample, rollout)
+        spans = spans_of(rollout, self._placeholders)
+        num_text = sum(len(ids) for is_media, ids in spans if not is_media)
+        return EncodedRow(
+            row=row,
+            rollout=rollout,
+            training=training,
+            differences=list(differences(rollout, changed, self._placeholders)),
+            has_rollouts_text=changed != training,
+            media=media,
+            num_behind_cut=media_behind_cut(training, num_text, self._placeholders),
+        )
+
+    def _request(self, sample: GRPOSample) -> tuple[EngineCoreRequest, list[str]]:
+        """Return what vLLM's core would get, and what the request shows."""
+        from swift.infer_engine.protocol import RequestConfig
+
+        [inputs], _ = self._engine._batch_encode([sample.to_infer_request()], strict=True)
+        config = self._engine._prepare_generation_config(RequestConfig(max_tokens=1))
+        self._engine._add_request(inputs, config, next(self._ids))
+        request: EngineCoreRequest = self._core.add_request.call_args.args[0]
+        return request, describe_media(inputs, request)
+
+    def _prompt_in_training(
+        self, sample: GRPOSample, rollout: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return the prompt's tokens as training encodes them, and as it is given them."""
+        from swift.rlhf_trainers.utils import encode_sample
+
+        tokenizer, max_length = self.template.tokenizer, self.template.max_length
+        sample.messages.append({"role": "assistant", "content": ""})
+        sample.response_token_ids = tokenizer.encode("a", add_special_tokens=False)[:1]
+        sample.add_eos = False
+        self.template.max_length = None  # as in ms-swift's trainer (`_template_context`)
+        try:
+            with torch.inference_mode():
+                encoded = encode_sample(sample, self.template)
+        finally:
+            self.template.max_length = max_length
+        was_cut = max_length is not None and 0 < max_length <= len(rollout)
+        changed = encoded | with_text_of(
+            rollout, encoded, self._placeholders, tokenizer.decode, was_cut=was_cut
+        )
+        both = []
+        for ids, labels in ((e["input_ids"], e["labels"]) for e in (encoded, changed)):
+            end = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+            both.append(torch.as_tensor(ids).flatten().tolist()[:end])
+        return both[0], both[1]
+
+    def words(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids and the ids, for a message."""
+        if not ids:
+            return "nothing"
+        runs = [(i, len(list(run))) for i, run in groupby(ids)]
+        text = self.template.tokenizer.decode([i for i, _ in runs[:SHOWN] if i >= 0])
+        numbers = [f"{i} x {length}" if length > 1 else str(i) for i, length in runs[:SHOWN]]
+        if len(runs) > SHOWN:
+            numbers.append(f"... {len(ids)} tokens in all")
+        return f"{text!r} ({', '.join(numbers)})"
+
+
+# --- the two sides ---
+
+
+def make_template(run: Run, side: Side, folder: Path) -> Template:
+    """Return ms-swift's template as a side's settings make it."""
+    from swift.arguments import TemplateArguments
+    from swift.model import get_processor
+    from swift.template import get_template
+
+    args = run.arguments(side)
+    processor = get_processor(
+        str(folder), model_type=args.model_type, new_special_tokens=args.new_special_tokens
+    )
+    given = {f.name: getattr(args, f.name) for f in fields(TemplateArguments)}
+    if side == "training":  # defaults of GRPO (rlhf_args.py, `_init_grpo`, `_set_loss_scale`)
+        given["truncation_strategy"] = args.truncation_strategy or "left"
+        given["loss_scale"] = args.loss_scale or "last_round"
+    if args.max_length is None:  # base_args.py
+        given["max_length"] = processor.model_info.max_model_len
+    settings = TemplateArguments(**given)
+    settings.remove_unused_columns = False  # which its reader looks up
+    template = get_template(processor, **settings.get_template_kwargs())
+    template.set_mode("train")
+    return template
+
+
+def make_engine(
+    folder: Path, template: Template, args: SimpleNamespace
+) -> tuple[RolloutEngine, MagicMock]:
+    """Return an engine that encodes requests, and the stand-in for its core, which gets them.
+
+    Args:
+        args: of the side that generates.
+    """
+    import vllm.platforms
+    from swift.utils import json_parse_to_dict
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    from swift_grpo_ext.rollout.engine import RolloutEngine
+
+    platform = vllm.platforms.current_platform
+    if platform.is_unspecified():  # vLLM for GPUs, where there is none; its modules hold the object
+        platform.__class__ = CpuPlatform
+    kwargs = json_parse_to_dict(args.vllm_engine_kwargs)
+    core = MagicMock()
+    core.get_supported_tasks.return_value = ("generate",)
+    with patch.object(EngineCoreClient, "make_client", return_value=core):
+        engine = RolloutEngine(
+            str(folder),
+            template=template,
+            torch_dtype=torch.bfloat16,
+            max_model_len=args.vllm_max_model_len,
+            limit_mm_per_prompt=json_parse_to_dict(args.vllm_limit_mm_per_prompt) or None,
+            enforce_eager=True,
+            engine_kwargs={name: kwargs[name] for name in OF_PROCESSING if name in kwargs},
+        )
+    return engine, core
+
+
+def describe_media(inputs: Mapping[str, Any], request: EngineCoreRequest) -> list[str]:
+    """Say what a request shows: `image 1 of 28x28 (4 tokens from token 15 on)`."""
+    sizes = {kind: map(size_of, inputs.get(kind) or ()) for kind in MEDIA}
+    numbers: Counter[str] = Counter()
+    described = []
+    for feature in request.mm_features or ():
+        kind, place = feature.modality, feature.mm_position
+        numbers[kind] += 1
+        size = next(sizes.get(f"{kind}s", iter(())), "")
+        tokens = f"{place.length} tokens from token {place.offset} on"
+        described.append(f"{kind} {numbers[kind]}{size} ({tokens})")
+    return described
+
+
+def size_of(item: Any) -> str:
+    """Return ` of` the size of a medium, as ms-swift hands it to vLLM."""
+    if isinstance(item, tuple):  # with metadata, or a sampling rate
+        item = item[0]
+    size = getattr(item, "size", None)
+    if isinstance(size, tuple):
+        return " of {}x{}".format(*size)
+    shape = getattr(item, "shape", None)
+    return f" of {'x'.join(map(str, shape))}" if shape else ""
+
+
+# --- what differs ---
+
+
+def differences(
+    rollout: Sequence[int], training: Sequence[int], placeholders: Collection[int]
+) -> Iterator[Difference]:
+    """Yield where two prompts differ. A medium that is written in two ways is no difference."""
+    sides = [spans_of(ids, placeholders) for ids in (rollout, training)]
+    # Numbers below 0 stand for a medium in training, whatever its length.
+    unsized = {n for n, (_, ids) in enumerate(sides[1]) if ids and min(ids) < 0}
+    items: list[list[tuple[str, list[int]]]] = [[], []]
+    for side, spans in zip(items, sides, strict=True):
+        for number, (is_media, ids) in enumerate(spans):
+            if not is_media:
+                side += [(str(i), [i]) for i in ids]
+            elif number in unsized:
+                side.append((f"medium {number}", ids))
+            else:  # one id or another, as often (`same_item`)
+                side.append((f"{len(ids)} times" if len({*ids}) == 1 else str(ids), ids))
+    ours, theirs = ([item for item, _ in side] for side in items)
+    for kind, a, b, c, d in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+        if kind != "equal":
+            yield Difference(
+                at=sum(len(ids) for _, ids in items[0][:a]),
+                rollout=[i for _, ids in items[0][a:b] for i in ids],
+                training=[i for _, ids in items[1][c:d] for i in ids],
+            )
+
+
+def media_behind_cut(training: Sequence[int], num_text: int, placeholders: Collection[int]) -> int:
+    """Count the media of a prompt that stand before the last `num_text` of its text tokens."""
+    num_behind = 0
+    for is_media, ids in reversed(spans_of(training, placeholders)):
+        if is_media:
+            num_behind += num_text <= 0
+        else:
+            num_text -= len(ids)
+    return num_behind
+
+
+# --- what is said ---
+
+NUM_FIRST, NUM_DRAWN = 16, 16
+"""Rows that are encoded: the first, and some of those behind them, drawn by `--data_seed`."""
+
+
+def check_encoding(run: Run) -> Findings:
+    """Compare rows of each data set as training and vLLM encode them."""
+    folders: dict[Side, Path] = {}
+    for side, _ in run.sides:
+        model = run.arguments(side).model
+        folder = model_folder(model) if model else None
+        if folder is None:
+            if model and not model.startswith(LOCAL):
+                yield note(
+                    f"model {model}",
+                    "is not on this machine, so that no rows were encoded. Its weights are not "
+                    f"needed: modelscope download {model} --exclude '*.safetensors', then give the "
+                    "folder with --model.",
+                )
+            return
+        folders[side] = folder
+    if run.training is None:
+        return
+    encoder: RowEncoder | None = None
+    for name, rows in read_data(run):
+        if isinstance(rows, Finding):  # said by `check_data`
+            continue
+        encoder = encoder or RowEncoder(run, folders)
+        rest = rows[NUM_FIRST:]
+        drawn = Random(run.train("data_seed")).sample(rest, min(NUM_DRAWN, len(rest)))
+        yield from compare_rows(encoder, [*rows[:NUM_FIRST], *drawn], setting=name, run=run)
+
+
+def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run: Run) -> Findings:
+    """Encode rows on both sides and say what differs, what is cut, and what does not fit.
+
+    Args:
+        setting: the flag that named the data set.
+    """
+    encoded: list[EncodedRow] = []
+    refused: dict[str, list[tuple[Row, str]]] = {}
+    """Rows that the training's template refuses, with the reason, by the error's type."""
+    failed: dict[str, list[tuple[Row, str]]] = {}
+    """Rows of which a rollout, or a training after it, makes nothing."""
+    for row in rows:
+        if bad_media(row):
+            continue  # said by `check_rows`
+        if reason := encoder.refusal(row):
+            refused.setdefault(reason.partition(":")[0], []).append((row, reason))
+            continue
+        try:
+            encoded.append(encoder.encode(row))
+        except Exception as e:  # templates, processors and vLLM raise many kinds
+            failed.setdefault(type(e).__name__, []).append((row, reason_of(e)))
+    deletes = run.train("truncation_strategy") == "delete"
+    for of_type in refused.values():
+        text = f"{named(of_type)} cannot be encoded for training ({of_type[0][1]})."
+        if deletes:
+            yield warning(setting, f"{text} Others take its place (--truncation_strategy delete).")
+        else:
+            yield error(setting, text, "Correct it, or --truncation_strategy delete.")
+    for of_type in failed.values():
+        text = f"{named(of_type)} cannot be encoded for a rollout ({of_type[0][1]})."
+        yield error(setting, text, "Correct it, or leave it out.")
+    if encoded:
+        yield from differences_of(encoder, encoded, setting, run)
+        yield from lengths_of(encoder, encoded, setting, run)
+
+
+def named(rows: Sequence[tuple[Row, str]]) -> str:
+    """Return how a message calls rows: by the first, with what it shows."""
+    [first, _], others = rows[0], len(rows) - 1
+    given = {kind: len(first.get(kind) or ()) for kind in MEDIA}
+    shows = ", ".join(f"{kind}: {number}" for kind, number in given.items() if number)
+    more = f", like {others} more," if others else ""
+    return f"the row that asks {question_of(prompt_of(first))!r} ({shows or 'no media'}){more}"
+
+
+def differences_of(
+    encoder: RowEncoder, encoded: Sequence[EncodedRow], setting: str, run: Run
+) -> Findings:
+    """Name the rows whose prompts differ, and the tokens; or say that none does."""
+    differing = [row for row in encoded if row.differences]
+    say = error if run.train("rollout_mismatch") == "stop" else warning
+    for number, row in enumerate(differing[:SHOWN_ROWS]):
+        places = [
+            f"from token {place.at} on the rollout has {encoder.words(place.rollout)} where "
+            f"training has {encoder.words(place.training)}"
+            for place in row.differences[:SHOWN_DIFFERENCES]
+        ]
+        if len(row.differences) > SHOWN_DIFFERENCES:
+            places.append(f"{len(row.differences) - SHOWN_DIFFERENCES} more places")
+        yield say(
+            setting,
+            f"{row.name} ({', '.join(row.media) or 'no media'}) has a prompt of "
+            f"{len(row.rollout)} tokens in the rollout and of {len(row.training)} in training: "
+            f"{'; '.join(places)}.",
+            "" if number else REMEDY,
+        )
+    if len(differing) > SHOWN_ROWS:
+        text = f"{len(differing) - SHOWN_ROWS} more of {len(encoded)} rows differ."
+        yield say(setting, text)
+    if not differing:
+        num_media = sum(len(row.media) for row in encoded)
+        num_given = sum(row.has_rollouts_text for row in encoded)
+        given = f"; of {num_given} training is given the rollout's line breaks or cut"
+        yield ok(
+            setting,
+            f"{len(encoded)} rows with {num_media} media are equal in rollout and training, "
+            f"token by token{given if num_given else ''}.",
+        )
+
+
+def lengths_of(
+    encoder: RowEncoder, encoded: Sequence[EncodedRow], setting: str, run: Run
+) -> Findings:
+    """Name media of which a cut takes the text, and prompts that leave a completion no room."""
+    for row in [row for row in encoded if row.num_behind_cut][:SHOWN_ROWS]:
+        yield warning(
+            setting,
+            f"{row.name} is cut to the last text that --max_length {encoder.max_length} leaves: "
+            f"{row.num_behind_cut} of its {len(row.media)} media stand in what is cut, and stay "
+            "without the text around them.",
+            "Raise --max_length, or have such prompts replaced with --truncation_strategy delete.",
+        )
+    longest = max(encoded, key=lambda row: len(row.rollout))
+    num_prompt, num_completion = len(longest.rollout), int(run.train("max_completion_length"))
+    text = (
+        f"prompts have {min(len(row.rollout) for row in encoded)} to {num_prompt} tokens "
+        f"(--max_length {encoder.max_length} counts a medium as one); with "
+        f"--max_completion_length {num_completion} a sample takes up to "
+        f"{num_prompt + num_completion} of {encoder.max_model_len} (--vllm_max_model_len)."
+    )
+    room = encoder.max_model_len - num_prompt
+    if room < num_completion:
+        more = f"Completions of {longest.name} end after {room} tokens."
+        remedy = "Raise --vllm_max_model_len, or lower --max_length."
+        yield warning(setting, f"{text} {more}", remedy)
+    else:
+        yield note(setting, text)

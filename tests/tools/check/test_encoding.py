@@ -1,0 +1,152 @@
+"""`check` encodes rows on both sides: what differs, is cut or fails is named, token by token."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.tools.check.encoding import Difference, check_encoding, differences
+from swift_grpo_ext.tools.check.settings import Run
+from tests.stack import rounds
+from tests.stack.processes import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from tiny_vlm.families import FAMILIES, make_config, make_processor, make_tokenizer
+
+LONG = "Many words come first. " * 20
+
+
+def write_rows(folder: Path, *rows: tuple[str, dict[str, Sequence[str]]]) -> str:
+    """Write rows of a question and its media; return the path."""
+    path = folder / "rows.jsonl"
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": question}], **media})
+        for question, media in rows
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def said(run: Run) -> list[str]:
+    """Return what the check says of the data set, without its name."""
+    names = [f"{f.level}: {f.sentence}" for f in check_encoding(run)]
+    return [name.replace(f"--dataset {(run.training or {})['dataset'][0]}: ", "") for name in names]
+
+
+@pytest.fixture(scope="module")
+def image(assets: Path) -> str:
+    """A picture of 112 x 112 pixels."""
+    [row] = rounds.digits(assets, [0])
+    return str(row["images"][0])
+
+
+@pytest.fixture
+def settings(assets: Path, tmp_path: Path) -> dict[str, Any]:
+    names = {"model_type": "qwen2_5_vl", "template": "qwen2_5_vl"}
+    lengths = {"max_length": 64, "vllm_max_model_len": 256, "max_completion_length": 100}
+    return {"model": str(assets / "tiny_vlm"), **names, **lengths}
+
+
+def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
+    rows = write_rows(
+        tmp_path,
+        ("<image>Which digit?", {"images": [image]}),
+        ("Here:\n<image>\n and <image>?", {"images": [image] * 2}),
+        ("Which digit?", {}),
+    )
+    assert said(Run(training={**settings, "dataset": [rows]})) == [
+        "ok: 3 rows with 3 media are equal in rollout and training, token by token.",
+        "note: prompts have 22 to 61 tokens (--max_length 64 counts a medium as one); with "
+        "--max_completion_length 100 a sample takes up to 161 of 256 (--vllm_max_model_len).",
+    ]
+
+
+def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
+    rows = write_rows(
+        tmp_path,
+        (f"<image>{LONG}Which?", {"images": [image]}),
+        (f"<image> or <image>{LONG}Both?", {"images": [image] * 2}),
+        ("<video>What?", {"videos": ["none.mp4"]}),  # which the check of rows names
+        (f"Three: {'<image>' * 15}", {"images": [image] * 15}),
+    )
+    settings["max_completion_length"] = 200
+    too_long, differs, behind, both_behind, room = said(
+        Run(training={**settings, "dataset": [rows]})
+    )
+    assert "(images: 15) cannot be encoded for a rollout (VLLMValidationError: The" in too_long
+    assert "(length 289) is longer than the maximum model length of 256" in too_long
+    assert differs.startswith(
+        f"error: the row that asks {f'<image> or <image>{LONG}'[:60]!r} (image 1 of 112x112 (16 "
+        "tokens from token 0 on), image 2 of 112x112 (16 tokens from token 16 on)) has a prompt of "
+        "94 tokens in the rollout and of 159 in training: from token 0 on the rollout has "
+        "'<|image_pad|>' (151655 x 32) where training has '<|im_start|>system\\nYou are' (151644, "
+        "8948, 198, 2610, 525, ... 97 tokens in all). Give `swift rollout`"
+    )
+    assert " is cut to the last text that --max_length 64 leaves: 1 of its 1 media stand" in behind
+    assert " is cut to the last text that --max_length 64 leaves: 2 of its 2 media" in both_behind
+    assert room.startswith("warning: prompts have 79 to 94 tokens (--max_length 64 counts")
+    assert room.endswith(
+        " end after 162 tokens. Raise --vllm_max_model_len, or lower --max_length."
+    )
+    settings |= {"truncation_strategy": "delete", "rollout_mismatch": "warn"}
+    assert said(Run(training={**settings, "dataset": [rows]})) == [
+        f"warning: the row that asks {f'<image>{LONG}'[:60]!r} (images: 1), like 2 more, cannot be "
+        "encoded for training (MaxLengthError: Current length of row(139) is larger than the "
+        "max_length(64).). Others take its place (--truncation_strategy delete)."
+    ]
+
+
+def test_sides_that_differ(image: str, tmp_path: Path) -> None:
+    """The sides have other system prompts and sizes of images; no weights are there."""
+    family = FAMILIES["glm4v"]
+    tokenizer = make_tokenizer(family)
+    config = make_config(family, tokenizer)
+    config.architectures = ["Glm4vForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    make_processor(family, tokenizer).save_pretrained(tmp_path)
+    video = rounds.write_video([image] * 4, tmp_path / "digits.mp4")
+    rows = write_rows(
+        tmp_path,
+        ("<image>Which digit?", {"images": [image]}),
+        ("<video>Which digits?", {"videos": [str(video)]}),
+    )
+    names = {"model": str(tmp_path), "model_type": "glm4v", "template": "glm4v"}
+    run = Run(
+        training={**names, "vllm_mode": "server", "dataset": [rows]},
+        rollout={**names, "system": "Be brief.", "max_pixels": 784, "vllm_max_model_len": 512},
+    )
+    no_video, differs, room = said(run)
+    assert no_video.startswith(
+        "error: the row that asks '<video>Which digits?' (videos: 1) cannot be encoded for "
+        "training (AssertionError: glm.py, line "
+    )
+    assert differs.startswith(
+        "error: the row that asks '<image>Which digit?' (image 1 of 28x28 (9 tokens from token 10 "
+        "on)) has a prompt of 25 tokens in the rollout and of 27 in training: from token 2 on the "
+        "rollout has '<|system|>\\nBe brief.' (151335, 198, 3430, 9814, 13) where training has "
+        "nothing; from token 10 on the rollout has '<|image|>' (151343 x 9) where training has "
+        "'<|image|>' (151343 x 16). Give `swift rollout` the settings of the training"
+    )
+    assert " end after 487 tokens." in room
+
+
+@pytest.mark.parametrize(
+    ("rollout", "training", "expected"),
+    [
+        ([1, 9, 9, 2], [1, 9, 9, 2], []),
+        ([1, 9, 9, 2], [1, -5, 2], []),  # a medium of unknown size
+        ([1, 8, 8, 2], [1, 9, 9, 2], []),  # frames of InternVL
+        ([1, 9, 9, 2], [1, 9, 2], [Difference(1, [9, 9], [9])]),
+        ([1, 8, 9, 2], [1, 9, 8, 2], [Difference(1, [8, 9], [9, 8])]),
+        ([1, 9, 9, 2, 3], [2, 3, 4], [Difference(0, [1, 9, 9], []), Difference(5, [], [4])]),
+        ([9, 1, 9, 9], [1, 9, 1, 9, 9], [Difference(0, [], [1])]),
+        ([], [1], [Difference(0, [], [1])]),
+    ],
+)
+def test_differences(rollout: list[int], training: list[int], expected: list[Difference]) -> None:
+    assert list(differences(rollout, training, {8, 9})) == expected
