@@ -49,7 +49,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
         if self.rlhf_type == "grpo":
             check_model_tokens(self)
             check_stop_settings(self)
-            enforce(preflight.check_speculation(self))
+            enforce(preflight.check_model(self))
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
@@ -65,7 +65,7 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
 
     def _check_device_count(self) -> None:
         check_model_tokens(self)
-        enforce(preflight.check_speculation(self))
+        enforce(preflight.check_model(self))
         # Without an accelerator there are no devices to count: replicas share cores and memory.
         if has_accelerator():
             super()._check_device_count()

@@ -85,6 +85,10 @@ class LogitsFlags:
     """Read the prompt of a group once in each training pass, images included, with its samples
     behind it in one row. Needs `--attn_impl sdpa` or `eager`; results differ by rounding."""
 
+    router_replay_mode: Literal["disabled", "R3"] = "disabled"
+    """`R3`: train a mixture of experts on those that the rollout chose for each token. Servers need
+    `--vllm_engine_kwargs '{"enable_return_routed_experts": true}'`."""
+
 
 @dataclass(kw_only=True)
 class DiversityFlags:

@@ -1,7 +1,7 @@
 """Checks in `swift rlhf` and `swift rollout` before a model is loaded: bad input ends early.
 
 In the order in which they run: `check_process` and `check_arguments` as soon as the arguments are
-parsed, `check_speculation` and `check_datasets` once ms-swift knows the model and has loaded the
+parsed, `check_model` and `check_datasets` once ms-swift knows the model and has loaded the
 data. Each takes the arguments of `swift rlhf` or of `swift rollout` and yields findings.
 `swift-grpo-ext check` asks `check_arguments` too, with the arguments that a YAML file gives.
 """
@@ -267,6 +267,17 @@ def check_training(args: RLHFArguments) -> Findings:
             "Set --temperature 1, or load the teacher here (--teacher_model).",
         )
 
+    if args.router_replay_mode != "disabled":
+        for is_set, flag, reason in (
+            (not args.use_vllm, "use_vllm false", "whose rollouts give no experts"),
+            (args.sequence_parallel_size > 1, "sequence_parallel_size", "which spreads a sample"),
+            (args.torch_compile, "torch_compile true", "which leaves out what replays"),
+            (getattr(args, "teacher_model", None), "teacher_model", "whose experts are others"),
+        ):
+            if is_set:
+                text = f"does not go with --{flag}, {reason}."
+                yield error(f"router_replay_mode {args.router_replay_mode}", text, "Leave one out.")
+
 
 def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
     """Warn of flags that nobody reads: those of a training on a server, those of a server's engine
@@ -289,8 +300,8 @@ def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
 # --- once the model is known, and the data loaded ---
 
 
-def check_speculation(args: Arguments) -> Findings:
-    """Refuse speculative decoding with a model that sees.
+def check_model(args: Arguments) -> Findings:
+    """Refuse speculative decoding with a model that sees, and replay of experts without any.
 
     vLLM 0.32 takes no `logit_bias` beside it (sampling_params.py, line 1190), by which media
     placeholders are never sampled: the first request would end the run.
@@ -303,6 +314,14 @@ def check_speculation(args: Arguments) -> Findings:
             "does not go with a model that sees: vLLM 0.32 refuses to leave out tokens (the "
             "placeholders of media) while it speculates.",
             "Leave it out (also of --vllm_engine_kwargs).",
+        )
+    replays = not _serves(args) and args.router_replay_mode != "disabled"
+    if replays and not args.model_info.is_moe_model:
+        yield error(
+            f"router_replay_mode {args.router_replay_mode}",
+            f"expected a mixture of experts, such as Qwen3-VL-MoE or Qwen3.5-MoE; "
+            f"{args.model_meta.model_type} is none.",
+            "Leave it out.",
         )
 
 

@@ -79,6 +79,8 @@ class RolloutEngine(GRPOVllmEngine):
             engine_kwargs["worker_extension_cls"] = ours
         if not has_accelerator():
             vllm_repairs.repair_cpu_engine()
+            if engine_kwargs.get("enable_return_routed_experts"):
+                engine_kwargs["async_scheduling"] = False  # steps that the repair can follow
         vllm_repairs.leave_out_broken_plugins()
         vllm_repairs.name_media_by_request()
         supply_video_loader()

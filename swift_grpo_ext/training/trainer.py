@@ -17,7 +17,9 @@ from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
 from torch import nn
 
+from swift_grpo_ext.logits import router_replay
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
+from swift_grpo_ext.logits.router_replay import RouterReplay
 from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
 from swift_grpo_ext.record.recorder import SampleRecorder
@@ -98,6 +100,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings.of(config)
+        router_replay.install(config.router_replay_mode)
         self._media = MediaCache(config.media_cache_gb, template, self.ranks.all_gather)
         self._recorder = SampleRecorder(
             config.output_dir,
@@ -119,6 +122,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._logps = CompletionLogps(config, template, auto, agree, limit)
         off = self._reason_against_canary()
         self._canary = WeightCanary(config.rollout_mismatch, self.ranks, limit, off)
+        self._router_replay: RouterReplay | None = None
+        if config.router_replay_mode == "R3":
+            self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
         switch_off_dropout(self.model)
@@ -155,6 +161,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
         from swift_grpo_ext.rollout import engine
 
         engine.install()
+        if self.args.router_replay_mode == "R3":
+            given = self.args.vllm_engine_kwargs or {}
+            self.args.vllm_engine_kwargs = {**given, **router_replay.CAPTURES}
         return super()._prepare_vllm_engine()
 
     # --- a round begins: its name, its prompts ---
@@ -391,6 +400,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
             batches = super()._prepare_batch_inputs(samples)
         self._logps.end_round()
         metrics = self._media.end_round()
+        if self._router_replay is not None:
+            metrics["router_replay/equal"] = self._router_replay.end_round(self.ranks.all_gather)
         if canary_gap is not None:
             metrics["rollout_gap/canary"] = canary_gap
         if self._encoder_cache.towers:
@@ -427,6 +438,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         grpo_batch: GRPOBatch,
         compute_entropy: bool = False,
     ) -> Any:
+        if self._router_replay is not None:
+            model_inputs = self._router_replay.inputs(model, model_inputs)
         return super()._get_per_token_logps_and_entropies_single(
             self._logps.restrict(model, grpo_batch), model_inputs, grpo_batch, compute_entropy
         )

@@ -194,6 +194,19 @@ vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFus
     _init_moe_kernel: self layer
     _setup_kernel: self layer w13 w2
 """)
+ROUTED_EXPERTS = _pins("""
+vllm.config:VllmConfig
+    _verify_aux_output_compatibility: self
+vllm.distributed.aux_output_connector.worker
+    get_aux_output_connector: model vllm_config kv_cache_config
+vllm.distributed.aux_output_connector.worker:PendingAuxOutput
+    enqueue_cpu_copy: self num_sampled num_rejected
+    process_output: self
+vllm.v1.worker.cpu_model_runner:CPUModelRunner
+    initialize_kv_cache: self kv_cache_config
+    execute_model: self scheduler_output
+    sample_tokens: self grammar_output
+""")
 """Repairs for CPU; releases without these names do without them."""
 
 NAMED_MEDIA = _pins("""
@@ -248,6 +261,11 @@ vllm.v1.engine.core_client:DPLBAsyncMPClient
 """)
 """Names that are needed by an async engine with several replicas."""
 
+ROUTER_REPLAY = _pins("""
+swift.rlhf_trainers.utils
+    build_routed_experts_batch: samples seq_lengths max_seq_len template device
+""")
+
 REPLACED = _pins("""
 swift.pipelines.train.rlhf:SwiftRLHF
     args_class
@@ -267,6 +285,8 @@ OPTIONAL = {
     "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
     "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
     "weight updates of experts, on CPU": PACKED_EXPERTS,
+    "experts of a rollout, on CPU": ROUTED_EXPERTS,
+    "replay of a rollout's experts": ROUTER_REPLAY,
 }
 """Features that a release without these names goes without, or repairs that it does not need."""
 

@@ -13,6 +13,7 @@ from functools import cache, partial, wraps
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,7 @@ def repair_cpu_engine() -> None:
     pack_experts_anew()
     keep_plain_weights()
     leave_threads_unbound()
+    return_routed_experts()
 
 
 @repair(pins.SPLIT_PROMPTS)
@@ -132,6 +134,62 @@ def pack_experts_anew() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     patch(upstream.UnquantizedFusedMoEMethod, _setup_kernel=_setup_kernel)
+
+
+@repair(pins.ROUTED_EXPERTS)
+def return_routed_experts() -> None:
+    """Let an engine return the experts that it chose without an accelerator too.
+
+    Symptom: `AuxOutput Connector requires Model Runner V2` with `enable_return_routed_experts`.
+    Upstream: vLLM 0.32: v1/worker/gpu/model_runner.py alone asks its connector what was captured;
+    the runner of CPUs is a child of the first one. Can go when CPUs have the second.
+    """
+    from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    initialize_kv_cache = CPUModelRunner.initialize_kv_cache
+    execute_model, sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
+
+    @wraps(initialize_kv_cache)
+    def _initialize_kv_cache(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        initialize_kv_cache(self, config, *args, **kwargs)
+        self._experts = None
+        if self.vllm_config.aux_output_config.enabled:
+            self._experts = get_aux_output_connector(self.model, self.vllm_config, config)
+
+    @wraps(execute_model)
+    def _execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._experts is not None:
+            self._experts.begin_step(scheduler_output.aux_output_connector_metadata)
+        output = execute_model(self, scheduler_output, *args, **kwargs)
+        if self._experts is not None and scheduler_output.total_num_scheduled_tokens:
+            batch = self.input_batch
+            counts = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+            self._step = SimpleNamespace(
+                req_ids=list(batch.req_ids),
+                query_start_loc_np=np.cumsum([0, *counts]),
+                num_computed_tokens_np=batch.num_computed_tokens_cpu[: batch.num_reqs].copy(),
+            )
+        return output
+
+    @wraps(sample_tokens)
+    def _sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = sample_tokens(self, *args, **kwargs)
+        pending = self._experts and self._experts.prepare_output(self._step)
+        if pending:  # not on a rank whose output nobody takes
+            num_sampled = np.array([len(ids) for ids in output.sampled_token_ids])
+            pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    patch(VllmConfig, _verify_aux_output_compatibility=lambda self: None)
+    patch(
+        CPUModelRunner,
+        initialize_kv_cache=_initialize_kv_cache,
+        execute_model=_execute_model,
+        sample_tokens=_sample_tokens,
+    )
 
 
 @cache

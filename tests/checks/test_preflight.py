@@ -104,6 +104,23 @@ def test_the_first_error_is_raised_after_the_warnings(
         ({"resume_from_checkpoint": "/none"}, "error: --resume_from_checkpoint /none: is no whole"),
         ({"seed": -1}, "error: --seed -1: expected 0 or more"),
         ({"seed": -1, "rollout_seed_mode": "engine"}, None),
+        ({"router_replay_mode": "R3"}, None),
+        (
+            {"router_replay_mode": "R3", "torch_compile": True},
+            "error: --router_replay_mode R3: does not go with --torch_compile true, which leaves",
+        ),
+        (
+            {"router_replay_mode": "R3", "teacher_model": "org/teacher"},
+            "error: --router_replay_mode R3: does not go with --teacher_model, whose experts",
+        ),
+        (
+            {"router_replay_mode": "R3", "sequence_parallel_size": 2},
+            "error: --router_replay_mode R3: does not go with --sequence_parallel_size, which",
+        ),
+        (
+            {"router_replay_mode": "R3", "use_vllm": False},
+            "error: --router_replay_mode R3: does not go with --use_vllm false, whose rollouts",
+        ),
         ({"streaming": True}, "error: --streaming true: expected false. A stream cannot repeat"),
         ({"temperature": 0.9}, None),
         (
@@ -258,11 +275,21 @@ def test_speculation_cannot_leave_placeholders_out() -> None:
     refused = "error: --vllm_speculative_config {'method': 'ngram'"
     for args in (server, arguments(vllm_engine_kwargs={"speculative_config": config})):
         args.model_meta = SimpleNamespace(is_multimodal=True)
-        assert_says(preflight.check_speculation(args), refused)
+        assert_says(preflight.check_model(args), refused)
         args.model_meta = SimpleNamespace(is_multimodal=False)
-        assert_says(preflight.check_speculation(args), None)
+        assert_says(preflight.check_model(args), None)
     for args in (arguments(port=8000), arguments(vllm_speculative_config=config)):
-        assert_says(preflight.check_speculation(args), None)  # a training does not read the flag
+        assert_says(preflight.check_model(args), None)  # a training does not read the flag
+
+
+def test_only_experts_are_replayed() -> None:
+    args = arguments(router_replay_mode="R3")
+    args.model_meta = SimpleNamespace(is_multimodal=True, model_type="qwen3_vl")
+    args.model_info = SimpleNamespace(is_moe_model=True)
+    assert_says(preflight.check_model(args), None)
+    args.model_info = SimpleNamespace(is_moe_model=False)
+    refused = "error: --router_replay_mode R3: expected a mixture of experts...; qwen3_vl is none."
+    assert_says(preflight.check_model(args), refused)
 
 
 GOOD = [{"messages": QUESTION, "images": ["http://x"]}, {"messages": [], "images": []}]

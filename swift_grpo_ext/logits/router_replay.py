@@ -1,0 +1,209 @@
+"""Train a mixture of experts on the experts that its rollout chose (`--router_replay_mode R3`).
+
+Rounding lets an engine and a training pass choose other experts for some tokens, and
+log-probabilities at equal weights part by far more than rounding (docs/support.md). Replayed, each
+token goes through the experts of the rollout; how much each counts is computed from the trainer's
+own router, with its gradient (Rollout Routing Replay: arXiv 2510.11370).
+
+vLLM returns the experts of a sample; ms-swift carries them into the model's inputs as
+`routed_experts`, and models of transformers hand them from layer to layer, where nobody reads them.
+Here each layer takes its own out of its arguments: recomputation for gradient checkpointing calls
+it with the same ones again.
+
+Letters in names are shapes: B rows of a batch, T positions of a row, L layers, K experts of a
+token, S = B x T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from swift.utils import get_logger
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from swift_grpo_ext.logits.shim import base_model
+from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.contract import mismatch, verify
+from swift_grpo_ext.upstream.patches import patch
+
+if TYPE_CHECKING:
+    from swift.rl_core.data import OnPolicySample
+    from swift.template import Template
+
+logger = get_logger()
+
+INPUT = "routed_experts"
+"""ms-swift's name of the experts among a model's inputs."""
+
+NOT_GIVEN = -1
+"""Stands in the place of a token's experts where the rollout gives none: it has chosen none for the
+last token of a sample."""
+
+CAPTURES = {"enable_return_routed_experts": True}
+"""The setting of vLLM with which it returns experts (`--vllm_engine_kwargs`)."""
+
+
+class RouterReplayError(RuntimeError):
+    """A sample's experts are not there, or do not belong to its tokens."""
+
+
+class RouterReplay:
+    """Lets the routers of models choose what their inputs say.
+
+    Args:
+        models: of transformers, wrapped or not; all of one architecture.
+
+    Raises:
+        ValueError: a model has no router that can be told what to choose.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._models = [base_model(model) for model in models]
+        self._num_equal = self._num_given = 0.0
+        for model in self._models:
+            routers = routers_of(model)
+            if not routers:
+                raise ValueError(
+                    f"--router_replay_mode R3: {type(model).__name__} has no router of the form "
+                    "that can be replayed: a module `mlp.gate` of its layers, which returns the "
+                    "logits, the weights and the numbers of each token's experts. Expected: a "
+                    "mixture of experts such as Qwen3-VL-MoE. Leave the flag out."
+                )
+            for number, (layer, router) in routers.items():
+                experts: list[Tensor] = []
+                layer.register_forward_pre_hook(partial(_take, number, experts), with_kwargs=True)
+                router.register_forward_hook(partial(self._choose, experts))
+
+    def inputs(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return a model's inputs without experts, unless its routers read them."""
+        if base_model(model) in self._models:
+            return inputs
+        return {name: value for name, value in inputs.items() if name != INPUT}
+
+    def _choose(
+        self,
+        experts: list[Tensor],
+        router: nn.Module,
+        args: tuple[Tensor, ...],
+        output: tuple[Tensor, Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return a router's output with the experts that its layer was given."""
+        if not experts:
+            return None
+        logits_SE, weights_SK, own_SK = output
+        given_SK = experts.pop().reshape(own_SK.shape).to(own_SK)
+        is_given_S1 = given_SK[:, :1] != NOT_GIVEN
+        chosen_SK = torch.where(is_given_S1, given_SK, own_SK)
+        probs_SK = torch.softmax(logits_SE, dtype=torch.float32, dim=-1).gather(-1, chosen_SK)
+        probs_SK = probs_SK / probs_SK.sum(dim=-1, keepdim=True)
+        with torch.no_grad():
+            equal_SK = (chosen_SK[:, :, None] == own_SK[:, None, :]).any(dim=-1)
+            self._num_equal += (equal_SK & is_given_S1).sum()
+            self._num_given += is_given_S1.sum() * chosen_SK.shape[-1]
+        return logits_SE, probs_SK.to(weights_SK), chosen_SK
+
+    def end_round(self, all_gather: Callable[[tuple[float, float]], Sequence[Any]]) -> float:
+        """Return the share of the replayed choices that training would have made too, over the
+        passes of all ranks since the last call, which all ranks make together."""
+        counts = float(self._num_equal), float(self._num_given)
+        self._num_equal = self._num_given = 0.0
+        num_equal, num_given = map(sum, zip(*all_gather(counts), strict=True))
+        return num_equal / num_given if num_given else 1.0
+
+
+def routers_of(model: nn.Module) -> dict[int, tuple[nn.Module, nn.Module]]:
+    """Return the layers that have a router, with it, by the number of the layer.
+
+    Routers of transformers 5.19's `*TopKRouter` classes take the softmax of their logits, and make
+    the chosen ones' probabilities sum to 1.
+    """
+    found = {}
+    for name, layer in model.named_modules():
+        number = re.search(r"\.layers\.(\d+)$", name)
+        router = getattr(getattr(layer, "mlp", None), "gate", None)
+        if number and type(router).__name__.endswith("TopKRouter"):
+            found[int(number[1])] = (layer, router)
+    return found
+
+
+def _take(
+    number: int,
+    experts: list[Tensor],
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put the experts of a layer aside for its router."""
+    experts.clear()
+    if kwargs.get(INPUT) is not None:
+        experts.append(kwargs[INPUT][:, :, number])
+    return args, kwargs
+
+
+def batch_experts(
+    samples: Sequence[OnPolicySample], *, template: Template, device: torch.device, **_: Any
+) -> Tensor:
+    """Return the experts of a batch's tokens [B, T, L, K], each where its token stands; with
+    padding-free, those of its one row.
+
+    T is the longest sample's: the length that ms-swift offers is that of completions here.
+
+    Raises:
+        RouterReplayError: a sample lacks experts, or has them for other tokens than it is trained
+            on.
+    """
+    of_samples = []
+    for sample in samples:
+        name, length = getattr(sample, "sample_id", "A sample"), int(sample.encoded["length"])
+        if sample.routed_experts is None:
+            raise RouterReplayError(
+                f"--router_replay_mode R3: {name} came without its experts. With --vllm_mode "
+                "server, start `swift rollout` with --vllm_engine_kwargs "
+                "'{\"enable_return_routed_experts\": true}'."
+            )
+        experts = torch.as_tensor(sample.routed_experts).to(torch.int16)
+        if len(experts) not in (length - 1, length):
+            raise RouterReplayError(
+                f"--router_replay_mode R3: {name} has the experts of {len(experts)} tokens, and "
+                f"{length} tokens in training."
+            )
+        padding = (0, 0, 0, 0, 0, length - len(experts))
+        of_samples.append(nn.functional.pad(experts, padding, value=NOT_GIVEN))
+    if template.padding_free:
+        return torch.cat(of_samples)[None].to(device)
+    side = template.padding_side
+    rows = pad_sequence(of_samples, batch_first=True, padding_value=NOT_GIVEN, padding_side=side)
+    return rows.to(device)
+
+
+def no_experts(samples: Sequence[OnPolicySample], **_: Any) -> None:
+    """Leave experts out of a batch, and say once that they are not replayed."""
+    if any(getattr(sample, INPUT, None) is not None for sample in samples):
+        logger.warning_once(
+            "vLLM returns the experts that it chose, and nothing in training reads them. "
+            "--router_replay_mode R3 trains on them. (Said once.)",
+            hash_id=INPUT,
+        )
+
+
+def install(mode: str) -> None:
+    """Have ms-swift make batches with experts where they are replayed, and without elsewhere.
+
+    Symptom: experts that vLLM returned are among the model's inputs, and change nothing, in
+    silence; those of one sample missing, a batch's are dropped. With padding on the left, the
+    experts of each token are those of the token before it.
+    Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`build_routed_experts_batch`): made for
+    Megatron. Can go when ms-swift's own trainer replays experts.
+    """
+    from swift.rlhf_trainers import utils
+
+    if any(map(mismatch, pins.ROUTER_REPLAY)):  # before 4.6, which carries no experts
+        if mode != "disabled":
+            verify(pins.ROUTER_REPLAY)
+        return
+    patch(utils, build_routed_experts_batch=batch_experts if mode == "R3" else no_experts)

@@ -1,0 +1,166 @@
+"""A training pass goes through the experts that it is given, recomputed or not."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from swift_grpo_ext.logits.router_replay import (
+    NOT_GIVEN,
+    RouterReplay,
+    RouterReplayError,
+    batch_experts,
+    no_experts,
+    routers_of,
+)
+
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+}
+E, K = 8, 2
+
+
+def make_model() -> Qwen3MoeForCausalLM:
+    """A mixture of experts whose second layer has none."""
+    torch.manual_seed(0)
+    experts = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": 16}
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **experts, norm_topk_prob=True, mlp_only_layers=[1])
+    )
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def some_experts(seed: int, ids: torch.Tensor) -> torch.Tensor:
+    """Other experts for each token of a batch than it would choose, but for its last."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*ids.shape, SIZES["num_hidden_layers"], E)
+    experts = torch.rand(shape, generator=generator).argsort(-1)[..., :K].to(torch.int16)
+    experts[:, -1] = NOT_GIVEN
+    return experts
+
+
+def forced(model: Qwen3MoeForCausalLM, ids: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """The logits of a model whose routers are told what to choose by their own top k."""
+    handles = []
+    for number, (_, router) in routers_of(model).items():
+
+        def prefer(
+            _: Any, args: Any, output: Any, chosen: torch.Tensor = experts[:, :, number]
+        ) -> Any:
+            logits, _, own = output
+            chosen = chosen.reshape(-1, K).long()
+            wanted = torch.where(chosen < 0, own, chosen)
+            kept = torch.zeros_like(logits, dtype=torch.bool).scatter(1, wanted, value=True)
+            probs = logits.masked_fill(~kept, float("-inf")).softmax(-1)
+            return logits, probs.gather(1, wanted), wanted
+
+        handles.append(router.register_forward_hook(prefer))
+    logits: torch.Tensor = model(input_ids=ids).logits
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+def test_the_given_experts_are_used() -> None:
+    model, ids = make_model(), torch.arange(14).reshape(2, 7)
+    experts = some_experts(1, ids)
+    plain, expected = model(input_ids=ids).logits, forced(model, ids, experts)
+    assert (plain - expected).abs().max() > 0.1
+    assert list(routers_of(model)) == [0, 2]
+    replay = RouterReplay(model)
+    assert torch.equal(model(input_ids=ids).logits, plain)
+    assert replay.end_round(lambda counts: [counts]) == 1.0  # nothing was replayed
+    assert torch.allclose(model(input_ids=ids, routed_experts=experts).logits, expected, atol=1e-5)
+    share = replay.end_round(lambda counts: [counts, (0, 2 * 12 * K)])
+    assert 0 < share < 0.5
+    given_all = torch.full_like(experts, NOT_GIVEN)
+    assert torch.equal(model(input_ids=ids, routed_experts=given_all).logits, plain)
+
+
+def test_gradients_are_those_of_the_given_experts() -> None:
+    """The backward passes of two batches come after both forwards, and compute layers anew."""
+    gradients = []
+    for checkpoints in (False, True):
+        model = make_model().train()
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        RouterReplay(model)
+        losses = []
+        for seed in (1, 2):
+            ids = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(seed))
+            logits = model(input_ids=ids, routed_experts=some_experts(seed, ids)).logits
+            losses.append(logits.square().mean())
+        sum(losses).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    plain, recomputed = gradients
+    assert plain.keys() == recomputed.keys()
+    for name, gradient in plain.items():
+        assert torch.allclose(gradient, recomputed[name], atol=1e-6), name
+    assert plain["model.layers.0.mlp.gate.weight"].abs().max() > 0
+
+
+def test_other_models_get_no_experts() -> None:
+    model, other = make_model(), make_model()
+    inputs = {"input_ids": 1, "routed_experts": 2}
+    replay = RouterReplay(model)
+    assert replay.inputs(model, inputs) is inputs
+    assert replay.inputs(other, inputs) == {"input_ids": 1}
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no router .* Leave the flag out"):
+        RouterReplay(model, Qwen3ForCausalLM(Qwen3Config(**SIZES)))
+
+
+# --- batches ---
+
+
+def sample(length: int, experts: np.ndarray | None) -> SimpleNamespace:
+    return SimpleNamespace(sample_id="train-0", encoded={"length": length}, routed_experts=experts)
+
+
+def rows(*numbers: int) -> np.ndarray:
+    """Experts of one layer that say which token they are of."""
+    return np.array(numbers, np.uint8)[:, None, None]
+
+
+def batch(samples: list[Any], **template: Any) -> list[list[int]]:
+    settings = SimpleNamespace(**{"padding_free": False, "padding_side": "right", **template})
+    made = batch_experts(samples, template=settings, device=torch.device("cpu"), max_seq_len=1)
+    assert made.shape[2:] == (1, 1)
+    values: list[list[int]] = made[:, :, 0, 0].tolist()
+    return values
+
+
+def test_experts_stand_where_their_tokens_do() -> None:
+    """A rollout chooses no experts for a sample's last token."""
+    samples = [sample(3, rows(1, 2)), sample(5, rows(1, 2, 3, 4, 5))]
+    assert batch(samples) == [[1, 2, -1, -1, -1], [1, 2, 3, 4, 5]]
+    assert batch(samples, padding_side="left") == [[-1, -1, 1, 2, -1], [1, 2, 3, 4, 5]]
+    assert batch(samples, padding_free=True) == [[1, 2, -1, 1, 2, 3, 4, 5]]
+    with pytest.raises(RouterReplayError, match=r"train-0 has the experts of 2 tokens, and 5 to"):
+        batch([sample(5, rows(1, 2))])
+    with pytest.raises(RouterReplayError, match=r"train-0 came without its experts\. .*swift rol"):
+        batch([sample(5, None)])
+
+
+def test_experts_that_nobody_replays_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("swift"), "propagate", True)
+    no_experts([sample(2, None)], template=None)
+    assert not caplog.records
+    no_experts([sample(2, None), sample(2, rows(1))], template=None)
+    [message] = {record.getMessage() for record in caplog.records}
+    assert "--router_replay_mode R3 trains on them." in message
