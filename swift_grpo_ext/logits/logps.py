@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from swift_grpo_ext.flags import chunk_size
 from swift_grpo_ext.logits.chunked import Logps
 from swift_grpo_ext.logits.shared_prompt import SharedPrompt
-from swift_grpo_ext.logits.shim import LogitsShim, base_model
+from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch
@@ -109,7 +109,9 @@ class CompletionLogps:
             return model
         base = base_model(model)
         if base not in self._shims:
-            self._shims[base] = LogitsShim(base, strict=self._is_strict, warn=logger.warning)
+            # A model that names no head was told of when the trainer was made (`mask_models`).
+            tell = logger.info if output_embedding(base) is None else logger.warning
+            self._shims[base] = LogitsShim(base, strict=self._is_strict, warn=tell)
         mask_BK = grpo_batch.completion_mask
         if self._is_padding_free:
             # ms-swift has cut its one row at the borders of sequences and right-aligned the pieces;

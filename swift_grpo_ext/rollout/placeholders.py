@@ -66,14 +66,7 @@ def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:
         The handle of the hook, or None where there is no id, or no output embedding.
     """
     head = output_embedding(model)
-    if not ids:
-        return None
-    if head is None:
-        logger.warning(
-            f"{type(model).__name__} names no output embedding: the placeholders of media (token "
-            f"ids {ids}) cannot be taken out of its logits. A rollout never samples them; its "
-            "log-probabilities lie above those of training by what they would get."
-        )
+    if not ids or head is None:
         return None
 
     def leave_out(
@@ -92,11 +85,16 @@ def mask_models(trainer: GRPOTrainer, template: Template) -> None:
     """Take the template's placeholders out of the logits of ms-swift's policy, reference and local
     teacher, and of Liger's loss, which computes logits by itself."""
     ids = placeholder_ids(template)
+    lacks = []
+    if output_embedding(base_model(trainer.model)) is None:
+        lacks.append("no output embedding")
     if not ids and template.model_meta.is_multimodal:
+        lacks.append("no placeholder of media within the vocabulary")
+    if lacks:
         logger.warning(
-            f"{type(template).__name__} and the configuration of {type(trainer.model).__name__} "
-            "name no placeholder of media within the vocabulary: none is taken out of rollouts. "
-            "Training may fail on a completion that holds one."
+            f"{type(base_model(trainer.model)).__name__} (and {type(template).__name__}) names "
+            f"{' and '.join(lacks)}: logits stay as in ms-swift, of all positions, and training "
+            "may fail on a completion that holds a placeholder (docs/support.md)."
         )
     for model in filter(None, (trainer.model, trainer.ref_model, trainer.teacher_model)):
         mask_placeholders(base_model(model), ids)

@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from swift_grpo_ext.record.reader import read_samples
+from tests.stack import rounds
 from tests.stack.policy import SAME
 from tests.stack.rounds import BATCH, PRESET, logged_steps, run_training, without_vllm
 from tests.stack.spelled import write_speller
@@ -49,3 +50,17 @@ def test_a_placeholder_of_probability_1_is_never_sampled(
     if use_vllm:
         # The softmax is over the other tokens on both sides.
         assert [s["rollout_gap/max"] < SAME for s in logged_steps(tmp_path / "run")] == [True] * 2
+
+
+def test_a_model_that_names_nothing_trains_as_in_ms_swift(assets: Path, tmp_path: Path) -> None:
+    """One line says what it goes without."""
+    rows = rounds.write_lines(tmp_path / "rows.jsonl", rounds.digits(assets, range(3)))
+    plugins = ("tests/stack/nameless.py",)
+    finished = rounds.run_training(assets, rows, tmp_path, *rounds.LEARNING, plugins=plugins)
+    assert finished.returncode == 0, finished.cause
+    said = [line for line in finished.output.splitlines() if "WARNING:swift" in line]
+    [line] = [line for line in said if "embedding" in line or "placeholder" in line]
+    assert "names no output embedding and no placeholder of media" in line
+    for step in rounds.logged_steps(tmp_path / "run"):
+        assert step["rollout_gap/mean"] < 1e-4
+        assert step["grad_norm"] > 0
