@@ -91,9 +91,10 @@ def main() -> int:
     arguments = parser.parse_args()
     status = 0
     if arguments.run is not None:
-        # A parameter's name stands between brackets; another's may begin with it.
-        chosen = ["-k", " or ".join(f"{name}]" for name in arguments.run)] if arguments.run else []
-        command = [sys.executable, "-m", "pytest", "-q", TESTS, *chosen]
+        # A parameter's name stands between brackets, alone or before that of media; another's may
+        # begin with it.
+        chosen = [f"[{name}{end}" for name in arguments.run for end in "]-"]
+        command = [sys.executable, "-m", "pytest", "-q", TESTS, "-k", " or ".join(chosen)]
         env = {**os.environ, "FAMILY_RESULTS": str(RESULTS)}
         status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
     if arguments.write:
