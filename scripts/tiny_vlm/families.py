@@ -75,6 +75,9 @@ class Family:
     needs: tuple[str, ...] = ()
     """Packages that ms-swift asks for, beyond the set-up's."""
 
+    argv: tuple[str, ...] = ()
+    """Arguments that `swift rlhf` and `swift rollout` want."""
+
     lora: tuple[str, ...] = ()
     """Arguments that LoRA wants."""
 
@@ -89,7 +92,7 @@ class Family:
         """Return what `swift rlhf` and `swift rollout` have to be told."""
         model_type = self.model_type or self.name
         dtype = ("--torch_dtype", self.dtype)
-        return ["--model_type", model_type, "--template", self.template, *dtype]
+        return ["--model_type", model_type, "--template", self.template, *dtype, *self.argv]
 
     @property
     def shows(self) -> str:

@@ -207,6 +207,10 @@ vllm.v1.worker.cpu_model_runner:CPUModelRunner
     execute_model: self scheduler_output
     sample_tokens: self grammar_output
 """)
+PACKED_CONVOLUTIONS = _pins("""
+vllm._custom_ops
+    causal_conv1d_weight_pack
+""")
 """Repairs for CPU; releases without these names do without them."""
 
 NAMED_MEDIA = _pins("""
@@ -291,4 +295,4 @@ OPTIONAL = {
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
-UNVERIFIED = (*NAMED_MEDIA, *BOUND_THREADS, *REPLACED)
+UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *REPLACED)

@@ -47,6 +47,7 @@ def repair_cpu_engine() -> None:
     serve_split_prompts()
     name_shared_memory_by_run()
     pack_experts_anew()
+    keep_packed_convolutions()
     keep_plain_weights()
     leave_threads_unbound()
     return_routed_experts()
@@ -190,6 +191,29 @@ def return_routed_experts() -> None:
         execute_model=_execute_model,
         sample_tokens=_sample_tokens,
     )
+
+
+@repair(pins.PACKED_CONVOLUTIONS)
+def keep_packed_convolutions() -> None:
+    """Leave a convolution's weight as it was packed, where layers are processed once more.
+
+    Symptom: after the first weight update the gated delta nets of Qwen3.5 convolve with a window of
+    another width (1.07 nats a token, the tiny model; found by the canary), on CPUs with AVX512-BF16.
+    Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`finish_vllm_weight_reload`) has vLLM process
+    all layers behind each update; vLLM 0.32, model_executor/layers/utils.py takes a convolution's
+    packed weight, which has two dimensions, for a linear layer's, packs it again and drops it.
+    Can go when vLLM knows what it has packed.
+    """
+    from vllm.model_executor.layers import utils as upstream
+
+    dispatch = upstream.dispatch_cpu_unquantized_gemm
+
+    @wraps(dispatch)
+    def dispatch_once(layer: torch.nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 3 or not hasattr(layer, "_cpu_unpacked_conv_weight"):
+            dispatch(layer, remove_weight)
+
+    patch(upstream, dispatch_cpu_unquantized_gemm=dispatch_once)
 
 
 @cache

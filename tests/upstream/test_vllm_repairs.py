@@ -105,6 +105,23 @@ def test_experts_of_an_update_are_packed_once(monkeypatch: pytest.MonkeyPatch) -
         assert [float(p) for p in (layer.w13_weight, layer.w2_weight)] == [value + 100] * 2
 
 
+@pytest.mark.skipif(any(map(mismatch, pins.PACKED_CONVOLUTIONS)), reason="packs none")
+def test_packed_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift has layers processed once more, behind the update that brought their weights."""
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(utils.ops, "causal_conv1d_weight_pack", lambda weight: weight + 100)
+    vllm_repairs.keep_packed_convolutions()
+    layer = torch.nn.Module()
+    for value in (1, 2):
+        weight = torch.full((8, 1, 4), value, dtype=torch.bfloat16)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        for _ in range(2):
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+            assert layer.weight.tolist() == [[value + 100] * 4] * 8
+
+
 def test_a_call_is_answered_for_all_replicas() -> None:
     """Two replicas of one worker and of two."""
     asked: list[Any] = []
