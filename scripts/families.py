@@ -39,7 +39,6 @@ OTHERS = {
     "`gemma3n`": NOT_MADE,
     "`gemma4`": "made, and ms-swift fails at its first image: `'tuple' object has no attribute "
     "'to'` (`swift/model/models/gemma.py`, `_patch_gemma4_forward`), with transformers 5.19",
-    "`qwen3_5`, `qwen3_5_moe`": NOT_MADE,
     "`minicpmv4_6`, `minicpmv4_7`": NOT_MADE,
     "`llava1_5_hf`, `llava1_6_*_hf`, `idefics3`, `pixtral`, `mistral3`": NOT_MADE,
 }
