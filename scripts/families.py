@@ -35,7 +35,6 @@ OTHERS = {
     "`molmo`, `molmo2`": REMOTE_CODE,
     "`phi3_vision`": REMOTE_CODE,
     "`internvl_chat`": REMOTE_CODE,
-    "`qwen3_omni_moe`": NOT_MADE,
     "`gemma3n`": NOT_MADE,
     "`gemma4`": "made, and ms-swift fails at its first image: `'tuple' object has no attribute "
     "'to'` (`swift/model/models/gemma.py`, `_patch_gemma4_forward`), with transformers 5.19",

@@ -197,8 +197,9 @@ def return_routed_experts() -> None:
 def keep_packed_convolutions() -> None:
     """Leave a convolution's weight as it was packed, where layers are processed once more.
 
-    Symptom: after the first weight update the gated delta nets of Qwen3.5 convolve with a window of
-    another width (1.07 nats a token, the tiny model; found by the canary), on CPUs with AVX512-BF16.
+    Symptom: after the first weight update the gated delta nets of Qwen3.5 keep a shorter history
+    for their convolutions (1.07 nats a token, the tiny model; found by the canary), on CPUs with
+    AVX512-BF16.
     Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`finish_vllm_weight_reload`) has vLLM process
     all layers behind each update; vLLM 0.32, model_executor/layers/utils.py takes a convolution's
     packed weight, which has two dimensions, for a linear layer's, packs it again and drops it.
