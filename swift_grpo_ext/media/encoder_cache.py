@@ -218,8 +218,13 @@ class FrozenTower:
         # ms-swift's positions of the text, which transformers hands on to Qwen3-VL's tower as well.
         given.pop("text_position_ids", None)
         grid = given.pop("grid_thw", None)
-        is_plain = all(isinstance(value, _PLAIN) for value in given.values())
-        if len(args) > len(self._names) or not is_plain or not isinstance(pixels, Tensor):
+        others = [name for name, value in given.items() if not isinstance(value, _PLAIN)]
+        if len(args) > len(self._names) or not isinstance(pixels, Tensor):
+            return None
+        if others:
+            if pixels.ndim == 4:  # as Pixtral's sizes of images, which lie in one row
+                tower = type(self._tower).__name__
+                self.switch_off(f"{tower} takes {', '.join(others)} beside images.")
             return None
         if pixels.requires_grad or not pixels.numel():
             return None

@@ -312,6 +312,25 @@ def test_only_a_grid_of_images_is_one(
     assert not warnings
 
 
+class Sized(Stub):
+    def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
+        return pixel_values * self.scale
+
+
+def test_a_tower_that_takes_more_than_images_is_left_alone(warnings: list[str]) -> None:
+    """As Pixtral's, and Idefics3's."""
+    model = Counted(Sized())
+    cache = EncoderCache(1, model)
+    pixels = torch.randn(2, 3, 4, 4)
+    for _ in range(2):
+        model.visual(pixels, image_sizes=torch.full((2, 2), 4))
+    assert model.calls() == [2, 2]
+    assert cache.agree(alone) == 0
+    assert not cache.is_on
+    reason = "Sized takes image_sizes beside images."
+    assert warnings == [f"--encoder_cache_gb has no effect on visual: {reason}"]
+
+
 def test_the_reference_model_has_outputs_of_its_own() -> None:
     policy, reference = qwen(), qwen()
     [a] = images(WIDE)
