@@ -214,7 +214,8 @@ class FrozenTower:
         """Return the images of a call; None where it is another kind of call."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
         first = "pixel_values" if "pixel_values" in given else "hidden_states"
-        pixels = given.pop(self._names[0] if args else first, None)
+        first = self._names[0] if args else first
+        pixels = given.pop(first, None)
         # ms-swift's positions of the text, which transformers hands on to Qwen3-VL's tower as well.
         given.pop("text_position_ids", None)
         grid = given.pop("grid_thw", None)
@@ -222,7 +223,8 @@ class FrozenTower:
         if len(args) > len(self._names) or not isinstance(pixels, Tensor):
             return None
         if others:
-            if pixels.ndim == 4:  # as Pixtral's sizes of images, which lie in one row
+            # As Pixtral's sizes of images, which lie in one row, or places of Gemma 4's patches.
+            if pixels.ndim == 4 or first == "pixel_values":
                 tower = type(self._tower).__name__
                 self.switch_off(f"{tower} takes {', '.join(others)} beside images.")
             return None

@@ -317,13 +317,16 @@ class Sized(Stub):
         return pixel_values * self.scale
 
 
-def test_a_tower_that_takes_more_than_images_is_left_alone(warnings: list[str]) -> None:
-    """As Pixtral's, and Idefics3's."""
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (2, 16, 3)])
+def test_a_tower_that_takes_more_than_images_is_left_alone(
+    shape: tuple[int, ...], warnings: list[str]
+) -> None:
+    """As Pixtral's, Idefics3's, and Gemma 4's, whose images are patches."""
     model = Counted(Sized())
     cache = EncoderCache(1, model)
-    pixels = torch.randn(2, 3, 4, 4)
+    pixels = torch.randn(shape)
     for _ in range(2):
-        model.visual(pixels, image_sizes=torch.full((2, 2), 4))
+        model.visual(pixel_values=pixels, image_sizes=torch.full((2, 2), 4))
     assert model.calls() == [2, 2]
     assert cache.agree(alone) == 0
     assert not cache.is_on
