@@ -35,9 +35,8 @@ OTHERS = {
     "`molmo`, `molmo2`": REMOTE_CODE,
     "`phi3_vision`": REMOTE_CODE,
     "`internvl_chat`": REMOTE_CODE,
-    "`gemma3n`": NOT_MADE,
-    "`gemma4`": "made, and ms-swift fails at its first image: `'tuple' object has no attribute "
-    "'to'` (`swift/model/models/gemma.py`, `_patch_gemma4_forward`), with transformers 5.19",
+    "`gemma3n`, `llama4`": NOT_MADE,
+    "`gemma4_unified`": "made once: images and audio trained, with gaps below 1e-5",
     "`minicpmv4_6`, `minicpmv4_7`": NOT_MADE,
     "`llava1_5_hf`, `llava1_6_*_hf`, `idefics3`, `pixtral`, `mistral3`": NOT_MADE,
 }

@@ -48,6 +48,9 @@ class Family:
     tokens: Mapping[int, str] | tuple[str, ...] = SPECIAL_TOKENS
     """Special tokens after the byte pairs, in order; or by id."""
 
+    first_pair: int = 0
+    """The id of the first byte pair; ids below it are special tokens', as in Mistral's Tekken."""
+
     plain: Mapping[int, str] = field(default_factory=dict)
     """Added tokens that are no special ones, by id."""
 
@@ -87,6 +90,9 @@ class Family:
     reads_prompts_again: bool = False
     """`--logps_shared_prompt` has no effect."""
 
+    encodes_again: bool = False
+    """`--encoder_cache_gb` has no effect."""
+
     @property
     def swift_argv(self) -> list[str]:
         """Return what `swift rlhf` and `swift rollout` have to be told."""
@@ -117,14 +123,16 @@ FAMILIES = read_families()
 
 
 def make_tokenizer(family: Family) -> Qwen2TokenizerFast:
-    """Return Qwen's byte pairs with the family's special tokens behind them."""
+    """Return Qwen's byte pairs with the family's special tokens behind them, or before."""
     tokens = family.tokens
     if not isinstance(tokens, Mapping):
         tokens = dict(enumerate(tokens, NUM_RANKS))
     known = {**tokens, **family.plain}
-    first = min(NUM_RANKS, *known)  # no byte pair is made of later ones
-    ranks = {token: rank for token, rank in read_ranks().items() if rank < first}
-    places = {known.get(i, f"<unused{i}>"): i for i in range(first, max(known) + 1)}
+    begin = family.first_pair
+    end = min([begin + NUM_RANKS, *(i for i in known if i >= begin)])  # no pair is made of later
+    ranks = {token: begin + rank for token, rank in read_ranks().items() if begin + rank < end}
+    others = (*range(begin), *range(end, max(known) + 1))
+    places = {known.get(i, f"<unused{i}>"): i for i in others}
     special, plain = tuple(tokens.values()), tuple(family.plain.values())
     tokenizer = build_tokenizer(ranks, special, plain, places, family.eos, **family.names)
     for i, token in known.items():

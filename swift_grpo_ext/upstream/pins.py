@@ -224,6 +224,12 @@ vllm.v1.worker.cpu_worker:CPUWorker
 """)
 """Repairs of vLLM 0.11; newer releases need none."""
 
+GEMMA4_FORWARD = _pins("""
+swift.model.models.gemma
+    _patch_gemma4_forward: model processor
+""")
+"""Repairs of ms-swift's models; releases without these names have no such model."""
+
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
     _register_rl_rollout_app _start_data_parallel_workers close_communicator get_engine_type
@@ -295,4 +301,4 @@ OPTIONAL = {
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
-UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *REPLACED)
+UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *GEMMA4_FORWARD, *REPLACED)
