@@ -211,8 +211,10 @@ def keep_packed_convolutions() -> None:
 
     @wraps(dispatch)
     def dispatch_once(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if layer.weight.ndim == 3 or not hasattr(layer, "_cpu_unpacked_conv_weight"):
+        is_convolution = layer.weight.ndim == 3
+        if is_convolution or not getattr(layer, "has_packed_convolution", False):
             dispatch(layer, remove_weight)
+            layer.has_packed_convolution = is_convolution and layer.weight.ndim == 2
 
     patch(upstream, dispatch_cpu_unquantized_gemm=dispatch_once)
 
