@@ -291,6 +291,16 @@ def test_a_write_to_a_shared_tensor_is_refused(template: Any, images: list[Path]
         write()
 
 
+def test_another_shape_of_a_shared_tensor_is_no_write() -> None:
+    cache = cache_of(2**20)
+    first, second = (cache.share("key", lambda: torch.ones(1, 5)) for _ in range(2))
+    first.squeeze_(0)
+    assert cache.share("key", lambda: None).shape == second.shape == (1, 5)
+    second.mul_(2)
+    with pytest.raises(MediaChangedError):
+        cache.share("key", lambda: None)
+
+
 def test_arrays_and_containers_are_each_callers_own() -> None:
     cache = cache_of(2**20)
     made = [cache.share("key", lambda: {"a": np.zeros(3), "b": [1, (2,)]}) for _ in range(3)]
