@@ -28,6 +28,8 @@ TESTS = "tests/stack/test_families.py"
 
 REMOTE_CODE = "not made: its code comes with its checkpoints, in no package"
 NOT_MADE = "not made; transformers has its code"
+NOT_EXPANDED = "not made: ms-swift's template writes one token for all of an image's"
+OTHER_MODEL = "not made: ms-swift's template is for the code that comes with its checkpoints"
 OTHERS = {
     "`minicpmv` to `minicpmv4_5`, `minicpmo`": REMOTE_CODE,
     "`ovis1_6` to `ovis2_5`": REMOTE_CODE,
@@ -38,7 +40,14 @@ OTHERS = {
     "`gemma3n`, `llama4`": NOT_MADE,
     "`gemma4_unified`": "made once: images and audio trained, with gaps below 1e-5",
     "`minicpmv4_6`, `minicpmv4_7`": NOT_MADE,
-    "`llava1_5_hf`, `llava1_6_*_hf`, `idefics3`, `pixtral`, `mistral3`": NOT_MADE,
+    "`llava1_6_mistral_hf`, `llama3_llava_next_hf`": NOT_MADE,
+    "`llava_llama3_hf`, `llava_next_video_hf`": NOT_EXPANDED,
+    "`paddle_ocr`, `hunyuan_ocr`": OTHER_MODEL,
+    "`qwen2_audio`": "made, and not loaded: transformers 5.19 saves its text as "
+    "`language_model.model.model`; ms-swift's template, for transformers before 4.49, writes one "
+    "token for all of a sound's",
+    "`paddleocr_vl`": "not made: ms-swift's template takes what transformers 5.19 says of images, "
+    "a tuple, for a tensor (`templates/baidu.py`, `PaddleOCR1_5Template._post_encode`)",
 }
 """ms-swift's names of model types, and why there is no run."""
 
