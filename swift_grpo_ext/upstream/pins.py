@@ -228,7 +228,14 @@ GEMMA4_FORWARD = _pins("""
 swift.model.models.gemma
     _patch_gemma4_forward: model processor
 """)
-"""Repairs of ms-swift's models; releases without these names have no such model."""
+GLM_OCR_POSITIONS = _pins("""
+swift.template.templates.glm:GLM4vPackingTemplateMixin
+    _get_position_ids: self inputs
+swift.template.templates.glm:GLMOCRTemplate
+    _data_collator: self batch padding_to
+    use_model
+""")
+"""Repairs of ms-swift's models and templates; releases without these names have no such model."""
 
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
@@ -301,4 +308,5 @@ OPTIONAL = {
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
-UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *GEMMA4_FORWARD, *REPLACED)
+OF_MODELS = (*GEMMA4_FORWARD, *GLM_OCR_POSITIONS)
+UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *OF_MODELS, *REPLACED)

@@ -1,4 +1,5 @@
-"""What vLLM makes of an image that is marked as turned; videos carry what it wants to know."""
+"""What vLLM makes of an image that is marked as turned; videos carry what it wants to know; where
+training places images."""
 
 from __future__ import annotations
 
@@ -9,18 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from PIL.ExifTags import Base
 from swift.infer_engine.protocol import RolloutInferRequest
+from swift.model import get_model_processor
 from swift.pipelines.infer.deploy import SwiftDeploy
-from swift.template import Template, vision_utils
+from swift.template import Template, get_template, vision_utils
 from swift.template.vision_utils import load_video_hf
+from tiny_vlm.families import FAMILIES, make_family
 
+from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.contract import mismatch
 from swift_grpo_ext.upstream.encoding import (
     add_video_metadata,
     answers_for_servers,
     drop_orientation,
     load_video,
+    place_glm_ocr_images,
     supply_video_loader,
     tool_calls,
 )
@@ -116,6 +123,36 @@ def test_a_videos_url_is_left_to_ms_swift(monkeypatch: pytest.MonkeyPatch) -> No
     assert load_video(" https://a/b.mp4", 7) == "it"
     load_video("http://a/b.mp4")
     assert given == [(" https://a/b.mp4", 7), ("http://a/b.mp4", -1)]
+
+
+@pytest.mark.skipif(
+    any(map(mismatch, pins.GLM_OCR_POSITIONS)), reason="ms-swift has no such template"
+)
+def test_glm_ocr_sees_images_in_training_where_transformers_places_them(tmp_path: Path) -> None:
+    make_family(FAMILIES["glm_ocr"], tmp_path, seed=0)
+    model, processor = get_model_processor(
+        str(tmp_path), model_type="glm_ocr", torch_dtype=torch.float32
+    )
+    place_glm_ocr_images()
+    template = get_template(processor, template_type="glm_ocr")
+    template.set_mode("train")
+    template.model = model
+    answer = {"role": "assistant", "content": "1"}
+    image = Image.new("RGB", (112, 56), "red")
+    rows = [
+        {"messages": [{"role": "user", "content": "<image>Which?"}, answer], "images": [image]},
+        {"messages": [{"role": "user", "content": "None?"}, answer]},
+    ]
+    inputs = template.data_collator([template.encode(row) for row in rows])
+    labels, mask = inputs.pop("labels"), inputs["attention_mask"].bool()
+    with torch.no_grad():
+        own = {**inputs, "position_ids": None}
+        types = (inputs["input_ids"] == model.config.image_token_id).int()
+        expected = model(**own, mm_token_type_ids=types).logits
+        template.register_post_encode_hook([model])
+        found = model(**inputs).logits
+    assert (labels != -100).any()
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
 
 
 def test_tool_calls_are_read_as_the_release_reads_them() -> None:
