@@ -31,8 +31,8 @@ from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
-from swift_grpo_ext.upstream.models import repair_gemma4
 from swift_grpo_ext.upstream.encoding import place_glm_ocr_images
+from swift_grpo_ext.upstream.models import repair_gemma4
 from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
