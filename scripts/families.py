@@ -39,7 +39,7 @@ OTHERS = {
     "`internvl_chat`": REMOTE_CODE,
     "`gemma3n`, `llama4`": NOT_MADE,
     "`gemma4_unified`": "made once: images and audio trained, with gaps below 1e-5",
-    "`minicpmv4_6`, `minicpmv4_7`": NOT_MADE,
+    "`minicpmv4_7`": NOT_MADE,
     "`llava_llama3_hf`, `llava_next_video_hf`": NOT_EXPANDED,
     "`paddle_ocr`, `hunyuan_ocr`": OTHER_MODEL,
     "`qwen2_audio`": "made, and not loaded: transformers 5.19 saves its text as "
