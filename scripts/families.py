@@ -3,7 +3,8 @@
     python scripts/families.py --run qwen3_vl    # trains it (minutes); no name: all families
     python scripts/families.py --write           # the tables, from what was found
 
-A run is `tests/stack/test_families.py`, which notes what it found in `scripts/bench/results`.
+A run is `tests/stack/test_families.py`, and `test_router_replay.py` beside it; they note what they
+found in `scripts/bench/results`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from tiny_vlm.families import FAMILIES, Family
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+BEGIN_EXPERTS, END_EXPERTS = "<!-- experts: begin -->", "<!-- experts: end -->"
 PAGE = ROOT / "docs/support.md"
 RESULTS = ROOT / "scripts/bench/results/families.json"
-TESTS = "tests/stack/test_families.py"
+TESTS = ("tests/stack/test_families.py", "tests/stack/test_router_replay.py")
 
 REMOTE_CODE = "not made: its code comes with its checkpoints, in no package"
 NOT_MADE = "not made; transformers has its code"
@@ -78,6 +80,22 @@ def made() -> str:
     return "\n".join(lines)
 
 
+def made_of_experts() -> str:
+    """Return the table of what replaying a rollout's experts changes."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    lines = [
+        "| model type | replayed | equal choices | mean gap | largest gap of a token |",
+        "|---|---|---|---|---|",
+    ]
+    for name, runs in results.items():
+        for how, label in (("plain", "no"), ("replayed", "yes"), ("served", "yes, from a server")):
+            if found := runs.get("replay", {}).get(how):
+                share = f"{found['equal']:.1%}" if "equal" in found else ""
+                gaps = f"{found['mean']:.3f} | {found['max']:.2f}"
+                lines.append(f"| `{name}` | {label} | {share} | {gaps} |")
+    return "\n".join(lines)
+
+
 def _gap(family: Family, run: str, runs: Mapping[str, Any]) -> str:
     """Return a run's gap, behind "equal" where its first round has the tokens of another run."""
     if run == "videos" and family.videos_fail:
@@ -99,11 +117,12 @@ def main() -> int:
         # A parameter's name stands between brackets, alone or before that of media; another's may
         # begin with it.
         chosen = [f"[{name}{end}" for name in arguments.run for end in "]-"]
-        command = [sys.executable, "-m", "pytest", "-q", TESTS, "-k", " or ".join(chosen)]
+        command = [sys.executable, "-m", "pytest", "-q", *TESTS, "-k", " or ".join(chosen)]
         env = {**os.environ, "FAMILY_RESULTS": str(RESULTS)}
         status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
     if arguments.write:
         write_into(PAGE, made(), BEGIN, END)
+        write_into(PAGE, made_of_experts(), BEGIN_EXPERTS, END_EXPERTS)
     if not arguments.write and arguments.run is None:
         print(made())
     return status

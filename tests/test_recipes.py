@@ -21,6 +21,8 @@ def table_of(page: Path, begin: str, end: str) -> str:
 def test_the_page_of_families_is_up_to_date() -> None:
     """Else: `python scripts/families.py --write`."""
     assert table_of(families.PAGE, families.BEGIN, families.END) == families.made()
+    begin, end = families.BEGIN_EXPERTS, families.END_EXPERTS
+    assert table_of(families.PAGE, begin, end) == families.made_of_experts()
 
 
 @pytest.mark.skipif(not is_newest("swift"), reason="the page is about the newest ms-swift")
