@@ -146,6 +146,7 @@ class RowEncoder:
         with self._run.environment(self._rollout_side):
             request, media = self._request(sample)
         rollout = list(request.prompt_token_ids)
+        was_cut = self.max_length is not None and 0 < self.max_length <= len(rollout)
         with self._run.environment("training"):
             training, changed = self._prompt_in_training(sample, rollout)
         spans = spans_of(rollout, self._placeholders)
@@ -157,7 +158,7 @@ class RowEncoder:
             differences=list(differences(rollout, changed, self._placeholders)),
             has_rollouts_text=changed != training,
             media=media,
-            num_behind_cut=media_behind_cut(training, num_text, self._placeholders),
+            num_behind_cut=was_cut and media_behind_cut(training, num_text, self._placeholders),
         )
 
     def _request(self, sample: GRPOSample) -> tuple[EngineCoreRequest, list[str]]:
@@ -186,9 +187,9 @@ class RowEncoder:
                 encoded = encode_sample(sample, self.template)
         finally:
             self.template.max_length = max_length
-        was_cut = max_length is not None and 0 < max_length <= len(rollout)
+        may_be_cut = max_length is not None and 0 < max_length <= len(rollout)
         changed = encoded | with_text_of(
-            rollout, encoded, self._placeholders, tokenizer.decode, was_cut=was_cut
+            rollout, encoded, self._placeholders, tokenizer.decode, was_cut=may_be_cut
         )
         both = []
         for ids, labels in ((e["input_ids"], e["labels"]) for e in (encoded, changed)):

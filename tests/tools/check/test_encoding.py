@@ -52,6 +52,7 @@ def settings(assets: Path, tmp_path: Path) -> dict[str, Any]:
     return {"model": str(assets / "tiny_vlm"), **names, **lengths}
 
 
+@pytest.mark.stack
 def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
     rows = write_rows(
         tmp_path,
@@ -66,6 +67,7 @@ def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Pat
     ]
 
 
+@pytest.mark.stack
 def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
     rows = write_rows(
         tmp_path,
@@ -101,6 +103,7 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
     ]
 
 
+@pytest.mark.stack
 def test_sides_that_differ(image: str, tmp_path: Path) -> None:
     """The sides have other system prompts and sizes of images; no weights are there."""
     family = FAMILIES["glm4v"]
