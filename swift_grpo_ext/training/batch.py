@@ -390,8 +390,8 @@ def measure_rollout_gap(
             f"Step {step}: log-probabilities of the rollout and of training lie {gap.mean:.3g} "
             f"nats apart in the mean ({gap.largest:.3g} at most, {gap.count} tokens), above the "
             f"{limit:g} that rounding explains: rollouts and training do not see the same weights "
-            "or prompts, or use numbers of other precision (quantization, --vllm_engine_kwargs). "
-            "(Said once.)",
+            "or prompts, use numbers of other precision (quantization, --vllm_engine_kwargs), or "
+            "choose other experts (--router_replay_mode R3). (Said once.)",
             hash_id="rollout_gap",
         )
     return {"rollout_gap/mean": gap.mean, "rollout_gap/max": gap.largest}

@@ -63,13 +63,13 @@ def test_replay(family: Family, model: Path, assets: Path, tmp_path: Path) -> No
     assert runs["plain"] == runs["replayed"] == runs["served"]
     found = {}
     for name in runs:
-        assert_agrees(family, tmp_path / name)
         steps = rounds.logged_steps(tmp_path / name / "run")
         found[name] = {
             kind: max(step[f"rollout_gap/{kind}"] for step in steps) for kind in ("mean", "max")
         }
         if name != "plain":
             found[name]["equal"] = min(step["router_replay/equal"] for step in steps)
+            assert_agrees(family, tmp_path / name)
             assert 0.9 < found[name]["equal"] < 1
             assert found[name]["mean"] < found["plain"]["mean"]
             assert found[name]["max"] < found["plain"]["max"] / 2
