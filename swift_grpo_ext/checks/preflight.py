@@ -272,6 +272,7 @@ def check_training(args: RLHFArguments) -> Findings:
             (not args.use_vllm, "use_vllm false", "whose rollouts give no experts"),
             (args.sequence_parallel_size > 1, "sequence_parallel_size", "which spreads a sample"),
             (args.torch_compile, "torch_compile true", "which leaves out what replays"),
+            (args.use_liger_kernel, "use_liger_kernel true", "whose loss makes a pass of its own"),
             (getattr(args, "teacher_model", None), "teacher_model", "whose experts are others"),
         ):
             if is_set:

@@ -83,6 +83,8 @@ class CompletionLogps:
             reason = f"{flag}, where batches stay as ms-swift makes them"
         elif config.per_device_train_batch_size == 1:
             reason = "--per_device_train_batch_size 1, with which batches hold one sample each"
+        elif config.router_replay_mode != "disabled":
+            reason = "--router_replay_mode R3, whose experts are those of a batch's own rows"
         if self._shares_prompt and reason:
             self._shares_prompt = False
             logger.warning(f"--logps_shared_prompt true has no effect with {reason}.")

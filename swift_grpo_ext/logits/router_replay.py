@@ -5,10 +5,10 @@ log-probabilities at equal weights part by far more than rounding (docs/support.
 token goes through the experts of the rollout; how much each counts is computed from the trainer's
 own router, with its gradient (Rollout Routing Replay: arXiv 2510.11370).
 
-vLLM returns the experts of a sample; ms-swift carries them into the model's inputs as
-`routed_experts`, and models of transformers hand them from layer to layer, where nobody reads them.
-Here each layer takes its own out of its arguments: recomputation for gradient checkpointing calls
-it with the same ones again.
+vLLM returns the experts of a sample, and ms-swift carries them into the model's inputs as
+`routed_experts`, where its templates drop them, or models hand them from layer to layer and nobody
+reads them. Here the text model of a pass is given them among its arguments, and each layer takes
+its own: recomputation for gradient checkpointing calls it with the same ones again.
 
 Letters in names are shapes: B rows of a batch, T positions of a row, L layers, K experts of a
 token, S = B x T tokens, E experts.
@@ -17,7 +17,8 @@ token, S = B x T tokens, E experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,9 @@ class RouterReplay:
 
     def __init__(self, *models: nn.Module) -> None:
         self._models = [base_model(model) for model in models]
+        self._given: Tensor | None = None
+        """The experts of the pass that is running."""
+        self._num_calls = 0
         self._num_equal = self._num_given = 0.0
         for model in self._models:
             routers = routers_of(model)
@@ -74,16 +78,40 @@ class RouterReplay:
                     "logits, the weights and the numbers of each token's experts. Expected: a "
                     "mixture of experts such as Qwen3-VL-MoE. Leave the flag out."
                 )
-            for number, (layer, router) in routers.items():
-                experts: list[Tensor] = []
+            parents = {model.get_submodule(name.rpartition(".layers.")[0]) for name in routers}
+            for parent in parents:
+                parent.register_forward_pre_hook(self._give, with_kwargs=True)
+            for name, (layer, router) in routers.items():
+                number, experts = int(name.rpartition(".")[2]), list[Tensor]()
                 layer.register_forward_pre_hook(partial(_take, number, experts), with_kwargs=True)
                 router.register_forward_hook(partial(self._choose, experts))
 
-    def inputs(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a model's inputs without experts, unless its routers read them."""
-        if base_model(model) in self._models:
-            return inputs
-        return {name: value for name, value in inputs.items() if name != INPUT}
+    @contextmanager
+    def given(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Let a model's pass within the block replay the experts among its inputs, unless it is
+        another model; give the other inputs.
+
+        Raises:
+            RouterReplayError: the model's layers were not handed the experts.
+        """
+        others = {name: value for name, value in inputs.items() if name != INPUT}
+        base, num_calls = base_model(model), self._num_calls
+        self._given = inputs.get(INPUT) if base in self._models else None
+        is_given = self._given is not None
+        try:
+            yield others
+        finally:
+            self._given = None
+        if is_given and self._num_calls == num_calls:
+            raise RouterReplayError(
+                f"--router_replay_mode R3: {type(base).__name__} does not hand its layers what its "
+                "text model is given. Leave the flag out."
+            )
+
+    def _give(
+        self, parent: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs if self._given is None else {**kwargs, INPUT: self._given}
 
     def _choose(
         self,
@@ -95,6 +123,7 @@ class RouterReplay:
         """Return a router's output with the experts that its layer was given."""
         if not experts:
             return None
+        self._num_calls += 1
         logits_SE, weights_SK, own_SK = output
         given_SK = experts.pop().reshape(own_SK.shape).to(own_SK)
         is_given_S1 = given_SK[:, :1] != NOT_GIVEN
@@ -116,18 +145,17 @@ class RouterReplay:
         return num_equal / num_given if num_given else 1.0
 
 
-def routers_of(model: nn.Module) -> dict[int, tuple[nn.Module, nn.Module]]:
-    """Return the layers that have a router, with it, by the number of the layer.
+def routers_of(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """Return the layers that have a router, with it, by the name of the layer.
 
     Routers of transformers 5.19's `*TopKRouter` classes take the softmax of their logits, and make
     the chosen ones' probabilities sum to 1.
     """
     found = {}
     for name, layer in model.named_modules():
-        number = re.search(r"\.layers\.(\d+)$", name)
         router = getattr(getattr(layer, "mlp", None), "gate", None)
-        if number and type(router).__name__.endswith("TopKRouter"):
-            found[int(number[1])] = (layer, router)
+        if type(router).__name__.endswith("TopKRouter") and re.search(r"\.layers\.\d+$", name):
+            found[name] = (layer, router)
     return found
 
 

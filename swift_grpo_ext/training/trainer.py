@@ -6,6 +6,7 @@ Each hook takes what it needs from ms-swift, and hands it to a collaborator, whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -438,11 +439,11 @@ class RolloutGRPOTrainer(GRPOTrainer):
         grpo_batch: GRPOBatch,
         compute_entropy: bool = False,
     ) -> Any:
-        if self._router_replay is not None:
-            model_inputs = self._router_replay.inputs(model, model_inputs)
-        return super()._get_per_token_logps_and_entropies_single(
-            self._logps.restrict(model, grpo_batch), model_inputs, grpo_batch, compute_entropy
-        )
+        upstream = super()._get_per_token_logps_and_entropies_single
+        restricted = self._logps.restrict(model, grpo_batch)
+        replay = self._router_replay
+        with replay.given(model, model_inputs) if replay else nullcontext(model_inputs) as inputs:
+            return upstream(restricted, inputs, grpo_batch, compute_entropy)
 
     def _get_logps_via_local_forward(
         self,

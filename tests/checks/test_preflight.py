@@ -110,6 +110,10 @@ def test_the_first_error_is_raised_after_the_warnings(
             "error: --router_replay_mode R3: does not go with --torch_compile true, which leaves",
         ),
         (
+            {"router_replay_mode": "R3", "use_liger_kernel": True},
+            "error: --router_replay_mode R3: does not go with --use_liger_kernel true, whose loss",
+        ),
+        (
             {"router_replay_mode": "R3", "teacher_model": "org/teacher"},
             "error: --router_replay_mode R3: does not go with --teacher_model, whose experts",
         ),

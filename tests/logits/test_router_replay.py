@@ -56,7 +56,8 @@ def some_experts(seed: int, ids: torch.Tensor) -> torch.Tensor:
 def forced(model: Qwen3MoeForCausalLM, ids: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """The logits of a model whose routers are told what to choose by their own top k."""
     handles = []
-    for number, (_, router) in routers_of(model).items():
+    for name, (_, router) in routers_of(model).items():
+        number = int(name.rpartition(".")[2])
 
         def prefer(
             _: Any, args: Any, output: Any, chosen: torch.Tensor = experts[:, :, number]
@@ -80,15 +81,28 @@ def test_the_given_experts_are_used() -> None:
     experts = some_experts(1, ids)
     plain, expected = model(input_ids=ids).logits, forced(model, ids, experts)
     assert (plain - expected).abs().max() > 0.1
-    assert list(routers_of(model)) == [0, 2]
+    assert list(routers_of(model)) == ["model.layers.0", "model.layers.2"]
     replay = RouterReplay(model)
-    assert torch.equal(model(input_ids=ids).logits, plain)
+    assert torch.equal(logits_of(replay, model, ids, None), plain)
     assert replay.end_round(lambda counts: [counts]) == 1.0  # nothing was replayed
-    assert torch.allclose(model(input_ids=ids, routed_experts=experts).logits, expected, atol=1e-5)
+    assert torch.allclose(logits_of(replay, model, ids, experts), expected, atol=1e-5)
     share = replay.end_round(lambda counts: [counts, (0, 2 * 12 * K)])
     assert 0 < share < 0.5
     given_all = torch.full_like(experts, NOT_GIVEN)
-    assert torch.equal(model(input_ids=ids, routed_experts=given_all).logits, plain)
+    assert torch.equal(logits_of(replay, model, ids, given_all), plain)
+    assert torch.equal(model(input_ids=ids).logits, plain)  # a pass of its own
+
+
+def logits_of(
+    replay: RouterReplay,
+    model: Qwen3MoeForCausalLM,
+    ids: torch.Tensor,
+    experts: torch.Tensor | None,
+) -> torch.Tensor:
+    with replay.given(model, {"input_ids": ids, "routed_experts": experts}) as inputs:
+        assert "routed_experts" not in inputs
+        logits: torch.Tensor = model(**inputs).logits
+    return logits
 
 
 def test_gradients_are_those_of_the_given_experts() -> None:
@@ -98,12 +112,10 @@ def test_gradients_are_those_of_the_given_experts() -> None:
         model = make_model().train()
         if checkpoints:
             model.gradient_checkpointing_enable()
-        RouterReplay(model)
-        losses = []
+        replay, losses = RouterReplay(model), []
         for seed in (1, 2):
             ids = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(seed))
-            logits = model(input_ids=ids, routed_experts=some_experts(seed, ids)).logits
-            losses.append(logits.square().mean())
+            losses.append(logits_of(replay, model, ids, some_experts(seed, ids)).square().mean())
         sum(losses).backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     plain, recomputed = gradients
@@ -114,13 +126,17 @@ def test_gradients_are_those_of_the_given_experts() -> None:
 
 
 def test_other_models_get_no_experts() -> None:
-    model, other = make_model(), make_model()
-    inputs = {"input_ids": 1, "routed_experts": 2}
+    model, other, ids = make_model(), make_model(), torch.arange(14).reshape(2, 7)
     replay = RouterReplay(model)
-    assert replay.inputs(model, inputs) is inputs
-    assert replay.inputs(other, inputs) == {"input_ids": 1}
+    plain = other(input_ids=ids).logits
+    assert torch.equal(logits_of(replay, other, ids, some_experts(1, ids)), plain)
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no router .* Leave the flag out"):
         RouterReplay(model, Qwen3ForCausalLM(Qwen3Config(**SIZES)))
+    with (
+        pytest.raises(RouterReplayError, match=r"Qwen3MoeForCausalLM does not hand its layers"),
+        replay.given(model, {"routed_experts": some_experts(1, ids)}),
+    ):
+        model.get_input_embeddings()(ids)  # a pass that asks no layer
 
 
 # --- batches ---

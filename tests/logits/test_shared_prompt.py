@@ -384,6 +384,7 @@ def test_what_cannot_be_packed(
         ({"logits_shim": "off"}, False, "no effect with --logits_shim off"),
         ({}, True, "no effect with --padding_free true"),
         ({"per_device_train_batch_size": 1}, False, "no effect with --per_device_train_batch_si"),
+        ({"router_replay_mode": "R3"}, False, "no effect with --router_replay_mode R3"),
         ({}, False, ""),
     ],
 )
