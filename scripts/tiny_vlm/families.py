@@ -101,12 +101,6 @@ class Family:
         return ["--model_type", model_type, "--template", self.template, *dtype, *self.argv]
 
     @property
-    def shows(self) -> str:
-        """Return the kind of media that its trainings show, or `words`."""
-        kinds = ("images", "videos", "audio")
-        return next((kind for kind in kinds if getattr(self, kind)), "words")
-
-    @property
     def bits(self) -> int:
         """Return the size of a number in memory."""
         return int(torch.finfo(getattr(torch, self.dtype)).bits)
