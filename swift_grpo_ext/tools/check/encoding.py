@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
     from swift_grpo_ext.rollout.engine import RolloutEngine
 
+NUM_FIRST, NUM_DRAWN = 16, 16
+"""Rows that are encoded: the first, and some of those behind them, drawn by `--data_seed`."""
+
 SHOWN_ROWS = 3
 """Rows that are named of each kind of fault; the others are counted."""
 
@@ -53,6 +56,149 @@ SHOWN_DIFFERENCES = 3
 
 OF_PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs")
 """Entries of `--vllm_engine_kwargs` that change what vLLM makes of a request."""
+
+
+# --- what is said ---
+
+
+def check_encoding(run: Run) -> Findings:
+    """Compare rows of each data set as training and vLLM encode them."""
+    folders: dict[Side, Path] = {}
+    for side, _ in run.sides:
+        model = run.arguments(side).model
+        folder = model_folder(model) if model else None
+        if folder is None:
+            if model and not model.startswith(LOCAL):
+                yield note(
+                    f"model {model}",
+                    "is not on this machine, so that no rows were encoded. Its weights are not "
+                    f"needed: modelscope download {model} --exclude '*.safetensors', then give the "
+                    "folder with --model.",
+                )
+            return
+        folders[side] = folder
+    if run.training is None:
+        return
+    encoder: RowEncoder | None = None
+    for name, rows in read_data(run):
+        if isinstance(rows, Finding):  # said by `check_data`
+            continue
+        encoder = encoder or RowEncoder(run, folders)
+        rest = rows[NUM_FIRST:]
+        drawn = Random(run.train("data_seed")).sample(rest, min(NUM_DRAWN, len(rest)))
+        yield from compare_rows(encoder, [*rows[:NUM_FIRST], *drawn], setting=name, run=run)
+
+
+def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run: Run) -> Findings:
+    """Encode rows on both sides and say what differs, what is cut, and what does not fit.
+
+    Args:
+        setting: the flag that named the data set.
+    """
+    encoded: list[EncodedRow] = []
+    refused: dict[str, list[tuple[Row, str]]] = {}
+    """Rows that the training's template refuses, with the reason, by the error's type."""
+    failed: dict[str, list[tuple[Row, str]]] = {}
+    """Rows of which a rollout, or a training after it, makes nothing."""
+    for row in rows:
+        if bad_media(row):
+            continue  # said by `check_rows`
+        if reason := encoder.refusal(row):
+            refused.setdefault(reason.partition(":")[0], []).append((row, reason))
+            continue
+        try:
+            encoded.append(encoder.encode(row))
+        except Exception as e:  # templates, processors and vLLM raise many kinds
+            failed.setdefault(type(e).__name__, []).append((row, reason_of(e)))
+    deletes = run.train("truncation_strategy") == "delete"
+    for of_type in refused.values():
+        text = f"{named(of_type)} cannot be encoded for training ({of_type[0][1]})."
+        if deletes:
+            yield warning(setting, f"{text} Others take its place (--truncation_strategy delete).")
+        else:
+            yield error(setting, text, "Correct it, or --truncation_strategy delete.")
+    for of_type in failed.values():
+        text = f"{named(of_type)} cannot be encoded for a rollout ({of_type[0][1]})."
+        yield error(setting, text, "Correct it, or leave it out.")
+    if encoded:
+        yield from differences_of(encoder, encoded, setting, run)
+        yield from lengths_of(encoder, encoded, setting, run)
+
+
+def named(rows: Sequence[tuple[Row, str]]) -> str:
+    """Return how a message calls rows: by the first, with what it shows."""
+    [first, _], others = rows[0], len(rows) - 1
+    given = {kind: len(first.get(kind) or ()) for kind in MEDIA}
+    shows = ", ".join(f"{kind}: {number}" for kind, number in given.items() if number)
+    more = f", like {others} more," if others else ""
+    return f"the row that asks {question_of(prompt_of(first))!r} ({shows or 'no media'}){more}"
+
+
+def differences_of(
+    encoder: RowEncoder, encoded: Sequence[EncodedRow], setting: str, run: Run
+) -> Findings:
+    """Name the rows whose prompts differ, and the tokens; or say that none does."""
+    differing = [row for row in encoded if row.differences]
+    say = error if run.train("rollout_mismatch") == "stop" else warning
+    for number, row in enumerate(differing[:SHOWN_ROWS]):
+        places = [
+            f"from token {place.at} on the rollout has {encoder.words(place.rollout)} where "
+            f"training has {encoder.words(place.training)}"
+            for place in row.differences[:SHOWN_DIFFERENCES]
+        ]
+        if len(row.differences) > SHOWN_DIFFERENCES:
+            places.append(f"{len(row.differences) - SHOWN_DIFFERENCES} more places")
+        yield say(
+            setting,
+            f"{row.name} ({', '.join(row.media) or 'no media'}) has a prompt of "
+            f"{len(row.rollout)} tokens in the rollout and of {len(row.training)} in training: "
+            f"{'; '.join(places)}.",
+            "" if number else REMEDY,
+        )
+    if len(differing) > SHOWN_ROWS:
+        text = f"{len(differing) - SHOWN_ROWS} more of {len(encoded)} rows differ."
+        yield say(setting, text)
+    if not differing:
+        num_media = sum(len(row.media) for row in encoded)
+        num_given = sum(row.has_rollouts_text for row in encoded)
+        given = f"; of {num_given} training is given the rollout's line breaks or cut"
+        yield ok(
+            setting,
+            f"{len(encoded)} rows with {num_media} media are equal in rollout and training, "
+            f"token by token{given if num_given else ''}.",
+        )
+
+
+def lengths_of(
+    encoder: RowEncoder, encoded: Sequence[EncodedRow], setting: str, run: Run
+) -> Findings:
+    """Name media of which a cut takes the text, and prompts that leave a completion no room."""
+    for row in [row for row in encoded if row.num_behind_cut][:SHOWN_ROWS]:
+        yield warning(
+            setting,
+            f"{row.name} is cut to the last text that --max_length {encoder.max_length} leaves: "
+            f"{row.num_behind_cut} of its {len(row.media)} media stand in what is cut, and stay "
+            "without the text around them.",
+            "Raise --max_length, or have such prompts replaced with --truncation_strategy delete.",
+        )
+    longest = max(encoded, key=lambda row: len(row.rollout))
+    num_prompt, num_completion = len(longest.rollout), int(run.train("max_completion_length"))
+    text = (
+        f"prompts have {min(len(row.rollout) for row in encoded)} to {num_prompt} tokens "
+        f"(--max_length {encoder.max_length} counts a medium as one); with "
+        f"--max_completion_length {num_completion} a sample takes up to "
+        f"{num_prompt + num_completion} of {encoder.max_model_len} (--vllm_max_model_len)."
+    )
+    room = encoder.max_model_len - num_prompt
+    if room < num_completion:
+        more = f"Completions of {longest.name} end after {room} tokens."
+        remedy = "Raise --vllm_max_model_len, or lower --max_length."
+        yield warning(setting, f"{text} {more}", remedy)
+    else:
+        yield note(setting, text)
+
+
+# --- one row, on both sides ---
 
 
 @dataclass(frozen=True)
@@ -332,146 +478,3 @@ def media_behind_cut(training: Sequence[int], num_text: int, placeholders: Colle
         else:
             num_text -= len(ids)
     return num_behind
-
-
-# --- what is said ---
-
-NUM_FIRST, NUM_DRAWN = 16, 16
-"""Rows that are encoded: the first, and some of those behind them, drawn by `--data_seed`."""
-
-
-def check_encoding(run: Run) -> Findings:
-    """Compare rows of each data set as training and vLLM encode them."""
-    folders: dict[Side, Path] = {}
-    for side, _ in run.sides:
-        model = run.arguments(side).model
-        folder = model_folder(model) if model else None
-        if folder is None:
-            if model and not model.startswith(LOCAL):
-                yield note(
-                    f"model {model}",
-                    "is not on this machine, so that no rows were encoded. Its weights are not "
-                    f"needed: modelscope download {model} --exclude '*.safetensors', then give the "
-                    "folder with --model.",
-                )
-            return
-        folders[side] = folder
-    if run.training is None:
-        return
-    encoder: RowEncoder | None = None
-    for name, rows in read_data(run):
-        if isinstance(rows, Finding):  # said by `check_data`
-            continue
-        encoder = encoder or RowEncoder(run, folders)
-        rest = rows[NUM_FIRST:]
-        drawn = Random(run.train("data_seed")).sample(rest, min(NUM_DRAWN, len(rest)))
-        yield from compare_rows(encoder, [*rows[:NUM_FIRST], *drawn], setting=name, run=run)
-
-
-def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run: Run) -> Findings:
-    """Encode rows on both sides and say what differs, what is cut, and what does not fit.
-
-    Args:
-        setting: the flag that named the data set.
-    """
-    encoded: list[EncodedRow] = []
-    refused: dict[str, list[tuple[Row, str]]] = {}
-    """Rows that the training's template refuses, with the reason, by the error's type."""
-    failed: dict[str, list[tuple[Row, str]]] = {}
-    """Rows of which a rollout, or a training after it, makes nothing."""
-    for row in rows:
-        if bad_media(row):
-            continue  # said by `check_rows`
-        if reason := encoder.refusal(row):
-            refused.setdefault(reason.partition(":")[0], []).append((row, reason))
-            continue
-        try:
-            encoded.append(encoder.encode(row))
-        except Exception as e:  # templates, processors and vLLM raise many kinds
-            failed.setdefault(type(e).__name__, []).append((row, reason_of(e)))
-    deletes = run.train("truncation_strategy") == "delete"
-    for of_type in refused.values():
-        text = f"{named(of_type)} cannot be encoded for training ({of_type[0][1]})."
-        if deletes:
-            yield warning(setting, f"{text} Others take its place (--truncation_strategy delete).")
-        else:
-            yield error(setting, text, "Correct it, or --truncation_strategy delete.")
-    for of_type in failed.values():
-        text = f"{named(of_type)} cannot be encoded for a rollout ({of_type[0][1]})."
-        yield error(setting, text, "Correct it, or leave it out.")
-    if encoded:
-        yield from differences_of(encoder, encoded, setting, run)
-        yield from lengths_of(encoder, encoded, setting, run)
-
-
-def named(rows: Sequence[tuple[Row, str]]) -> str:
-    """Return how a message calls rows: by the first, with what it shows."""
-    [first, _], others = rows[0], len(rows) - 1
-    given = {kind: len(first.get(kind) or ()) for kind in MEDIA}
-    shows = ", ".join(f"{kind}: {number}" for kind, number in given.items() if number)
-    more = f", like {others} more," if others else ""
-    return f"the row that asks {question_of(prompt_of(first))!r} ({shows or 'no media'}){more}"
-
-
-def differences_of(
-    encoder: RowEncoder, encoded: Sequence[EncodedRow], setting: str, run: Run
-) -> Findings:
-    """Name the rows whose prompts differ, and the tokens; or say that none does."""
-    differing = [row for row in encoded if row.differences]
-    say = error if run.train("rollout_mismatch") == "stop" else warning
-    for number, row in enumerate(differing[:SHOWN_ROWS]):
-        places = [
-            f"from token {place.at} on the rollout has {encoder.words(place.rollout)} where "
-            f"training has {encoder.words(place.training)}"
-            for place in row.differences[:SHOWN_DIFFERENCES]
-        ]
-        if len(row.differences) > SHOWN_DIFFERENCES:
-            places.append(f"{len(row.differences) - SHOWN_DIFFERENCES} more places")
-        yield say(
-            setting,
-            f"{row.name} ({', '.join(row.media) or 'no media'}) has a prompt of "
-            f"{len(row.rollout)} tokens in the rollout and of {len(row.training)} in training: "
-            f"{'; '.join(places)}.",
-            "" if number else REMEDY,
-        )
-    if len(differing) > SHOWN_ROWS:
-        text = f"{len(differing) - SHOWN_ROWS} more of {len(encoded)} rows differ."
-        yield say(setting, text)
-    if not differing:
-        num_media = sum(len(row.media) for row in encoded)
-        num_given = sum(row.has_rollouts_text for row in encoded)
-        given = f"; of {num_given} training is given the rollout's line breaks or cut"
-        yield ok(
-            setting,
-            f"{len(encoded)} rows with {num_media} media are equal in rollout and training, "
-            f"token by token{given if num_given else ''}.",
-        )
-
-
-def lengths_of(
-    encoder: RowEncoder, encoded: Sequence[EncodedRow], setting: str, run: Run
-) -> Findings:
-    """Name media of which a cut takes the text, and prompts that leave a completion no room."""
-    for row in [row for row in encoded if row.num_behind_cut][:SHOWN_ROWS]:
-        yield warning(
-            setting,
-            f"{row.name} is cut to the last text that --max_length {encoder.max_length} leaves: "
-            f"{row.num_behind_cut} of its {len(row.media)} media stand in what is cut, and stay "
-            "without the text around them.",
-            "Raise --max_length, or have such prompts replaced with --truncation_strategy delete.",
-        )
-    longest = max(encoded, key=lambda row: len(row.rollout))
-    num_prompt, num_completion = len(longest.rollout), int(run.train("max_completion_length"))
-    text = (
-        f"prompts have {min(len(row.rollout) for row in encoded)} to {num_prompt} tokens "
-        f"(--max_length {encoder.max_length} counts a medium as one); with "
-        f"--max_completion_length {num_completion} a sample takes up to "
-        f"{num_prompt + num_completion} of {encoder.max_model_len} (--vllm_max_model_len)."
-    )
-    room = encoder.max_model_len - num_prompt
-    if room < num_completion:
-        more = f"Completions of {longest.name} end after {room} tokens."
-        remedy = "Raise --vllm_max_model_len, or lower --max_length."
-        yield warning(setting, f"{text} {more}", remedy)
-    else:
-        yield note(setting, text)

@@ -58,13 +58,28 @@ def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Pat
         tmp_path,
         ("<image>Which digit?", {"images": [image]}),
         ("Here:\n<image>\n and <image>?", {"images": [image] * 2}),
-        ("Which digit?", {}),
+        *(("Which digit?", {}) for _ in range(38)),  # 16 in all, and 16 of the others
     )
     assert said(Run(training={**settings, "dataset": [rows]})) == [
-        "ok: 3 rows with 3 media are equal in rollout and training, token by token.",
+        "ok: 32 rows with 3 media are equal in rollout and training, token by token.",
         "note: prompts have 22 to 61 tokens (--max_length 64 counts a medium as one); with "
         "--max_completion_length 100 a sample takes up to 161 of 256 (--vllm_max_model_len).",
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model": "No-Such/Model"}, "note: --model No-Such/Model: is not on this machine, so th"),
+        ({"model": "./none"}, ""),  # said by the check of the template
+        ({}, ""),
+    ],
+)
+def test_a_model_that_is_not_here(settings: dict[str, Any], expected: str) -> None:
+    findings = check_encoding(Run(training={**settings, "dataset": ["none.jsonl"]}))
+    text = "".join(f"{finding.level}: {finding.sentence}" for finding in findings)
+    assert text.startswith(expected)
+    assert bool(text) == bool(expected)
 
 
 @pytest.mark.stack
