@@ -40,7 +40,6 @@ OTHERS = {
     "`phi3_vision`": REMOTE_CODE,
     "`internvl_chat`": REMOTE_CODE,
     "`gemma3n`, `llama4`": NOT_MADE,
-    "`gemma4_unified`": "made once: images and audio trained, with gaps below 1e-5",
     "`minicpmv4_7`": NOT_MADE,
     "`llava_llama3_hf`, `llava_next_video_hf`": NOT_EXPANDED,
     "`paddle_ocr`, `hunyuan_ocr`": OTHER_MODEL,

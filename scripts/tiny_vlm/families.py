@@ -91,7 +91,10 @@ class Family:
     """`--logps_shared_prompt` has no effect."""
 
     encodes_again: bool = False
-    """`--encoder_cache_gb` has no effect."""
+    """`--encoder_cache_gb` has no effect, and says so."""
+
+    has_tower: bool = True
+    """Whether ms-swift knows a part of it that images go through first."""
 
     @property
     def swift_argv(self) -> list[str]:
