@@ -91,6 +91,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
     ranks: RankGroup
     """All training ranks, for the exchange of Python objects."""
 
+    _router_replay: RouterReplay | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         client = kwargs.get("vllm_client")
         if client is not None and not has_accelerator():
@@ -123,7 +125,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._logps = CompletionLogps(config, template, auto, agree, limit)
         off = self._reason_against_canary()
         self._canary = WeightCanary(config.rollout_mismatch, self.ranks, limit, off)
-        self._router_replay: RouterReplay | None = None
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
