@@ -31,8 +31,7 @@ from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
-from swift_grpo_ext.upstream.encoding import place_glm_ocr_images
-from swift_grpo_ext.upstream.models import repair_gemma4
+from swift_grpo_ext.upstream.models import repair_models
 from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
-            repair_gemma4()
-            place_glm_ocr_images()
+            repair_models()
 
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
         # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.

@@ -35,7 +35,6 @@ import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache, wraps
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,8 +43,6 @@ from PIL import Image
 from PIL.ExifTags import Base
 from swift.utils import get_logger
 
-from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import mismatch
 from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
@@ -136,36 +133,6 @@ def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
         return loaded
     [frames], [metadata] = vision_utils.load_video_hf([path])
     return frames, asdict(metadata) | {"do_sample_frames": True}
-
-
-@cache
-def place_glm_ocr_images() -> None:
-    """Give batches of GLM-OCR the positions of their images, in time, height and width.
-
-    Symptom: log-probabilities of rollout and training lie 0.2 nats apart (the tiny model; found by
-    the canary), as training counts the positions of an image's tokens up, as those of words.
-    Upstream: ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` hands embeddings to the
-    model, which cannot make positions of them; `GLM4VTemplate`'s collator makes them beforehand.
-    Can go when `GLMOCRTemplate` makes them too.
-    """
-    if any(map(mismatch, pins.GLM_OCR_POSITIONS)):
-        return
-    from swift.template.templates.glm import GLM4vPackingTemplateMixin, GLMOCRTemplate
-
-    collate = GLMOCRTemplate._data_collator
-
-    @wraps(collate)
-    def _data_collator(
-        self: GLMOCRTemplate, batch: list[dict[str, Any]], **kwargs: Any
-    ) -> dict[str, Any]:
-        collated: dict[str, Any] = collate(self, batch, **kwargs)
-        if self.is_training:
-            made = GLM4vPackingTemplateMixin._get_position_ids(self, collated)
-            collated["position_ids"] = made["position_ids"][1:]  # behind those of the text
-        return collated
-
-    # It asks the model where the images are.
-    patch(GLMOCRTemplate, _data_collator=_data_collator, use_model=True)
 
 
 def tool_calls(engine: InferEngine, text: str, template_inputs: Any) -> Any:

@@ -9,9 +9,12 @@ plugins, which `registry.py` fills.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
 from types import ModuleType
 
 from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.contract import Pin, mismatch
 
 PINNED = frozenset(".".join(str(pin).split(".")[-2:]) for pin in (*pins.ALL, *pins.UNVERIFIED))
 """Each as `Class.name` or `module.name`, the module without the packages around it."""
@@ -28,3 +31,18 @@ def patch(owner: ModuleType | type, **values: object) -> None:
         if pinned not in PINNED:
             raise LookupError(f"{pinned} stands in no table of {pins.__name__}; list it there.")
         setattr(owner, name, value)
+
+
+def repair(table: Iterable[Pin]) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Make a repair once, and only where a release has the names that it is made of."""
+
+    def guard(make: Callable[[], None]) -> Callable[[], None]:
+        @cache
+        @wraps(make)
+        def make_once() -> None:
+            if not any(map(mismatch, table)):
+                make()
+
+        return make_once
+
+    return guard

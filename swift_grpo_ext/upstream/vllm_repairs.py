@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from importlib.metadata import entry_points
@@ -20,26 +20,11 @@ import numpy as np
 import torch
 
 from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import Pin, mismatch, verify
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.contract import verify
+from swift_grpo_ext.upstream.patches import patch, repair
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
-
-
-def repair(table: Iterable[Pin]) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Make a repair once, and only where vLLM has the names that it is made of."""
-
-    def guard(make: Callable[[], None]) -> Callable[[], None]:
-        @cache
-        @wraps(make)
-        def make_once() -> None:
-            if not any(map(mismatch, table)):
-                make()
-
-        return make_once
-
-    return guard
 
 
 def repair_cpu_engine() -> None:

@@ -27,10 +27,10 @@ from swift_grpo_ext.upstream.encoding import (
     answers_for_servers,
     drop_orientation,
     load_video,
-    place_glm_ocr_images,
     supply_video_loader,
     tool_calls,
 )
+from swift_grpo_ext.upstream.models import place_glm_ocr_images
 from tests.stack.rounds import write_video
 from tests.turned import TURNS, as_vllm_sees
 

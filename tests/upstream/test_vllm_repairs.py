@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift_grpo_ext.upstream import pins, vllm_repairs
+from swift_grpo_ext.upstream import patches, pins, vllm_repairs
 from swift_grpo_ext.upstream.contract import Pin, mismatch
 
 
@@ -36,7 +36,7 @@ def test_a_plugin_that_imports_a_missing_model_is_left_out(
 def test_a_repair_is_made_once_where_its_names_are(name: str, times: int) -> None:
     made: list[str] = []
     pin = Pin("vllm.transformers_utils.processor", name)
-    repair = vllm_repairs.repair([pin])(lambda: made.append(name))
+    repair = patches.repair([pin])(lambda: made.append(name))
     repair()
     repair()
     assert len(made) == times
