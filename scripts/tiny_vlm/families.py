@@ -73,7 +73,7 @@ class Family:
     """How upstream ends a training with videos, where it does."""
 
     dtype: str = "float32"
-    """What both sides compute in."""
+    """Both sides compute in it."""
 
     needs: tuple[str, ...] = ()
     """Packages that ms-swift asks for, beyond the set-up's."""
@@ -94,7 +94,7 @@ class Family:
     """`--encoder_cache_gb` has no effect, and says so."""
 
     has_tower: bool = True
-    """Whether ms-swift knows a part of it that images go through first."""
+    """ms-swift knows a part of it that images go through first."""
 
     @property
     def swift_argv(self) -> list[str]:

@@ -169,6 +169,7 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
         )
     if not _serves(args):
         yield from check_training(args)
+        yield from check_router_replay(args)
     yield from check_ignored_flags(args, given)
 
 
@@ -267,17 +268,21 @@ def check_training(args: RLHFArguments) -> Findings:
             "Set --temperature 1, or load the teacher here (--teacher_model).",
         )
 
-    if args.router_replay_mode != "disabled":
-        for is_set, flag, reason in (
-            (not args.use_vllm, "use_vllm false", "whose rollouts give no experts"),
-            (args.sequence_parallel_size > 1, "sequence_parallel_size", "which spreads a sample"),
-            (args.torch_compile, "torch_compile true", "which leaves out what replays"),
-            (args.use_liger_kernel, "use_liger_kernel true", "whose loss makes a pass of its own"),
-            (getattr(args, "teacher_model", None), "teacher_model", "whose experts are others"),
-        ):
-            if is_set:
-                text = f"does not go with --{flag}, {reason}."
-                yield error(f"router_replay_mode {args.router_replay_mode}", text, "Leave one out.")
+
+def check_router_replay(args: RLHFArguments) -> Findings:
+    """Refuse the replay of experts with what it cannot follow."""
+    if args.router_replay_mode == "disabled":
+        return
+    for is_set, flag, reason in (
+        (not args.use_vllm, "use_vllm false", "whose rollouts give no experts"),
+        (args.sequence_parallel_size > 1, "sequence_parallel_size", "which spreads a sample"),
+        (args.torch_compile, "torch_compile true", "which leaves out what replays"),
+        (args.use_liger_kernel, "use_liger_kernel true", "whose loss makes a pass of its own"),
+        (getattr(args, "teacher_model", None), "teacher_model", "whose experts are others"),
+    ):
+        if is_set:
+            text = f"does not go with --{flag}, {reason}."
+            yield error(f"router_replay_mode {args.router_replay_mode}", text, "Leave one out.")
 
 
 def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
@@ -320,7 +325,7 @@ def check_model(args: Arguments) -> Findings:
     if replays and not args.model_info.is_moe_model:
         yield error(
             f"router_replay_mode {args.router_replay_mode}",
-            f"expected a mixture of experts, such as Qwen3-VL-MoE or Qwen3.5-MoE; "
+            "expected a mixture of experts, such as Qwen3-VL-MoE or Qwen3.5-MoE; "
             f"{args.model_meta.model_type} is none.",
             "Leave it out.",
         )

@@ -66,7 +66,7 @@ class RouterReplay:
     def __init__(self, *models: nn.Module) -> None:
         self._models = [base_model(model) for model in models]
         self._given: Tensor | None = None
-        """The experts of the pass that is running."""
+        """The pass that is running has these experts."""
         self._num_calls = 0
         self._num_equal = self._num_given = 0.0
         for model in self._models:

@@ -115,8 +115,7 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
         prompts = {id(sample.encoded): _checked_prompt(sample) for sample in samples}
         for encoded in batch:
             prompt = prompts.get(id(encoded), ())
-            # For `max_length` a medium is one token.
-            was_cut = max_length is not None and 0 < max_length <= len(prompt)
+            was_cut = may_be_cut(prompt, max_length)
             changed = with_text_of(
                 prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
             )
@@ -131,6 +130,12 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
 
     with before_collating(template, change):
         yield
+
+
+def may_be_cut(rollout: Sequence[int], max_length: int | None) -> bool:
+    """Return whether `--max_length`, for which a medium is one token, may have cut the prompt of a
+    rollout."""
+    return max_length is not None and 0 < max_length <= len(rollout)
 
 
 def with_text_of(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import count, groupby
 from pathlib import Path
@@ -34,9 +34,15 @@ from swift_grpo_ext.checks.rows import (
     reason_of,
 )
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
-from swift_grpo_ext.tools.check.lookup import LOCAL, model_folder, read_data
+from swift_grpo_ext.tools.check.lookup import (
+    LOCAL,
+    UNKNOWN_MODEL,
+    make_template,
+    model_folder,
+    read_data,
+)
 from swift_grpo_ext.tools.check.settings import Run, Side
-from swift_grpo_ext.training.batch import REMEDY, SHOWN, spans_of, with_text_of
+from swift_grpo_ext.training.batch import REMEDY, SHOWN, may_be_cut, spans_of, with_text_of
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOSample
@@ -83,7 +89,15 @@ def check_encoding(run: Run) -> Findings:
     for name, rows in read_data(run):
         if isinstance(rows, Finding):  # said by `check_data`
             continue
-        encoder = encoder or RowEncoder(run, folders)
+        if encoder is None:
+            templates = {}
+            try:
+                for side, folder in folders.items():
+                    with run.environment(side):
+                        templates[side] = make_template(run, side, folder)
+            except UNKNOWN_MODEL:  # said by `check_template`
+                return
+            encoder = RowEncoder(run, folders, templates)
         rest = rows[NUM_FIRST:]
         drawn = Random(run.train("data_seed")).sample(rest, min(NUM_DRAWN, len(rest)))
         yield from compare_rows(encoder, [*rows[:NUM_FIRST], *drawn], setting=name, run=run)
@@ -206,7 +220,7 @@ class Difference:
     """A place at which two prompts differ."""
 
     at: int
-    """The number of the rollout's token where it begins."""
+    """It begins at the rollout's token of this number."""
 
     rollout: list[int]
     training: list[int]
@@ -219,23 +233,23 @@ class EncodedRow:
     row: Row
     rollout: list[int]
     training: list[int]
-    """As ms-swift's template writes it."""
+    """ms-swift's template writes it so."""
 
     differences: list[Difference]
-    """Those that remain where training is given the rollout's line breaks and cuts."""
+    """They remain where training is given the rollout's line breaks and cuts."""
 
     has_rollouts_text: bool
-    """Whether training is given other text than its template writes: the rollout's."""
+    """Training is given the rollout's text, which is other than its template writes."""
 
     media: list[str]
-    """What the rollout shows, each with its size and its tokens."""
+    """The rollout shows these, each with its size and its tokens."""
 
     num_behind_cut: int
-    """Media of the text that `--max_length` cuts, which stay in the prompt without it."""
+    """So many media stand in the text that `--max_length` cuts, and stay in the prompt."""
 
     @property
     def name(self) -> str:
-        """What a message calls the row."""
+        """A message calls the row so."""
         return f"the row that asks {question_of(prompt_of(self.row))!r}"
 
 
@@ -245,18 +259,19 @@ class RowEncoder:
     Args:
         run: the settings.
         folders: the model's folder on each side.
+        templates: what `make_template` makes of each side.
     """
 
-    def __init__(self, run: Run, folders: Mapping[Side, Path]) -> None:
+    def __init__(
+        self, run: Run, folders: Mapping[Side, Path], templates: Mapping[Side, Template]
+    ) -> None:
         # A server that was not described has the training's settings.
         self._rollout_side: Side = "rollout" if run.has_servers and run.rollout else "training"
         self._run = run
-        with self._run.environment("training"):
-            self.template = make_template(run, "training", folders["training"])
-        template = copy(self.template)
+        self.template = templates["training"]
+        # An engine sets another mode, also of the training's own.
+        template = copy(templates[self._rollout_side])
         with self._run.environment(self._rollout_side):
-            if self._rollout_side == "rollout":
-                template = make_template(run, "rollout", folders["rollout"])
             args = run.arguments(self._rollout_side)
             self._engine, self._core = make_engine(folders[self._rollout_side], template, args)
         self._placeholders = placeholder_ids(self.template)
@@ -264,13 +279,13 @@ class RowEncoder:
 
     @property
     def max_length(self) -> int | None:
-        """The tokens of a rollout's prompt before vLLM puts in those of media, at most."""
+        """A rollout's prompt has so many tokens at most, before vLLM puts in those of media."""
         length: int | None = self._engine.template.max_length
         return length
 
     @property
     def max_model_len(self) -> int:
-        """The tokens of a prompt and its completion, at most."""
+        """A prompt and its completion have so many tokens at most."""
         return int(self._engine.engine.model_config.max_model_len)
 
     def refusal(self, row: Row) -> str | None:
@@ -292,7 +307,7 @@ class RowEncoder:
         with self._run.environment(self._rollout_side):
             request, media = self._request(sample)
         rollout = list(request.prompt_token_ids)
-        was_cut = self.max_length is not None and 0 < self.max_length <= len(rollout)
+        was_cut = may_be_cut(rollout, self.max_length)
         with self._run.environment("training"):
             training, changed = self._prompt_in_training(sample, rollout)
         spans = spans_of(rollout, self._placeholders)
@@ -333,9 +348,9 @@ class RowEncoder:
                 encoded = encode_sample(sample, self.template)
         finally:
             self.template.max_length = max_length
-        may_be_cut = max_length is not None and 0 < max_length <= len(rollout)
+        was_cut = may_be_cut(rollout, max_length)
         changed = encoded | with_text_of(
-            rollout, encoded, self._placeholders, tokenizer.decode, was_cut=may_be_cut
+            rollout, encoded, self._placeholders, tokenizer.decode, was_cut=was_cut
         )
         both = []
         for ids, labels in ((e["input_ids"], e["labels"]) for e in (encoded, changed)):
@@ -356,29 +371,6 @@ class RowEncoder:
 
 
 # --- the two sides ---
-
-
-def make_template(run: Run, side: Side, folder: Path) -> Template:
-    """Return ms-swift's template as a side's settings make it."""
-    from swift.arguments import TemplateArguments
-    from swift.model import get_processor
-    from swift.template import get_template
-
-    args = run.arguments(side)
-    processor = get_processor(
-        str(folder), model_type=args.model_type, new_special_tokens=args.new_special_tokens
-    )
-    given = {f.name: getattr(args, f.name) for f in fields(TemplateArguments)}
-    if side == "training":  # defaults of GRPO (rlhf_args.py, `_init_grpo`, `_set_loss_scale`)
-        given["truncation_strategy"] = args.truncation_strategy or "left"
-        given["loss_scale"] = args.loss_scale or "last_round"
-    if args.max_length is None:  # base_args.py
-        given["max_length"] = processor.model_info.max_model_len
-    settings = TemplateArguments(**given)
-    settings.remove_unused_columns = False  # which its reader looks up
-    template = get_template(processor, **settings.get_template_kwargs())
-    template.set_mode("train")
-    return template
 
 
 def make_engine(

@@ -10,20 +10,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Finding, Findings, did_you_mean, error, note, ok, warning
 from swift_grpo_ext.checks.rows import MEDIA, Row, check_rows
 from swift_grpo_ext.tools.check.rules import PLUGIN
-from swift_grpo_ext.tools.check.settings import Run, devices_of, plugins_of
+from swift_grpo_ext.tools.check.settings import Run, Side, devices_of, plugins_of
+
+if TYPE_CHECKING:
+    from swift.template import Template
 
 PACKAGE_OF_REWARD = {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"}
 """Modules that ms-swift's rewards need, which it does not bring along, and asks for once the model
 is loaded."""
+
+UNKNOWN_MODEL = (ValueError, KeyError, OSError)
+"""ms-swift raises these where it does not know a model, its template or its files."""
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 LOCAL = ("/", ".", "~")
@@ -109,13 +117,10 @@ def check_gpus(gpus: Sequence[str], present: int) -> Findings:
 
 def check_template(run: Run) -> Findings:
     """Say what ends a completion, and refuse stop words that the template would always emit."""
-    from swift.model import get_processor
-    from swift.model.model_meta import get_matched_model_meta
-    from swift.template import get_template
-
     from swift_grpo_ext.stops.templates import TemplateStops, check_template_stops
 
-    args = run.arguments("training" if run.training is not None else "rollout")
+    side: Side = "training" if run.training is not None else "rollout"
+    args = run.arguments(side)
     folder = model_folder(args.model) if args.model else None
     if folder is None:
         if args.model and args.model.startswith(LOCAL):
@@ -125,12 +130,9 @@ def check_template(run: Run) -> Findings:
             )
             yield error(f"model {args.model}", text, remedy)
         return
-    meta = get_matched_model_meta(args.model)  # by the hub's name, which the cache lacks
     try:
-        model_type = args.model_type or (meta and meta.model_type)
-        processor = get_processor(str(folder), model_type=model_type)
-        template = get_template(processor, template_type=args.template)
-    except (ValueError, KeyError, OSError) as e:
+        template = make_template(run, side, folder)
+    except UNKNOWN_MODEL as e:
         text = " ".join(str(e).split())[:300]
         yield warning("template", text, "Give --model_type and --template, as for swift rlhf.")
         return
@@ -146,6 +148,33 @@ def check_template(run: Run) -> Findings:
         f"{template.template_meta.template_type}: a turn ends with {' or '.join(ends)}; stop "
         f"words: {', '.join(map(repr, words)) or 'none'}.",
     )
+
+
+def make_template(run: Run, side: Side, folder: Path) -> Template:
+    """Return ms-swift's template as a side's settings make it; raises `UNKNOWN_MODEL`."""
+    from swift.arguments import TemplateArguments
+    from swift.model import get_processor
+    from swift.model.model_meta import get_matched_model_meta
+    from swift.template import get_template
+
+    args = run.arguments(side)
+    meta = get_matched_model_meta(args.model)  # by the hub's name, which the cache lacks
+    processor = get_processor(
+        str(folder),
+        model_type=args.model_type or (meta and meta.model_type),
+        new_special_tokens=args.new_special_tokens,
+    )
+    given = {f.name: getattr(args, f.name) for f in fields(TemplateArguments)}
+    if side == "training":  # defaults of GRPO (rlhf_args.py, `_init_grpo`, `_set_loss_scale`)
+        given["truncation_strategy"] = args.truncation_strategy or "left"
+        given["loss_scale"] = args.loss_scale or "last_round"
+    if args.max_length is None:  # base_args.py
+        given["max_length"] = processor.model_info.max_model_len
+    settings = TemplateArguments(**given)
+    settings.remove_unused_columns = False  # which its reader looks up
+    template = get_template(processor, **settings.get_template_kwargs())
+    template.set_mode("train")
+    return template
 
 
 def model_folder(model: str) -> Path | None:

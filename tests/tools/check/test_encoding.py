@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,15 +72,37 @@ def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Pat
     ("settings", "expected"),
     [
         ({"model": "No-Such/Model"}, "note: --model No-Such/Model: is not on this machine, so th"),
-        ({"model": "./none"}, ""),  # said by the check of the template
+        ({"model": "./none"}, ""),  # said by the check of the template, as is a type that is open
+        ({"model": "$ASSETS/tiny_vlm"}, ""),
         ({}, ""),
     ],
 )
-def test_a_model_that_is_not_here(settings: dict[str, Any], expected: str) -> None:
-    findings = check_encoding(Run(training={**settings, "dataset": ["none.jsonl"]}))
+def test_a_model_that_is_not_here(
+    settings: dict[str, Any], expected: str, assets: Path, tmp_path: Path
+) -> None:
+    named = {name: text.replace("$ASSETS", str(assets)) for name, text in settings.items()}
+    rows = write_rows(tmp_path, ("Which digit?", {}))
+    findings = check_encoding(Run(training={**named, "dataset": [rows]}))
     text = "".join(f"{finding.level}: {finding.sentence}" for finding in findings)
     assert text.startswith(expected)
     assert bool(text) == bool(expected)
+
+
+@pytest.mark.stack
+def test_a_model_of_the_hub_needs_no_names(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id tells the template; the folder of a cache, which has a number for its name, does
+    not."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--Qwen--Qwen2.5-VL-3B-Instruct"
+    shutil.copytree(assets / "tiny_vlm", cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    model = {"model": "Qwen/Qwen2.5-VL-3B-Instruct", "vllm_max_model_len": 1024}
+    rows = write_rows(tmp_path, ("Which digit?", {}))
+    first, *_ = said(Run(training={**model, "dataset": [rows]}))
+    assert first == "ok: 1 rows with 0 media are equal in rollout and training, token by token."
 
 
 @pytest.mark.stack
