@@ -127,7 +127,7 @@ def _check(args: Any, given: list[str]) -> None:
 def _adopt_command_line(args: Any, upstream: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; return the flags given."""
     given, left_over = _being_parsed(type(args))
-    argv = off_again(given)
+    argv = as_typed(given)
     parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
     values, unknown = parser.parse_known_args(argv)
     # ms-swift takes abbreviations of its own flags.
@@ -163,13 +163,16 @@ def _being_parsed(kind: type) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def off_again(argv: list[str]) -> list[str]:
-    """Undo what YAML 1.1 does to the `off` of our flags: a boolean, which arrives as `False`."""
-    takes_off = {info.name for info in flag_infos() if "off" in info.type.split(" | ")}
-    pairs = zip(["", *argv], argv, strict=False)
-    return [
-        "off" if now == "False" and _name(before) in takes_off else now for before, now in pairs
-    ]
+def as_typed(argv: list[str]) -> list[str]:
+    """Undo what YAML 1.1 does to `off`, `true` and `false` among the choices of our flags: it makes
+    booleans of them, which arrive as `False` and `True`."""
+    choices = {info.name: info.type.split(" | ") for info in flag_infos()}
+
+    def typed(flag: str, value: str) -> str:
+        meant = {"False": ("off", "false"), "True": ("true",)}.get(value, ())
+        return next((word for word in meant if word in choices.get(_name(flag), ())), value)
+
+    return [typed(*pair) for pair in zip(["", *argv], argv, strict=False)]
 
 
 def _name(token: str) -> str:

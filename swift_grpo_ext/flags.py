@@ -81,9 +81,10 @@ class LogitsFlags:
     """Number of positions whose log-probabilities are computed at a time. 0 computes all at once;
     `auto` decides from the vocabulary and the memory that is free when the training starts."""
 
-    logps_shared_prompt: bool = False
+    logps_shared_prompt: Literal["auto", "true", "false"] = "false"
     """Read the prompt of a group once in each training pass, images included, with its samples
-    behind it in one row. Needs `--attn_impl sdpa` or `eager`; results differ by rounding."""
+    behind it in one row; results differ by rounding. `auto`: where that is expected to save a
+    tenth of the pass."""
 
     router_replay_mode: Literal["disabled", "R3"] = "disabled"
     """`R3`: train a mixture of experts on those that the rollout chose for each token. Servers need

@@ -161,12 +161,14 @@ def test_no_flag_of_ours_is_one_of_ms_swifts_or_an_abbreviation(upstream: type) 
     [
         (["--logits_shim", "False"], ["--logits_shim", "off"]),
         (["--logits-shim", "False", "--seed", "1"], ["--logits-shim", "off", "--seed", "1"]),
-        (["--logps_shared_prompt", "False"], None),
+        (["--logps_shared_prompt", "False"], ["--logps_shared_prompt", "false"]),
+        (["--logps_shared_prompt", "True"], ["--logps_shared_prompt", "true"]),
+        (["--include_stop_str_in_output", "False"], None),
         (["False"], None),
     ],
 )
-def test_yamls_off_is_off(argv: list[str], meant: list[str] | None) -> None:
-    assert command_line.off_again(argv) == (argv if meant is None else meant)
+def test_yamls_booleans_are_what_was_typed(argv: list[str], meant: list[str] | None) -> None:
+    assert command_line.as_typed(argv) == (argv if meant is None else meant)
 
 
 @EXTENDED

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift_grpo_ext.flags import chunk_size
 from swift_grpo_ext.logits.chunked import Logps
-from swift_grpo_ext.logits.shared_prompt import SharedPrompt
+from swift_grpo_ext.logits.shared_prompt import WORTH, SharedPrompt
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class CompletionLogps:
         self.agree, self.limit = agree, limit
         self._is_off = config.logits_shim == "off" and not self._chunk_size
 
-        self._shares_prompt = config.logps_shared_prompt
+        self._shares_prompt = config.logps_shared_prompt != "false"
+        self._least_saving = WORTH if config.logps_shared_prompt == "auto" else 0.0
         reason = ""
         if self._is_off or self._is_padding_free:
             flag = "--logits_shim off" if self._is_off else "--padding_free true"
@@ -87,7 +88,9 @@ class CompletionLogps:
             reason = "--router_replay_mode R3, whose experts are those of a batch's own rows"
         if self._shares_prompt and reason:
             self._shares_prompt = False
-            logger.warning(f"--logps_shared_prompt true has no effect with {reason}.")
+            logger.warning(
+                f"--logps_shared_prompt {config.logps_shared_prompt} has no effect with {reason}."
+            )
 
         if self._is_off:
             return
@@ -163,7 +166,7 @@ class CompletionLogps:
         if self._shares_prompt:
             base = base_model(model.model)
             if base not in self._shared_prompts:
-                self._shared_prompts[base] = SharedPrompt(base, self.limit)
+                self._shared_prompts[base] = SharedPrompt(base, self.limit, self._least_saving)
             # DDP's forward has collectives of its own, and a rank may make further passes by
             # itself.
             is_ddp = isinstance(model.model, DistributedDataParallel)

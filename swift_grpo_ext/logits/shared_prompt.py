@@ -1,19 +1,20 @@
 """Read the prompt of a group once in a training pass (`--logps_shared_prompt`).
 
-A pass over B samples of one prompt has it B times in its batch. Here they become a *packed group*:
-the samples lie behind their prompt in one row, and a mask lets each see the prompt and itself
-alone; positions count on from the prompt. The sums are those of the batch, in another order
-(shared-prefix forward: arXiv 2506.05433).
+A pass over B samples of one prompt has it B times in its batch. Here the whole batch becomes one
+*packed row* without padding: each prompt once, with its samples behind it, whose positions count on
+from it. Layers that mix positions read it by segments (`segments.py`), so that a sample sees its
+prompt and itself. The sums are those of the batch, in another order (shared-prefix forward: arXiv
+2506.05433).
 
     prompt a b c, samples d e and f g  ->  a b  c d  c f     (what predicts nothing is left out)
 
-Letters in names are shapes: B rows of a batch, T positions of a row; R rows of packed groups, L
-positions of one of those.
+Letters in names are shapes: B rows of a batch, T positions of a row, L positions of the packed row.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,8 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from swift.utils import get_logger
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
+from swift_grpo_ext.logits import segments
 from swift_grpo_ext.logits.sharding import ShardRanks
 
 if TYPE_CHECKING:
@@ -38,14 +41,20 @@ MEDIA = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-"""Inputs that lay what belongs to one sample after what belongs to another: the pixels of a kind,
-and how many rows of them each medium has, where that differs."""
+"""For each kind the input that lays the media of one sample after those of another, and the one
+that says how many of its rows each medium has; where that is not given, each has one."""
+
+OF_MEDIA = {
+    "image": ("image_sizes", "image_position_ids"),
+    "video": ("video_position_ids",),
+}
+"""Further inputs with a row for each medium."""
 
 FOR_POSITIONS = ("second_per_grid_ts", "mm_token_type_ids")
 """Positions are made of them, and nothing else. Templates may leave out rows without media."""
 
-PAIR_MASKED = ("sdpa", "eager")
-"""Implementations that take a mask of [R, 1, L, L]."""
+WORTH = 0.1
+"""`--logps_shared_prompt auto` leaves batches alone in which it expects to save less."""
 
 
 class UnknownInputError(ValueError):
@@ -53,12 +62,12 @@ class UnknownInputError(ValueError):
 
 
 class PackedBatch(NamedTuple):
-    """A batch as packed groups."""
+    """A batch as one packed row."""
 
     inputs: dict[str, Any]
     """The arguments of the model's forward."""
 
-    predicts_RL: Tensor
+    predicts_1L: Tensor
     """The positions whose logits are wanted, in the order in which they stood in the batch."""
 
 
@@ -67,19 +76,21 @@ class SharedPrompt:
 
     Each rank finds that out by itself: how many passes it makes may depend on its own rows, as with
     a teacher whom only some of them ask. Ranks that share the weights make all passes together, and
-    agree within them.
+    all pack a batch, or none does: a packed pass may call a layer more often.
     """
 
-    def __init__(self, base: nn.Module, limit: float) -> None:
+    def __init__(self, base: PreTrainedModel, limit: float, least_saving: float = 0.0) -> None:
         """
         Args:
             base: the model, unwrapped.
             limit: mean difference of log-probabilities, in nats, that rounding explains.
+            least_saving: the share of a pass that packing has to save.
         """
-        self._base, self._limit = base, limit
+        self._base, self._limit, self._least_saving = base, limit, least_saving
+        self._window = longest_window(base.config.get_text_config())
         self._has_warned = False
-        self._is_proven = False
-        """Whether batches are packed where they can be, on all ranks that share the weights."""
+        self._proven_length = 0.0
+        """Batches with samples up to this length are packed where they can be."""
 
         self.has_failed = False
         """Whether the log-probabilities of the first batch differed."""
@@ -97,43 +108,73 @@ class SharedPrompt:
             inputs: the arguments of the model's forward.
             predicts_BT: positions whose logits are wanted.
             logps: log-probabilities of what they predict, of either form of the batch.
-            ranks: those that share the model's weights. Until a first batch is proven, what they
-                agree on decides whether they run further passes; after it each runs one.
+            ranks: those that share the model's weights.
         """
         if self.has_failed:
             return None
-        packed = None
-        if len(predicts_BT) > 1:  # one row has nothing to share, and says nothing of later batches
-            reason = reason_against(self._base, inputs)
-            try:
-                packed = None if reason else pack(inputs, predicts_BT, self._base.config)
-            except UnknownInputError as e:
-                reason = str(e)
-            if reason:
-                self._warn_once(reason)
-        if self._is_proven:
-            return packed
+        packed = self._packed(inputs, predicts_BT)
         if not ranks.all(packed is not None):  # one alone must not run another forward
             return None
         assert packed is not None
+        length = predicts_BT.shape[1]
+        if ranks.all(length <= self._proven_length):
+            return packed
+        if not self._is_equal(packed, inputs, predicts_BT, logps, ranks):
+            return None
+        # What was no longer than the window says nothing of it.
+        is_short = self._window is not None and ranks.all(length <= self._window)
+        self._proven_length = self._window if is_short and self._window else math.inf
+        return packed
+
+    def _packed(self, inputs: Mapping[str, Any], predicts_BT: Tensor) -> PackedBatch | None:
+        if len(predicts_BT) == 1:  # it has nothing to share, and says nothing of later batches
+            return None
+        reason = reason_against(self._base, inputs)
+        try:
+            if not reason:
+                return pack(inputs, predicts_BT, self._base, self._least_saving)
+        except UnknownInputError as e:
+            reason = str(e)
+        self._warn_once(reason)
+        return None
+
+    def _is_equal(
+        self,
+        packed: PackedBatch,
+        inputs: Mapping[str, Any],
+        predicts_BT: Tensor,
+        logps: Callable[[Mapping[str, Any], Tensor], Tensor],
+        ranks: ShardRanks,
+    ) -> bool:
+        """Return whether the log-probabilities of a batch are those of the packed row, on all
+        ranks."""
+        gap, problem = math.inf, ""
         with torch.no_grad():
-            difference = (logps(*packed) - logps(inputs, predicts_BT)).abs().float()
-        gap = float(difference.mean()) if difference.numel() else 0.0
-        self._is_proven = ranks.all(gap <= self._limit)
-        if self._is_proven:
+            found = None
+            try:
+                found = logps(*packed)
+            except (torch.OutOfMemoryError, torch.distributed.DistError):
+                raise
+            except Exception as e:
+                problem = f"its first packed pass failed ({type(e).__name__}: {e})"
+            expected = logps(inputs, predicts_BT)
+            if found is not None:
+                gap = float((found - expected).abs().float().mean()) if len(found) else 0.0
+        if ranks.all(gap <= self._limit):
             logger.info(
                 f"--logps_shared_prompt: passes of {type(self._base).__name__} read "
-                f"{packed.predicts_RL.numel()} positions in the place of {predicts_BT.numel()} "
+                f"{packed.predicts_1L.numel()} positions in the place of {predicts_BT.numel()} "
                 "(the first batch)."
             )
-            return packed
+            return True
         self.has_failed = True
         self._warn_once(
-            f"log-probabilities of the first batch lie {gap:.3g} nats apart in the mean on this "
+            problem
+            or f"log-probabilities of the first batch lie {gap:.3g} nats apart in the mean on this "
             f"rank, or on one that shares its weights, above the {self._limit:g} that rounding "
             "explains"
         )
-        return None
+        return False
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_warned:
@@ -144,36 +185,45 @@ class SharedPrompt:
         self._has_warned = True
 
 
+def longest_window(text: PretrainedConfig) -> int | None:
+    """Return how many positions the layers with a window see, of a text model's configuration."""
+    window = getattr(text, "sliding_window", None)
+    return window if getattr(text, "use_sliding_window", True) else None
+
+
 def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
     """Return why a model's batches cannot be packed; '' where they can."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
         return "its forward takes no position_ids"
     text = model.config.get_text_config()
-    attention = getattr(text, "_attn_implementation", None)
-    if attention not in PAIR_MASKED:
-        return f"--attn_impl {attention} takes no mask of pairs (sdpa and eager do)"
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    has_window = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    if kinds != {"full_attention"} or has_window:
-        return f"its layers do not look at all positions ({', '.join(sorted(kinds))})"
-    if "token_type_ids" in inputs:
-        return "an image's positions look ahead"
+    if getattr(text, "output_router_logits", False):
+        return "--router_aux_loss_coef is computed of a mask of rows"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if "mrope_section" in rope and "position_ids" not in inputs:
         return "its positions are made of its images"
-    return ""
+    return segments.reason_against(model)
 
 
 def pack(
-    inputs: Mapping[str, Any], predicts_BT: Tensor, config: PretrainedConfig
+    inputs: Mapping[str, Any],
+    predicts_BT: Tensor,
+    model: PreTrainedModel,
+    least_saving: float = 0.0,
 ) -> PackedBatch | None:
-    """Pack a batch; None where that saves nothing. The configuration is that of the whole model.
+    """Pack a batch; None where that saves less than it should. The model's layers read packed rows
+    from here on.
+
+    Args:
+        inputs: the arguments of the model's forward.
+        predicts_BT: positions whose logits are wanted.
+        model: unwrapped, and none that `reason_against` names a reason for.
+        least_saving: the share of a pass that packing has to save.
 
     Raises:
         UnknownInputError: an input is not known.
     """
-    input_ids, text = inputs["input_ids"], config.get_text_config()
+    input_ids, config = inputs["input_ids"], model.config
     attended = inputs.get("attention_mask")
     attended = torch.ones_like(input_ids) if attended is None else attended
     if attended.shape != input_ids.shape:
@@ -193,14 +243,15 @@ def pack(
             for name in ours
         )
 
-    layout = layout_of(samples, have_same_media, text.hidden_size)
-    if layout is None:
+    groups = groups_of(samples, have_same_media)
+    if len(groups) == len(samples):
         return None
-    mask = layout.attention_mask(input_ids.device)
-    if text._attn_implementation == "eager":  # which adds its mask to the scores
-        dtype = text.dtype or torch.float32
-        mask = mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-    return PackedBatch(packed_inputs(inputs, layout, media, mask), layout.take_mask(predicts_BT))
+    if saving(groups, config.get_text_config().hidden_size) <= least_saving:
+        return None
+    layout = layout_of(groups)
+    mask = layout.attention_mask(inputs, config)
+    segments.read_by_segments(model)
+    return PackedBatch(packed_inputs(inputs, layout, media, mask), layout.take(predicts_BT))
 
 
 # --- samples ---
@@ -237,8 +288,45 @@ def samples_of(input_ids_BT: Tensor, attended_BT: Tensor, predicts_BT: Tensor) -
     return samples
 
 
+def groups_of(
+    samples: Sequence[Sample], have_same_media: Callable[[int, int], bool]
+) -> list[list[Sample]]:
+    """Return samples that follow one another and are of one prompt, its media included.
+
+    Args:
+        samples: the rows of the batch.
+        have_same_media: whether the prompts of two rows have the same media.
+    """
+    groups = [[samples[0]]]
+    for a, b in pairwise(samples):
+        if len(a.shared) and a.prompt == b.prompt and have_same_media(a.row, b.row):
+            groups[-1].append(b)
+        else:
+            groups.append([b])
+    return groups
+
+
+def saving(groups: Sequence[Sequence[Sample]], width: int) -> float:
+    """Return the share of a pass's operations that is expected to be saved, its towers left out.
+
+    In units of 4 x width operations, a layer's weights (about 12 x width^2 of them) cost 6 x width
+    for each position, and its attention 1 for each pair that is seen. Ms-swift's rows are as long
+    as the longest.
+    """
+
+    def cost(length: int, before: int = 0) -> float:
+        return length * (6 * width + before + length / 2)
+
+    lengths = [len(sample.shared) + len(sample.suffix) for group in groups for sample in group]
+    packed = 0.0
+    for group in groups:
+        prompt = len(group[0].shared)
+        packed += cost(prompt) + sum(cost(len(sample.suffix), prompt) for sample in group)
+    return 1 - packed / (len(lengths) * cost(max(lengths)))
+
+
 class Media(NamedTuple):
-    """A row's part of the inputs that `MEDIA` names, by the inputs' names."""
+    """A row's part of the inputs that `MEDIA` and `OF_MEDIA` name, by the inputs' names."""
 
     of_prompt: dict[str, Tensor]
 
@@ -249,10 +337,8 @@ class Media(NamedTuple):
 def media_of(
     inputs: Mapping[str, Any], samples: Sequence[Sample], config: PretrainedConfig
 ) -> list[Media]:
-    """Return the media of each row of a batch.
-
-    A row has the next media that its placeholders take up, in tokens of one size: first those of
-    its prompt, then of its suffix, then of what lies behind, which is not read.
+    """Return the media of each row of a batch: first those of its prompt, then of its suffix, then
+    of what lies behind, which is not read.
 
     Raises:
         UnknownInputError: placeholders and media do not come out even.
@@ -263,28 +349,73 @@ def media_of(
         values, grids = inputs.get(pixels), inputs.get(grid)
         if values is None:
             continue
+        of_each: dict[str, Tensor] = {
+            name: value
+            for name in (grid, *OF_MEDIA[kind])
+            if (value := inputs.get(name)) is not None
+        }
+        areas = of_each.get("image_sizes")
+        num_rows = _rows_of_media(values, grids, areas, config)
+        sizes = num_rows if grids is not None or areas is None else areas.prod(-1).tolist()
         token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
-        num_tokens = list[int]()  # three pieces of each row
-        for sample in samples:
-            is_media = sample.ids == (-1 if token is None else token)
-            pieces = [int(is_media[part].sum()) for part in (sample.shared, sample.suffix)]
-            num_tokens += [*pieces, int(is_media.sum()) - sum(pieces)]
-        sizes = [1] * len(values) if grids is None else grids.prod(-1).tolist()
-        media_ends, piece_ends = np.cumsum([0, *sizes]), np.cumsum(num_tokens)
-        # Both in one unit, as all tokens are of one size.
-        media_at, piece_at = media_ends * piece_ends[-1], piece_ends * media_ends[-1]
-        last = np.searchsorted(media_at, piece_at)
-        is_even = np.isin(piece_at, media_at).all() and last[-1] == len(sizes)
-        if not is_even or media_ends[-1] != len(values):
+        ends = _ends(samples, -1 if token is None else token, sizes, is_exact=grids is not None)
+        if ends is None or not (
+            sum(num_rows) == len(values) and all(len(x) == len(sizes) for x in of_each.values())
+        ):
             raise UnknownInputError(f"{pixels} cannot be told apart by sample")
+        row_ends = np.cumsum([0, *num_rows])[ends]
         split = getattr(values, "split_parts", values.split)
-        parts = {pixels: split(np.diff(media_ends[last], prepend=0).tolist())}
-        if grids is not None:
-            parts[grid] = grids.split(np.diff(last, prepend=0).tolist())
+        parts = {pixels: split(np.diff(row_ends, prepend=0).tolist())}
+        for name, of_media in of_each.items():
+            parts[name] = of_media.split(np.diff(ends, prepend=0).tolist())
         for name, pieces_of in parts.items():
             for n, row in enumerate(rows):
                 row.of_prompt[name], row.of_suffix[name] = pieces_of[3 * n : 3 * n + 2]
     return rows
+
+
+def _rows_of_media(
+    values: Tensor, grids: Tensor | None, sizes: Tensor | None, config: PretrainedConfig
+) -> list[int]:
+    """Return how many rows of the pixels each medium has."""
+    if grids is not None:
+        sizes_of_grids: list[int] = grids.prod(-1).tolist()
+        return sizes_of_grids
+    tiles = getattr(config, "image_grid_pinpoints", None)
+    if sizes is None or not tiles or values.ndim != 4:
+        return [1] * len(values)
+    # LLaVA-NeXT, whose tiles ms-swift lays one after the other.
+    side = config.vision_config.image_size
+    return [int(image_size_to_num_patches(size, tiles, side)) for size in sizes.tolist()]
+
+
+def _ends(
+    samples: Sequence[Sample], token: int, sizes: Sequence[int], *, is_exact: bool
+) -> Ints | None:
+    """Return the number of media up to the end of each of three pieces of each sample (its prompt,
+    its suffix and what lies behind), or None.
+
+    A medium has placeholders in proportion to its size. Unless that `is_exact`, it may also have
+    those that follow one another, as where an image is cut into tiles by its shape.
+    """
+    num_tokens, num_runs = list[int](), list[int]()
+    for sample in samples:
+        is_media = sample.ids == token
+        begins = is_media & ~np.concatenate([[False], is_media[:-1]])
+        parts = [np.zeros(len(is_media), bool) for _ in range(2)]
+        for part, columns in zip(parts, (sample.shared, sample.suffix), strict=True):
+            part[columns] = True
+        for part in (*parts, ~(parts[0] | parts[1])):
+            num_tokens.append(int((is_media & part).sum()))
+            num_runs.append(int((begins & part).sum()))
+    media_ends, piece_ends = np.cumsum([0, *sizes]), np.cumsum(num_tokens)
+    # Both in one unit.
+    media_at, piece_at = media_ends * piece_ends[-1], piece_ends * media_ends[-1]
+    ends = np.searchsorted(media_at, piece_at)
+    if np.isin(piece_at, media_at).all() and ends[-1] == len(sizes):
+        return ends
+    ends = np.cumsum(num_runs)
+    return ends if ends[-1] == len(sizes) and not is_exact else None
 
 
 # --- the layout ---
@@ -292,115 +423,81 @@ def media_of(
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the positions of packed groups come from."""
+    """Where the positions of a packed row come from."""
 
-    rows: Tensor
-    columns: Tensor
-    """[R, L] both: the places in the batch."""
+    rows_L: Ints
+    columns_L: Ints
+    """The place of each in the batch."""
 
-    positions: Tensor
-    """[R, L], counted from the first token of the prompt."""
+    positions_L: Ints
+    """Counted from the first token of its prompt."""
 
-    segments: Tensor
-    """[R, L]; 0: the prompt, n: its n-th sample, -1: nothing."""
+    groups_L: Ints
+    numbers_L: Ints
+    """The group of each; and 0 in its prompt, n in its n-th sample. The sample of a group that has
+    but one is a prompt from beginning to end."""
 
     samples: list[list[int]]
-    """For each row of packed groups, the rows of the batch in it."""
+    """For each group, its rows of the batch."""
 
     def take(self, values: Tensor) -> Tensor:
-        """Return [..., R, L] of [..., B, T]."""
-        return values[..., self.rows.to(values.device), self.columns.to(values.device)]
+        """Return [..., 1, L] of [..., B, T]."""
+        places = np.stack([self.rows_L, self.columns_L])
+        rows, columns = torch.from_numpy(places).to(values.device)
+        return values[..., rows, columns].unsqueeze(-2)
 
-    def take_mask(self, mask_BT: Tensor) -> Tensor:
-        """Return [R, L], as `take`; false where the prompt or nothing is."""
-        return self.take(mask_BT) & (self.segments > 0).to(mask_BT.device)
+    def attention_mask(
+        self, inputs: Mapping[str, Any], config: PretrainedConfig
+    ) -> Tensor | dict[str, Tensor]:
+        """Return what is given as `attention_mask`."""
+        text, device = config.get_text_config(), inputs["input_ids"].device
+        kinds = inputs.get("token_type_ids")  # Gemma 3
+        if getattr(text, "use_bidirectional_attention", None) == "vision":  # Gemma 4
+            kinds = inputs.get("mm_token_type_ids")
+        sees = torch.zeros(len(self.rows_L)) if kinds is None else self.take(kinds)[0] > 0
+        groups, numbers = (torch.from_numpy(x).to(device) for x in (self.groups_L, self.numbers_L))
+        mask = segments.make_mask(groups, numbers, sees.to(device))
+        kinds_of_layers = getattr(text, "layer_types", None) or ()
+        if "linear_attention" not in kinds_of_layers:
+            return mask
+        # Of a tensor of four dimensions, transformers gives these layers nothing.
+        return dict.fromkeys(kinds_of_layers, mask)
 
-    def attention_mask(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return [R, 1, L, L]: whether a position, of the third dimension, sees one of the
-        fourth."""
-        segments = self.segments.to(device)
-        seeing, seen = segments[:, :, None], segments[:, None, :]
-        mask = ((seen == 0) | (seen == seeing)).tril_().logical_and_(seeing >= 0)
-        # Nothing sees itself, as a softmax over nothing would be NaN.
-        mask.diagonal(dim1=-2, dim2=-1).fill_(True)
-        return mask[:, None]
 
-
-def layout_of(
-    samples: Sequence[Sample], have_same_media: Callable[[int, int], bool], width: int
-) -> Layout | None:
-    """Lay the samples of a batch out as packed groups; None where that saves nothing.
-
-    Args:
-        samples: the rows of the batch.
-        have_same_media: whether the prompts of two rows have the same media.
-        width: the model's hidden size; decides how many samples it pays to put in one row.
-    """
-    groups = [[samples[0]]]  # samples that follow one another, of one prompt
-    for a, b in pairwise(samples):
-        if a.prompt == b.prompt and have_same_media(a.row, b.row):
-            groups[-1].append(b)
-        else:
-            groups.append([b])
-    packed: list[list[Sample]] = []
-    for group in groups:
-        size = _best_size(group, width)
-        packed += [group[n : n + size] for n in range(0, len(group), size)]
-    if len(packed) == len(samples):
-        return None
-
-    length = max(len(p[0].shared) + sum(len(s.suffix) for s in p) for p in packed)
-    rows, columns, positions = (np.zeros((len(packed), length), np.int64) for _ in range(3))
-    segments = np.full_like(rows, -1)
-    for number, (first, *_) in enumerate(packed):
-        start = end = len(first.shared)
-        pieces = [(0, 0, first.row, first.shared)]
-        for segment, sample in enumerate(packed[number], 1):
-            pieces.append((segment, end, sample.row, sample.suffix))
-            end += len(sample.suffix)
-        for segment, at, row, source in pieces:
-            here = slice(at, at + len(source))
-            rows[number, here], columns[number, here] = row, source
-            segments[number, here] = segment
-            positions[number, here] = np.arange(len(source)) + (start if segment else 0)
+def layout_of(groups: Sequence[Sequence[Sample]]) -> Layout:
+    """Lay the samples of a batch out as one packed row."""
+    parts = list[Ints]()
+    for group, samples in enumerate(groups):
+        shared = samples[0].shared
+        pieces = [(samples[0].row, shared, 0, 0)]
+        for n, sample in enumerate(samples, 1):
+            pieces.append((sample.row, sample.suffix, len(shared), n if len(samples) > 1 else 0))
+        for row, columns, first, number in pieces:
+            positions = np.arange(first, first + len(columns))
+            same = (np.full(len(columns), value) for value in (row, group, number))
+            parts.append(np.stack([columns, positions, *same]))
+    columns_L, positions_L, rows_L, groups_L, numbers_L = np.concatenate(parts, axis=1)
     return Layout(
-        rows=torch.from_numpy(rows),
-        columns=torch.from_numpy(columns),
-        positions=torch.from_numpy(positions),
-        segments=torch.from_numpy(segments),
-        samples=[[sample.row for sample in p] for p in packed],
-    )
-
-
-def _best_size(group: Sequence[Sample], width: int) -> int:
-    """Return how many samples stand in a row at the least cost.
-
-    In units of 4 x width operations, a layer's weights (about 12 x width^2 of them) cost 6 x width
-    for each position, and its attention 1 for each pair of positions, masked ones too.
-    """
-
-    def cost(size: int) -> int:
-        lengths = [
-            sum(len(sample.suffix) for sample in group[n : n + size])
-            for n in range(0, len(group), size)
-        ]
-        length = len(group[0].shared) + max(lengths)
-        return len(lengths) * length * (6 * width + length)
-
-    return min(range(1, len(group) + 1), key=cost)
+        rows_L, columns_L, positions_L, groups_L, numbers_L,
+        samples=[[sample.row for sample in samples] for samples in groups],
+    )  # fmt: skip
 
 
 def packed_inputs(
-    inputs: Mapping[str, Any], layout: Layout, media: Sequence[Media], mask: Tensor
+    inputs: Mapping[str, Any],
+    layout: Layout,
+    media: Sequence[Media],
+    mask: Tensor | dict[str, Tensor],
 ) -> dict[str, Any]:
-    """Return the arguments of a model's forward for packed groups: tensors of [..., B, T] among
-    the inputs are packed.
+    """Return the arguments of a model's forward for a packed row: tensors of [..., B, T] among the
+    inputs are packed.
 
     Raises:
         UnknownInputError: a tensor has another shape.
     """
     shape, device = inputs["input_ids"].shape, inputs["input_ids"].device
-    packed: dict[str, Any] = {"position_ids": layout.positions.to(device)}
+    positions = torch.from_numpy(layout.positions_L).to(device)
+    packed: dict[str, Any] = {"position_ids": positions[None]}
     for name, value in inputs.items():
         if name in media[0].of_prompt:
             # A model hands out media in the order of placeholders, which is that of the packed row.
@@ -413,13 +510,11 @@ def packed_inputs(
             if not parts:  # the tower would not be called, as on other ranks it is
                 raise UnknownInputError(f"all {name} come after the last token that is trained on")
             packed[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
-        elif name == "attention_mask":
-            packed[name] = mask
         elif isinstance(value, Tensor) and value.ndim >= 2 and value.shape[-2:] == shape:
             packed[name] = layout.take(value)
-        elif name not in FOR_POSITIONS:
+        elif name not in (*FOR_POSITIONS, "attention_mask"):
             if not isinstance(value, (type(None), bool, int, float, str)):
                 shape = tuple(getattr(value, "shape", ()))
                 raise UnknownInputError(f"the input {name} {shape} is not known")
             packed[name] = value
-    return packed
+    return packed | {"attention_mask": mask}

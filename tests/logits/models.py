@@ -79,6 +79,54 @@ def video_llama_3() -> Any:
     return transformers.VideoLlama3ForConditionalGeneration(config)
 
 
+def mistral() -> Any:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**TEXT, sliding_window=5))
+
+
+def some_windows() -> Any:
+    """Every second layer has a window."""
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    return qwen2(**windows)
+
+
+def gemma3() -> Any:
+    text = {**TEXT, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}
+    config = transformers.Gemma3Config(
+        text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={**SIGLIP, "image_size": 56, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_id=IMAGE,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+DELTA_NET = {
+    **TEXT,
+    "initializer_range": 0.1,  # with 0.5, padding alone moves log-probabilities by 1e-4
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def qwen3_5() -> Any:
+    text = {**DELTA_NET, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}
+    vision = {**VISION, "out_hidden_size": 32, "num_position_embeddings": 16}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **IDS)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def qwen3_next() -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = transformers.Qwen3NextConfig(
+        **DELTA_NET, **experts, shared_expert_intermediate_size=16
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
 def soft_capped() -> Any:
     config = transformers.Gemma2Config(**TEXT, head_dim=16, final_logit_softcapping=2.0)
     return transformers.Gemma2ForCausalLM(config)
@@ -197,6 +245,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "remote code, squashed": remote(SquashingRemoteCode),
 }
 
+ATTENTIONS: dict[str, Callable[[], Any]] = {
+    "Mistral": mistral,
+    "Qwen2, some windows": some_windows,
+    "Gemma3": gemma3,
+    "Qwen3.5": qwen3_5,
+    "Qwen3-Next": qwen3_next,
+}
+"""Models whose layers do not all see everything before."""
+
 BY_KEYWORD: dict[str, Callable[[], Any]] = {
     "new spelling": remote(KeepingByKeyword),
     "old spelling": remote(OldSpelling),
@@ -216,6 +273,11 @@ IMAGES: dict[str, Callable[[int], dict[str, Tensor]]] = {
         "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
     },
     "InternVL": lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
+    "Gemma3": lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56)},
+    "Qwen3.5": lambda rows: {
+        "pixel_values": torch.randn(16 * rows, 1536),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
+    },
 }
 """The pixels of that many rows, each with an image of `PLACEHOLDERS`."""
 
@@ -225,7 +287,7 @@ PLACEHOLDERS = torch.tensor([VISION_START, *[IMAGE] * 4, VISION_END])
 def build(name: str, *, lora: bool = False) -> Any:
     """The model, in training mode, its weights set by its name alone."""
     torch.manual_seed(0)
-    models = MODELS | BY_KEYWORD | {name: make for name, (make, _) in HOPELESS.items()}
+    models = MODELS | ATTENTIONS | BY_KEYWORD | {name: make for name, (make, _) in HOPELESS.items()}
     model = models[name]().train()
     return add_lora(model) if lora else model
 

@@ -17,10 +17,12 @@ from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.shared_prompt import (
     UnknownInputError,
+    groups_of,
     layout_of,
     media_of,
     reason_against,
     samples_of,
+    saving,
 )
 from swift_grpo_ext.logits.shim import base_model
 from tests.logits.compare import assert_close
@@ -28,88 +30,85 @@ from tests.logits.models import IMAGE, IMAGES, PLACEHOLDERS, build
 from tests.logits.test_logps import Batch, Ours, Upstream, config_of, run
 from tests.ranks import ThreadRanks, run_rank_groups
 
-WIDE = 10_000
-"""A model so wide that tokens cost, and pairs of them next to nothing."""
-
 APART = {(0, 1)}
 
 
 @pytest.mark.parametrize(
-    ("ids", "predicts", "other_media", "rows", "positions", "segments", "predicted"),
+    ("ids", "predicts", "other_media", "row", "positions", "segments", "predicted"),
     [
         # Padding on the left; an answer of its environment between two completions.
         (
             [[0, 0, 0, 7, 8, 1, 2], [7, 8, 3, 4, 5, 6, 9]],
             [[0, 0, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 0]],
-            *(set(), [[7, 8, 1, 8, 3, 4, 5, 6]], [[0, 1, 2, 1, 2, 3, 4, 5]]),
-            *([[0, 1, 1, 2, 2, 2, 2, 2]], [[0, 1, 1, 1, 1, 0, 0, 1]]),
+            *(set(), [7, 8, 1, 8, 3, 4, 5, 6], [0, 1, 2, 1, 2, 3, 4, 5]),
+            *("A a a b b b b b", [0, 1, 1, 1, 1, 0, 0, 1]),
         ),
-        # Two prompts; the second row ends in nothing.
+        # Two prompts; a group of one is a prompt from beginning to end.
         (
             [[7, 8, 1, 2], [7, 8, 3, 0], [6, 8, 1, 0]],
             [[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0]],
-            *(set(), [[7, 8, 1, 8], [6, 8, 7, 7]], [[0, 1, 2, 1], [0, 1, 0, 0]]),
-            *([[0, 1, 1, 2], [0, 1, -1, -1]], [[0, 1, 1, 1], [0, 1, 0, 0]]),
+            *(set(), [7, 8, 1, 8, 6, 8], [0, 1, 2, 1, 0, 1]),
+            *("A a a b B B", [0, 1, 1, 1, 0, 1]),
         ),
         # Nothing says where the prompt of a sample without a completion ends: it stands by itself.
         (
             [[7, 8, 9], [7, 8, 9], [7, 8, 9]],
             [[0, 1, 0], [0, 1, 0], [0, 0, 0]],
-            *(set(), [[7, 8, 8], [7, 8, 7]], [[0, 1, 1], [0, 1, 0]]),
-            *([[0, 1, 2], [0, 0, -1]], [[0, 1, 1], [0, 0, 0]]),
+            *(set(), [7, 8, 8, 7, 8], [0, 1, 1, 0, 1]),
+            *("A a b B B", [0, 1, 1, 0, 0]),
+        ),
+        # A prompt of one token has nothing in common but what predicts.
+        (
+            [[8, 1], [8, 2]],
+            [[1, 0], [1, 0]],
+            *(set(), [8, 8], [0, 0]),
+            *("A B", [1, 1]),
         ),
         # One prompt with other images is another prompt.
         (
             [[7, 8, 1], [7, 8, 2], [7, 8, 3]],
             [[0, 1, 0]] * 3,
-            *(APART, [[7, 8, 7], [7, 8, 8]], [[0, 1, 0], [0, 1, 1]]),
-            *([[0, 1, -1], [0, 1, 2]], [[0, 1, 0], [0, 1, 1]]),
+            *(APART, [7, 8, 7, 8, 8], [0, 1, 0, 1, 1]),
+            *("A A B a b", [0, 1, 0, 1, 1]),
         ),
-        ([[7, 8, 1], [7, 8, 2]], [[0, 1, 0]] * 2, APART, None, None, None, None),
     ],
 )
 def test_samples_lie_behind_their_prompt(
-    ids: Any, predicts: Any, other_media: Any, rows: Any, positions: Any, segments: Any,
+    ids: Any, predicts: Any, other_media: Any, row: Any, positions: Any, segments: str,
     predicted: Any,
 ) -> None:  # fmt: skip
+    """Capitals are prompts; small letters the samples of the one before."""
     tokens, wanted = torch.tensor(ids), torch.tensor(predicts).bool()
     samples = samples_of(tokens, tokens > 0, wanted)
-    found = layout_of(samples, lambda a, b: (a, b) not in other_media, WIDE)
-    if rows is None:
-        assert found is None
-        return
-    assert found is not None
-    assert found.take(tokens).tolist() == rows
-    assert found.positions.tolist() == positions
-    assert found.segments.tolist() == segments
-    assert found.take_mask(wanted).int().tolist() == predicted
-    mask = found.attention_mask()[:, 0]
-    for row, of_row in enumerate(segments):
-        for a, seeing in enumerate(of_row):
-            for b, seen in enumerate(of_row):
-                expected = a == b or (seeing >= 0 and b <= a and seen in (0, seeing))
-                assert bool(mask[row, a, b]) == expected
+    found = layout_of(groups_of(samples, lambda a, b: (a, b) not in other_media))
+    assert found.take(tokens).tolist() == [row]
+    assert found.positions_L.tolist() == positions
+    assert found.take(wanted).int().tolist() == [predicted]
+    groups, numbers, letters = -1, [], []
+    for letter in segments.split():
+        groups += letter.isupper() and (not letters or letters[-1][1] != letter)
+        letters.append((groups, letter))
+        numbers.append(0 if letter.isupper() else " abc".index(letter))
+    assert found.groups_L.tolist() == [group for group, _ in letters]
+    assert found.numbers_L.tolist() == numbers
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completion", "width", "rows"),
-    [
-        # In one row, pairs of positions that do not see each other would cost more than the prompt.
-        (1400, 2000, 3584, [0, 4]),
-        (10, 4000, 64, None),
-    ],
-)
-def test_as_many_samples_in_a_row_as_pay(
-    prompt: int, completion: int, width: int, rows: list[int] | None
-) -> None:
-    ids = torch.ones(8, prompt + completion, dtype=torch.int64)
+def test_what_is_expected_to_be_saved() -> None:
+    """Four samples of 10 of a prompt of 90, in a model so wide that pairs cost next to nothing, are
+    130 positions (the last one predicts nothing) in the place of 400."""
+    ids = torch.ones(4, 100, dtype=torch.int64)
     predicts = torch.zeros_like(ids).bool()
-    predicts[:, prompt - 1 : -1] = True
-    found = layout_of(samples_of(ids, ids > 0, predicts), lambda a, b: True, width)
-    assert (found and [row[0] for row in found.samples]) == rows
+    predicts[:, 89:] = True
+    samples = samples_of(ids, ids > 0, predicts)
+    one, apart = groups_of(samples, lambda a, b: True), groups_of(samples, lambda a, b: False)
+    assert saving(one, 10**9) == pytest.approx(1 - (89 + 4 * 11) / 400)
+    assert saving(apart, 10**9) == 0.0
+    # Where pairs are all that costs: those of the prompt, and of samples with it and themselves.
+    pairs = 89**2 / 2 + 4 * 11 * (89 + 11 / 2)
+    assert saving(one, 0) == pytest.approx(1 - pairs / (4 * 100**2 / 2))
 
 
-def lengths_of_media(ids: list[list[int]], config: dict[str, int], **inputs: Any) -> Any:
+def lengths_of_media(ids: list[list[int]], config: dict[str, Any], **inputs: Any) -> Any:
     """Return, for each row, lengths of the media of its prompt and suffix, by the inputs' names.
     The rows have no padding, and predict something at their third and fifth columns."""
     input_ids = torch.tensor(ids)
@@ -140,6 +139,25 @@ def test_each_row_has_the_media_that_its_placeholders_take_up() -> None:
     ids = [*MEDIA_ROWS[:2], [IMAGE, 7, 7, 7, 7, IMAGE]]
     found = lengths_of_media(ids, {"image_token_index": IMAGE}, pixel_values=torch.zeros(4, 3))
     assert found == [{"pixel_values": lengths} for lengths in ((1, 1), (0, 0), (1, 0))]
+
+
+def test_images_that_are_cut_into_tiles() -> None:
+    """LLaVA-NeXT cuts an image into 2 or 4 tiles here, beside the whole, and its placeholders are
+    no measure of that."""
+    config = {
+        "image_token_index": IMAGE,
+        "image_grid_pinpoints": [[4, 8], [8, 8]],
+        "vision_config": SimpleNamespace(image_size=4),
+    }
+    sizes = torch.tensor([[4, 8], [4, 8], [8, 7], [4, 8]])
+    pixels = torch.zeros(3 + 3 + 5 + 3, 3, 4, 4)
+    assert lengths_of_media(MEDIA_ROWS, config, pixel_values=pixels, image_sizes=sizes) == [
+        {"pixel_values": (3, 3), "image_sizes": (1, 1)},
+        {"pixel_values": (0, 0), "image_sizes": (0, 0)},
+        {"pixel_values": (5, 0), "image_sizes": (1, 0)},
+    ]
+    with pytest.raises(UnknownInputError, match="cannot be told apart"):
+        lengths_of_media(MEDIA_ROWS, config, pixel_values=pixels, image_sizes=sizes[:3])
 
 
 @pytest.mark.parametrize(
@@ -240,7 +258,7 @@ def test_text_as_ms_swift_but_for_rounding(
     keys = {"logits_to_keep"}
     expected, theirs, _ = run(Upstream, model, batch, keys=keys)
     seen = positions_of(model)
-    flags = {"logps_shared_prompt": True, "logps_chunk_size": chunk_size}
+    flags = {"logps_shared_prompt": "true", "logps_chunk_size": chunk_size}
     found, ours, _ = run(Ours, model, batch, keys=keys, **flags)
     assert_close(found, expected)
     assert torch.allclose(ours, theirs.where(ours != 0, 0.0), atol=1e-5)
@@ -255,13 +273,15 @@ TOOL_ROWS = ((9, 2, 7, 3), (9, 4, 7, 2), (9, 5, 0, 0), (9, 1, 7, 0), (9, 3, 7, 1
 """The fourth ends with what its tool gave, which predicts nothing and is not read."""
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternVL"])
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternVL", "Gemma3", "Qwen3.5"])
 def test_images_as_ms_swift_but_for_rounding(name: str, warned: list[str]) -> None:
     """The tower, which learns too, sees the image of a group once. Those of tools stay the samples'
     own, also where neighbours were given one image: each has placeholders for its own."""
     model = build(name, lora=True)
     model.get_base_model().model.requires_grad_(True)
     batch = Group(TOOL_ROWS, has_images=True).see(model, IMAGES[name])
+    if name == "Gemma3":  # its images look ahead
+        batch.inputs["token_type_ids"] = (batch.inputs["input_ids"] == IMAGE).int()
     expected, _, _ = run(Upstream, model, batch, keys={"logits_to_keep"})
     num_images: list[int] = []
     patches = len(batch.inputs["pixel_values"]) // 11
@@ -269,7 +289,7 @@ def test_images_as_ms_swift_but_for_rounding(name: str, warned: list[str]) -> No
         lambda _, __, kwargs: num_images.append(len(kwargs["pixel_values"]) // patches),
         with_kwargs=True,
     )
-    found, _, _ = run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
+    found, _, _ = run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt="true")
     assert_close(found, expected, 5e-5)
     # Two prompts' and four tools'; of six samples and five tools in the batch it is held against.
     assert num_images == [6, 11, 6]
@@ -282,7 +302,7 @@ def test_images_that_nothing_is_learned_from_keep_their_tower_in_use(warned: lis
     batch = Group(rows).see(model, IMAGES["Qwen2.5-VL"])
     num_calls: list[int] = []
     model.get_base_model().model.visual.register_forward_pre_hook(lambda *_: num_calls.append(1))
-    run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
+    run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt="true")
     assert len(num_calls) == 1
     assert "all pixel_values come after the last token that is trained on" in warned[0]
 
@@ -292,7 +312,7 @@ def test_equal_words_with_other_images_stay_apart() -> None:
     batch = Group(ROWS[:2] + ROWS[3:], has_images=True).see(model, IMAGES["Qwen2.5-VL"])
     batch.inputs["pixel_values"] = torch.randn(4 * 16, 1176)
     seen = positions_of(model)
-    run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt=True)
+    run(Ours, model, batch, keys={"logits_to_keep"}, logps_shared_prompt="true")
     assert seen == [batch.inputs["input_ids"].numel()]
 
 
@@ -319,7 +339,7 @@ def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
 
 def test_a_pass_over_the_canary_decides_nothing(warned: list[str]) -> None:
     """It holds one sample; the run's own batches come after it, and say what is true of them."""
-    trainer = Ours(config_of(logps_shared_prompt=True), keys=set(), padding_free=False)
+    trainer = Ours(config_of(logps_shared_prompt="true"), keys=set(), padding_free=False)
     model = build("Qwen2")
     seen = positions_of(model)
     for rows in (ROWS[:1], ROWS, ROWS):
@@ -329,13 +349,49 @@ def test_a_pass_over_the_canary_decides_nothing(warned: list[str]) -> None:
     assert not warned
 
 
+def test_batches_within_a_window_prove_nothing_of_longer_ones(warned: list[str]) -> None:
+    """Mistral sees 5 positions here."""
+    trainer = Ours(config_of(logps_shared_prompt="true"), keys=set(), padding_free=False)
+    model, short, long = build("Mistral"), ((4, 1, 0, 0), (4, 1, 0, 0)), ROWS[:2]
+    seen = positions_of(model)
+    for rows in (short, short, long, short, long):
+        make_pass(trainer, model, Group(rows))
+    assert seen == [5, 10, 5, 5, 18, 30, 18, 5, 18]
+    assert not warned
+
+
+@pytest.mark.parametrize(("rows", "is_packed"), [(((3, 20, 0, 0), (3, 21, 0, 0)), 0), (ROWS, 1)])
+def test_auto_packs_what_saves_a_tenth(rows: Any, is_packed: bool, warned: list[str]) -> None:
+    trainer = Ours(config_of(logps_shared_prompt="auto"), keys=set(), padding_free=False)
+    model, batch = build("Qwen2"), Group(rows)
+    seen = positions_of(model)
+    make_pass(trainer, model, batch)
+    assert (min(seen) < batch.inputs["input_ids"].numel()) == is_packed
+    assert not warned
+
+
+def test_a_packed_pass_that_fails_ends_nothing(warned: list[str]) -> None:
+    trainer = Ours(config_of(logps_shared_prompt="true"), keys=set(), padding_free=False)
+    model = build("Qwen2")
+
+    def refuse(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["attention_mask"].ndim == 4:
+            raise KeyError("four dimensions")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    values = [make_pass(trainer, model, Group(ROWS)) for _ in range(2)]
+    assert torch.equal(*values)
+    assert len(warned) == 1
+    assert "as they are: its first packed pass failed (KeyError: 'four dimensions')" in warned[0]
+
+
 def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
     """Rank 1's model sees more than the mask says; rank 0's first batch did not show it. Rank 0
     makes a pass more, as with a teacher whom only some batches ask, and waits for nobody in it."""
     models = [build("Qwen2") for _ in range(2)]
     blind_to_masks(models[1])
     seen = [positions_of(model) for model in models]
-    config = config_of(logps_shared_prompt=True)
+    config = config_of(logps_shared_prompt="true")
 
     def work(ranks: ThreadRanks) -> None:
         trainer = Ours(config, keys=set(), padding_free=False)
@@ -358,13 +414,14 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
     ("name", "changed", "inputs", "told"),
     [
         ("Qwen2", {}, {}, ""),
-        ("Qwen2", {"_attn_implementation": "flash_attention_2"}, {}, "--attn_impl flash_att"),
-        ("Qwen2", {"sliding_window": 4, "use_sliding_window": True}, {}, "look at all positions"),
-        ("Qwen2", {"layer_types": ["linear_attention"]}, {}, "(linear_attention)"),
-        ("Qwen2", {}, {"token_type_ids": 0}, "look ahead"),
+        ("Qwen2", {"_attn_implementation": "flash_attention_2"}, {}, ""),
+        ("Qwen2", {"_attn_implementation": "flex_attention"}, {}, ""),
+        ("Qwen2", {"_attn_implementation": "paged|eager"}, {}, "--attn_impl paged|eager is"),
+        ("Qwen2", {"layer_types": ["chunked_attention"]}, {}, "(chunked_attention)"),
+        ("Qwen2", {"output_router_logits": True}, {}, "--router_aux_loss_coef"),
         ("Qwen2.5-VL", {}, {}, "made of its images"),
         ("Qwen2.5-VL", {}, {"position_ids": 0}, ""),
-        ("soft-capped (Gemma2)", {}, {}, "sliding_attention"),
+        ("soft-capped (Gemma2)", {}, {}, ""),
         ("remote code", {}, {}, "takes no position_ids"),
     ],
 )
@@ -392,5 +449,5 @@ def test_where_it_has_no_effect_it_is_said(
     flags: dict[str, Any], padding_free: bool, told: str, warned: list[str]
 ) -> None:
     template = SimpleNamespace(padding_free=padding_free, sequence_parallel_size=1)
-    CompletionLogps(config_of(**{"logps_shared_prompt": True, **flags}), template)
+    CompletionLogps(config_of(**{"logps_shared_prompt": "true", **flags}), template)
     assert [told in text for text in warned] == ([True] if told else [])

@@ -78,7 +78,13 @@ ZERO3 = [
     Case("ZeRO-3", "capped", (2, 7)),
 ]
 
-SHARED_PROMPTS = ["DDP, a pass more on rank 0", "DDP, the loss alone", "FSDP2"]
+SHARED_PROMPTS = [
+    "DDP, a pass more on rank 0",
+    "DDP, the loss alone",
+    "FSDP2",
+    "FSDP2, gated delta nets, recomputed",
+]
+SHARED_PROMPTS_ZERO3 = ["ZeRO-3", "ZeRO-3, gated delta nets, recomputed"]
 
 
 class RefusingOddNumbers(RemoteCode):
@@ -234,58 +240,78 @@ def zero3(model: Any) -> Trained:
 APART = ((9, 4, 0, 0), (12, 3, 0, 0))
 """Rows of two prompts: nothing to pack."""
 
-BATCHES = ((ROWS, APART), (ROWS, ROWS))
+BATCHES = ((ROWS, APART), (ROWS, ROWS), (APART, ROWS))
 """Of each step, each rank's."""
 
 
 def share_prompts(rank: int, case: str) -> dict[str, Any]:
-    """Take two steps in which the ranks' batches can be packed at different times (`found`), beside
+    """Take steps in which the ranks' batches can be packed at different times (`found`), beside
     ms-swift's over whole models (`expected`); and how many positions the decoder read in each of
     this rank's passes (`positions`)."""
-    model = models.build("Qwen2")
+    name = "Qwen3-Next" if "delta nets" in case else "Qwen2"
+    model = models.build(name)
+    if case.endswith("recomputed"):
+        model.gradient_checkpointing_enable({"use_reentrant": "ZeRO-3" in case})
+        model.enable_input_require_grads()
     seen = positions_of(model)
-    if case == "FSDP2":
+    if case.startswith("ZeRO-3"):
+        trained = zero3(model)
+    elif case.startswith("FSDP2"):
         for unit in (*model.model.layers, model.lm_head, model):
             fully_shard(unit)
-        wrapped = model
+        trained = Trained(model, gradient=lambda p: None if p.grad is None else whole(p.grad))
     else:
-        wrapped = DistributedDataParallel(model)
+        trained = Trained(DistributedDataParallel(model))
     ours, found, expected = trainer_of(Ours), [], []
     for batches in BATCHES:
         batch = Group(batches[rank])
-        model.zero_grad()  # first: after a pass, FSDP2's root holds whole weights
+        trained.model.zero_grad()  # first: after a pass, FSDP2's root holds whole weights
         # As in ms-swift, passes without gradients see the model without DDP.
+        plain = model if case.startswith("DDP") else trained.model
         for _ in range(1 + (case.endswith("rank 0") and rank == 0)):
             if not case.endswith("alone"):
-                make_pass(ours, model, batch)
-        logps = loss_pass(ours, wrapped, batch)
+                make_pass(ours, plain, batch)
+        num_before = len(seen)
+        values = loss_pass(ours, trained.model, batch)
+        trained.backward(values.sum())
+        if case.endswith("recomputed"):
+            del seen[num_before + len(seen[num_before:]) // 2 :]
         dist.all_reduce(torch.zeros(1))  # as of the round: it has to meet its like
-        found.append((logps, {n: whole(p.grad) for n, p in model.named_parameters()}))
+        gradients = {n: trained.gradient(p) for n, p in model.named_parameters()}
+        found.append(
+            (values.detach(), {n: g.clone() for n, g in gradients.items() if g is not None})
+        )
+        trained.finish()
     for batches in BATCHES:
-        values, gradients = [], []
+        values_of, gradients_of = [], []
         for rows in batches:
-            unsharded = models.build("Qwen2")
-            values.append(loss_pass(trainer_of(Upstream), unsharded, Group(rows)))
-            gradients.append({n: p.grad for n, p in unsharded.named_parameters()})
-        mean = {n: (gradients[0][n] + gradients[1][n]) / 2 for n in gradients[0]}
-        expected.append((values[rank], mean))
+            unsharded = models.build(name)
+            values = loss_pass(trainer_of(Upstream), unsharded, Group(rows))
+            values.sum().backward()
+            values_of.append(values.detach())
+            gradients_of.append({n: p.grad for n, p in unsharded.named_parameters()})
+        mean = {
+            n: torch.stack([gradients[n] for gradients in gradients_of]).mean(0)
+            for n, g in gradients_of[0].items()
+            if g is not None
+        }
+        expected.append((values_of[rank], mean))
     return {"found": found, "expected": expected, "positions": seen}
 
 
 def trainer_of(host: type[Any]) -> Any:
-    config = config_of(logps_shared_prompt=True)
+    config = config_of(logps_shared_prompt="true")
     return host(config, keys={"logits_to_keep"}, padding_free=False)
 
 
 def loss_pass(trainer: Any, model: Any, batch: Group) -> Tensor:
-    """Return log-probabilities of completion tokens, after a backward of their sum."""
+    """Return log-probabilities of completion tokens."""
     grpo_batch = batch.grpo_batch()
     logps_BK, _ = trainer._get_per_token_logps_and_entropies_single(
         model, dict(batch.inputs), grpo_batch
     )
     values: Tensor = logps_BK[grpo_batch.completion_mask]
-    values.sum().backward()
-    return values.detach()
+    return values
 
 
 def whole(gradient: Any) -> Tensor:
@@ -302,9 +328,8 @@ def run(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=WAIT)
     torch.set_num_threads(1)
-    results: dict[Any, Any] = {}
-    if not is_zero3:
-        results |= {case: share_prompts(rank, case) for case in SHARED_PROMPTS}
+    shared = SHARED_PROMPTS_ZERO3 if is_zero3 else SHARED_PROMPTS
+    results: dict[Any, Any] = {case: share_prompts(rank, case) for case in shared}
     for case in ZERO3 if is_zero3 else CASES:
         try:
             results[tuple(case)] = compare(rank, case)

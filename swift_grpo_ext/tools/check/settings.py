@@ -225,9 +225,9 @@ def parse(side: Side, settings: Settings, overrides: Sequence[str] = ()) -> dict
         ValueError: `swift` would not take them; names the first value that is wrong, or all names
             that it does not know.
     """
-    from swift_grpo_ext.command_line import off_again
+    from swift_grpo_ext.command_line import as_typed
 
-    argv = off_again([*to_argv(settings), *overrides])
+    argv = as_typed([*to_argv(settings), *overrides])
     parser, of_swift = _parsers(side)
     values, unknown = parser.parse_known_args(argv)
     values, unknown = of_swift.parse_known_args(unknown, values)

@@ -6,6 +6,7 @@ A check raises `NotTriedError` where the settings or rows leave nothing to look 
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -21,6 +22,7 @@ from swift_grpo_ext.checks.rows import encoding_error
 from swift_grpo_ext.diversity.collision import PromptMemory, collision_test, format_p
 from swift_grpo_ext.diversity.sample import Sample, surprisal_bits
 from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.shared_prompt import WORTH
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
@@ -307,23 +309,35 @@ def spread(trained: Sequence[T]) -> Sequence[T]:
 # --- log-probabilities ---
 
 CHUNK = 16
+SHARED_PROMPT = "--logps_shared_prompt true"
 TOLERANCES = {16: 0.1, 32: 1e-3}
 """Nats between log-probabilities that are computed in different ways, by bits of a number."""
 
 
 def check_logits(rig: Rig) -> Finding:
     """Compare the log-probabilities of ms-swift's own pass with those as the settings have them,
-    of the completion's positions alone, in chunks, and with a prompt that is read once."""
+    of the completion's positions alone, in chunks, and with a prompt that is read once; and say
+    what the last saves."""
     ways: dict[str, dict[str, Any]] = {
         "ms-swift": {"logits_shim": "off", "logps_chunk_size": "0"},
         "the settings": {},
-        "--logits_shim auto": {"logits_shim": "auto", "logps_chunk_size": "0"},
+        "--logits_shim auto": {
+            "logits_shim": "auto",
+            "logps_chunk_size": "0",
+            "logps_shared_prompt": "false",
+        },
         f"--logps_chunk_size {CHUNK}": {"logps_chunk_size": str(CHUNK)},
-        "--logps_shared_prompt true": {"logits_shim": "auto", "logps_shared_prompt": True},
+        SHARED_PROMPT: {
+            "logits_shim": "auto",
+            "logps_chunk_size": "0",
+            "logps_shared_prompt": "true",
+        },
     }
     row, ids = rig.hardest_prompts(1)[0], rig.ids(0, 1)
     samples = rig.generate_for_training([row] * len(ids), ids)
-    logps = {way: _logps(rig, samples, way == "ms-swift", flags) for way, flags in ways.items()}
+    logps, seconds = dict[str, torch.Tensor](), dict[str, float]()
+    for way, flags in ways.items():
+        logps[way], seconds[way] = _logps(rig, samples, way == "ms-swift", flags)
     expected = logps.pop("ms-swift")
     gaps = {way: float((values - expected).abs().max()) for way, values in logps.items()}
     limit = TOLERANCES[16 if rig.bits <= 16 else 32]
@@ -332,14 +346,21 @@ def check_logits(rig: Rig) -> Finding:
         for way, gap in gaps.items()
         if not gap <= limit
     ]
-    values = {"samples": len(samples), "limit (nats)": limit}
-    return {**values, **{way: float(f"{gap:.2g}") for way, gap in gaps.items()}}, faults
+    share = seconds[SHARED_PROMPT] / seconds["--logits_shim auto"]
+    values = {
+        "samples": len(samples),
+        "limit (nats)": limit,
+        **{way: float(f"{gap:.2g}") for way, gap in gaps.items()},
+        "prompt once: of a forward's time": float(f"{share:.2g}"),
+        "setting to copy": SHARED_PROMPT if share < 1 - WORTH else "none",
+    }
+    return values, faults
 
 
 def _logps(
     rig: Rig, samples: Sequence[OnPolicySample], as_upstream: bool, flags: dict[str, Any]
-) -> torch.Tensor:
-    """Compute log-probabilities [samples, tokens] in nats.
+) -> tuple[torch.Tensor, float]:
+    """Return log-probabilities [samples, tokens] in nats, and the seconds that they took.
 
     Args:
         as_upstream: encode images as ms-swift does, not once (`--encoder_cache_gb`).
@@ -361,10 +382,12 @@ def _logps(
         with torch.no_grad():
             # Twice: --logps_shared_prompt proves itself on a first batch.
             for _ in range(2):
+                start = time.perf_counter()
                 values, _ = trainer._get_per_token_logps_and_entropies(
                     trainer.model, dict(inputs), batch
                 )
-        return values.float().cpu()
+                found = values.float().cpu()
+        return found, time.perf_counter() - start
 
 
 CHECKS: dict[str, Check] = {

@@ -1,0 +1,236 @@
+"""Attention and gated delta nets read packed rows by segments: real models on packed rows against
+the same models on the batches that were packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from swift_grpo_ext.logits import segments
+from swift_grpo_ext.logits.shared_prompt import PackedBatch, pack, reason_against
+from swift_grpo_ext.logits.shim import base_model
+from tests.logits import flash
+from tests.logits.compare import Gradients, assert_close, values_and_gradients
+from tests.logits.models import add_lora, build
+
+ROWS = ((7, 9), (7, 3), (7, 12), (10, 4), (10, 6), (8, 5))
+"""Tokens of each row's prompt and completion; the last prompt is nobody else's."""
+
+TEXTS = (
+    "Qwen2", "Mistral", "Qwen2, some windows", "Gemma3", "soft-capped (Gemma2)", "Qwen2.5-VL",
+    "Qwen3.5", "Qwen3-Next",
+)  # fmt: skip
+
+
+def batch_of(rows: Any = ROWS) -> tuple[dict[str, Any], Tensor]:
+    """Return a batch with padding on the right, and the positions that predict completions."""
+    torch.manual_seed(1)
+    length = max(map(sum, rows))
+    input_ids, mask = torch.zeros(2, len(rows), length, dtype=torch.int64)
+    predicts = torch.zeros(len(rows), length, dtype=torch.bool)
+    prompts = {prompt: torch.randint(3, 150, (prompt,)) for prompt, _ in rows}
+    for row, (prompt, completion) in enumerate(rows):
+        input_ids[row, :prompt] = prompts[prompt]
+        input_ids[row, prompt : prompt + completion] = torch.randint(3, 150, (completion,))
+        mask[row, : prompt + completion] = 1
+        predicts[row, prompt - 1 : prompt + completion - 1] = True
+    return {"input_ids": input_ids, "attention_mask": mask}, predicts
+
+
+def packed(model: Any, inputs: dict[str, Any], predicts: Tensor) -> PackedBatch:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "mrope_section" in str(base.config):
+        columns = torch.arange(predicts.shape[1])
+        inputs = {**inputs, "position_ids": columns.expand(3, *predicts.shape)}
+    assert not reason_against(base, inputs)
+    batch = pack(inputs, predicts, base)
+    assert batch is not None
+    return batch
+
+
+def run(model: Any, inputs: dict[str, Any], predicts: Tensor) -> tuple[Tensor, Gradients]:
+    """Return log-probabilities of all tokens at some positions, and all gradients."""
+    return values_and_gradients(
+        model, lambda: model(**inputs, use_cache=False).logits[predicts].log_softmax(-1)
+    )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_packed_row_is_the_batch_but_for_rounding(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    if attention == "flash_attention_2":
+        flash.install(monkeypatch, model)
+    else:
+        model.set_attn_implementation(attention)
+    inputs, predicts = batch_of()
+    expected = run(model, inputs, predicts)
+    batch = packed(model, inputs, predicts)
+    assert batch.predicts_1L.numel() < predicts.numel()
+    assert_close(run(model, *batch), expected)
+    assert_close(run(model, inputs, predicts), expected, 0.0)  # others are read as before
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Qwen2, some windows", "Qwen3.5"])
+def test_recomputation_reads_by_segments_too(name: str, is_reentrant: bool) -> None:
+    """As ms-swift trains: adapters, and layers that are computed again in the backward."""
+    targets = ["q_proj", "v_proj", "in_proj_qkv", "out_proj"]
+    model = add_lora(build(name), target_modules=targets, use_dora=is_reentrant)
+    inputs, predicts = batch_of()
+    expected = run(model, inputs, predicts)
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    model.enable_input_require_grads()
+    batch = packed(model, inputs, predicts)
+    num_calls = []
+    layer = base_model(model).get_decoder().layers[0]
+    layer.mlp.register_forward_pre_hook(lambda *_: num_calls.append(1))
+    assert_close(run(model, *batch), expected)
+    assert len(num_calls) == 2
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ((2, 2), (2, 3)),
+        ((2, 1), (2, 1)),
+        ((4, 1), (4, 70), (4, 1)),
+        ((64, 1), (64, 65), (65, 3), (65, 1)),
+        ((66, 5), (66, 2), (3, 66), (3, 2), (130, 1)),
+    ],
+)
+@pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3-Next"])
+def test_states_go_on_from_prompts_of_any_length(name: str, rows: Any) -> None:
+    """The delta rule is computed in chunks of 64 positions, the convolution sees 4."""
+    model = build(name)
+    inputs, predicts = batch_of(rows)
+    expected = run(model, inputs, predicts)
+    assert_close(run(model, *packed(model, inputs, predicts)), expected)
+
+
+def test_states_go_on_under_ms_swifts_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift gives gated delta nets a forward that drops keywords which it does not know."""
+    from swift.model.models.qwen import _patch_qwen3_5_linear_attention_sequence_parallel
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet as Net
+
+    inputs, predicts = batch_of()
+    expected = run(build("Qwen3.5"), inputs, predicts)
+    monkeypatch.setattr(Net, "forward", Net.forward)
+    _patch_qwen3_5_linear_attention_sequence_parallel()
+    assert Net.forward.__name__ == "sp_linear_forward"
+    monkeypatch.setattr(Net, "_ms_swift_sp_linear_patched", False)
+    model = build("Qwen3.5")
+    assert_close(run(model, *packed(model, inputs, predicts)), expected)
+
+
+def test_a_state_without_its_gradient_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities would be right, and the prompt would learn less than it should."""
+    own = segments.States.update_recurrent_state
+    monkeypatch.setattr(
+        segments.States,
+        "update_recurrent_state",
+        lambda self, states, *args, **kwargs: own(self, states.detach(), *args, **kwargs),
+    )
+    model = build("Qwen3.5")
+    batch = packed(model, *batch_of())
+    with torch.no_grad():
+        model(**batch.inputs)
+    with pytest.raises(segments.UnsupportedAttentionError, match="without its gradient"):
+        model(**batch.inputs)
+
+
+def test_images_whose_positions_see_each_other() -> None:
+    """Gemma 3's images look ahead within themselves, in layers with windows too; here the second
+    one lies across the border of a window, and one is a tool's."""
+    model = build("Gemma3")
+    inputs, predicts = batch_of(((9, 9), (9, 3), (12, 8), (12, 2)))
+    types = torch.zeros_like(inputs["input_ids"])
+    types[:2, 2:6] = types[2:, 1:4] = types[2:, 6:10] = types[0, 11:15] = 1
+    inputs["token_type_ids"] = types
+    predicts[0, 10:15] = False
+    expected = run(model, inputs, predicts)
+    assert_close(run(model, *packed(model, inputs, predicts)), expected)
+    causal = run(model, {k: v for k, v in inputs.items() if k != "token_type_ids"}, predicts)
+    assert float((causal[0] - expected[0]).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("name", ["Qwen2, some windows", "Qwen3.5"])
+def test_a_sample_sees_no_other(name: str) -> None:
+    """Another sample's tokens change nothing, to the bit; those of the prompt do."""
+    model = build(name).eval()
+    inputs, predicts = batch_of()
+    with torch.no_grad():
+        before = model(**packed(model, inputs, predicts).inputs).logits[0]
+        inputs["input_ids"][1, 8] += 1
+        other = model(**packed(model, inputs, predicts).inputs).logits[0]
+        inputs["input_ids"][:3, 2] += 1
+        prompt = model(**packed(model, inputs, predicts).inputs).logits[0]
+    changed = (before != other).any(-1).nonzero()[:, 0].tolist()
+    # Prompt 0 to 5, samples 6 to 14 and 15 to 17: the changed token is the second one's third.
+    assert changed == [17]
+    assert (other != prompt).any(-1).nonzero()[:, 0].tolist() == [*range(2, 30)]
+
+
+def test_a_prompt_learns_through_its_samples_alone() -> None:
+    """Nothing is predicted at its positions, and its embeddings have gradients."""
+    for name in ("Qwen2", "Qwen3.5"):
+        model = build(name)
+        inputs, predicts = batch_of()
+        inputs["input_ids"][:3, 0] = 150
+        batch = packed(model, inputs, predicts)
+        _, gradients = run(model, *batch)
+        embeddings = next(g for n, g in gradients.items() if n.endswith("embed_tokens.weight"))
+        assert embeddings[150].abs().max() > 0
+
+
+def test_a_window_that_attention_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("Mistral")
+    batch = packed(model, *batch_of())
+    own = transformers.models.mistral.modeling_mistral.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(
+        transformers.models.mistral.modeling_mistral.ALL_ATTENTION_FUNCTIONS,
+        "sdpa",
+        lambda *args, sliding_window, **kwargs: own(*args, **kwargs),
+    )
+    with pytest.raises(segments.UnsupportedAttentionError, match="does not tell its implementa"):
+        model(**batch.inputs)
+
+
+def test_a_mask_that_was_copied_says_the_same() -> None:
+    model = build("Qwen2")
+    batch = packed(model, *batch_of())
+    with torch.no_grad():
+        expected = model(**batch.inputs).logits
+        batch.inputs["attention_mask"] = batch.inputs["attention_mask"].clone()
+        assert torch.equal(model(**batch.inputs).logits, expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_all_implementations_see_the_same(window: int | None) -> None:
+    """What `flex_attention` is given, whose kernels want a GPU, says what pieces do."""
+    segments_of = segments.Segments.of(packed(build("Qwen2"), *batch_of()).inputs["attention_mask"])
+    dense = torch.zeros(segments_of.length, segments_of.length, dtype=torch.bool)
+    for piece in segments_of.pieces:
+        keys = torch.cat([torch.arange(part.start, part.stop) for part in piece.keys])
+        dense[piece.queries, keys] = segments_of.mask(piece, window)[0, 0]
+    places = torch.arange(segments_of.length)
+    block = segments_of.block_mask(window)
+    assert torch.equal(block.mask_mod(0, 0, places[:, None], places), dense)
+
+
+def test_pieces_compute_at_most_twice_what_is_seen() -> None:
+    """Blocks of samples, (start, stop), behind a prompt of 10: they share a call while they are no
+    longer than it."""
+    sizes = [10, 4, 4, 4, 12, 1, 1]
+    numbers = torch.arange(7).repeat_interleave(torch.tensor(sizes))
+    mask = segments.make_mask(torch.zeros_like(numbers), numbers, torch.zeros_like(numbers))
+    pieces = segments.Segments.of(mask).pieces
+    assert [(piece.queries.start, piece.queries.stop) for piece in pieces] == [
+        (0, 10), (10, 18), (18, 22), (22, 34), (34, 36),
+    ]  # fmt: skip
