@@ -1,0 +1,42 @@
+"""Whole trainings of models whose layers do not all see everything before, with prompts that are
+read once and without: equal but for rounding."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.tiny_vlm.families import FAMILIES, make_family
+from tests.stack import rounds
+
+pytestmark = pytest.mark.stack
+
+ALL = (
+    *("--torch_dtype", "float32", "--beta", "0.04", "--num_iterations", "2"),
+    *("--logps_chunk_size", "16", "--gradient_checkpointing", "true"),
+    *("--learning_rate", "1e-3", *rounds.LORA, "--use_dora", "true"),
+)
+"""Old-policy and reference passes, several updates, chunks, recomputation and DoRA."""
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
+def test_trainings_are_equal(name: str, assets: Path, tmp_path: Path) -> None:
+    family, model = FAMILIES[name], tmp_path / "model"
+    make_family(family, model, seed=0)
+    preset, rows = rounds.without_vllm(tmp_path), assets / "digits/train.jsonl"
+    argv = ("--model", str(model), *family.swift_argv, *family.lora, *ALL)
+    steps = {}
+    for once in ("false", "auto"):
+        folder = tmp_path / once
+        flag = ("--logps_shared_prompt", once)
+        finished = rounds.run_training(assets, rows, folder, *argv, *flag, preset=preset)
+        assert finished.returncode == 0, finished.cause
+        steps[once] = rounds.logged_steps(folder / "run")
+    found = re.search(r"read (\d+) positions in the place of (\d+)", finished.output)
+    assert found is not None
+    assert int(found[1]) < 0.9 * int(found[2])
+    for ours, theirs in zip(steps["auto"], steps["false"], strict=True):
+        for key in ("loss", "grad_norm", "kl"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
