@@ -19,16 +19,20 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from peft.tuners.tuners_utils import BaseTunerLayer
-from swift.utils import get_logger
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from swift_grpo_ext.flags import BYTES_PER_GB
+from swift_grpo_ext.logger import get_logger
 from swift_grpo_ext.logits.sharding import shard_ranks
 from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.media.lazy_concat import LazyConcat, memory_of
+
+try:
+    from xxhash import xxh3_128 as hash_of
+except ModuleNotFoundError:  # it comes with ms-swift's `datasets`
+    from hashlib import sha256 as hash_of  # type: ignore[assignment]
 
 logger = get_logger()
 
@@ -322,8 +326,8 @@ def image_keys(call: Call) -> list[Hashable]:
         # The samples of a group share memory, where they were joined late.
         memory = memory_of(image)
         if memory not in digests:
-            values = image.detach().cpu().contiguous().view(torch.uint8).numpy()
-            digests[memory] = xxhash.xxh3_128_digest(values)
+            values = image.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            digests[memory] = hash_of(values).digest()
         keys.append((how, grid, image.shape, digests[memory]))
     return keys
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
@@ -133,6 +131,9 @@ def recorded_adapter(manager: Any) -> Iterator[WeightChecksums]:
     Raises:
         WeightUpdateError: the engine does not use it, or not all of it.
     """
+    # Not above: of a machine without pydantic, `scripts/gpu.sh` wants checksums alone.
+    from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+
     sums: WeightChecksums = {}
 
     def add_adapter(request: Any) -> bool:
@@ -205,6 +206,8 @@ def compare(sent: Mapping[str, str], received: Mapping[str, str], who: str) -> N
         received: the engine's.
         who: names the engine in the error.
     """
+    from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+
     received = dict(received)
     if fault := received.pop(ADAPTER_FAULT, None):
         raise WeightUpdateError(f"{who} does not generate with the trainer's adapter. {fault}")

@@ -18,7 +18,7 @@ def values_and_gradients(model: Any, values_of: Callable[[], Tensor]) -> tuple[T
     """The values, and the gradient of a fixed mixture of them by every weight that learns."""
     model.zero_grad(set_to_none=True)
     values = values_of()
-    mixture = torch.linspace(-1, 1, values.numel()).reshape(values.shape)
+    mixture = torch.linspace(-1, 1, values.numel(), device=values.device).reshape(values.shape)
     (values * mixture).sum().backward()
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
     return values.detach(), {n: p.grad.clone() for n, p in learning.items() if p.grad is not None}
