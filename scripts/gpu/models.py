@@ -1,0 +1,151 @@
+"""Tiny models of each kind with a batch of two groups, and models of real widths."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.logits.models import IMAGE, build, inputs_of
+
+GROUPS = ((10, (7, 3, 5)), (8, (1, 4)))
+"""For each group the tokens of its prompt and of its samples' completions."""
+
+HALF = 0.5
+"""The models' weights are made smaller by this. As they are, bfloat16 moves gradients of the plain
+pass by 12 to 25% (Qwen2, Qwen2.5-VL, InternVL, on a CPU), which hides much; halved, by 1 to 5%,
+where samples that see one another move them by 38 to 76%. Gated delta nets, which norm what they
+say, would get worse."""
+
+NEEDS = {"Qwen3.5": "Qwen3_5Config", "Gemma3": "Gemma3Config"}
+"""Configurations that not all releases of transformers have."""
+
+
+def why_missing(name: str) -> str:
+    """Return why the installed transformers cannot make a tiny model; '' where it can."""
+    if hasattr(transformers, NEEDS.get(name, "Qwen2Config")):
+        return ""
+    return f"transformers {transformers.__version__} has no {name}"
+
+
+def made(name: str, device: str, dtype: str, is_exact: bool = False) -> tuple[Any, Batch]:
+    """Return a tiny model and its batch; an exact one in float32, with the weights of `dtype`."""
+    # Else products in float32 may be rounded to 10 bits, for other sizes of a batch otherwise:
+    # cudnn's convolutions are.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    model = build(name)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if weight.ndim > 1 and "linear_attn" not in path:
+                weight.mul_(HALF)
+    model = model.to(device, getattr(torch, dtype))
+    model = model.float() if is_exact else model
+    return model, batch_of(name, model)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of `GROUPS`, padded on the right."""
+
+    inputs: dict[str, Any]
+    """The arguments of a model's forward."""
+
+    predicts_BT: Tensor
+    """The positions whose logits are wanted."""
+
+    targets_N: Tensor
+    """The tokens that they predict."""
+
+
+def batch_of(name: str, model: Any) -> Batch:
+    """Return a batch on the model's device, an image at the start of each prompt where the model
+    sees."""
+    samples = [(g, prompt, new) for g, (prompt, news) in enumerate(GROUPS) for new in news]
+    length = max(prompt + new for _, prompt, new in samples)
+    inputs = inputs_of(name, (length,) * len(GROUPS))
+    groups = torch.tensor([g for g, _, _ in samples])
+    for key, value in inputs.items():  # a group's part of each, for each of its samples
+        inputs[key] = value.unflatten(0, (len(GROUPS), -1))[groups].flatten(0, 1)
+    ids, attended = inputs["input_ids"], torch.zeros_like(inputs["input_ids"])
+    predicts = torch.zeros_like(ids, dtype=torch.bool)
+    for row, (_, prompt, new) in enumerate(samples):
+        ids[row, prompt : prompt + new] = torch.randint(3, 150, (new,))
+        ids[row, prompt + new :] = 0
+        attended[row, : prompt + new] = 1
+        predicts[row, prompt - 1 : prompt + new - 1] = True
+    inputs["attention_mask"] = attended
+    if name == "Gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE).int()
+    if "image_grid_thw" in inputs:
+        inputs["position_ids"] = positions_of(model, inputs)
+    inputs = {key: moved(value, model) for key, value in inputs.items()}
+    targets = inputs["input_ids"].roll(-1, 1)[predicts.to(model.device)]
+    return Batch(inputs, predicts.to(model.device), targets)
+
+
+def positions_of(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return the positions that ms-swift's templates give a batch with images."""
+    find = model.model.get_rope_index
+    # transformers 4 looks for placeholders itself.
+    names = ("image_grid_thw", "attention_mask", "mm_token_type_ids")
+    taken = {name: inputs[name] for name in names if name in inspect.signature(find).parameters}
+    positions: Tensor = find(inputs["input_ids"], **taken)[0]
+    return positions
+
+
+def moved(value: Tensor, model: Any) -> Tensor:
+    """Return an input on the model's device, pixels in its precision."""
+    return value.to(model.device, model.dtype if value.is_floating_point() else None)
+
+
+# --- real widths ---
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen2.5 3B": {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "Qwen2.5 7B": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
+    },
+    "small": {
+        "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 4096, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Widths of published configurations; `small` is for CPUs."""
+
+
+SPREAD = 1.5
+"""Standard deviation of what a linear layer makes of normed states. With transformers' weights of
+0.02 attention is so even that a wrong mask hardly shows."""
+
+
+@lru_cache(maxsize=1)
+def wide(shape: str, layers: int, device: str, attention: str) -> Any:
+    """Return a model of these widths in bfloat16, with gradient checkpointing on."""
+    torch.manual_seed(0)
+    sizes = SHAPES[shape]
+    config = transformers.Qwen2Config(
+        **sizes,
+        use_cache=False,
+        num_hidden_layers=layers,
+        initializer_range=SPREAD / sizes["hidden_size"] ** 0.5,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model: Any = transformers.Qwen2ForCausalLM(config).train()
+    finally:
+        torch.set_default_dtype(default)
+    model.set_attn_implementation(attention)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model

@@ -1,0 +1,149 @@
+"""What runs: parts with their seconds, and their cases, on a GPU and in small on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+TINY = ("Qwen2", "Qwen2.5-VL", "InternVL", "Qwen3.5", "Gemma3")
+BY_KEYWORD = ("new spelling", "old spelling")
+FLASH = ("flash_attention_2", "flash_attention_3")
+ATTENTIONS = {"cpu": ("sdpa", "eager"), "cuda": ("sdpa", "eager", *FLASH)}
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case is one call of a function; a process can be given it."""
+
+    name: str
+    function: str
+    """`module:function`."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part is a table of the page."""
+
+    name: str
+    says: str
+    seconds: float
+    """After so many, its further cases are left out."""
+
+    cases: list[Case]
+
+
+def plan(device: str) -> list[Part]:
+    """Return the parts for "cuda" or "cpu", in the order in which they run."""
+    on_gpu = device == "cuda"
+
+    def case(name: str, function: str, **arguments: Any) -> Case:
+        return Case(name, f"scripts.gpu.{function}", {"device": device, **arguments})
+
+    head = {"positions": 8192, "vocabulary": 151_936} if on_gpu else {
+        "positions": 256, "vocabulary": 4096,
+    }  # fmt: skip
+    logits = [
+        case(f"{model}, {dtype}", "logits:run", model=model, dtype=dtype)
+        for model in (*TINY, *BY_KEYWORD)
+        for dtype in DTYPES
+    ]
+    logits += [
+        case(
+            f"a head of width {width}, {dtype}", "logits:run_head", width=width, dtype=dtype, **head
+        )
+        for width in (64, 3584 if on_gpu else 96)
+        for dtype in DTYPES
+    ]
+    ways = [
+        (attention, dtype, "")
+        for attention in ATTENTIONS[device]
+        for dtype in DTYPES
+        if not (dtype == "float32" and attention in FLASH)
+    ]
+    ways += [("sdpa", "float32", kind) for kind in ("reentrant", "not reentrant")]
+    # The last, since each of its shapes is compiled.
+    ways += [("flex_attention", dtype, "") for dtype in DTYPES if on_gpu]
+    prompt_once = [
+        case(
+            f"{model}, {attention}, {dtype}" + (f", {kind} checkpointing" if kind else ""),
+            "prompt_once:run",
+            model=model,
+            attention=attention,
+            dtype=dtype,
+            checkpointing=kind,
+        )
+        for attention, dtype, kind in ways
+        for model in TINY
+    ]
+    megabytes = 256 if on_gpu else 4
+    media = [case(f"{megabytes} MB, joined late", "media:run_late_joining", megabytes=megabytes)]
+    media += [
+        case(f"{model}, {dtype}", "media:run", model=model, dtype=dtype)
+        for model in TINY[1:]
+        for dtype in DTYPES
+    ]
+    megabytes = 4096 if on_gpu else 8
+    checksums = [
+        case("against arithmetic", "checksums:run"),
+        case(f"{megabytes} MB of bfloat16", "checksums:run_bandwidth", megabytes=megabytes),
+    ]
+    return [
+        Part("machine", "What this machine is.", 60, [case("versions", "machine:run")]),
+        Part(
+            "logits",
+            "Log-probabilities, entropies and gradients from the logits of chosen positions, at "
+            "once and in chunks, against those of all positions.",
+            60,
+            logits,
+        ),
+        Part(
+            "prompt once",
+            "Log-probabilities and gradients where samples share a prompt that is read once, "
+            "against the pass over the whole batch.",
+            100,
+            prompt_once,
+        ),
+        Part(
+            "media",
+            "Images that a frozen tower encodes once, from pinned memory and on streams, against "
+            "the pass that encodes each.",
+            40,
+            media,
+        ),
+        Part("checksums", "Checksums of weights, and their speed beside a copy.", 20, checksums),
+        Part(
+            "widths",
+            "Forward and backward over one group, in turns: bfloat16, gradient checkpointing, "
+            "random weights, samples of one length.",
+            400,
+            list(widths(device)),
+        ),
+    ]
+
+
+def widths(device: str) -> Iterable[Case]:
+    """Yield the cases of times and peaks; what is asked first comes first."""
+    on_gpu = device == "cuda"
+    shapes = ("Qwen2.5 3B", "Qwen2.5 7B") if on_gpu else ("small",)
+    attentions = ("sdpa", *FLASH) if on_gpu else ("sdpa",)
+    prompts = (1000, 4000, 8000, 2000) if on_gpu else (64, 128)
+    sizes = (8, 16) if on_gpu else (4,)
+    of_all = {"device": device, "layers": 4, "completion": 256, "repetitions": 2}
+    if not on_gpu:
+        of_all |= {"layers": 2, "completion": 16, "repetitions": 1}
+    for attention in attentions:
+        for shape in shapes:
+            for prompt in prompts:
+                for size in sizes:
+                    yield Case(
+                        f"{shape}, {attention}, prompt {prompt}, G = {size}",
+                        "scripts.gpu.widths:run",
+                        {
+                            **of_all, "shape": shape, "attention": attention, "prompt": prompt,
+                            "group_size": size,
+                        },
+                    )  # fmt: skip
