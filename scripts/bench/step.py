@@ -4,7 +4,8 @@
 
 Real trainings with vLLM in their process, in turns: the same model, rows, G, lengths and rewards.
 `timed_steps.py` is their plugin, which writes down the phases of each step. Where a way does not
-run, its error is part of the results.
+run, its error is part of the results. Qwen3.5 computes in bfloat16, which vLLM's CPU kernel of
+gated delta nets asks for, and the other families in float32 (bfloat16 where there is a GPU).
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 from cases import make_photo, make_row
-from common import DEFAULT_MODEL, ROOT, Results, ratios, rotated
+from common import ROOT, Results, ratios, rotated
+from models import FAMILIES, SIZES, make_family, widened
 from server_process import SWIFT, free_port
+from swift.model import get_processor
+from swift.template import Template, get_template
 from timed_steps import PHASES
 from tqdm import tqdm
-from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
 from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
 
@@ -46,10 +50,13 @@ TEMPERATURE = 2.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--model", type=Path, default=DEFAULT_MODEL, help="folder of a Qwen2.5-VL")
-    add("--layers", type=int, help="take a random model of MODEL's kind, 640 wide; 16: 195 million")
+    add("--family", choices=SIZES, default="qwen2_5_vl")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="its folder; else one with random weights")
+    model.add_argument("--layers", type=int, help="of a wide one: 195 million with 16 (Gemma3: 18)")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], help="pixels; 0: text alone")
+    add("--prompt-tokens", type=int, default=0, help="fill shorter prompts up with text")
     add("--num-prompts", type=int, default=4, help="of a step, each with 8 completions")
     add("--max-tokens", type=int, default=16, help="of a completion")
     add("--steps", type=int, default=3, help="of a run; the first warms up")
@@ -58,9 +65,11 @@ def main() -> None:
     options = parser.parse_args()
     results = Results(options.output)
     with tempfile.TemporaryDirectory() as folder:
-        if options.layers:
-            tiny, options.model = options.model, Path(folder) / "model"
-            write_large_model(tiny, options.model, options.layers)
+        if options.model is None:
+            options.model, layers = Path(folder) / "model", options.layers
+            options.model.mkdir()
+            family = widened(options.family, layers) if layers else FAMILIES[options.family]
+            make_family(family, options.model, seed=0)
         for side in options.image_sides:
             results.add(run_case(options, side, Path(folder)))
     print(as_markdown(results.rows))
@@ -68,8 +77,9 @@ def main() -> None:
 
 def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[str, Any]]:
     """Return a row for each way, with lists of the repetitions' values."""
-    rows_file = write_rows(folder / f"{side}", side, options.num_prompts * options.steps)
+    rows_file, lengths = write_rows(folder / f"{side}", side, options)
     case = {"case": f"{side} px" if side else "text", "num_prompts": options.num_prompts}
+    case |= {"family": options.family, "prompt_tokens": round(fmean(lengths))}
     rows: dict[str, dict[str, Any]] = {way: {**case, "way": way} for way in options.ways}
     turns = [(r, way) for r in range(options.repetitions) for way in rotated(options.ways, r)]
     for repetition, way in tqdm(turns, desc=case["case"], unit="run", dynamic_ncols=True):
@@ -92,36 +102,40 @@ def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[
     return list(rows.values())
 
 
-def write_large_model(tiny: Path, folder: Path, layers: int) -> None:
-    """Write a model of the tiny one's architecture and vocabulary, 640 wide, with random weights:
-    195 million with 16 layers, 6 million for each. Processor and tokenizer are the tiny one's."""
-    weights = shutil.ignore_patterns("*.safetensors", "manifest.json")
-    shutil.copytree(tiny, folder, ignore=weights)
-    config = AutoConfig.from_pretrained(tiny)
-    text = config.text_config
-    text.hidden_size = config.vision_config.out_hidden_size = 640
-    text.intermediate_size = 4 * 640
-    # Heads of 32 dimensions, as the tiny model's: its rotary sections stay.
-    text.num_attention_heads, text.num_key_value_heads = 20, 4
-    text.num_hidden_layers, text.layer_types = layers, ["full_attention"] * layers
-    torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-
-
-def write_rows(folder: Path, side: int, count: int) -> Path:
-    """Write prompts in ms-swift's form, with an image each unless `side` is 0."""
+def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Path, list[int]]:
+    """Write the prompts of a run in ms-swift's form, with an image each unless `side` is 0; return
+    their lengths too, in tokens."""
     folder.mkdir()
-    lines = []
-    for number in range(count):
-        row = make_row(0, number) if side == 0 else make_row(side, number)
+    family = FAMILIES[options.family]
+    processor = get_processor(str(options.model), model_type=family.swift_argv[1])
+    template = get_template(processor, template_type=family.template)
+    lines, lengths = [], []
+    for number in range(options.num_prompts * options.steps):
+        row = make_row(side, number)
         if side:
             image = folder / f"{number}.png"
             image.write_bytes(make_photo(side, number))
             row["images"] = [str(image)]
+        [message] = row["messages"]
+        missing = options.prompt_tokens - num_tokens(template, row)
+        message["content"] += filler(template, number, missing)
         lines.append(json.dumps(row))
+        lengths.append(num_tokens(template, row))
     path = folder / "rows.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return path, lengths
+
+
+def num_tokens(template: Template, row: dict[str, Any]) -> int:
+    return len(template.encode(deepcopy(row))["input_ids"])
+
+
+def filler(template: Template, number: int, num_tokens: int) -> str:
+    """Return a text of about so many tokens, which no other number has."""
+    digits = np.random.default_rng(number).integers(0, 10, max(num_tokens, 0))
+    ids = template.tokenizer.encode(f" {''.join(map(str, digits))}")
+    text: str = template.tokenizer.decode(ids[: max(num_tokens, 0)])
+    return text
 
 
 def run(way: str, options: argparse.Namespace, rows: Path, times: Path) -> str:
@@ -154,8 +168,8 @@ def swift_argv(
         *(str(SWIFT), "rlhf", "--rlhf_type", "grpo", "--model", str(options.model.resolve())),
         *("--external_plugins", *plugin, "scripts/bench/timed_steps.py"),
         *("--callbacks", "step_clock", "--reward_funcs", "vowels", "--dataset", str(rows)),
-        *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl", "--check_model", "false"),
-        *("--tuner_type", "full", "--torch_dtype", "float32" if on_cpu else "bfloat16", *cpu),
+        *(*FAMILIES[options.family].swift_argv, "--check_model", "false", "--tuner_type", "full"),
+        *(cpu if on_cpu else ("--torch_dtype", "bfloat16")),
         *("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_len", "2048"),
         *("--vllm_enforce_eager", "true"),
         *("--vllm_engine_kwargs", f'{{"kv_cache_memory_bytes": {2**28}}}'),
@@ -175,18 +189,26 @@ def swift_argv(
 
 def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return medians over runs, in seconds; ratios to ms-swift's of the same repetition."""
-    names = ("prompts", "way", "step", *PHASES, "of ms-swift's step", "to the first step")
+    shares = ("of ms-swift's step", "peak GB", "of ms-swift's peak")
+    names = ("prompts", "tokens", "way", "step", *PHASES, *shares, "to the first step")
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
-        if "seconds" not in row:
-            lines.append(f"| {row['case']} | {row['way']} | does not run: `{row['error']}` |")
-            continue
-        shown = [f"{median(row[name]):.2f}" for name in ("seconds", *PHASES)]
-        theirs = next((r for r in rows if (r["case"], r["way"]) == (row["case"], "ms-swift")), {})
-        ratio = f"{median(ratios(row, theirs, 'seconds')):.2f}" if "seconds" in theirs else ""
-        first = f"{median(row['first_step_seconds']):.0f}"
-        lines.append("| " + " | ".join((row["case"], row["way"], *shown, ratio, first)) + " |")
+        cells = [row["case"], str(row["prompt_tokens"]), row["way"]]
+        if "seconds" in row:
+            theirs = next(
+                (r for r in rows if (r["case"], r["way"]) == (row["case"], "ms-swift")), {}
+            )
+            cells += [f"{median(row[name]):.2f}" for name in ("seconds", *PHASES)]
+            cells += [share(row, theirs, "seconds"), f"{median(row['peak_gb']):.1f}"]
+            cells += [share(row, theirs, "peak_gb"), f"{median(row['first_step_seconds']):.0f}"]
+        else:
+            cells.append(f"does not run: `{row['error']}`")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def share(row: dict[str, Any], theirs: dict[str, Any], measure: str) -> str:
+    return f"{median(ratios(row, theirs, measure)):.2f}" if measure in theirs else ""
 
 
 if __name__ == "__main__":

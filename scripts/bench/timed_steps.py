@@ -3,7 +3,8 @@
 Loaded after `plugins/grpo_ext.py`, or alone; with `--callbacks step_clock --reward_funcs vowels`.
 One JSON line for each step goes to the file that the environment variable `STEP_TIMES` names.
 Alone and without an accelerator, ms-swift cannot give weights to vLLM, whose CPU layers hold packed
-ones: its trainer gets the one repair for it, vLLM's own `reload_weights`.
+ones: its trainer gets vLLM's own `reload_weights` for it, and the engine of Qwen3.5 leaves packed
+convolutions as they are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from swift.rewards import ORM, orms
 from swift.rlhf_trainers import GRPOTrainer
 from swift.trainers import TrainerFactory
 from transformers import TrainerCallback
+
+from swift_grpo_ext.upstream.vllm_repairs import keep_packed_convolutions
 
 PHASES = ("rollout", "scoring", "batch", "log-probabilities", "loss", "weights", "rest")
 """Of a step: `loss` is forward and backward; `weights` go to the engine; the `rest` is the
@@ -134,3 +137,5 @@ callbacks_map["step_clock"] = StepClock
 orms["vowels"] = Vowels
 if "swift_grpo_ext" not in TrainerFactory.TRAINER_MAPPING["grpo"]:
     TrainerFactory.TRAINER_MAPPING["grpo"] = "timed_steps.PlainTrainer"
+    if not torch.accelerator.is_available():
+        keep_packed_convolutions()
