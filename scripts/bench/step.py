@@ -62,6 +62,7 @@ def main() -> None:
     add("--steps", type=int, default=3, help="of a run; the first warms up")
     add("--repetitions", type=int, default=2, help="runs of each way and case")
     add("--output", type=Path, help="write rows and environment there, as JSON")
+    add("swift", nargs="*", help="further arguments for `swift rlhf`, after --")
     options = parser.parse_args()
     results = Results(options.output)
     with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +181,7 @@ def swift_argv(
         *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
         *("--save_strategy", "no", "--eval_strategy", "no", "--split_dataset_ratio", "0"),
         *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "none"),
-        *("--output_dir", output, *WAYS[way]),
+        *("--output_dir", output, *WAYS[way], *options.swift),
     ]
 
 
