@@ -6,7 +6,7 @@ Forward and backward of one group through `SharedPrompt` and `LogitsShim`, as a 
 on models with random weights and 1,024 words, with `sdpa` in float32. Completions have 64 to 256
 tokens. The rows of a plain pass do not depend on one another: of those beyond `--positions`, some
 are run, and their time is multiplied. The ratio that is expected is that of `--logps_shared_prompt
-auto`, which takes all layers for ones that see all positions.
+auto`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def run_point(passes: Passes, point: Point, options: argparse.Namespace) -> dict
         return {"skipped": f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} free"}
     inputs, predicts_BT = passes.batch(point)
     samples = samples_of(inputs["input_ids"], inputs["attention_mask"].bool(), predicts_BT)
-    expected = 1 - saving(groups_of(samples, lambda a, b: True), text.hidden_size)
+    expected = 1 - saving(groups_of(samples, lambda a, b: True), text)
     rows_of = {ONCE: group_size, PLAIN: num_rows}
     seconds: dict[str, list[float]] = {way: [] for way in rows_of}
     start = time.perf_counter()

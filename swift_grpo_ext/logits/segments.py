@@ -85,10 +85,11 @@ class Segment:
 
 
 class Piece(NamedTuple):
-    """Queries that are computed in one call, and the keys that some of them see."""
+    """Positions that look in one call of attention: at themselves, and at those of their prompt."""
 
-    queries: slice
-    keys: tuple[slice, ...]
+    place: slice
+    prompt: int | None = None
+    """Its number among the pieces; None: it is a prompt."""
 
 
 class Segments:
@@ -139,8 +140,10 @@ class Segments:
         more positions than its prompt, unless one sample has: at most twice the pairs that are seen
         are computed, and at most twice the keys copied.
         """
+        number = 0
         for prompt in self.prompts:
-            yield Piece(prompt.place, (prompt.place,))
+            yield Piece(prompt.place)
+            of_prompt, number = number, number + 1
             samples = [sample for sample in self.samples if sample.prompt is prompt]
             while samples:
                 start = samples[0].start
@@ -149,7 +152,8 @@ class Segments:
                     for sample in samples
                     if sample is samples[0] or sample.stop - start <= prompt.size
                 )
-                yield Piece(slice(start, stop), (prompt.place, slice(start, stop)))
+                yield Piece(slice(start, stop), of_prompt)
+                number += 1
                 samples = [sample for sample in samples if sample.start >= stop]
 
     def sees(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
@@ -168,12 +172,15 @@ class Segments:
         return seen if window is None else seen & (position[key] > position[query] - window)
 
     def mask(self, piece: Piece, window: int | None) -> Tensor:
-        """Return [1, 1, queries, K]: which of a piece's keys its queries see."""
-        key = piece.queries.start, window
+        """Return [1, 1, queries, K]: which keys the positions of a piece see, their prompt's
+        first."""
+        key = piece.place.start, window
         if key not in self._masks:
             row = torch.arange(self.length, device=self.device)
-            keys_K = torch.cat([row[part] for part in piece.keys])
-            self._masks[key] = self.sees(row[piece.queries, None], keys_K, window)[None, None]
+            keys_K = own = row[piece.place]
+            if piece.prompt is not None:
+                keys_K = torch.cat([row[self.pieces[piece.prompt].place], own])
+            self._masks[key] = self.sees(own[:, None], keys_K, window)[None, None]
         return self._masks[key]
 
     def block_mask(self, window: int | None) -> BlockMask:
@@ -188,11 +195,9 @@ class Segments:
         return self._block_masks[window]
 
     def is_causal(self, piece: Piece, window: int | None) -> bool:
-        """Return whether each query of a piece sees all keys up to its own, and no others."""
-        size = piece.queries.stop - piece.queries.start
-        is_prompt = len(piece.keys) == 1
-        sees_all = window is None or window >= size
-        return is_prompt and sees_all and not self._has_images
+        """Return whether each position of a piece sees all keys up to its own, and no others."""
+        sees_all = window is None or window >= piece.place.stop - piece.place.start
+        return piece.prompt is None and sees_all and not self._has_images
 
     @cached_property
     def variable_lengths(self) -> tuple[Tensor, dict[str, Any]]:
@@ -266,21 +271,20 @@ def by_segments(attend: Attention, name: str) -> Attention:
             places_K, lengths = segments.variable_lengths
             key, value = (x.index_select(2, places_K) for x in (key, value))
             return attend(module, query, key, value, None, **(kwargs | lengths))
+        sizes = [piece.place.stop - piece.place.start for piece in segments.pieces]
+        # One split, whose backward writes a row once: that of a slice writes zeros beside it.
+        queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
         outputs = []
-        for piece in segments.pieces:
-            k, v = (
-                x[:, :, piece.keys[0]]
-                if len(piece.keys) == 1
-                else torch.cat([x[:, :, part] for part in piece.keys], dim=2)
-                for x in (key, value)
-            )
+        for piece, q, k, v in zip(segments.pieces, queries, keys, values, strict=True):
+            if (prompt := piece.prompt) is not None:
+                k, v = torch.cat([keys[prompt], k], 2), torch.cat([values[prompt], v], 2)
             seen = None
             if name != "sdpa" or not segments.is_causal(piece, window):
                 seen = segments.mask(piece, window)
                 if name == "eager":  # which adds its mask to the scores
                     lowest = torch.finfo(query.dtype).min
                     seen = query.new_zeros(seen.shape).masked_fill_(~seen, lowest)
-            outputs.append(attend(module, query[:, :, piece.queries], k, v, seen, **kwargs)[0])
+            outputs.append(attend(module, q, k, v, seen, **kwargs)[0])
         return torch.cat(outputs, dim=1), None
 
     attention.reads_segments = True  # type: ignore[attr-defined]

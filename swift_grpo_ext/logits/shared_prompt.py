@@ -246,7 +246,7 @@ def pack(
     groups = groups_of(samples, have_same_media)
     if len(groups) == len(samples):
         return None
-    if saving(groups, config.get_text_config().hidden_size) <= least_saving:
+    if saving(groups, config.get_text_config()) <= least_saving:
         return None
     layout = layout_of(groups)
     mask = layout.attention_mask(inputs, config)
@@ -306,23 +306,35 @@ def groups_of(
     return groups
 
 
-def saving(groups: Sequence[Sequence[Sample]], width: int) -> float:
+def saving(groups: Sequence[Sequence[Sample]], text: PretrainedConfig) -> float:
     """Return the share of a pass's operations that is expected to be saved, its towers left out.
 
     In units of 4 x width operations, a layer's weights (about 12 x width^2 of them) cost 6 x width
     for each position, and its attention 1 for each pair that is seen. Ms-swift's rows are as long
-    as the longest.
+    as the longest; so are samples, each of its own, for a gated delta net.
+
+    Args:
+        groups: the samples of a batch.
+        text: the configuration of the model's text.
     """
+    window = longest_window(text) or math.inf
+    samples = [sample for group in groups for sample in group]
+    longest = max(len(sample.suffix) for sample in samples)
+    of_batch = max(len(sample.shared) + len(sample.suffix) for sample in samples)
+    plain = packed = 0.0
+    for kind in getattr(text, "layer_types", None) or ["full_attention"]:
+        is_linear = kind == "linear_attention"
+        most = {"linear_attention": 0.0, "sliding_attention": window}.get(kind, math.inf)
 
-    def cost(length: int, before: int = 0) -> float:
-        return length * (6 * width + before + length / 2)
+        def cost(length: int, before: int = 0, most: float = most) -> float:
+            return length * (6 * text.hidden_size + min(before + length / 2, most))
 
-    lengths = [len(sample.shared) + len(sample.suffix) for group in groups for sample in group]
-    packed = 0.0
-    for group in groups:
-        prompt = len(group[0].shared)
-        packed += cost(prompt) + sum(cost(len(sample.suffix), prompt) for sample in group)
-    return 1 - packed / (len(lengths) * cost(max(lengths)))
+        plain += len(samples) * cost(of_batch)
+        for group in groups:
+            prompt = len(group[0].shared)
+            packed += cost(prompt)
+            packed += sum(cost(longest if is_linear else len(s.suffix), prompt) for s in group)
+    return 1 - packed / plain
 
 
 class Media(NamedTuple):

@@ -217,8 +217,11 @@ def test_all_implementations_see_the_same(window: int | None) -> None:
     segments_of = segments.Segments.of(packed(build("Qwen2"), *batch_of()).inputs["attention_mask"])
     dense = torch.zeros(segments_of.length, segments_of.length, dtype=torch.bool)
     for piece in segments_of.pieces:
-        keys = torch.cat([torch.arange(part.start, part.stop) for part in piece.keys])
-        dense[piece.queries, keys] = segments_of.mask(piece, window)[0, 0]
+        seen = segments_of.mask(piece, window)[0, 0]
+        own = piece.place.stop - piece.place.start
+        dense[piece.place, piece.place] = seen[:, -own:]
+        if piece.prompt is not None:
+            dense[piece.place, segments_of.pieces[piece.prompt].place] = seen[:, :-own]
     places = torch.arange(segments_of.length)
     block = segments_of.block_mask(window)
     assert torch.equal(block.mask_mod(0, 0, places[:, None], places), dense)
@@ -231,6 +234,6 @@ def test_pieces_compute_at_most_twice_what_is_seen() -> None:
     numbers = torch.arange(7).repeat_interleave(torch.tensor(sizes))
     mask = segments.make_mask(torch.zeros_like(numbers), numbers, torch.zeros_like(numbers))
     pieces = segments.Segments.of(mask).pieces
-    assert [(piece.queries.start, piece.queries.stop) for piece in pieces] == [
+    assert [(piece.place.start, piece.place.stop) for piece in pieces] == [
         (0, 10), (10, 18), (18, 22), (22, 34), (34, 36),
     ]  # fmt: skip

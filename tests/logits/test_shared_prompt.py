@@ -94,18 +94,24 @@ def test_samples_lie_behind_their_prompt(
 
 
 def test_what_is_expected_to_be_saved() -> None:
-    """Four samples of 10 of a prompt of 90, in a model so wide that pairs cost next to nothing, are
-    130 positions (the last one predicts nothing) in the place of 400."""
-    ids = torch.ones(4, 100, dtype=torch.int64)
+    """Three samples of 11, 11 and 1 positions of a prompt of 89 that stand in rows of 100."""
+    ids = torch.ones(3, 101, dtype=torch.int64)
     predicts = torch.zeros_like(ids).bool()
-    predicts[:, 89:] = True
+    predicts[:2, 89:100] = predicts[2, 89] = True
     samples = samples_of(ids, ids > 0, predicts)
-    one, apart = groups_of(samples, lambda a, b: True), groups_of(samples, lambda a, b: False)
-    assert saving(one, 10**9) == pytest.approx(1 - (89 + 4 * 11) / 400)
-    assert saving(apart, 10**9) == 0.0
+    group = groups_of(samples, lambda a, b: True)
+
+    def share(width: int, **text: Any) -> float:
+        return 1 - saving(group, SimpleNamespace(hidden_size=width, **text))
+
+    assert share(10**9) == pytest.approx((89 + 11 + 11 + 1) / 300)
     # Where pairs are all that costs: those of the prompt, and of samples with it and themselves.
-    pairs = 89**2 / 2 + 4 * 11 * (89 + 11 / 2)
-    assert saving(one, 0) == pytest.approx(1 - pairs / (4 * 100**2 / 2))
+    pairs = 89**2 / 2 + 2 * 11 * (89 + 11 / 2) + (89 + 1 / 2)
+    assert share(0) == pytest.approx(pairs / (3 * 100**2 / 2))
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    assert share(0, **window) == pytest.approx((89 + 11 + 11 + 1) / 300)
+    # A gated delta net has samples in rows of one length, and no pairs.
+    assert share(1, layer_types=["linear_attention"]) == pytest.approx((89 + 3 * 11) / 300)
 
 
 def lengths_of_media(ids: list[list[int]], config: dict[str, Any], **inputs: Any) -> Any:
