@@ -424,8 +424,14 @@ def reason_against(model: PreTrainedModel) -> str:
     if is_flash and aligns_at_the_top():
         return "this flash attention aligns queries with the first keys, not with the last"
     interfaces = attention_interfaces(model)
-    is_asked = name != "eager" or all(hasattr(each, "get_interface") for each in interfaces)
-    if not interfaces or not is_asked:
+    # From transformers 5 on. All eager attention of the process goes through one function then.
+    finds_eager = all(hasattr(each, "get_interface") for each in interfaces) and all(
+        in_its_file(module, "eager_attention_forward")
+        for module in model.modules()
+        if type(module).__name__.endswith("Attention")
+        and in_its_file(module, "ALL_ATTENTION_FUNCTIONS") is not None
+    )
+    if not interfaces or (name == "eager" and not finds_eager):
         return "its attention is not that of transformers' AttentionInterface"
     return ""
 

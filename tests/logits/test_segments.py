@@ -202,6 +202,19 @@ def test_a_window_that_attention_is_not_told_of(monkeypatch: pytest.MonkeyPatch)
         model(**batch.inputs)
 
 
+def test_attention_that_looks_its_function_up_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "its attention is not that of transformers' AttentionInterface"
+    model, file = build("Qwen2"), transformers.models.qwen2.modeling_qwen2
+    model.set_attn_implementation("eager")
+    assert segments.reason_against(model) == ""
+    monkeypatch.delattr(file, "eager_attention_forward")
+    assert segments.reason_against(model) == told
+    model.set_attn_implementation("sdpa")
+    assert segments.reason_against(model) == ""
+    monkeypatch.delattr(file, "ALL_ATTENTION_FUNCTIONS")
+    assert segments.reason_against(model) == told
+
+
 def test_a_mask_that_was_copied_says_the_same() -> None:
     model = build("Qwen2")
     batch = packed(model, *batch_of())
