@@ -299,7 +299,9 @@ def groups_of(
     """
     groups = [[samples[0]]]
     for a, b in pairwise(samples):
-        if len(a.shared) and a.prompt == b.prompt and have_same_media(a.row, b.row):
+        # Nothing is shared by prompts of one token, nor by samples that predict nothing.
+        can_share = min(len(a.shared), len(a.suffix), len(b.suffix)) > 0
+        if can_share and a.prompt == b.prompt and have_same_media(a.row, b.row):
             groups[-1].append(b)
         else:
             groups.append([b])

@@ -93,6 +93,13 @@ def test_samples_lie_behind_their_prompt(
     assert found.numbers_L.tolist() == numbers
 
 
+def test_samples_that_predict_nothing_share_nothing() -> None:
+    """All completions of a batch may be masked out; equal rows have no samples behind them then."""
+    ids = torch.tensor([[7, 8, 9], [7, 8, 9]])
+    samples = samples_of(ids, ids > 0, torch.zeros_like(ids).bool())
+    assert len(groups_of(samples, lambda a, b: True)) == 2
+
+
 def test_what_is_expected_to_be_saved() -> None:
     """Three samples of 11, 11 and 1 positions of a prompt of 89 that stand in rows of 100."""
     ids = torch.ones(3, 101, dtype=torch.int64)
