@@ -33,6 +33,7 @@ CUDA = pytest.param(
 )
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_every_part_runs_on_a_bare_machine(device: str, tmp_path: Path) -> None:
     hidden = make_bare(tmp_path)
