@@ -1,5 +1,4 @@
-"""What a machine with a GPU, torch and transformers alone says of the training passes
-(`scripts/gpu.sh`).
+"""Try the training passes on a machine with a GPU, torch and transformers alone (`scripts/gpu.sh`).
 
 `__main__.py` reads options, `plan.py` says what runs, `run.py` runs it case by case in a process
 that may die, `page.py` draws what was found. The cases are functions of `machine.py`, `logits.py`,

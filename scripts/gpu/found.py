@@ -1,4 +1,4 @@
-"""What a case found: comparisons with their bounds, and rows of figures."""
+"""A case finds comparisons with their bounds, and rows of figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Comparison:
 
 @dataclass
 class Found:
-    """What one case says."""
+    """One case has found these."""
 
     comparisons: list[Comparison] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)

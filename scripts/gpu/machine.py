@@ -1,4 +1,4 @@
-"""What the machine is."""
+"""Say what the machine is."""
 
 from __future__ import annotations
 

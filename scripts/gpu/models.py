@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.logits.models import IMAGE, build, inputs_of
 
 GROUPS = ((10, (7, 3, 5)), (8, (1, 4)))
-"""For each group the tokens of its prompt and of its samples' completions."""
+"""Each group has so many tokens in its prompt, and in its samples' completions."""
 
 HALF = 0.5
 """The models' weights are made smaller by this. As they are, bfloat16 moves gradients of the plain

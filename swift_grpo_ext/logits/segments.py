@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import modeling_flash_attention_utils as flash
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """A function of transformers' `AttentionInterface`."""
@@ -291,17 +291,20 @@ def by_segments(attend: Attention, name: str) -> Attention:
     return attention
 
 
+def longest_window(text: PretrainedConfig) -> int | None:
+    """Return how many positions the layers with a window see, of a text model's configuration."""
+    window = getattr(text, "sliding_window", None)
+    return window if getattr(text, "use_sliding_window", True) else None
+
+
 def window_of(module: nn.Module, given: int | None) -> int | None:
     """Return the window that a module of attention names to its implementation.
 
     Raises:
         UnsupportedAttentionError: it names none, where the configuration has one for its layer.
     """
-    config = module.config
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = getattr(config, "layer_types", None)
+    window = longest_window(module.config)
+    kinds = getattr(module.config, "layer_types", None)
     number = getattr(module, "layer_idx", None)
     if kinds and number is not None and kinds[number] != "sliding_attention":
         window = None

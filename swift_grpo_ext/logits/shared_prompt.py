@@ -87,7 +87,7 @@ class SharedPrompt:
             least_saving: the share of a pass that packing has to save.
         """
         self._base, self._limit, self._least_saving = base, limit, least_saving
-        self._window = longest_window(base.config.get_text_config())
+        self._window = segments.longest_window(base.config.get_text_config())
         self._has_warned = False
         self._proven_length = 0.0
         """Batches with samples up to this length are packed where they can be."""
@@ -183,12 +183,6 @@ class SharedPrompt:
                 f"{reason}. (Said once.)"
             )
         self._has_warned = True
-
-
-def longest_window(text: PretrainedConfig) -> int | None:
-    """Return how many positions the layers with a window see, of a text model's configuration."""
-    window = getattr(text, "sliding_window", None)
-    return window if getattr(text, "use_sliding_window", True) else None
 
 
 def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
@@ -319,7 +313,7 @@ def saving(groups: Sequence[Sequence[Sample]], text: PretrainedConfig) -> float:
         groups: the samples of a batch.
         text: the configuration of the model's text.
     """
-    window = longest_window(text) or math.inf
+    window = segments.longest_window(text) or math.inf
     samples = [sample for group in groups for sample in group]
     longest = max(len(sample.suffix) for sample in samples)
     of_batch = max(len(sample.shared) + len(sample.suffix) for sample in samples)
