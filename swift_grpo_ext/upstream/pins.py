@@ -187,6 +187,7 @@ vllm.v1.worker.cpu_model_runner:CPUModelRunner
 """)
 SHARED_MEMORY = _pins("""
 vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed
+    _init_cpu_shm: self
     make_group_name: communicator
 """)
 PACKED_EXPERTS = _pins("""

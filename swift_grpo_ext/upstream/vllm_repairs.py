@@ -13,6 +13,7 @@ from functools import cache, partial, wraps
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -76,22 +77,35 @@ def serve_split_prompts() -> None:
 
 @repair(pins.SHARED_MEMORY)
 def name_shared_memory_by_run() -> None:
-    """Make the rendezvous' port a part of the name of the ranks' shared memory.
+    """Make the rendezvous' port a part of the name of the ranks' shared memory, and take the name
+    back as soon as all ranks have mapped it.
 
     Symptom: `create shm in SHMManager failed. errno: 17`, where two runs with colocated tensor
-    parallelism start at the same moment.
+    parallelism start at the same moment, or one after another on the same port: the first one's
+    memory stays in /dev/shm once its processes have ended (4 MB a rank).
     Upstream: vLLM 0.32, v1/worker/cpu_worker.py: the name is what follows the last colon of the
     rendezvous' address, `//` for every colocated engine's `env://`.
-    Can go when vLLM's name differs from run to run.
+    Can go when vLLM's name differs from run to run and does not outlast it.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    make_name = _CPUSHMDistributed.make_group_name
+    make_name, join = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
 
     def make_group_name(communicator: Any) -> str:
         return f"{make_name(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
-    patch(_CPUSHMDistributed, make_group_name=staticmethod(make_group_name))
+    @wraps(join)
+    def _init_cpu_shm(self: Any) -> int:
+        handle = join(self)  # its barrier comes after all of them have mapped it
+        own = f"{self.group_name.lstrip('/')}_{self.communicator.rank}"
+        Path("/dev/shm", own).unlink(missing_ok=True)
+        return handle
+
+    patch(
+        _CPUSHMDistributed,
+        make_group_name=staticmethod(make_group_name),
+        _init_cpu_shm=_init_cpu_shm,
+    )
 
 
 @repair(pins.PACKED_EXPERTS)

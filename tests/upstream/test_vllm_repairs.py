@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 
 from swift_grpo_ext.upstream import patches, pins, vllm_repairs
 from swift_grpo_ext.upstream.contract import Pin, mismatch
+from tests.stack.processes import ROOT
 
 
 @pytest.mark.parametrize("has_model", [False, True])
@@ -42,7 +46,12 @@ def test_a_repair_is_made_once_where_its_names_are(name: str, times: int) -> Non
     assert len(made) == times
 
 
-@pytest.mark.skipif(any(map(mismatch, pins.SHARED_MEMORY)), reason="vLLM 0.11 names it elsewhere")
+names_its_memory = pytest.mark.skipif(
+    any(map(mismatch, pins.SHARED_MEMORY)), reason="vLLM 0.11 names it elsewhere"
+)
+
+
+@names_its_memory
 def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -55,6 +64,22 @@ def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) 
         names.append(_CPUSHMDistributed.make_group_name(ranks))
     assert names[0] != names[1]
     assert names[0] == names[2]
+
+
+@pytest.mark.stack
+@names_its_memory
+def test_a_run_can_follow_another_on_the_same_port(tmp_path: Path) -> None:
+    """Neither run is left time to clean up: training processes end by `os._exit` or a signal."""
+    for run in ("first", "second"):
+        (tmp_path / "ranks").unlink(missing_ok=True)  # where they met
+        finished = subprocess.run(
+            [sys.executable, "-m", "tests.upstream.shared_memory", str(tmp_path)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert finished.returncode == 0, f"{run}: {finished.stderr[-2000:]}"
 
 
 @pytest.mark.skipif(any(map(mismatch, pins.PACKED_EXPERTS)), reason="another way to pack them")
