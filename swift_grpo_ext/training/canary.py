@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
+from io import BytesIO
 from math import isnan
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -16,6 +17,8 @@ import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch, encode_sample
+from swift.template import Template
+from swift.template.vision_utils import rescale_image
 from swift.trainers import disable_gradient_checkpointing
 from swift.utils import get_logger
 
@@ -46,6 +49,10 @@ bits one expert that is chosen otherwise moves a few tokens by whole nats."""
 
 MARGIN = 4.0
 """A mean over so few tokens lies further from 0 than one over a round, which the limit is for."""
+
+PIXELS = 448 * 448
+"""Largest area of an image in the canary's prompt: 256 tokens of Qwen2.5-VL. Every update pays for
+them in each engine and in the trainer, and a small image tells other weights as well as a large."""
 
 ROUND = 2**31
 """Number of a round that no run has: the canary's noise is nobody else's."""
@@ -130,16 +137,32 @@ def probe_config(config: RequestConfig, max_tokens: int = MAX_TOKENS) -> Request
     return config
 
 
+def shrink_images(sample: OnPolicySample) -> None:
+    """Scale a sample's images down to `PIXELS`; one that cannot be read is left to whoever needs
+    it, and says so. Where objects have places in the images, all stay as they are."""
+    if sample.objects:
+        return
+    for i, image in enumerate(sample.images):
+        try:
+            full = Template._load_image(image, load_images=True)
+        except Exception:  # Pillow's readers raise many kinds
+            continue
+        small = rescale_image(full, PIXELS)
+        if small is not full:
+            small.save(content := BytesIO(), "png")
+            sample.images[i] = {"bytes": content.getvalue(), "path": None}
+
+
 # --- the canary ---
 
 
 class WeightCanary:
     """Says whether engines sample with the trainer's weights; every rank calls each method.
 
-    The prompt is the run's first with media, or its first where no rank begins with any. It is
-    always the same, so that a prefix or encoder cache that outlived an update is seen as well as an
-    engine that takes weights and does not use them. An update that changes less than rounding does
-    is not told from none.
+    The prompt is the run's first with media, or its first where no rank begins with any, and its
+    images are small. It is always the same, so that a prefix or encoder cache that outlived an
+    update is seen as well as an engine that takes weights and does not use them. An update that
+    changes less than rounding does is not told from none.
 
     Args:
         action: `--rollout_mismatch`: what to do about a gap.
@@ -204,9 +227,11 @@ class WeightCanary:
         offered = next(filter(has_media, samples), samples[0])
         of_ranks = self._ranks.all_gather(has_media(offered))
         chosen = of_ranks.index(True) if any(of_ranks) else 0
-        # Only one rank's sample travels, with its images.
-        gathered = self._ranks.all_gather(offered if self._ranks.rank == chosen else None)
-        return deepcopy(gathered[chosen])
+        prompt = None
+        if self._ranks.rank == chosen:  # only one rank's sample travels, with its images
+            prompt = deepcopy(offered)
+            shrink_images(prompt)
+        return self._ranks.all_gather(prompt)[chosen]
 
     def judge(self, trainer: RolloutGRPOTrainer, step: int) -> float | None:
         """Compare what was generated with the trainer's own model, before it trains on.

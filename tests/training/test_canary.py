@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from PIL import Image
 from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import OnPolicySample
 
@@ -135,6 +138,33 @@ def test_all_ranks_ask_the_same_with_media_where_there_are_any(rows: list[str], 
         return [words for words, _, _ in engines.asked]
 
     assert run_rank_groups(len(rows), work) == [[asked] * 2] * len(rows)
+
+
+def test_large_images_of_the_prompt_are_scaled_down(tmp_path: Path) -> None:
+    """The round's own sample keeps its images."""
+    large, small = tmp_path / "large.png", Image.new("RGB", (448, 448))
+    Image.new("L", (2000, 500), 255).save(large)
+    images = [{"bytes": None, "path": str(large)}, small, "absent.png"]
+
+    def asked(objects: dict[str, Any]) -> list[Any]:
+        offered = sample("one")
+        offered.images, offered.objects = list(images), objects
+        canary = make(SimpleNamespace(rank=0, size=1, all_gather=lambda value: [value]))
+        prompts: list[OnPolicySample] = []
+
+        def engines(prompt: OnPolicySample, *_: Any) -> list[Any]:
+            prompts.append(prompt)
+            return []
+
+        canary.generate([offered], RequestConfig(), 1, engines)
+        assert offered.images == images
+        return prompts[0].images
+
+    scaled, *others = asked({})
+    with Image.open(BytesIO(scaled["bytes"])) as image:
+        assert (image.size, image.mode, image.getpixel((9, 9))) == ((896, 224), "RGB", (255,) * 3)
+    assert others == images[1:]
+    assert asked({"bbox": [[1500, 0, 2000, 500]]}) == images
 
 
 def test_every_rank_makes_the_same_forwards(
