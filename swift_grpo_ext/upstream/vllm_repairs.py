@@ -96,9 +96,10 @@ def name_shared_memory_by_run() -> None:
 
     @wraps(join)
     def _init_cpu_shm(self: Any) -> int:
-        handle = join(self)  # its barrier comes after all of them have mapped it
-        own = f"{self.group_name.lstrip('/')}_{self.communicator.rank}"
-        Path("/dev/shm", own).unlink(missing_ok=True)
+        memory = Path("/dev/shm", f"{self.group_name.lstrip('/')}_{self.communicator.rank}")
+        memory.unlink(missing_ok=True)  # of a run on this port that was killed before it joined
+        handle = join(self)  # returns after a barrier: all ranks have mapped all memory
+        memory.unlink(missing_ok=True)
         return handle
 
     patch(

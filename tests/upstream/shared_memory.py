@@ -6,6 +6,7 @@ python -m tests.upstream.shared_memory FOLDER
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +28,13 @@ def run(rank: int, folder: str) -> None:
         **{"unique_name": "tp:0", "ranks": [0, 1], "rank": rank, "world_size": 2},
         device_group=dist.group.WORLD,
     )
+    name = f"{_CPUSHMDistributed.make_group_name(group)}_{rank}"
+    memory = Path("/dev/shm", name.lstrip("/"))
+    memory.touch()  # what another run has left
     values = torch.full([8], rank + 1.0)
     _CPUSHMDistributed(group).all_reduce(values)
     assert values.tolist() == [3.0] * 8
+    assert not memory.exists()
 
 
 if __name__ == "__main__":

@@ -68,18 +68,16 @@ def test_shared_memory_has_a_name_for_each_run(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.stack
 @names_its_memory
-def test_a_run_can_follow_another_on_the_same_port(tmp_path: Path) -> None:
-    """Neither run is left time to clean up: training processes end by `os._exit` or a signal."""
-    for run in ("first", "second"):
-        (tmp_path / "ranks").unlink(missing_ok=True)  # where they met
-        finished = subprocess.run(
-            [sys.executable, "-m", "tests.upstream.shared_memory", str(tmp_path)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert finished.returncode == 0, f"{run}: {finished.stderr[-2000:]}"
+def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) -> None:
+    """Training processes end by `os._exit` or a signal, and clean up nothing."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.upstream.shared_memory", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
 
 
 @pytest.mark.skipif(any(map(mismatch, pins.PACKED_EXPERTS)), reason="another way to pack them")
