@@ -138,19 +138,20 @@ def probe_config(config: RequestConfig, max_tokens: int = MAX_TOKENS) -> Request
 
 
 def shrink_images(sample: OnPolicySample) -> None:
-    """Scale a sample's images down to `PIXELS`; one that cannot be read is left to whoever needs
-    it, and says so. Where objects have places in the images, all stay as they are."""
+    """Scale a sample's images down to `PIXELS`; one that cannot be read or scaled stays as it is:
+    other ranks wait for this one. Where objects have places in the images, all stay as they are."""
     if sample.objects:
         return
     for i, image in enumerate(sample.images):
         try:
             full = Template._load_image(image, load_images=True)
+            small = rescale_image(full, PIXELS)
+            if small is full:
+                continue
+            small.save(content := BytesIO(), "png")
         except Exception:  # Pillow's readers raise many kinds
             continue
-        small = rescale_image(full, PIXELS)
-        if small is not full:
-            small.save(content := BytesIO(), "png")
-            sample.images[i] = {"bytes": content.getvalue(), "path": None}
+        sample.images[i] = {"bytes": content.getvalue(), "path": None}
 
 
 # --- the canary ---

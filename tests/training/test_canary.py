@@ -144,7 +144,8 @@ def test_large_images_of_the_prompt_are_scaled_down(tmp_path: Path) -> None:
     """The round's own sample keeps its images."""
     large, small = tmp_path / "large.png", Image.new("RGB", (448, 448))
     Image.new("L", (2000, 500), 255).save(large)
-    images = [{"bytes": None, "path": str(large)}, small, "absent.png"]
+    thin = Image.new("RGB", (1, 300_000))  # no whole pixel wide when scaled down
+    images = [{"bytes": None, "path": str(large)}, small, "absent.png", thin]
 
     def asked(objects: dict[str, Any]) -> list[Any]:
         offered = sample("one")
