@@ -153,10 +153,10 @@ def test_trainer_and_server_come_back(
 
 def test_weights_that_arrived_changed_are_noticed(assets: Path, rows: Path, tmp_path: Path) -> None:
     """One bit of a server's weights is another."""
-    server = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=[FAULTY])
+    server = server_argv(assets, plugins=[FAULTY])
     kinds = faults({"weights": "flip"})
     with rollout_server(*server, log=tmp_path / "server.log", env=kinds) as port:
-        finished = run_training(assets, rows, tmp_path / "run", *client_argv(port), ranks=2)
+        finished = run_training(assets, rows, tmp_path / "run", *client_argv(port))
     assert finished.returncode != 0
     assert "WeightUpdateError: worker 0 of server 0 " in finished.output
     assert "1 arrived changed (" in finished.output

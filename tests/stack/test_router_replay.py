@@ -74,16 +74,3 @@ def test_replay(family: Family, model: Path, assets: Path, tmp_path: Path) -> No
             assert found[name]["mean"] < found["plain"]["mean"]
             assert found[name]["max"] < found["plain"]["max"] / 2
     note(family, "replay", **found)
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
-def test_a_server_that_returns_no_experts(
-    family: Family, model: Path, assets: Path, tmp_path: Path
-) -> None:
-    """The training says so."""
-    argv = [*rounds.server_argv(assets), "--model", str(model), *family.swift_argv]
-    with rollout_server(*argv, log=tmp_path / "server.log") as port:
-        client = rounds.client_argv(port)
-        finished = start(family, model, assets, tmp_path / "run", *client, *REPLAY)
-    assert finished.returncode == 1
-    assert "came without its experts" in finished.output

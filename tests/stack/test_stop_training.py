@@ -38,7 +38,6 @@ NEW_ID = 151665
 SEARCH_TEXT = " find it</search>"
 STRING = ("--stop_words", "</search>", "--max_completion_length", "5")
 NEW = ("--new_special_tokens", NEW_TOKEN)
-TURNS = ("--multi_turn_scheduler", "ask_again", "--max_turns", "2")
 
 
 class Ends(NamedTuple):
@@ -64,9 +63,6 @@ ENDS = {
         " find it</",
         1836,
     ),
-    # Training takes the tokens of both turns, and no end of a turn that was not sampled: counts
-    # that disagree with the log-probabilities would end it.
-    "turns": Ends((*TURNS, *STRING), 5, SEARCH_TEXT, "</search>"),
 }
 
 
@@ -87,9 +83,9 @@ def test_a_training_stops(way: str, assets: Path, rows: Path, tmp_path: Path) ->
         finished = run_training(assets, rows, run, *argv, *reward, steps=2, preset=preset)
     assert finished.returncode == 0, finished.cause
     ids = spelled[: ends.num_tokens]
-    expected = [ends.text, ends.reason, [ids, ids] if way == "turns" else ids, False]
+    expected = [ends.text, ends.reason, ids, False]
     assert read_lines(run / "record/rewards.jsonl") == [expected] * TOLD
     row = {"text": ends.text, "token_ids": ids, "finish_reason": "stop"}
     row["stop_reason"] = str(ends.reason)
     logged = read_samples(run / "run", columns=list(row)).to_pylist()
-    assert logged == [row] * (TOLD * (2 if way == "turns" else 1))
+    assert logged == [row] * TOLD
