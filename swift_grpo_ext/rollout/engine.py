@@ -83,6 +83,7 @@ class RolloutEngine(GRPOVllmEngine):
                 engine_kwargs["async_scheduling"] = False  # steps that the repair can follow
         vllm_repairs.leave_out_broken_plugins()
         vllm_repairs.name_media_by_request()
+        vllm_repairs.load_processors_uncopied()
         supply_video_loader()
         if self._serves:
             paths.check_redirects()

@@ -225,6 +225,12 @@ vllm.v1.worker.cpu_worker:CPUWorker
 """)
 """Repairs of vLLM 0.11; newer releases need none."""
 
+PROCESSOR_COPIES = _pins("""
+vllm.transformers_utils.processor
+    get_processor: processor_name args revision trust_remote_code processor_cls kwargs
+    cached_get_processor
+""")
+
 GEMMA4_FORWARD = _pins("""
 swift.model.models.gemma
     _patch_gemma4_forward: model processor
@@ -302,6 +308,7 @@ NEEDED = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *DATA_PARALLEL)
 OPTIONAL = {
     "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
     "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
+    "a tokenizer is copied when needed": PROCESSOR_COPIES,
     "weight updates of experts, on CPU": PACKED_EXPERTS,
     "experts of a rollout, on CPU": ROUTED_EXPERTS,
     "replay of a rollout's experts": ROUTER_REPLAY,

@@ -9,7 +9,7 @@ import inspect
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import count
@@ -294,6 +294,34 @@ def name_media_by_request() -> None:
         return process(self, request_id, prompt, *args, **kwargs)
 
     patch(Processor, process_inputs=process_inputs)
+
+
+@repair(pins.PROCESSOR_COPIES)
+def load_processors_uncopied() -> None:
+    """While vLLM loads a processor, let a deep copy of the tokenizer that it hands over be that
+    tokenizer. Nothing depends on it but time.
+
+    Symptom: each processor that an engine loads takes 5 s longer (Qwen2.5-VL's 151,936 tokens, one
+    core), and up to three are loaded before the first image is answered.
+    Upstream: vLLM 0.32, transformers_utils/processor.py; transformers 5.19, processing_utils.py
+    deep-copies its arguments five times. Can go when one of them does not.
+    """
+    from vllm.transformers_utils import processor as upstream
+
+    get_processor = upstream.get_processor
+
+    @wraps(get_processor)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        own = getattr(kwargs.get("tokenizer"), "__dict__", None)
+        if own is None or "__deepcopy__" in own:
+            return get_processor(*args, **kwargs)
+        own["__deepcopy__"] = lambda memo: kwargs["tokenizer"]
+        try:
+            return get_processor(*args, **kwargs)
+        finally:
+            del own["__deepcopy__"]
+
+    patch(upstream, get_processor=load, cached_get_processor=lru_cache(load))
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import subprocess
 import sys
@@ -34,6 +35,43 @@ def test_a_plugin_that_imports_a_missing_model_is_left_out(
         left = set(os.environ["VLLM_PLUGINS"].split(","))
         assert left >= plugins - {"swift_uembed"}
         assert "swift_uembed" not in left
+
+
+@pytest.mark.skipif(any(map(mismatch, pins.PROCESSOR_COPIES)), reason="it copies otherwise")
+def test_a_processor_is_loaded_without_copies_of_its_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Afterwards, also where loading failed, tokenizers are copied as before."""
+    from vllm.transformers_utils import processor as upstream
+
+    def get_processor(
+        processor_name: str,
+        *args: Any,
+        revision: Any = None,
+        trust_remote_code: bool = False,
+        processor_cls: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if processor_name == "none":
+            raise OSError("There is no such processor.")
+        return copy.deepcopy(kwargs)
+
+    for name in ("get_processor", "cached_get_processor"):
+        monkeypatch.setattr(upstream, name, get_processor)
+    vllm_repairs.load_processors_uncopied.__wrapped__()  # type: ignore[attr-defined]
+    tokenizer, other = Tokens(), Tokens()
+    loaded = upstream.cached_get_processor("a", tokenizer=tokenizer, other=other)
+    assert loaded["tokenizer"] is tokenizer
+    assert loaded["other"] is not other
+    assert upstream.cached_get_processor("a", tokenizer=tokenizer, other=other) is loaded
+    with pytest.raises(OSError, match="no such processor"):
+        upstream.get_processor("none", tokenizer=tokenizer)
+    assert copy.deepcopy(tokenizer) is not tokenizer
+    assert upstream.get_processor("a") == {}
+
+
+class Tokens:
+    """A tokenizer."""
 
 
 @pytest.mark.parametrize(("name", "times"), [("get_processor", 1), ("no_such_function", 0)])
