@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from swift_grpo_ext.record.reader import is_superseded
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 FILE_NAME = "diversity.jsonl"
 MAX_NAMED_LINES = 5
@@ -96,23 +94,28 @@ def append_line(run_dir: str | os.PathLike[str], line: RoundRecord | int) -> Non
         f.write(json.dumps(values, ensure_ascii=False) + "\n")
 
 
-def read_json_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Parse each object of a file; [] where there is no file.
+def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:
+    """Read the rounds of a run in their order, each once; [] where there is no file.
 
-    Lines that a crash or damage has spoilt are left out, and a warning names them: they are no JSON
-    objects, or `parse` raises KeyError, TypeError or ValueError.
+    The rounds of a resumed session replace those that the session before generated from there on.
+    Lines that a crash or damage has spoilt are left out, and a warning names them.
     """
-    parsed: list[T] = []
+    path = Path(run_dir) / FILE_NAME
+    records: list[RoundRecord] = []
     spoilt: list[int] = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
-            if not isinstance(values, dict):
-                raise ValueError("no object")
-            parsed.append(parse(values))
-        except (KeyError, TypeError, ValueError):
+            if "start_step" in values:
+                start_step = int(values["start_step"])
+                records = [r for r in records if not is_superseded(r.phase, r.step, start_step)]
+                continue
+            record = RoundRecord(**values)
+            VERDICTS.index(record.verdict)  # raises ValueError for a verdict that is spoilt
+            records.append(record)
+        except (TypeError, ValueError):
             spoilt.append(number)
     if spoilt:
         first = ", ".join(map(str, spoilt[:MAX_NAMED_LINES]))
@@ -121,24 +124,4 @@ def read_json_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]
         logger.warning(
             f"{path}: the lines {first}{more} are damaged or incomplete, and are left out."
         )
-    return parsed
-
-
-def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:
-    """Read the rounds of a run in their order, each once. The rounds of a resumed session replace
-    those that the session before generated from there on. [] where there is no file."""
-
-    def parse(values: dict[str, Any]) -> int | RoundRecord:
-        if "start_step" in values:
-            return int(values["start_step"])
-        record = RoundRecord(**values)
-        VERDICTS.index(record.verdict)  # raises ValueError for a verdict that is spoilt
-        return record
-
-    records: list[RoundRecord] = []
-    for line in read_json_lines(Path(run_dir) / FILE_NAME, parse):
-        if isinstance(line, int):
-            records = [r for r in records if not is_superseded(r.phase, r.step, line)]
-        else:
-            records.append(line)
     return sorted(records, key=lambda r: (r.steps_done, r.phase == "eval", r.number))

@@ -122,12 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--reward", metavar="NAME", help="a reward function (default: the total)")
     add("--json", action="store_true", help="for scripts")
 
-    add = command("audit", "audit.run", "do rollouts that any framework dumped share their noise?")
-    add("file", nargs="+", type=Path, help="of TRL, verl, slime, ms-swift: .parquet, .jsonl")
-    for column in ("step", "group", "prompt", "completion", "token-ids", "logprobs"):
-        add(f"--{column}", metavar="COLUMN", help=f"the column that holds the {column}")
-    add("--json", action="store_true", help="for scripts")
-
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:end])
