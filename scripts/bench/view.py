@@ -122,14 +122,14 @@ def measure(run_dir: Path) -> None:
             match = re.search(r"http://\S+", server.stdout.readline())
             assert match, "the server printed no address"
             url = match[0]
-            while 'class="thumb"' not in get(url, "0/samples"):
+            while 'class="thumb"' not in get(url, "samples"):
                 time.sleep(0.02)
             told("first page", start, server.pid)
             while "…" in get(url, "state"):
                 time.sleep(0.1)
             told("all read", start, server.pid)
             for name, page in PAGES.items():
-                timed(name, url, f"0/{page}")
+                timed(name, url, page)
             status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
             peak = re.search(r"VmHWM:\s+(\d+)", status)
             print(f"{'memory':20} {int(peak[1]) / 1e6 if peak else 0:6.2f} GB at most")

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = command(
         "view", "cli.view", "samples, rewards, curves and diversity of a run in a browser"
     )
-    add("run_dir", nargs="+", help="a run's output folder, or two to look at together")
+    add("run_dir", help="a run's output folder")
     add("--port", type=int, default=8462, help="0: any (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
 
@@ -163,8 +163,6 @@ def flag_table() -> str:
 
 
 def view(options: argparse.Namespace) -> None:
-    if len(options.run_dir) > 2:
-        raise ValueError(f"{len(options.run_dir)} runs: expected one or two.")
     if options.output is not None:
         from swift_grpo_ext.tools.view.pages import write_page
 

@@ -175,27 +175,20 @@ class Scale:
         return [(self(number * size), f"{number * size:.4g}") for number in numbers]
 
 
-def make_charts(
-    panels_of_runs: Sequence[Panels], run_names: Sequence[str], shaded: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return one chart per panel that any of the runs has, as the macro `chart` draws it.
+def make_charts(panels: Panels, shaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one chart per panel, as the macro `chart` draws it.
 
     All have one axis of steps, so that what happened at the same time stands at the same place.
 
     Args:
         shaded: the alarms of `list_alarms` whose steps are shaded.
     """
-    of_panels: dict[str, list[tuple[int, str, Points]]] = {}
-    for run, panels in enumerate(panels_of_runs):
-        for key, panel in panels.items():
-            of_panel = of_panels.setdefault(key, [])
-            of_panel += [(run, name, points) for name, points in panel.items()]
-    steps = [step for curves in of_panels.values() for _, _, points in curves for step, _ in points]
+    steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
     steps += [alarm[end] for alarm in shaded for end in ("first_step", "last_step")]
     charts = []
-    for key, curves in of_panels.items():
+    for key, curves in panels.items():
         x = Scale(min(steps) - 0.5, max(steps) + 0.5, LEFT, WIDTH - RIGHT)
-        values = [value for _, _, points in curves for _, value in points]
+        values = [value for points in curves.values() for _, value in points]
         low, high = min(values), max(values)
         if key in SHARES:
             low, high = -0.03, 1.03
@@ -204,25 +197,17 @@ def make_charts(
             room = (abs(high) * 0.1 or 1.0) if is_flat else (high - low) * 0.05
             low, high = low - room, high + room
         y = Scale(low, high, HEIGHT - BOTTOM, TOP)
-        names = dict.fromkeys(name for _, name, _ in curves)
-        colours = {name: number % NUM_COLOURS for number, name in enumerate(names)}
-        paths, told = [], []
-        for run, name, points in curves:
+        drawn, told = [], []
+        for number, (name, points) in enumerate(curves.items()):
             # A line from a single point to itself shows as a dot, as its ends are round.
             line = points * 2 if len(points) == 1 else points
             path = "M" + "L".join(f"{x(step)} {y(value)}" for step, value in line)
-            paths.append({"colour": colours[name], "is_dashed": run > 0, "path": path})
-            told.append(
-                {
-                    "name": f"{run_names[run]} {name}" if len(run_names) > 1 else name,
-                    "points": [(step, float(f"{value:.5g}")) for step, value in points],
-                }
-            )
+            drawn.append({"name": name, "colour": number % NUM_COLOURS, "path": path})
+            rounded = [(step, float(f"{value:.5g}")) for step, value in points]
+            told.append({"name": name, "points": rounded})
         # `data` is what the page's script needs to tell the values at a step.
         data = {"axis": [x.low, x.high, x.start, x.end, WIDTH], "curves": told}
-        charts.append(
-            {"key": key, "x": x, "y": y, "colours": colours, "curves": paths, "data": data}
-        )
+        charts.append({"key": key, "x": x, "y": y, "curves": drawn, "data": data})
     return charts
 
 

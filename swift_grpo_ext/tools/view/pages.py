@@ -99,37 +99,26 @@ def _environment() -> Environment:
     return environment
 
 
-def address(page: str, run: int, **values: object) -> str:
+def address(page: str, /, **values: object) -> str:
     """Return the address of a served page, seen from another one."""
-    return f"../{run}/{page}?{urlencode(values)}"
+    return f"{page}?{urlencode(values)}"
 
 
-def render(
-    page: str, runs: Sequence[RunView], run: int = 0, *, url: Address = address, **values: object
-) -> str:  # fmt: skip
+def render(page: str, run: RunView, *, url: Address = address, **values: object) -> str:
     """Return a page.
 
     Args:
         page: the name of the template that stands in `base.html`, or `saved`.
-        run: the number of the run that it shows.
-        url: gives the address of a page, or of an `image`, by name, number of its run, and values.
+        url: gives the address of a page, or of an `image`, by name and values.
         values: what the template shows.
     """
-    template = "saved.html" if page == "saved" else "base.html"
-    return _environment().get_template(template).render(
-        runs=runs,
-        run=run,
-        url=url,
-        page=page,
-        state=state_of(runs),
-        **values,
-    )  # fmt: skip
+    template = _environment().get_template("saved.html" if page == "saved" else "base.html")
+    return template.render(run=run, url=url, page=page, state=state_of(run), **values)
 
 
-def state_of(runs: Sequence[RunView]) -> str:
-    """Return a text that changes when what is read of the runs does."""
-    parts = [f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'}" for run in runs]
-    return " ".join(parts)
+def state_of(run: RunView) -> str:
+    """Return a text that changes when what is read of the run does."""
+    return f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'}"
 
 
 # --- what each page shows ---
@@ -176,42 +165,32 @@ def groups_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def group_values(runs: Sequence[RunView], run: int, query: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `group.html`: a group, and those of the other runs at its place; raises
-    LookupError or ValueError where there is none."""
+def group_values(run: RunView, query: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `group.html`; raises LookupError or ValueError where there is no such
+    group."""
     name, number = parse_round(query["round"]), int(query["group"])
-    group = runs[run].group(name, number)
-    numbers = runs[run].snapshot.rounds[name].rows["group"].unique().to_pylist()
+    group = run.group(name, number)
+    numbers = run.snapshot.rounds[name].rows["group"].unique().to_pylist()
     at = numbers.index(number)
-    others: list[tuple[str, dict[str, Any]]] = []
-    for other in (*runs[:run], *runs[run + 1 :]):
-        try:
-            others.append((other.name, other.group(name, number)))
-        except KeyError:
-            others.append((other.name, {"samples": []}))
     return {
         "group": group,
         "earlier_group": numbers[at - 1] if at else None,
         "later_group": numbers[at + 1] if at + 1 < len(numbers) else None,
-        "others": others,
     }
 
 
-def overview_values(runs: Sequence[RunView], run: int) -> dict[str, Any]:
-    """Return the values of `overview.html`: verdict, alarms and worst groups of one run, and the
-    curves of all, in which that run's alarms in training are shaded."""
-    records_of = [read_records(one.run_dir) for one in runs]
-    pairs = zip(runs, records_of, strict=True)
-    panels = [overview.make_panels(one.snapshot, records) for one, records in pairs]
-    records = records_of[run]
+def overview_values(run: RunView) -> dict[str, Any]:
+    """Return the values of `overview.html`: verdict, alarms, worst groups, and curves, in which
+    alarms in training are shaded."""
+    records = read_records(run.run_dir)
     alarms = overview.list_alarms(records)
     shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
     return {
         "verdict": overview.overall_verdict(records),
         "alarms": alarms,
         "shaded": shaded,
-        "charts": overview.make_charts(panels, [one.name for one in runs], shaded),
-        "groups": overview.worst_groups(runs[run], records),
+        "charts": overview.make_charts(overview.make_panels(run.snapshot, records), shaded),
+        "groups": overview.worst_groups(run, records),
         "is_live": True,
     }
 
@@ -220,57 +199,52 @@ def overview_values(runs: Sequence[RunView], run: int) -> dict[str, Any]:
 
 
 def write_page(
-    run_dirs: Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str],
-    num_groups: int = 40,
+    run_dir: str | os.PathLike[str], output: str | os.PathLike[str], num_groups: int = 40
 ) -> Path:
     """Write the overview and a selection of groups as one page; return its path.
 
     Args:
-        num_groups: how many groups of the first run it holds at most, spread evenly over its
-            rounds, each with the second run's group at the same place.
+        num_groups: how many groups it holds at most, spread evenly over the rounds.
 
     Raises:
-        FileNotFoundError: a folder is not there, or holds neither samples nor `diversity.jsonl`.
+        FileNotFoundError: the folder is not there, or holds neither samples nor `diversity.jsonl`.
         OSError: the page cannot be written.
     """
-    runs = open_runs(run_dirs)
-    for run in runs:
-        run.refresh()
-        if run.snapshot.problem and not read_records(run.run_dir):
-            raise FileNotFoundError(run.snapshot.problem)
-    snapshot = runs[0].snapshot
+    run = open_run(run_dir)
+    run.refresh()
+    snapshot = run.snapshot
+    if snapshot.problem and not read_records(run.run_dir):
+        raise FileNotFoundError(snapshot.problem)
     groups = [group for name in reversed(snapshot.rounds) for group in list_groups(snapshot, name)]
     listed = evenly_spaced(groups, num_groups)
 
-    def address_inside(page: str, run: int, **values: Any) -> str:
+    def address_inside(page: str, **values: Any) -> str:
         if page == "image":
             name = parse_round(values["round"])
             try:
-                image = runs[run].medium_name(name, values["group"], values["number"])
+                image = run.medium_name(name, values["group"], values["number"])
                 content = image_bytes(image, "small")
             except ValueError:
                 return ""
             return f"data:image/png;base64,{base64.b64encode(content).decode()}"
         place = f"-{values['round']}-{values['group']}" if page == "group" else ""
-        return f"#{page}-{run}{place}"
+        return f"#{page}{place}"
 
     page = render(
         "saved",
-        runs,
+        run,
         url=address_inside,
-        overviews=[overview_values(runs, number) for number in range(len(runs))],
         listed=listed,
-        pages=[group_values(runs, 0, group) for group in listed],
+        pages=[group_values(run, group) for group in listed],
+        **overview_values(run),
     )
     path = Path(output)
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def open_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> list[RunView]:
-    """Return the runs of some folders; raises FileNotFoundError where one is not there."""
-    for run_dir in run_dirs:
-        if not Path(run_dir).is_dir():
-            raise FileNotFoundError(f"{run_dir} is no folder: give the --output_dir of a run.")
-    return [RunView(run_dir) for run_dir in run_dirs]
+def open_run(run_dir: str | os.PathLike[str]) -> RunView:
+    """Return the run of a folder; raises FileNotFoundError where it is not there."""
+    if not Path(run_dir).is_dir():
+        raise FileNotFoundError(f"{run_dir} is no folder: give the --output_dir of a run.")
+    return RunView(run_dir)

@@ -39,9 +39,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(run_dir: Path) -> Iterator[str]:
-    """Serve two runs; return the address."""
-    other = make_run(run_dir.with_name("two"), num_rounds=2)
-    command = [sys.executable, "-c", VIEW, str(run_dir), str(other), "--port", "0"]
+    """Serve the run; return the address."""
+    command = [sys.executable, "-c", VIEW, str(run_dir), "--port", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -85,7 +84,7 @@ def test_values_of_curves(page: Chrome) -> None:
     page.run("""(svg => { const box = svg.getBoundingClientRect(); svg.dispatchEvent(
         new PointerEvent('pointermove', {clientX: box.left + box.width / 2})) })(
         document.querySelector('[data-panel=length] svg'))""")
-    assert page.texts("[data-panel=length] output") == ["2 · one length 3 · two length 3"]
+    assert page.texts("[data-panel=length] output") == ["2 · length 3"]
 
 
 def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> None:
@@ -134,12 +133,12 @@ def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_
     page.until(f"document.querySelectorAll('{ROWS}').length >= 30")
     page.resize(width)
     live = page.run("location.href").split("?")[0]
-    saved = write_page([run_dir], tmp_path / "page.html", num_groups=20).as_uri()
+    saved = write_page(run_dir, tmp_path / "page.html", num_groups=20).as_uri()
     pages = {
         live: ROWS,
         live.replace("samples", "groups"): "ol.groups li",
-        f"{saved}#overview-0": "main:target .panels figure",
-        f"{saved}#group-0-train.4.0-1": "main:target .completion",
+        f"{saved}#overview": "main:target .panels figure",
+        f"{saved}#group-train.4.0-1": "main:target .completion",
     }
     for url, found in pages.items():
         page.open(url)
@@ -156,7 +155,7 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     """The page opens from a file, without a server and without the run."""
     run_dir = make_run(tmp_path / "run")
     add_tokenizer(run_dir)
-    page = write_page([run_dir], tmp_path / "page.html", num_groups=6)
+    page = write_page(run_dir, tmp_path / "page.html", num_groups=6)
     shutil.rmtree(run_dir)
     chrome.problems.clear()
     chrome.open(page.as_uri())

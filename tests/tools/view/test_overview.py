@@ -77,28 +77,24 @@ def test_ticks_are_round(low: float, high: float, labels: str) -> None:
         assert place == pytest.approx(100 - 80 * (float(label) - low) / (high - low), abs=0.06)
 
 
-def test_charts_of_two_runs() -> None:
-    """One axis of steps for all, one colour for a name, the second run's curves apart."""
+def test_charts_share_one_axis_of_steps() -> None:
     line, dot = [(1, 0.0), (9, 1.0)], [(4, 0.5)]
-    panels = [{"loss": {"loss": line}}, {"copies": {"kl": dot}, "loss": {"kl": dot, "loss": line}}]
-    loss, copies = make_charts(panels, ["one", "two"], [{"first_step": 10, "last_step": 11}])
+    panels = {"loss": {"loss": line, "kl": dot}, "copies": {"kl": dot}}
+    loss, copies = make_charts(panels, [{"first_step": 10, "last_step": 11}])
     assert (loss["key"], copies["key"]) == ("loss", "copies")
     assert {(c["x"].low, c["x"].high) for c in (loss, copies)} == {(0.5, 11.5)}
     assert (copies["y"].low, copies["y"].high) == (-0.03, 1.03)
     assert (loss["y"].low, loss["y"].high) == pytest.approx((-0.05, 1.05))
-    drawn = [(curve["colour"], curve["is_dashed"]) for curve in loss["curves"]]
-    assert drawn == [(0, False), (1, True), (0, True)]
-    assert loss["colours"] == {"loss": 0, "kl": 1}
-    assert loss["data"]["curves"][1] == {"name": "two kl", "points": [(4, 0.5)]}
+    assert [(c["name"], c["colour"]) for c in loss["curves"]] == [("loss", 0), ("kl", 1)]
+    assert loss["data"]["curves"][1] == {"name": "kl", "points": [(4, 0.5)]}
     assert loss["data"]["axis"] == [0.5, 11.5, 46, 452, 460]
-    [alone] = make_charts(panels[:1], ["one"], [])
+    [alone] = make_charts({"loss": {"loss": line}}, [])
     assert alone["curves"][0]["path"] == "M68.6 160.7L429.4 15.3"
-    assert alone["data"]["curves"][0]["name"] == "loss"
 
 
 def test_a_flat_curve_has_room() -> None:
     for value, low, high in ((2.0, 1.8, 2.2), (0.0, -1.0, 1.0)):
-        [chart] = make_charts([{"kl": {"kl": [(1, value)]}}], ["a"], [])
+        [chart] = make_charts({"kl": {"kl": [(1, value)]}}, [])
         assert (chart["y"].low, chart["y"].high) == pytest.approx((low, high))
         assert chart["curves"][0]["path"] == "M249.0 88.0L249.0 88.0"  # a dot
 

@@ -35,12 +35,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     Writer(run_dir, session=1, start_step=3).write(rows)
     run = RunView(run_dir)
     run.refresh()
-    with TestClient(make_app([run], "T0ken"), base_url="http://127.0.0.1/T0ken/") as client:
+    with TestClient(make_app(run, "T0ken"), base_url="http://127.0.0.1/T0ken/") as client:
         yield client
 
 
 def test_nothing_without_the_token(client: TestClient) -> None:
-    for path in ("0/samples", "t0ken/0/samples"):
+    for path in ("samples", "t0ken/samples"):
         answer = client.get(f"http://127.0.0.1/{path}")
         assert (answer.status_code, answer.text) == (404, "Not Found")
 
@@ -63,12 +63,12 @@ def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("0/samples?sort=-reward&min_reward=0.5", "4of16"),
-        ("0/samples?min_reward=x", "xisnonumber"),
-        ("0/groups", "train.3.0·Group0"),
-        ("0/groups?round=train.1.0", "Spreadofrewards0.500"),
-        ("0/group?round=train.2.0&group=1", "g1i1s2"),
-        ("0/overview", "Noroundwaswatched"),
+        ("samples?sort=-reward&min_reward=0.5", "4of16"),
+        ("samples?min_reward=x", "xisnonumber"),
+        ("groups", "train.3.0·Group0"),
+        ("groups?round=train.1.0", "Spreadofrewards0.500"),
+        ("group?round=train.2.0&group=1", "g1i1s2"),
+        ("overview", "Noroundwaswatched"),
     ],
 )
 def test_pages(client: TestClient, path: str, expected: str) -> None:
@@ -83,19 +83,19 @@ def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.Monkey
     monkeypatch.setattr(pages, "PAGE_ROWS", 6)
     links = []
     for offset in (0, 6, 12):
-        page = client.get(f"0/samples?steps=0:&offset={offset}").text
-        links += re.findall(r'href="(\.\./0/group\?[^"]*)"', page)
+        page = client.get(f"samples?steps=0:&offset={offset}").text
+        links += re.findall(r'href="(group\?[^"]*)"', page)
         assert ('id="next"' in page) == (offset < 12)
     assert len(set(links)) == 16
 
 
 def test_the_state_tells_when_something_is_new(client: TestClient) -> None:
     assert client.get("state").text == "1"
-    assert 'data-state="1"' in client.get("0/samples").text
+    assert 'data-state="1"' in client.get("samples").text
 
 
 def image(round_: str = "train.2.0", group: int = 1, number: object = 0) -> str:
-    return f"0/image?round={round_}&group={group}&number={number}&size=full"
+    return f"image?round={round_}&group={group}&number={number}&size=full"
 
 
 def test_images_of_the_record(client: TestClient) -> None:
@@ -108,12 +108,11 @@ def test_images_of_the_record(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "7/samples",
-        "0/nothing",
-        "0/groups?round=train.9.0",
-        "0/group",
-        "0/group?round=train.1.0&group=7",
-        "0/group?round=x&group=0",
+        "nothing",
+        "groups?round=train.9.0",
+        "group",
+        "group?round=train.1.0&group=7",
+        "group?round=x&group=0",
         image("train.3.0"),  # a symlink to a text
         image(number=1),
         image(number=-1),
@@ -142,5 +141,5 @@ def test_a_file_that_cannot_be_read_now_is_tried_again(
 
     monkeypatch.setattr(RunView, "refresh", refresh)
     monkeypatch.setattr(server, "REFRESH_SECONDS", 0)
-    server._follow([RunView("run")], stop)
+    server._follow(RunView("run"), stop)
     assert (caplog.messages, answers) == (["run cannot be read now (gone): tried again."], [])

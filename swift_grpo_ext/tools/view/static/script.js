@@ -76,7 +76,7 @@ async function follow() {
   const main = document.querySelector("main[data-state]");
   const lost = document.getElementById("lost");
   try {
-    const state = await (await fetch("../state")).text();
+    const state = await (await fetch("state")).text();
     lost.hidden = true;
     const isBusy = main.contains(document.activeElement) || main.matches(":hover svg");
     if (state !== main.dataset.state && "live" in main.dataset && !isBusy) {
