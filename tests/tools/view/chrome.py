@@ -107,10 +107,6 @@ class Chrome:
         self.until(f"document.querySelector({selector!r})")
         self.run(f"document.querySelector({selector!r}).click()")
 
-    def key(self, key: str) -> None:
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, text=key)
-
     def fill(self, selector: str, value: str) -> None:
         self.run(
             f"(e => {{ e.value = {value!r}; e.dispatchEvent(new Event('input', {{bubbles: true}}));"

@@ -1,4 +1,4 @@
-"""The pages in headless Chromium: filters, keys, a run that goes on, hostile text, phones."""
+"""The pages in headless Chromium: filters, a run that goes on, hostile text, phones."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def test_filters_and_groups(page: Chrome) -> None:
     page.until("location.search.includes('phase=train')")
     assert "in_prompt" not in page.run("location.search")
     page.until("document.querySelector('details').open")
-    page.key("2")
+    page.click("nav a[href^=groups]")
     page.until("document.querySelectorAll('ol.groups li').length >= 2")
     page.click("ol.groups li:nth-child(2) a")
     page.until("document.querySelectorAll('.completion').length >= 2")
     assert "Group 1" in page.texts("h1")[0]
     page.until("document.querySelector('.images img').naturalWidth === 56")
-    page.key("p")
+    page.click("a.button[href$='group=0']")
     page.until("document.querySelector('h1').innerText.includes('Group 0')")
     assert "Question 0?" in page.texts(".prompt")[0]
 
 
 def test_values_of_curves(page: Chrome) -> None:
-    page.key("3")
+    page.click("nav a[href^=overview]")
     page.until("document.querySelector('[data-panel=length]')")
     page.run("""(svg => { const box = svg.getBoundingClientRect(); svg.dispatchEvent(
         new PointerEvent('pointermove', {clientX: box.left + box.width / 2})) })(
@@ -160,7 +160,7 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     chrome.problems.clear()
     chrome.open(page.as_uri())
     chrome.until("document.querySelector('main:target .verdict')")
-    chrome.key("2")
+    chrome.click("nav a[href='#groups']")
     images = "[...document.querySelectorAll('main:target ol.groups img')]"
     chrome.until(f"{images}.some(image => image.naturalWidth === 56)")
     chrome.click("main:target ol.groups a")

@@ -1,4 +1,4 @@
-// What the pages do beside showing: language, keys, forms, values of charts, following the run.
+// What the pages do beside showing: language, forms, values of charts, following the run.
 const root = document.documentElement;
 
 // --- language ---
@@ -23,18 +23,6 @@ document.getElementById("language").addEventListener("click", () => {
 if (document.querySelector("main.saved") && !document.getElementById(location.hash.slice(1))) {
   location.replace(`#${document.querySelector("main.saved").id}`);
 }
-
-// --- keys: / [ ] n p, and 1 to 3 for the pages ---
-
-document.addEventListener("keydown", (event) => {
-  const isTyping = event.target.closest("input, select");
-  if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
-  const target = [...document.querySelectorAll("[data-key]")].find((e) => e.dataset.key === event.key);
-  if (!target) return;
-  event.preventDefault();
-  if (target.matches("input")) target.focus();
-  else target.click();
-});
 
 // --- forms answer as soon as something is chosen; what is empty stays out of the address ---
 
