@@ -16,7 +16,7 @@ from rich.text import Text
 
 from swift_grpo_ext.checks.finding import Finding, Findings, error, warning
 from swift_grpo_ext.tools.check import machine
-from swift_grpo_ext.tools.check.lookup import check_data, check_template, look_up
+from swift_grpo_ext.tools.check.lookup import check_template, look_up
 from swift_grpo_ext.tools.check.rules import check_settings
 from swift_grpo_ext.tools.check.settings import Run, parse, read_run
 from swift_grpo_ext.version import __version__
@@ -70,33 +70,30 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
                 (config, partial(look_up, read, gpus)),
                 (config, partial(check_template, read)),
                 (config, partial(check_data, read)),
-                (config, partial(check_encoding, read)),
             ]
     if not options.config and (options.model or overrides):
         model = ["--model", options.model] if options.model else []
         read = Run(training=parse("training", {}, [*model, *overrides]))
-        checks += [
-            (here, partial(check_template, read)),
-            (here, partial(check_data, read)),
-            (here, partial(check_encoding, read)),
-        ]
+        checks += [(here, partial(check_template, read)), (here, partial(check_data, read))]
 
     for subject, check in checks:
+        findings = []
         with _silence():
             try:
-                findings = list(check())
+                for finding in check():
+                    findings.append(finding)
             except Exception as e:  # ours, perhaps: nothing is refused for it
                 text = f"the check itself failed ({type(e).__name__}: {e})."
-                findings = [warning("A check", text, "Look at the lines above, or report it.")]
+                findings.append(warning("A check", text, "Look at the lines above, or report it."))
         for finding in findings:
             yield subject, finding
 
 
-def check_encoding(run: Run) -> Findings:
-    """Compare rows as training and vLLM encode them; loads both."""
+def check_data(run: Run) -> Findings:
+    """Look at rows, and compare how training and vLLM encode them; imports both."""
     from swift_grpo_ext.tools.check import encoding
 
-    return encoding.check_encoding(run)
+    return encoding.check_data(run)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A data set's rows as training and as vLLM encode them, held side by side without a model.
+"""A data set's rows: their media, and how training and vLLM encode them, without a model.
 
 A rollout's request goes all the way that it goes in a run, through ms-swift's template and engine,
 what we add, and vLLM's own processing; only the core of the engine, which would load the model, is
@@ -9,25 +9,25 @@ a GPU.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest.mock import MagicMock, patch
 
 import torch
 
-from swift_grpo_ext.checks.finding import Finding, Findings, error, note, ok, warning
+from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
 from swift_grpo_ext.checks.rows import (
     MEDIA,
     Row,
     bad_media,
+    check_rows,
     encoding_error,
     prompt_of,
     question_of,
@@ -39,7 +39,6 @@ from swift_grpo_ext.tools.check.lookup import (
     UNKNOWN_MODEL,
     make_template,
     model_folder,
-    read_data,
 )
 from swift_grpo_ext.tools.check.settings import Run, Side
 from swift_grpo_ext.training.batch import REMEDY, SHOWN, may_be_cut, spans_of, with_text_of
@@ -50,6 +49,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
     from swift_grpo_ext.rollout.engine import RolloutEngine
+
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+NUM_ROWS = 512
+"""Rows of each data set that are looked at, the first ones."""
 
 NUM_FIRST, NUM_DRAWN = 16, 16
 """Rows that are encoded: the first, and some of those behind them, drawn by `--data_seed`."""
@@ -67,54 +70,64 @@ OF_PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "
 # --- what is said ---
 
 
-def check_encoding(run: Run) -> Findings:
-    """Compare rows of each data set as training and vLLM encode them."""
-    folders: dict[Side, Path] = {}
-    for side, _ in run.sides:
-        model = run.arguments(side).model
-        folder = model_folder(model) if model else None
-        if folder is None:
-            if model and not model.startswith(LOCAL):
-                yield note(
-                    f"model {model}",
-                    "is not on this machine, so that no rows were encoded. Its weights are not "
-                    f"needed: modelscope download {model} --exclude '*.safetensors', then give the "
-                    "folder with --model.",
-                )
-            return
-        folders[side] = folder
-    if run.training is None:
-        return
+def check_data(run: Run) -> Findings:
+    """Look at the first rows of each data set that is a file, with their images, and compare some
+    as training and vLLM encode them. Ids of a hub are left to ms-swift."""
+    from swift.dataset import load_dataset
+    from swift.dataset.dataset_syntax import DatasetSyntax
+    from swift.utils import json_parse_to_dict
+
+    columns = json_parse_to_dict(run.train("columns")) if run.train("columns") else None
+    deletes = run.train("truncation_strategy") == "delete"
     encoder: RowEncoder | None = None
-    for name, rows in read_data(run):
-        if isinstance(rows, Finding):  # said by `check_data`
+    for setting, given in [(s, g) for s in ("dataset", "val_dataset") for g in run.train(s) or ()]:
+        name, path = f"{setting} {given}", DatasetSyntax.parse(given).dataset
+        if not Path(path).expanduser().exists():
+            if Path(path).suffix in DATA_SUFFIXES or path.startswith(LOCAL):
+                text = f"there is no such file in {Path.cwd()}, nor folder."
+                yield error(name, text, "Name a file of rows, or a hub id.")
+            else:
+                yield note(name, "is no file here, so it is taken for a hub id.")
             continue
-        if encoder is None:
-            templates = {}
-            try:
-                for side, folder in folders.items():
-                    with run.environment(side):
-                        templates[side] = make_template(run, side, folder)
-            except UNKNOWN_MODEL:  # said by `check_template`
-                return
-            encoder = RowEncoder(run, folders, templates)
-        rest = rows[NUM_FIRST:]
-        drawn = Random(run.train("data_seed")).sample(rest, min(NUM_DRAWN, len(rest)))
-        yield from compare_rows(encoder, [*rows[:NUM_FIRST], *drawn], setting=name, run=run)
+        try:
+            with run.environment("training"):  # which may hold ROOT_IMAGE_DIR
+                loaded, _ = load_dataset(
+                    [given], streaming=True, remove_unused_columns=False, columns=columns
+                )
+                rows: list[Row] = list(islice(iter(loaded), NUM_ROWS))
+        except Exception as e:  # `datasets` and ms-swift raise many kinds
+            text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})."
+            remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
+            yield error(name, text, remedy)
+            continue
+        if not rows:
+            yield error(name, "holds no rows that ms-swift can use.", "Name another file.")
+            continue
+        with run.environment("training"):
+            yield from check_rows(rows, setting=name, expects_media=True, deletes_bad_rows=deletes)
+        with_media = sum(any(row.get(kind) for kind in MEDIA) for row in rows)
+        text = f"{with_media} of the first {len(rows)} rows hold images, videos or audios."
+        yield note(name, text)
+        encoder = encoder or make_encoder(run)
+        if encoder is not None:
+            yield from compare_rows(encoder, rows, setting=name, run=run)
 
 
 def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run: Run) -> Findings:
-    """Encode rows on both sides and say what differs, what is cut, and what does not fit.
+    """Encode rows on both sides and say what differs, and what does not fit.
 
     Args:
+        rows: the first ones of a data set: some of them are encoded.
         setting: the flag that named the data set.
     """
+    rest = rows[NUM_FIRST:]
+    drawn = Random(run.train("data_seed")).sample(rest, min(NUM_DRAWN, len(rest)))
     encoded: list[EncodedRow] = []
     refused: dict[str, list[tuple[Row, str]]] = {}
     """Rows that the training's template refuses, with the reason, by the error's type."""
     failed: dict[str, list[tuple[Row, str]]] = {}
     """Rows of which a rollout, or a training after it, makes nothing."""
-    for row in rows:
+    for row in [*rows[:NUM_FIRST], *drawn]:
         if bad_media(row):
             continue  # said by `check_rows`
         if reason := encoder.refusal(row):
@@ -126,26 +139,30 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
             failed.setdefault(type(e).__name__, []).append((row, reason_of(e)))
     deletes = run.train("truncation_strategy") == "delete"
     for of_type in refused.values():
-        text = f"{named(of_type)} cannot be encoded for training ({of_type[0][1]})."
+        text = f"{of_rows(of_type)} cannot be encoded for training ({of_type[0][1]})."
         if deletes:
             yield warning(setting, f"{text} Others take its place (--truncation_strategy delete).")
         else:
             yield error(setting, text, "Correct it, or --truncation_strategy delete.")
     for of_type in failed.values():
-        text = f"{named(of_type)} cannot be encoded for a rollout ({of_type[0][1]})."
+        text = f"{of_rows(of_type)} cannot be encoded for a rollout ({of_type[0][1]})."
         yield error(setting, text, "Correct it, or leave it out.")
     if encoded:
         yield from differences_of(encoder, encoded, setting, run)
         yield from lengths_of(encoder, encoded, setting, run)
 
 
-def named(rows: Sequence[tuple[Row, str]]) -> str:
-    """Return how a message calls rows: by the first, with what it shows."""
-    [first, _], others = rows[0], len(rows) - 1
-    given = {kind: len(first.get(kind) or ()) for kind in MEDIA}
+def named(row: Row) -> str:
+    """Return how a message calls a row: by its question and what it shows."""
+    given = {kind: len(row.get(kind) or ()) for kind in MEDIA}
     shows = ", ".join(f"{kind}: {number}" for kind, number in given.items() if number)
-    more = f", like {others} more," if others else ""
-    return f"the row that asks {question_of(prompt_of(first))!r} ({shows or 'no media'}){more}"
+    return f"the row that asks {question_of(prompt_of(row))!r} ({shows or 'no media'})"
+
+
+def of_rows(rows: Sequence[tuple[Row, str]]) -> str:
+    """Return how a message calls several rows: by the first."""
+    more = f", like {len(rows) - 1} more," if len(rows) > 1 else ""
+    return f"{named(rows[0][0])}{more}"
 
 
 def differences_of(
@@ -164,37 +181,26 @@ def differences_of(
             places.append(f"{len(row.differences) - SHOWN_DIFFERENCES} more places")
         yield say(
             setting,
-            f"{row.name} ({', '.join(row.media) or 'no media'}) has a prompt of "
-            f"{len(row.rollout)} tokens in the rollout and of {len(row.training)} in training: "
-            f"{'; '.join(places)}.",
+            f"{named(row.row)} has a prompt of {len(row.rollout)} tokens in the rollout and of "
+            f"{len(row.training)} in training: {'; '.join(places)}.",
             "" if number else REMEDY,
         )
     if len(differing) > SHOWN_ROWS:
         text = f"{len(differing) - SHOWN_ROWS} more of {len(encoded)} rows differ."
         yield say(setting, text)
     if not differing:
-        num_media = sum(len(row.media) for row in encoded)
-        num_given = sum(row.has_rollouts_text for row in encoded)
-        given = f"; of {num_given} training is given the rollout's line breaks or cut"
+        num_media = sum(len(row.row.get(kind) or ()) for row in encoded for kind in MEDIA)
         yield ok(
             setting,
             f"{len(encoded)} rows with {num_media} media are equal in rollout and training, "
-            f"token by token{given if num_given else ''}.",
+            "token by token.",
         )
 
 
 def lengths_of(
     encoder: RowEncoder, encoded: Sequence[EncodedRow], setting: str, run: Run
 ) -> Findings:
-    """Name media of which a cut takes the text, and prompts that leave a completion no room."""
-    for row in [row for row in encoded if row.num_behind_cut][:SHOWN_ROWS]:
-        yield warning(
-            setting,
-            f"{row.name} is cut to the last text that --max_length {encoder.max_length} leaves: "
-            f"{row.num_behind_cut} of its {len(row.media)} media stand in what is cut, and stay "
-            "without the text around them.",
-            "Raise --max_length, or have such prompts replaced with --truncation_strategy delete.",
-        )
+    """Say how long prompts are, and whether they leave a completion room."""
     longest = max(encoded, key=lambda row: len(row.rollout))
     num_prompt, num_completion = len(longest.rollout), int(run.train("max_completion_length"))
     text = (
@@ -205,7 +211,7 @@ def lengths_of(
     )
     room = encoder.max_model_len - num_prompt
     if room < num_completion:
-        more = f"Completions of {longest.name} end after {room} tokens."
+        more = f"Completions of {named(longest.row)} end after {room} tokens."
         remedy = "Raise --vllm_max_model_len, or lower --max_length."
         yield warning(setting, f"{text} {more}", remedy)
     else:
@@ -226,31 +232,16 @@ class Difference:
     training: list[int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class EncodedRow:
     """A row's prompt on both sides."""
 
     row: Row
     rollout: list[int]
     training: list[int]
-    """ms-swift's template writes it so."""
+    """Training is given the rollout's line breaks and cuts where it can be."""
 
     differences: list[Difference]
-    """They remain where training is given the rollout's line breaks and cuts."""
-
-    has_rollouts_text: bool
-    """Training is given the rollout's text, which is other than its template writes."""
-
-    media: list[str]
-    """The rollout shows these, each with its size and its tokens."""
-
-    num_behind_cut: int
-    """So many media stand in the text that `--max_length` cuts, and stay in the prompt."""
-
-    @property
-    def name(self) -> str:
-        """A message calls the row so."""
-        return f"the row that asks {question_of(prompt_of(self.row))!r}"
 
 
 class RowEncoder:
@@ -296,6 +287,7 @@ class RowEncoder:
 
     def encode(self, row: Row) -> EncodedRow:
         """Encode a row on both sides; raises what templates and vLLM raise."""
+        from swift.infer_engine.protocol import RequestConfig
         from swift.rl_core.data import GRPOSample
         from swift.rlhf_trainers import GRPOTrainer
         from swift.utils import remove_response
@@ -305,37 +297,18 @@ class RowEncoder:
         GRPOTrainer._set_inputs_system(SimpleNamespace(template=self.template), [sample])
         remove_response(sample.messages)
         with self._run.environment(self._rollout_side):
-            request, media = self._request(sample)
-        rollout = list(request.prompt_token_ids)
-        was_cut = may_be_cut(rollout, self.max_length)
-        with self._run.environment("training"):
-            training, changed = self._prompt_in_training(sample, rollout)
-        spans = spans_of(rollout, self._placeholders)
-        num_text = sum(len(ids) for is_media, ids in spans if not is_media)
-        return EncodedRow(
-            row=row,
-            rollout=rollout,
-            training=training,
-            differences=list(differences(rollout, changed, self._placeholders)),
-            has_rollouts_text=changed != training,
-            media=media,
-            num_behind_cut=was_cut and media_behind_cut(training, num_text, self._placeholders),
-        )
-
-    def _request(self, sample: GRPOSample) -> tuple[EngineCoreRequest, list[str]]:
-        """Return what vLLM's core would get, and what the request shows."""
-        from swift.infer_engine.protocol import RequestConfig
-
-        [inputs], _ = self._engine._batch_encode([sample.to_infer_request()], strict=True)
-        config = self._engine._prepare_generation_config(RequestConfig(max_tokens=1))
-        self._engine._add_request(inputs, config, next(self._ids))
+            [inputs], _ = self._engine._batch_encode([sample.to_infer_request()], strict=True)
+            config = self._engine._prepare_generation_config(RequestConfig(max_tokens=1))
+            self._engine._add_request(inputs, config, next(self._ids))
         request: EngineCoreRequest = self._core.add_request.call_args.args[0]
-        return request, describe_media(inputs, request)
+        rollout = list(request.prompt_token_ids)
+        with self._run.environment("training"):
+            training = self._prompt_in_training(sample, rollout)
+        differing = list(differences(rollout, training, self._placeholders))
+        return EncodedRow(row, rollout, training, differing)
 
-    def _prompt_in_training(
-        self, sample: GRPOSample, rollout: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Return the prompt's tokens as training encodes them, and as it is given them."""
+    def _prompt_in_training(self, sample: GRPOSample, rollout: Sequence[int]) -> list[int]:
+        """Return the prompt's tokens as training is given them."""
         from swift.rlhf_trainers.utils import encode_sample
 
         tokenizer, max_length = self.template.tokenizer, self.template.max_length
@@ -349,14 +322,13 @@ class RowEncoder:
         finally:
             self.template.max_length = max_length
         was_cut = may_be_cut(rollout, max_length)
-        changed = encoded | with_text_of(
+        encoded = encoded | with_text_of(
             rollout, encoded, self._placeholders, tokenizer.decode, was_cut=was_cut
         )
-        both = []
-        for ids, labels in ((e["input_ids"], e["labels"]) for e in (encoded, changed)):
-            end = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-            both.append(torch.as_tensor(ids).flatten().tolist()[:end])
-        return both[0], both[1]
+        labels = encoded["labels"]
+        end = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+        prompt: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()[:end]
+        return prompt
 
     def words(self, ids: Sequence[int]) -> str:
         """Return the text of token ids and the ids, for a message."""
@@ -371,6 +343,24 @@ class RowEncoder:
 
 
 # --- the two sides ---
+
+
+def make_encoder(run: Run) -> RowEncoder | None:
+    """Return what encodes rows for a run; None where a side's model or template is not known here,
+    which `check_template` says."""
+    folders: dict[Side, Path] = {}
+    templates: dict[Side, Template] = {}
+    for side, _ in run.sides:
+        folder = model_folder(run.arguments(side).model)
+        if folder is None:
+            return None
+        folders[side] = folder
+        try:
+            with run.environment(side):
+                templates[side] = make_template(run, side, folder)
+        except UNKNOWN_MODEL:
+            return None
+    return RowEncoder(run, folders, templates)
 
 
 def make_engine(
@@ -407,31 +397,6 @@ def make_engine(
     return engine, core
 
 
-def describe_media(inputs: Mapping[str, Any], request: EngineCoreRequest) -> list[str]:
-    """Say what a request shows: `image 1 of 28x28 (4 tokens from token 15 on)`."""
-    sizes = {kind: map(size_of, inputs.get(kind) or ()) for kind in MEDIA}
-    numbers: Counter[str] = Counter()
-    described = []
-    for feature in request.mm_features or ():
-        kind, place = feature.modality, feature.mm_position
-        numbers[kind] += 1
-        size = next(sizes.get(f"{kind}s", iter(())), "")
-        tokens = f"{place.length} tokens from token {place.offset} on"
-        described.append(f"{kind} {numbers[kind]}{size} ({tokens})")
-    return described
-
-
-def size_of(item: Any) -> str:
-    """Return ` of` the size of a medium, as ms-swift hands it to vLLM."""
-    if isinstance(item, tuple):  # with metadata, or a sampling rate
-        item = item[0]
-    size = getattr(item, "size", None)
-    if isinstance(size, tuple):
-        return " of {}x{}".format(*size)
-    shape = getattr(item, "shape", None)
-    return f" of {'x'.join(map(str, shape))}" if shape else ""
-
-
 # --- what differs ---
 
 
@@ -459,14 +424,3 @@ def differences(
                 rollout=[i for _, ids in items[0][a:b] for i in ids],
                 training=[i for _, ids in items[1][c:d] for i in ids],
             )
-
-
-def media_behind_cut(training: Sequence[int], num_text: int, placeholders: Collection[int]) -> int:
-    """Count the media of a prompt that stand before the last `num_text` of its text tokens."""
-    num_behind = 0
-    for is_media, ids in reversed(spans_of(training, placeholders)):
-        if is_media:
-            num_behind += num_text <= 0
-        else:
-            num_text -= len(ids)
-    return num_behind

@@ -1,25 +1,22 @@
-"""What a run's settings name, looked up on this machine: plugins, rewards, GPUs, template, rows.
+"""What a run's settings name, looked up on this machine: plugins, rewards, GPUs, template.
 
 Only `swift-grpo-ext check` asks, in a process that ends with it: plugin files are imported as
-`swift` imports them, so that names they register are known. Template and rows take a model and data
-alone; a run's settings need not be whole for them.
+`swift` imports them, so that names they register are known.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.finding import Finding, Findings, did_you_mean, error, note, ok, warning
-from swift_grpo_ext.checks.rows import MEDIA, Row, check_rows
+from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, note, ok, warning
 from swift_grpo_ext.tools.check.rules import PLUGIN
 from swift_grpo_ext.tools.check.settings import Run, Side, devices_of, plugins_of
 
@@ -33,12 +30,8 @@ is loaded."""
 UNKNOWN_MODEL = (ValueError, KeyError, OSError)
 """ms-swift raises these where it does not know a model, its template or its files."""
 
-DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 LOCAL = ("/", ".", "~")
 """Beginnings of what is a path, and no id of a hub."""
-
-NUM_ROWS = 512
-"""Rows of each data set that are looked at, the first ones."""
 
 
 def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
@@ -121,7 +114,7 @@ def check_template(run: Run) -> Findings:
 
     side: Side = "training" if run.training is not None else "rollout"
     args = run.arguments(side)
-    folder = model_folder(args.model) if args.model else None
+    folder = model_folder(args.model)
     if folder is None:
         if args.model and args.model.startswith(LOCAL):
             text = f"there is no such directory in {Path.cwd()}."
@@ -129,6 +122,13 @@ def check_template(run: Run) -> Findings:
                 "Give the directory of config.json and the weights, or a hub id such as Org/model."
             )
             yield error(f"model {args.model}", text, remedy)
+        elif args.model:
+            text = "is not on this machine, so that no rows are encoded. Its weights are not needed"
+            remedy = (
+                f"modelscope download {args.model} --exclude '*.safetensors', then give the folder "
+                "with --model."
+            )
+            yield note(f"model {args.model}", f"{text}:", remedy)
         return
     try:
         template = make_template(run, side, folder)
@@ -177,64 +177,16 @@ def make_template(run: Run, side: Side, folder: Path) -> Template:
     return template
 
 
-def model_folder(model: str) -> Path | None:
+def model_folder(model: str | None) -> Path | None:
     """Return where a model's files are: its folder, or a hub's cache; None where nowhere here."""
     import huggingface_hub
     import modelscope
 
+    if model is None:
+        return None
     if (folder := Path(model).expanduser()).is_dir():
         return folder
     for hub in (modelscope, huggingface_hub):
         with suppress(Exception):  # each has a type of its own for what is in no cache
             return Path(hub.snapshot_download(model, local_files_only=True))
     return None
-
-
-def check_data(run: Run) -> Findings:
-    """Look at the first rows of each data set that is a file, with their images."""
-    deletes = run.train("truncation_strategy") == "delete"
-    for name, rows in read_data(run):
-        if isinstance(rows, Finding):
-            yield rows
-            continue
-        with run.environment("training"):  # which may hold ROOT_IMAGE_DIR
-            yield from check_rows(rows, setting=name, expects_media=True, deletes_bad_rows=deletes)
-        with_media = sum(any(row.get(kind) for kind in MEDIA) for row in rows)
-        text = f"{with_media} of the first {len(rows)} rows hold images, videos or audios."
-        yield note(name, text)
-
-
-def read_data(run: Run) -> Iterator[tuple[str, list[Row] | Finding]]:
-    """Yield the name and the first rows of each data set; what is to say where there are none. Ids
-    of a hub are left to ms-swift."""
-    from swift.dataset import load_dataset
-    from swift.dataset.dataset_syntax import DatasetSyntax
-    from swift.utils import json_parse_to_dict
-
-    columns = json_parse_to_dict(run.train("columns")) if run.train("columns") else None
-    named = [(s, given) for s in ("dataset", "val_dataset") for given in run.train(s) or ()]
-    for setting, given in named:
-        name, path = f"{setting} {given}", DatasetSyntax.parse(given).dataset
-        if not Path(path).expanduser().exists():
-            if Path(path).suffix in DATA_SUFFIXES or path.startswith(LOCAL):
-                text = f"there is no such file in {Path.cwd()}, nor folder."
-                yield name, error(name, text, "Name a file of rows, or a hub id.")
-            else:
-                yield name, note(name, "is no file here, so it is taken for a hub id.")
-            continue
-        try:
-            with run.environment("training"):
-                loaded, _ = load_dataset(
-                    [given], streaming=True, remove_unused_columns=False, columns=columns
-                )
-                first = list(islice(iter(loaded), NUM_ROWS))
-        except Exception as e:  # `datasets` and ms-swift raise many kinds
-            text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})."
-            remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
-            yield name, error(name, text, remedy)
-            continue
-        if not first:
-            text = "holds no rows that ms-swift can use."
-            yield name, error(name, text, "Name another file.")
-            continue
-        yield name, first

