@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.record.reader import RoundName, index_rewards, index_samples
-from swift_grpo_ext.tools.replay.compare import first_difference, logprob_gap
+from swift_grpo_ext.record.row import SampleRow, to_rows
 
 EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
 """Exit statuses."""
 
-IDENTITY = ("group", "index", "turn")
 COMPARED = ("prompt", "media", "fingerprint", "seed", "weight_version", "token_ids",
             "finish_reason", "stop_reason", "text")  # fmt: skip
 """Columns in the order in which one decides the next. A fingerprint that differs alone says that
@@ -107,10 +108,11 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
             has_round = name in samples[0].rounds, name in samples[1].rounds
             result.difference = Difference(what="rounds", values=has_round, **name._asdict())
             return result
-        columns = [*IDENTITY, *COMPARED, "logprobs"]
-        one, other = (index.read_rounds([name], columns)[0] for index in samples)
-        if not one.equals(other):  # of equal tables no list is made, which takes seconds a round
-            found = _compare_samples(name, one.to_pylist(), other.to_pylist())
+        one, other = (index.read_rounds([name])[0] for index in samples)
+        columns = ["group", "index", "turn", *COMPARED, "logprobs"]
+        # Of equal tables no rows are made, which takes seconds a round.
+        if not one.select(columns).equals(other.select(columns)):
+            found = _compare_samples(name, to_rows(one), to_rows(other))
             result.difference = found[0]
             result.logprob_gap = max(result.logprob_gap, found[1])
         if result.difference is None and all(name in index.rounds for index in scores):
@@ -135,31 +137,61 @@ def _differing_settings(*runs: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def _compare_samples(
-    name: RoundName, one: list[dict[str, Any]], other: list[dict[str, Any]]
+    name: RoundName, one: list[SampleRow], other: list[SampleRow]
 ) -> tuple[Difference | None, float]:
     """Return the first difference of a round's samples, and the largest gap of log-probabilities
     before it, in nats."""
     largest = 0.0
     for a, b in zip_longest(one, other):
-        if a is None or b is None or any(a[column] != b[column] for column in IDENTITY):
+        if a is None or b is None or a.sample_id != b.sample_id:
             counts = len(one), len(other)
             return Difference(what="samples", values=counts, **name._asdict()), largest
-        place = {**name._asdict(), **{column: a[column] for column in IDENTITY}}
-        end = first_difference(a["token_ids"], b["token_ids"])
-        if a["fingerprint"] == b["fingerprint"]:
-            largest = max(largest, logprob_gap(a["logprobs"], b["logprobs"], end) or 0.0)
-        column = next((column for column in COMPARED if a[column] != b[column]), None)
-        if column == "token_ids" and end is not None:
-            tokens: list[Any] = []
-            for row in (a, b):
-                token_id = row["token_ids"][end : end + 1]
-                logprob = (row["logprobs"] or [])[end : end + 1]
-                tokens.append({"id": token_id, "logprob": logprob} if token_id else "ended")
-            values = tokens[0], tokens[1]
-            return Difference(what="tokens", values=values, token=end, **place), largest
-        if column is not None:
-            return Difference(what=column, values=(a[column], b[column]), **place), largest
+        difference, gap = compare_sample(a, b)
+        if a.fingerprint == b.fingerprint:
+            largest = max(largest, gap or 0.0)
+        if difference is not None:
+            return difference, largest
     return None, largest
+
+
+def compare_sample(one: SampleRow, other: SampleRow) -> tuple[Difference | None, float | None]:
+    """Return the first difference of one sample in two runs, and the largest gap of
+    log-probabilities before it, in nats; None where a side has none."""
+    place = asdict(one.sample_id)
+    end = first_difference(one.token_ids, other.token_ids)
+    gap = logprob_gap(one.logprobs, other.logprobs, end)
+    column = next((c for c in COMPARED if getattr(one, c) != getattr(other, c)), None)
+    if column == "token_ids" and end is not None:
+        tokens: list[Any] = []
+        for row in (one, other):
+            token_id = row.token_ids[end : end + 1]
+            logprob = (row.logprobs or [])[end : end + 1]
+            tokens.append({"id": token_id, "logprob": logprob} if token_id else "ended")
+        values = tokens[0], tokens[1]
+        return Difference(what="tokens", values=values, token=end, **place), gap
+    if column is not None:
+        values = getattr(one, column), getattr(other, column)
+        return Difference(what=column, values=values, **place), gap
+    return None, gap
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
+    """Return the first position where tokens differ or one side has ended; None if all agree."""
+    pairs = enumerate(zip_longest(one, other))
+    return next((position for position, (a, b) in pairs if a != b), None)
+
+
+def logprob_gap(
+    one: Sequence[float] | None, other: Sequence[float] | None, end: int | None
+) -> float | None:
+    """Return the largest difference of log-probabilities of tokens before `end`, in nats; None
+    where a side has none."""
+    if one is None or other is None:
+        return None
+    pairs = zip(one[:end], other[:end], strict=True)
+    # Two infinities of one sign do not differ; their difference would be NaN.
+    gaps = [0.0 if a == b else abs(a - b) for a, b in pairs]
+    return max(gaps, default=None) if not any(map(math.isnan, gaps)) else math.nan
 
 
 def _compare_scores(

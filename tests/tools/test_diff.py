@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.diff import diff
+from swift_grpo_ext.tools.diff import diff, logprob_gap
 from tests.tools.view.runs import Writer, make_rows, score
 
 Place = tuple[int, int]
@@ -90,6 +91,11 @@ def test_the_first_token_that_differs(
     result = diff(write(tmp_path / "a"), other)
     assert str(result.difference) == f"train round 1.0, group 1, sample 1, {expected}"
     assert result.logprob_gap == (0.25 if logprobs else 0.0)  # of the tokens before
+
+
+def test_infinite_log_probabilities_of_one_sign_do_not_differ() -> None:
+    assert logprob_gap([-0.5, -math.inf], [-0.25, -math.inf], None) == 0.25
+    assert math.isnan(logprob_gap([math.nan, -1.0], [-0.5, -1.0], None) or 0.0)
 
 
 def test_rounds_and_samples_that_only_one_run_has(tmp_path: Path) -> None:

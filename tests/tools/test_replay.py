@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
+from swift_grpo_ext.rollout.wire import Completion
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.replay import command
-from swift_grpo_ext.tools.replay.command import Replay, round_name, setting
-from swift_grpo_ext.tools.replay.compare import Comparison, Token, compare
+from swift_grpo_ext.tools.replay.command import round_name, setting
 from swift_grpo_ext.tools.replay.run import (
     ReplayError,
     Run,
@@ -40,72 +40,46 @@ SETTINGS: dict[str, Any] = {
 SEEDED = replace(ROW, seed=sample_seed(42, ROW.sample_id))
 
 
-# --- tokens ---
-
-
-def compared(logged: Any, generated: Any, index: int = 0) -> Comparison:
-    """Compare two sides, each of token ids and log-probabilities."""
-    name = sample_id(2, group=3, index=index)
-    row = replace(ROW, token_ids=logged[0], logprobs=logged[1], sample_id=name)
-    return compare(row, *generated, lambda token_id: f"<{token_id}>")
-
-
-@pytest.mark.parametrize(
-    ("logged", "generated", "position", "tokens", "gap"),
-    [
-        (([1, 2], [-0.5, -math.inf]), ([1, 2], [-0.25, -math.inf]), None, (None, None), 0.25),
-        (([1, 2], None), ([1, 2], [-0.5, -1.0]), None, (None, None), None),
-        (([1, 2], [-0.5, -9.0]), ([1, 5], [-0.75, -1.5]), 1, ((2, -9.0), (5, -1.5)), 0.25),
-        (([1], [-0.5]), ([2], [-0.5]), 0, ((1, -0.5), (2, -0.5)), None),
-        (([1, 2], None), ([1], None), 1, ((2, None), None), None),
-        (([], None), ([2], None), 0, (None, (2, None)), None),
-    ],
-)
-def test_compare(logged: Any, generated: Any, position: Any, tokens: Any, gap: Any) -> None:
-    of_logged, of_generated = (
-        pair and Token(token_id=pair[0], logprob=pair[1], text=f"<{pair[0]}>") for pair in tokens
-    )
-    assert compared(logged, generated) == Comparison(
-        name="train-2.0-3-0",
-        seed=1,
-        num_logged=len(logged[0]),
-        num_generated=len(generated[0]),
-        logprob_gap=gap,
-        position=position,
-        logged=of_logged,
-        generated=of_generated,
-    )
+# --- the command ---
 
 
 def test_the_result_as_lines_and_as_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logged = [1, 2], [-0.5, -1.0]
-    samples = [
-        compared(logged, ([1, 2], None)),
-        compared(logged, ([1, 4], [-0.5, -1.5]), index=1),
-        compared(logged, ([1], None), index=2),
+    """One sample is equal, the other parts at its second token."""
+    (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
+    rows = [
+        replace(ROW, sample_id=sample_id(index=index), seed=sample_seed(42, sample_id(index=index)))
+        for index in range(2)
     ]
-    result = Replay(
-        run_dir="run", weights="w", weight_version=2, equal=False, samples=samples, notes=["a note"]
-    )
-    monkeypatch.setattr(command, "_replay", lambda options: result)
-    assert command.run(argparse.Namespace(json=False)) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "Generated again with w:",
-        "  train-2.0-3-0: 2 tokens, equal",
-        "  train-2.0-3-1: 2 tokens, 2 generated; equal before position 1 (log-probabilities within "
-        "0.0e+00 nats), where the log has '<2>' (2) -1.000 and the replay '<4>' (4) -1.500",
-        "  train-2.0-3-2: 2 tokens, 1 generated; equal before position 1, where the log has "
-        "'<2>' (2) -1.000 and the replay ended",
-        "1 of 3 samples have equal tokens.",
-        "Note: a note",
+    rows = [replace(row, token_ids=[1, 2], logprobs=[-0.5, -1.0]) for row in rows]
+    write_session(tmp_path, rows)
+    again = [np.array([1, 2]), np.array([1, 4])]
+    completions = [
+        Completion(text="", token_ids=ids, logprobs=np.array([-0.5, -1.5]), finish_reason="stop")
+        for ids in again
     ]
-    monkeypatch.setattr(command, "_replay", lambda options: replace(result, equal=True))
-    assert command.run(argparse.Namespace(json=True)) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["weights"], printed["notes"]) == ("w", ["a note"])
-    assert printed["samples"][1]["logged"] == {"token_id": 2, "logprob": -1.0, "text": "<2>"}
+    loaded = Mock(load_dataset=lambda: ([], None))
+    monkeypatch.setattr("swift_grpo_ext.tools.replay.engine.base_arguments", lambda *_: loaded)
+    monkeypatch.setattr("swift_grpo_ext.tools.replay.engine.generate_again", lambda *_: completions)
+    monkeypatch.setattr(command, "find_prompt", lambda *_: {})
+    argv = ["replay", str(tmp_path), "--round", "0.0", "--group", "0"]
+    assert main(argv) == 1
+    assert capfd.readouterr().out.splitlines()[:4] == [
+        "Generated again with models/tiny:",
+        "  train-0.0-0-0: 2 tokens, log-probabilities within 5.0e-01 nats; equal",
+        "  train-0.0-0-1: 2 tokens, log-probabilities within 0.0e+00 nats; first difference, train "
+        "round 0.0, group 0, sample 1, token 1: tokens {'id': [2], 'logprob': [-1.0]} and "
+        "{'id': [4], 'logprob': [-1.5]}",
+        "1 of 2 samples have equal tokens.",
+    ]
+    assert main([*argv, "--json"]) == 1
+    printed = json.loads(capfd.readouterr().out)
+    assert (printed["weights"], printed["weight_version"]) == ("models/tiny", 0)
+    assert [sample["logprob_gap"] for sample in printed["samples"]] == [0.5, 0.0]
+    completions.pop()
+    completions.append(completions[0])
+    assert main(argv) == 0
 
 
 def test_arguments_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 """`swift-grpo-ext replay`: generate a logged group again, and compare token by token.
 
 `run` reads settings, samples and weights of a run, `engine` builds the run's engine and generates,
-`compare` compares tokens, and `command` shows the result.
+`tools.diff` compares tokens, and `command` shows the result.
 """

@@ -12,19 +12,20 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from swift_grpo_ext.record.reader import read_group
-from swift_grpo_ext.tools.replay.compare import Comparison, Token, compare
+from swift_grpo_ext.tools.diff import Difference, compare_sample
 from swift_grpo_ext.tools.replay.run import find_prompt, first_turns, read_run, weights_of
 
 DIFFERENT = (
-    "Tokens differ. Where the log-probabilities before the difference agree (to about 1e-5 in "
-    "float32, 1e-2 in bfloat16), weights and prompt are the same, and kernels whose result depends "
-    "on the batch have decided a near tie. Otherwise the sample saw other weights, another prompt, "
-    "other media or settings. Neither log nor args.json holds environment variables (set "
-    "MAX_PIXELS and the like as they were) or what only a server was told (give it with --set)."
+    "Tokens differ. The log's come first. Where the log-probabilities before them agree "
+    "(to about 1e-5 in float32, 1e-2 in bfloat16), weights and prompt are the same, and kernels "
+    "whose result depends on the batch have decided a near tie. Otherwise the sample saw other "
+    "weights, another prompt, other media or settings. Neither log nor args.json holds environment "
+    "variables (set MAX_PIXELS and the like as they were) or what only a server was told (give it "
+    "with --set)."
 )
 
 
@@ -48,6 +49,24 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A sample that was generated again."""
+
+    name: str
+    """Its `request_id`."""
+
+    num_tokens: int
+    """As the log has it."""
+
+    logprob_gap: float | None
+    """The largest difference of log-probabilities before the first token that differs, in nats.
+    It is near 0 where weights and prompt are the same; None where nothing can be compared."""
+
+    difference: Difference | None
+    """The first token that differs, in the log and generated again; None for equal ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replay:
     """A group that was generated again, as `--json` prints it."""
 
@@ -57,7 +76,7 @@ class Replay:
     equal: bool
     """All tokens of all samples are equal."""
 
-    samples: list[Comparison]
+    samples: list[Replayed]
     notes: list[str]
     """Hints at what may explain a difference, or was left out."""
 
@@ -94,12 +113,25 @@ def _replay(options: argparse.Namespace) -> Replay:
         row.fingerprint: find_prompt(row, data or (), run.settings)
         for row in {row.fingerprint: row for row in rows}.values()
     }
-    completions, decode = generate_again(run, weights, prompts, rows)
-    samples = [
-        compare(row, list(c.token_ids), c.logprobs, lambda token_id: decode([token_id]))
-        for row, c in zip(rows, completions, strict=True)
-    ]
-    equal = all(sample.position is None for sample in samples)
+    samples = []
+    for row, completion in zip(rows, generate_again(run, weights, prompts, rows), strict=True):
+        again = replace(
+            row,
+            token_ids=[int(token_id) for token_id in completion.token_ids],
+            logprobs=None
+            if completion.logprobs is None
+            else [float(logprob) for logprob in completion.logprobs],
+        )
+        difference, gap = compare_sample(row, again)
+        samples.append(
+            Replayed(
+                name=row.sample_id.request_id,
+                num_tokens=len(row.token_ids),
+                logprob_gap=gap,
+                difference=difference,
+            )
+        )
+    equal = all(sample.difference is None for sample in samples)
     notes = [] if equal else [DIFFERENT]
     if len(logged) > len(rows):
         notes.append(
@@ -135,23 +167,10 @@ def show(replay: Replay) -> None:
     print(f"Generated again with {replay.weights}:")
     for sample in replay.samples:
         gap = sample.logprob_gap
-        within = "" if gap is None else f" (log-probabilities within {gap:.1e} nats)"
-        result = f"{sample.num_logged} tokens, equal{within}"
-        if sample.position is not None:
-            result = (
-                f"{sample.num_logged} tokens, {sample.num_generated} generated; equal before "
-                f"position {sample.position}{within}, where the log has {_words(sample.logged)} "
-                f"and the replay {_words(sample.generated)}"
-            )
-        print(f"  {sample.name}: {result}")
-    num_equal = sum(sample.position is None for sample in replay.samples)
+        within = "" if gap is None else f", log-probabilities within {gap:.1e} nats"
+        result = "equal" if sample.difference is None else f"first difference, {sample.difference}"
+        print(f"  {sample.name}: {sample.num_tokens} tokens{within}; {result}")
+    num_equal = sum(sample.difference is None for sample in replay.samples)
     print(f"{num_equal} of {len(replay.samples)} samples have equal tokens.")
     for note in replay.notes:
         print(f"Note: {note}")
-
-
-def _words(token: Token | None) -> str:
-    if token is None:
-        return "ended"
-    logprob = "" if token.logprob is None else f" {token.logprob:.3f}"
-    return f"{token.text!r} ({token.token_id}){logprob}"

@@ -10,7 +10,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,16 +33,13 @@ def generate_again(
     weights: Sequence[str],
     prompts: Mapping[str, Mapping[str, Any]],
     rows: Sequence[SampleRow],
-) -> tuple[list[Completion], Callable[[list[int]], str]]:
-    """Generate the samples of a group anew.
+) -> list[Completion]:
+    """Generate the samples of a group anew, in the order of `rows`.
 
     Args:
         weights: a model, and adapters to merge into it, as `weights_of` returns them.
         prompts: ms-swift's rows by their fingerprints.
         rows: the samples, as they were logged.
-
-    Returns:
-        The completions in the order of `rows`, and what decodes token ids.
     """
     settings = run.settings
     requests = []
@@ -72,8 +69,7 @@ def generate_again(
     with _one_model(run, weights) as model:
         engine = _make_engine(settings, model, base=weights[0], num_samples=len(rows))
         outputs = engine.infer(requests, config, use_tqdm=False)
-        completions = [output.response.completions[0] for output in outputs]
-        return completions, engine.tokenizer.decode
+        return [output.response.completions[0] for output in outputs]
 
 
 def _make_engine(

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.special import pdtrc
 
 from swift_grpo_ext.diversity.sample import Sample
-from swift_grpo_ext.tools.replay.compare import first_difference
+from swift_grpo_ext.tools.diff import first_difference
 
 SAME_TOKENS = "same tokens"
 PROMISES = {

@@ -19,7 +19,7 @@ from PIL import Image
 from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
-from swift_grpo_ext.tools.replay.compare import first_difference
+from swift_grpo_ext.tools.diff import first_difference
 from swift_grpo_ext.tools.view.runs import Follower, describe
 
 SIDES = {"small": 112, "full": 2048}
