@@ -43,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("config", nargs="*", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml")
     add("--model", help="of both sides, instead of the files'")
     add("--dataset", nargs="+", default=[], help="instead of the file's")
-    add("--server", nargs="+", default=[], metavar="HOST:PORT", help="servers that have to answer")
     add("--ranks", type=int, help="training processes (default: as ENV says)")
     add("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)")
     add("--settings-only", action="store_true", help="for another machine: look nothing up here")

@@ -134,8 +134,8 @@ def test_an_answer_has_the_name_of_its_request() -> None:
 
 
 def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It joins when a connected training asks (one that connects has been told how many there are;
-    `check --server` asks too), and generates once it has weights. Three starts are the budget."""
+    """It joins when a connected training asks (one that connects has been told how many there are),
+    and generates once it has weights. Three starts are the budget."""
     ended, healthy = Replica(number=0), Replica(number=1)
     deployed = Deployed(ended, healthy)
     deployed.restarts = Restarts(deployed, 3)

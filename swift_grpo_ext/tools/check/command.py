@@ -53,7 +53,6 @@ def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
             (here, machine.check_versions),
             (here, machine.check_shared_memory),
             (here, machine.check_builds),
-            *((here, partial(machine.check_server, server)) for server in options.server),
         ]
     dataset = ["--dataset", *options.dataset] if options.dataset else []
     overrides = [*dataset, *options.rest]

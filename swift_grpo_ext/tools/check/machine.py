@@ -1,4 +1,4 @@
-"""The installation, this machine, and servers that run."""
+"""The installation and this machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import importlib.metadata
 import shutil
 from collections.abc import Mapping
 
-import requests
 from packaging.utils import canonicalize_name
 
 from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
-from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import untried
 
@@ -23,11 +21,6 @@ LEAST_SHARED = GIB // 4
 
 ENOUGH_SHARED = 8 * GIB
 """With GPUs: NCCL's buffers and the workers' batches with images."""
-
-SERVER_SECONDS = 5
-
-
-# --- packages ---
 
 
 def check_versions() -> Findings:
@@ -94,37 +87,3 @@ def check_shared_memory() -> Findings:
         yield error("Shared memory", text, remedy)
     elif has_accelerator() and free < ENOUGH_SHARED:
         yield warning("Shared memory", text, remedy)
-
-
-# --- servers that run ---
-
-
-def check_server(address: str) -> Findings:
-    """Check that a server answers, and speaks this version of our wire format."""
-    from swift_grpo_ext.server.api_key import REMEDY
-
-    url = (address if "://" in address else f"http://{address}").rstrip("/")
-    name = f"server {url}"
-    start = "Start it: swift rollout --external_plugins $(swift-grpo-ext plugin-path) ..."
-    session = requests.Session()
-    session.trust_env = False  # past any proxy, but with the key that a training would send
-    session.auth = requests.utils.get_netrc_auth(url)
-    try:
-        answer = session.post(f"{url}/get_engine_type/", timeout=SERVER_SECONDS)
-        if answer.status_code == 401:
-            yield error(name, "does not get its API key from here.", f"{REMEDY}.")
-            return
-        answer.raise_for_status()
-        ours = answer.json().get(wire.KEY)
-    except (requests.RequestException, ValueError) as e:
-        yield error(name, f"does not answer as a swift rollout does ({e}).", start)
-        return
-    if ours is None:
-        yield error(name, "runs without swift-grpo-ext.", start)
-        return
-    try:
-        wire.check_version(ours, name)
-    except wire.WireError as e:
-        yield error(name, str(e), "Install the same version of swift-grpo-ext on both sides.")
-        return
-    yield ok(name, f"wire format {ours['version']}, {ours['replicas']} replica(s)")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +15,6 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.checks.finding import Finding, error
-from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.tools.check import encoding, lookup, machine
 from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.tools.cli import main
@@ -88,55 +84,6 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine.shutil, "disk_usage", {"/dev/shm": usage}.get)
         monkeypatch.setattr(machine, "has_accelerator", lambda given=has_gpu: given)
         assert_says(machine.check_shared_memory(), expected)
-
-
-# --- servers that run ---
-
-OURS = {"version": wire.VERSION, "replicas": 2}
-
-
-@pytest.mark.parametrize(
-    ("status", "answer", "expected"),
-    [
-        (200, {wire.KEY: OURS}, f"wire format {wire.VERSION}, 2 replica(s)"),
-        (401, {}, "does not get its API key from here. ...~/.netrc"),
-        (200, {"engine_type": "vLLM"}, "runs without swift-grpo-ext. ...--external_plugins"),
-        (
-            200,
-            {wire.KEY: {**OURS, "version": 0}},
-            "...speaks version 0... Install the same version",
-        ),
-        (404, {}, "does not answer as a swift rollout does (404...Start it: swift"),
-    ],
-)
-def test_servers(
-    status: int, answer: Any, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command sends what a training would: the key in the netrc, past any proxy."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            key = base64.b64decode(self.headers["Authorization"].removeprefix("Basic "))
-            is_asked = (key, self.path) == (b"swift:key", "/get_engine_type/")
-            self.send_response(status if is_asked else 500)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login swift password key\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    level = "ok" if expected.startswith("wire") else "error"
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        Thread(target=http.handle_request, daemon=True).start()
-        address = f"127.0.0.1:{http.server_port}"
-        findings = [*machine.check_server(address)]
-    assert_says(findings, f"{level}: --server http://{address}: {expected}")
-
-
-def test_a_server_that_is_not_there() -> None:
-    url = "http://127.0.0.1:1"
-    expected = f"error: --server {url}: does not answer...Connection refused...Start it: swift"
-    assert_says(machine.check_server(url), expected)
 
 
 # --- template and data ---
