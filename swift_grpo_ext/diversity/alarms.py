@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +82,3 @@ def _name(origins: Sequence[dict[str, Any]], num_origins: int, language: int) ->
     num_more = num_origins - len(named)
     more = words["more_origins"][language].format(number=num_more) if num_more else ""
     return ", ".join(named) + more
-
-
-def alarm_streaks(records: Sequence[RoundRecord]) -> list[list[RoundRecord]]:
-    """Return rounds in a row of one phase and verdict, training first; those without any alarm are
-    left out. A collapse so begins with the rounds that the analyzer's patience waited for."""
-    by_phase = sorted(records, key=lambda r: r.phase == "eval")
-    streaks = (list(s) for _, s in groupby(by_phase, key=lambda r: (r.phase, r.verdict)))
-    return [streak for streak in streaks if any(record.alarm for record in streak)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.diversity.alarms import alarm_line, alarm_streaks
+from swift_grpo_ext.diversity.alarms import alarm_line
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, judge
 from swift_grpo_ext.diversity.collision import CollisionTest
 from swift_grpo_ext.diversity.metrics import round_metrics
@@ -180,18 +180,6 @@ def test_an_alarm_of_a_collapse_names_nobody() -> None:
         "prompts may be solved: use harder ones. Otherwise check what the reward favours, raise "
         "--temperature or --beta, or return to an earlier checkpoint."
     )
-
-
-def test_a_streak_begins_with_the_rounds_that_patience_waited_for() -> None:
-    verdicts = ["healthy", "collapse", "collapse", "healthy", "collapse", "broken", "broken"]
-    records = [
-        record_of(step, verdict=verdict, alarm="words" if step in (2, 5, 6) else None)
-        for step, verdict in enumerate(verdicts)
-    ]
-    evaluation = record_of(0, phase="eval", verdict="broken", alarm="words")
-    streaks = alarm_streaks([evaluation, *records])
-    assert [[r.step for r in streak] for streak in streaks] == [[1, 2], [5, 6], [0]]
-    assert streaks[-1] == [evaluation]
 
 
 # --- the file ---

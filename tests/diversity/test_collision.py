@@ -17,7 +17,6 @@ from scipy.special import chdtrc
 from scipy.stats import combine_pvalues
 
 from swift_grpo_ext.diversity.collision import (
-    BYTES_OF_SAMPLE,
     MAX_PER_PROMPT,
     PromptMemory,
     _Correction,
@@ -270,37 +269,6 @@ def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
     assert test.max_bits == pytest.approx(13, rel=1e-5)
 
 
-@pytest.mark.parametrize("fault", ["none", "frozen"])
-def test_rounds_held_against_a_memory_alarm_as_rarely_as_promised(fault: str) -> None:
-    """Sound rounds of 8 groups of 4, with 2 rounds of each prompt remembered: p < alpha in a share
-    of alpha of them at most. With frozen noise of 3 bits a sample, most are below 0.5."""
-    rng = np.random.default_rng(1)
-    completions = Markov([3.0, 1.0, 2.0, 0.5, 2.0, 1.0, 0.2, 1.0, 3.0]).completions()
-    mass = np.array([np.prod(q) for _, q in completions])
-    log2_ps = []
-    for _ in range(60):
-        memory = PromptMemory()
-        noise = rng.choice(len(completions), 32, p=mass / mass.sum())
-        for step in range(3):
-            if step and fault == "none":
-                noise = rng.choice(len(completions), 32, p=mass / mass.sum())
-            samples = [
-                sample(ids, bits=[-log2(x) for x in q], step=step, group=i // 4, index=i % 4,
-                       prompt=f"{i // 4}")
-                for i, (ids, q) in enumerate(completions[n] for n in noise)
-            ]  # fmt: skip
-            log2_p = collision_test(samples, memory).log2_p
-            memory.remember(samples)
-        log2_ps.append(log2_p)
-    shares = {alpha: np.mean(np.array(log2_ps) < log2(alpha)) for alpha in (0.5, 0.1, 0.02)}
-    if fault == "frozen":
-        assert shares[0.5] > 0.5
-    else:
-        for alpha, share in shares.items():
-            assert share <= alpha + 3 * np.sqrt(alpha * (1 - alpha) / len(log2_ps))
-        assert shares[0.5] <= 0.5
-
-
 # --- the memory ---
 
 
@@ -330,18 +298,6 @@ def test_a_prompt_keeps_its_latest_samples() -> None:
     steps = [kept.origin.sample_id.step for kept in memory.earlier("prompt")]
     assert steps == list(range(2, MAX_PER_PROMPT + 2))
     assert len(memory.earlier("other")) == 1
-
-
-@pytest.mark.parametrize(
-    ("seen", "kept"), [("aba", "aab"), ("abac", "aac"), ("abacdd", "cdd"), ("bacb", "bbc")]
-)
-def test_the_prompt_seen_longest_ago_goes_first(seen: str, kept: str) -> None:
-    """Three samples fill the memory."""
-    memory = PromptMemory(max_bytes=3 * (BYTES_OF_SAMPLE + 4))
-    for prompt in seen:
-        memory.remember([sample([1], prompt=prompt)])
-    held = [name * len(memory.earlier(name)) for name in sorted(set(seen))]
-    assert "".join(held) == kept
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from swift_grpo_ext.logits.shared_prompt import WORTH
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
-from swift_grpo_ext.tools.selftest.outcome import NotTriedError, flips
+from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
 from swift_grpo_ext.training.batch import (
     DisagreementError,
@@ -79,7 +79,6 @@ def check_prompts(rig: Rig) -> Finding:
 # --- seeds ---
 
 NUM_COLLISION_SAMPLES = 256
-LEAST_P = 1e-6
 LEAST_BITS = 64.0
 """Surprisal of all samples together, below which shared noise could not be told from certainty."""
 

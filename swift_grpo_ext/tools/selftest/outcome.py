@@ -55,6 +55,7 @@ FLOOR = 1e-3
 """Flips that are expected of a handful of tokens whose differences were measured as 0."""
 
 LEAST_P = 1e-6
+"""The p-value of shared noise, or of rounding, below which a promise does not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

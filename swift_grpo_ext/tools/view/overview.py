@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,16 @@ def overall_verdict(records: Sequence[RoundRecord]) -> str:
 
 
 def list_alarms(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
-    """Return the alarms, rounds in a row as one, with causes as (English, Chinese)."""
+    """Return the alarms of training, then those of evaluations, with causes as (English, Chinese).
+
+    Rounds in a row are one; a collapse so begins with the rounds that the analyzer's patience
+    waited for.
+    """
+    by_phase = sorted(records, key=lambda r: r.phase == "eval")
+    streaks = (list(s) for _, s in groupby(by_phase, key=lambda r: (r.phase, r.verdict)))
+    alarming = [streak for streak in streaks if any(record.alarm for record in streak)]
     listed = []
-    for streak in alarms.alarm_streaks(records)[:MAX_ALARMS]:
+    for streak in alarming[:MAX_ALARMS]:
         first, last = streak[0], streak[-1]
         is_broken = first.verdict == "broken"
         # The most improbable round tells most of broken randomness, the last one of a collapse.

@@ -109,8 +109,11 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
     rounds = [collapsed(step) for step in range(5)]
     rounds[3] = group_of([1], [2], [3], [4], step=3)
     rounds += [group_of(*[list(range(60))] * 2, step=step) for step in (5, 6)]
+    rounds.insert(0, group_of(*[list(range(90))] * 2, phase="eval", prompt="other"))
     records = make_watched_run(tmp_path, rounds)
-    collapse, broken = list_alarms(records)
+    collapse, broken, of_evaluation = list_alarms(records)
+    assert (of_evaluation["phase"], of_evaluation["kind"]) == ("eval", "broken")
+    records = [record for record in records if record.phase == "train"]
     assert (collapse["phase"], collapse["first_step"], collapse["last_step"]) == ("train", 1, 3)
     assert (broken["kind"], broken["first_step"], broken["last_step"]) == ("broken", 6, 7)
     assert (collapse["first"], collapse["last"]) == ("train round 0.0", "2.0")
