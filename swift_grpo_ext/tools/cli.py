@@ -40,13 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Arguments of swift rlhf behind -- win over the file's settings. Without CONFIG, the "
         "machine, --model and --dataset are looked at. Exit status: 1 where there is an error.",
     )
-    add("config", nargs="*", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml")
+    add("config", nargs="?", help="a file, or NAME for NAME.train.yaml and NAME.rollout.yaml")
     add("--model", help="of both sides, instead of the files'")
     add("--dataset", nargs="+", default=[], help="instead of the file's")
     add("--ranks", type=int, help="training processes (default: as ENV says)")
     add("--gpus", metavar="LIST", help="of this machine, e.g. 0,1 (default: ENV's)")
     add("--settings-only", action="store_true", help="for another machine: look nothing up here")
-    add("--json", action="store_true", help="for scripts")
     add("--quiet", action="store_true", help="errors and warnings only")
 
     add = command(

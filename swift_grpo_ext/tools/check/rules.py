@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from swift_grpo_ext.checks.finding import Findings, error, note, warning
-from swift_grpo_ext.tools.check.settings import Run, devices_of, environment, plugins_of
+from swift_grpo_ext.tools.check.settings import COMMANDS, Run, devices_of, environment, plugins_of
 
 PLUGIN = "grpo_ext.py"
 
@@ -44,7 +44,7 @@ def check_settings(run: Run) -> Findings:
         if PLUGIN not in (PurePath(plugin).name for plugin in plugins_of(settings)):
             yield error(
                 "external_plugins",
-                f"{run.name(side)} does not load {PLUGIN}: `swift-grpo-ext plugin-path` tells "
+                f"`{COMMANDS[side]}` does not load {PLUGIN}: `swift-grpo-ext plugin-path` tells "
                 "where the installed one is.",
             )
     if run.training is not None:
@@ -126,8 +126,8 @@ def check_servers(run: Run) -> Findings:
     if run.rollout is not None and hosts and run.serve("port") not in ports:
         yield error(
             "port",
-            f"{run.serve('port')} of {run.name('rollout')} is not among vllm_server_port "
-            f"({', '.join(map(str, ports))}) of {run.name('training')}.",
+            f"{run.serve('port')} of `swift rollout` is not among vllm_server_port "
+            f"({', '.join(map(str, ports))}) of `swift rlhf`.",
         )
     shared = sorted({*devices_of(run.training)} & {*devices_of(run.rollout)})
     if shared and not environment(run.training).get("NNODES"):
@@ -153,8 +153,8 @@ def check_agreement(run: Run) -> Findings:
             shown = ["not set" if value is None else repr(value) for value in (ours, theirs)]
             yield error(
                 name,
-                f"is {shown[0]} in {run.name('training')} and {shown[1]} in "
-                f"{run.name('rollout')}: both sides need the same.",
+                f"is {shown[0]} of `swift rlhf` and {shown[1]} of `swift rollout`: both sides need "
+                "the same.",
             )
     rank, most = run.train("lora_rank"), run.serve("vllm_max_lora_rank")
     if run.serve("vllm_enable_lora") and rank > most:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,9 +43,6 @@ class Run:
     ranks: int | None = None
     """Training processes over all nodes; None: as the training's ENV says (NPROC_PER_NODE x NNODES,
     else 1)."""
-
-    names: Mapping[Side, str] = field(default_factory=dict)
-    """What messages call the two sides: their files, else their commands."""
 
     @property
     def num_ranks(self) -> int:
@@ -99,9 +96,6 @@ class Run:
         """Return all settings of a side as attributes, as `swift` has them after parsing."""
         given = self.training if side == "training" else self.rollout
         return SimpleNamespace(**{**defaults(side), **(given or {})})
-
-    def name(self, side: Side) -> str:
-        return self.names.get(side, COMMANDS[side])
 
     @contextmanager
     def environment(self, side: Side) -> Iterator[None]:
@@ -157,7 +151,6 @@ def read_run(
     """
     both = ["--model", model] if model else []
     parsed: dict[Side, dict[str, Any]] = {}
-    names: dict[Side, str] = {}
     for side, file in zip(COMMANDS, files_of(Path(path)), strict=True):
         if file:
             more = [*both, *(overrides if side == "training" else ())]
@@ -165,10 +158,7 @@ def read_run(
                 parsed[side] = parse(side, read_settings(file), more)
             except ValueError as e:
                 raise ValueError(f"{file.name}: {str(e).removeprefix(f'{file}: ')}") from e
-            names[side] = file.name
-    return Run(
-        training=parsed.get("training"), rollout=parsed.get("rollout"), ranks=ranks, names=names
-    )
+    return Run(training=parsed.get("training"), rollout=parsed.get("rollout"), ranks=ranks)
 
 
 def files_of(path: Path) -> tuple[Path | None, Path | None]:

@@ -51,8 +51,13 @@ TWO = {"vllm_server_host": ["a", "a"]}
 @pytest.mark.parametrize(
     ("name", "training", "rollout", "expected"),
     [
-        (SERVED, {"external_plugins": ["other.py"]}, {}, r"train\.yaml does not load grpo_ext\.py"),
-        (SERVED, {}, {"external_plugins": None}, r"rollout\.yaml does not load grpo_ext\.py"),
+        (
+            SERVED,
+            {"external_plugins": ["other.py"]},
+            {},
+            "`swift rlhf` does not load grpo_ext",
+        ),
+        (SERVED, {}, {"external_plugins": None}, r"`swift rollout` does not load grpo_ext\.py"),
         (COLOCATED, {"rlhf_type": "dpo"}, {}, "--rlhf_type: is dpo; expected grpo"),
         # Rewards, batches, engines
         (COLOCATED, BARE, {}, "--reward_funcs: is missing"),
@@ -81,12 +86,12 @@ TWO = {"vllm_server_host": ["a", "a"]}
             {},
             "--vllm_server_group_port: holds one port twice",
         ),
-        (SERVED, {}, {"port": 8111}, r"--port: 8111 of .*rollout\.yaml is not among vllm_server_p"),
+        (SERVED, {}, {"port": 8111}, "--port: 8111 of `swift rollout` is not among vllm_server_p"),
         # What both sides have to agree on
-        (SERVED, {}, {"model": "Qwen/Other"}, "--model: is .* and 'Qwen/Other' in .*the same"),
-        (SERVED, {"max_turns": 1}, {}, "--max_turns: is 1 in .* and not set in .*the same"),
-        (SERVED, {"system": "a"}, {"system": "b"}, "--system: is 'a' in .* and 'b' in"),
-        (SERVED, {}, {ENV: {"MAX_PIXELS": 7}}, "ENV MAX_PIXELS: is 602112 in .* and 7 in .* same"),
+        (SERVED, {}, {"model": "Qwen/Other"}, "--model: is .* and 'Qwen/Other' of .*the same"),
+        (SERVED, {"max_turns": 1}, {}, "--max_turns: is 1 of .* and not set of .*the same"),
+        (SERVED, {"system": "a"}, {"system": "b"}, "--system: is 'a' of .* and 'b' of"),
+        (SERVED, {}, {ENV: {"MAX_PIXELS": 7}}, "ENV MAX_PIXELS: is 602112 of .* and 7 of .* same"),
         (
             SERVED,
             {"vllm_enable_lora": True, "lora_rank": 64},
