@@ -97,7 +97,7 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
     """
     samples = [index_samples(run) for run in (run_a, run_b)]
     scores = [index_rewards(i, run) for i, run in zip(samples, (run_a, run_b), strict=True)]
-    result = Diff(settings=_differing_settings(Path(run_a), Path(run_b)))
+    result = Diff(settings=_differing_settings(read_args(run_a), read_args(run_b)))
     common = samples[0].rounds.keys() & samples[1].rounds.keys()
     if not common:
         raise ValueError(f"{run_a} and {run_b} have no round in common.")
@@ -126,10 +126,19 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
     return result
 
 
-def _differing_settings(*runs: Path) -> dict[str, tuple[Any, Any]]:
+def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the settings of a run's `args.json`; none where it has no readable one."""
     try:
-        one, other = (json.loads((run / "args.json").read_text(encoding="utf-8")) for run in runs)
+        settings: dict[str, Any] = json.loads(
+            (Path(run_dir) / "args.json").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
+        return {}
+    return settings
+
+
+def _differing_settings(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    if not (one and other):
         return {}
     names = [name for name in {**one, **other} if name not in WHERE_ONLY]
     pairs = {name: (one.get(name), other.get(name)) for name in names}

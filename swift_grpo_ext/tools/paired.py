@@ -15,7 +15,6 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -23,6 +22,7 @@ from scipy import stats
 
 from swift_grpo_ext.record.reader import read_rewards, read_samples
 from swift_grpo_ext.sampling.seeding import Phase
+from swift_grpo_ext.tools.diff import read_args
 
 SAMPLE = ["phase", "step", "number", "group", "index"]
 
@@ -57,7 +57,10 @@ def pair_by_seed(baselines: Sequence[str], candidates: Sequence[str]) -> dict[st
     Raises:
         ValueError: a seed is on one side only, or twice.
     """
-    seeds = [[_seed_of(Path(folder)) for folder in side] for side in (baselines, candidates)]
+    seeds = [
+        [str(read_args(folder).get("seed", "unknown")) for folder in side]
+        for side in (baselines, candidates)
+    ]
     if len(baselines) > 1 or len(candidates) > 1:
         is_single = all(len(set(of_side)) == len(of_side) for of_side in seeds)
         if not is_single or set(seeds[0]) != set(seeds[1]):
@@ -67,14 +70,6 @@ def pair_by_seed(baselines: Sequence[str], candidates: Sequence[str]) -> dict[st
             )
         candidates = [candidates[seeds[1].index(seed)] for seed in seeds[0]]
     return dict(zip(seeds[0], zip(baselines, candidates, strict=True), strict=True))
-
-
-def _seed_of(run_dir: Path) -> str:
-    """Return the run's `--seed`, or `unknown`."""
-    try:
-        return str(json.loads((run_dir / "args.json").read_text(encoding="utf-8"))["seed"])
-    except (OSError, ValueError, KeyError):
-        return "unknown"
 
 
 def read_means(

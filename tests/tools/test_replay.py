@@ -191,18 +191,3 @@ def test_the_prompt_comes_from_the_data_set() -> None:
         assert find_prompt(sample, data, SETTINGS) == prompt
     with pytest.raises(ReplayError, match=r"No row of train\.jsonl has the fingerprint.*--set"):
         find_prompt(sample, [other], SETTINGS)
-
-
-# --- the command, as far as it needs no engine ---
-
-
-def test_what_is_wrong_is_said_before_anything_is_loaded(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
-    write_session(tmp_path, [replace(SEEDED, weight_version=2)])
-    for group, expected in (("1", "holds no group 1 of train"), ("0", "checkpoint-2 is not there")):
-        assert main(["replay", str(tmp_path), "--round", "0.0", "--group", group]) == 1
-        output = capfd.readouterr()
-        assert output.out == ""
-        assert expected in output.err

@@ -123,30 +123,29 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
     rest = rows[NUM_FIRST:]
     drawn = Random(run.train("data_seed")).sample(rest, min(NUM_DRAWN, len(rest)))
     encoded: list[EncodedRow] = []
-    refused: dict[str, list[tuple[Row, str]]] = {}
-    """Rows that the training's template refuses, with the reason, by the error's type."""
-    failed: dict[str, list[tuple[Row, str]]] = {}
-    """Rows of which a rollout, or a training after it, makes nothing."""
+    faults: dict[tuple[str, str], list[tuple[Row, str]]] = {}
+    """By side and type of the error, the rows that cannot be encoded, with the reason."""
     for row in [*rows[:NUM_FIRST], *drawn]:
         if bad_media(row):
             continue  # said by `check_rows`
         if reason := encoder.refusal(row):
-            refused.setdefault(reason.partition(":")[0], []).append((row, reason))
+            faults.setdefault(("training", reason.partition(":")[0]), []).append((row, reason))
             continue
         try:
             encoded.append(encoder.encode(row))
         except Exception as e:  # templates, processors and vLLM raise many kinds
-            failed.setdefault(type(e).__name__, []).append((row, reason_of(e)))
+            faults.setdefault(("a rollout", type(e).__name__), []).append((row, reason_of(e)))
     deletes = run.train("truncation_strategy") == "delete"
-    for of_type in refused.values():
-        text = f"{of_rows(of_type)} cannot be encoded for training ({of_type[0][1]})."
-        if deletes:
+    for (side, _), of_type in faults.items():
+        first, reason = of_type[0]
+        more = f", like {len(of_type) - 1} more," if len(of_type) > 1 else ""
+        text = f"{named(first)}{more} cannot be encoded for {side} ({reason})."
+        if side == "a rollout":
+            yield error(setting, text, "Correct it, or leave it out.")
+        elif deletes:
             yield warning(setting, f"{text} Others take its place (--truncation_strategy delete).")
         else:
             yield error(setting, text, "Correct it, or --truncation_strategy delete.")
-    for of_type in failed.values():
-        text = f"{of_rows(of_type)} cannot be encoded for a rollout ({of_type[0][1]})."
-        yield error(setting, text, "Correct it, or leave it out.")
     if encoded:
         yield from differences_of(encoder, encoded, setting, run)
         yield from lengths_of(encoder, encoded, setting, run)
@@ -157,12 +156,6 @@ def named(row: Row) -> str:
     given = {kind: len(row.get(kind) or ()) for kind in MEDIA}
     shows = ", ".join(f"{kind}: {number}" for kind, number in given.items() if number)
     return f"the row that asks {question_of(prompt_of(row))!r} ({shows or 'no media'})"
-
-
-def of_rows(rows: Sequence[tuple[Row, str]]) -> str:
-    """Return how a message calls several rows: by the first."""
-    more = f", like {len(rows) - 1} more," if len(rows) > 1 else ""
-    return f"{named(rows[0][0])}{more}"
 
 
 def differences_of(

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow.compute as pc
 from PIL import Image
 
 from swift_grpo_ext.checks.rows import media_content
+from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
-from swift_grpo_ext.tools.diff import first_difference
+from swift_grpo_ext.tools.diff import read_args
 from swift_grpo_ext.tools.view.runs import Follower, describe
 
 SIDES = {"small": 112, "full": 2048}
@@ -56,9 +56,8 @@ class RunView(Follower):
         from tokenizers import Tokenizer
 
         folders = sorted(self.run_dir.glob("checkpoint-*"))
-        with suppress(OSError, ValueError, KeyError):
-            settings = json.loads((self.run_dir / "args.json").read_text(encoding="utf-8"))
-            folders.append(Path(settings["model"]))
+        if model := read_args(self.run_dir).get("model"):
+            folders.append(Path(model))
         for folder in folders:
             try:
                 tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -85,9 +84,9 @@ class RunView(Follower):
             with suppress(KeyError):
                 beside = self._samples(other, number)
                 samples += [{**s, "is_earlier": True} for s in beside if s["index"] == index]
-        # Without a tokenizer, the texts tell which beginnings are shared.
-        unit = "text" if self.decode is None else "token_ids"
-        shared = shared_lengths([sample[unit] for sample in samples])
+        # Without a tokenizer, the characters of the texts tell which beginnings are shared.
+        units = [[*map(ord, s["text"])] if self.decode is None else s["token_ids"] for s in samples]
+        shared = shared_lengths(units)
         for sample, num_shared in zip(samples, shared, strict=True):
             if self.decode is not None:
                 sample["pieces"] = pieces(
@@ -148,19 +147,13 @@ class RunView(Follower):
         return self.snapshot.prompts[rows["fingerprint"][at].as_py()].media[number]
 
 
-def shared_lengths(completions: Sequence[Sequence[int] | str]) -> list[int]:
-    """Return how many tokens (or characters) of each completion's beginning another one shares, at
-    most.
-
-    In sorted order, a completion shares most with one of its neighbours.
-    """
-    order = sorted(range(len(completions)), key=lambda number: list(completions[number]))
-    shared = [0] * len(completions)
-    for one, other in pairwise(order):
-        position = first_difference(completions[one], completions[other])
-        common = len(completions[one]) if position is None else position
-        shared[one], shared[other] = max(shared[one], common), max(shared[other], common)
-    return shared
+def shared_lengths(completions: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many tokens of each completion's beginning another one shares, at most."""
+    shared = np.zeros(len(completions), int)
+    for prefix in shared_prefixes([np.array(ids, int) for ids in completions]):
+        shared[prefix.members] = np.maximum(shared[prefix.members], prefix.length)
+    lengths: list[int] = shared.tolist()
+    return lengths
 
 
 def pieces(
