@@ -9,6 +9,7 @@ a GPU.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from itertools import count, groupby, islice
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -174,15 +175,16 @@ def differences_of(
             places.append(f"{len(row.differences) - SHOWN_DIFFERENCES} more places")
         yield say(
             setting,
-            f"{named(row.row)} has a prompt of {len(row.rollout)} tokens in the rollout and of "
-            f"{len(row.training)} in training: {'; '.join(places)}.",
+            f"{named(row.row)} has a prompt of {len(row.rollout)} tokens in the rollout "
+            f"({', '.join(row.media) or 'no media'}) and of {len(row.training)} in training: "
+            f"{'; '.join(places)}.",
             "" if number else REMEDY,
         )
     if len(differing) > SHOWN_ROWS:
         text = f"{len(differing) - SHOWN_ROWS} more of {len(encoded)} rows differ."
         yield say(setting, text)
     if not differing:
-        num_media = sum(len(row.row.get(kind) or ()) for row in encoded for kind in MEDIA)
+        num_media = sum(len(row.media) for row in encoded)
         yield ok(
             setting,
             f"{len(encoded)} rows with {num_media} media are equal in rollout and training, "
@@ -193,7 +195,15 @@ def differences_of(
 def lengths_of(
     encoder: RowEncoder, encoded: Sequence[EncodedRow], setting: str, run: Run
 ) -> Findings:
-    """Say how long prompts are, and whether they leave a completion room."""
+    """Name media of which a cut takes the text, and prompts that leave a completion no room."""
+    for row in [row for row in encoded if row.num_behind_cut][:SHOWN_ROWS]:
+        yield warning(
+            setting,
+            f"{named(row.row)} is cut to the last text that --max_length {encoder.max_length} "
+            f"leaves: {row.num_behind_cut} of its {len(row.media)} media stand in what is cut, and "
+            "stay without the text around them.",
+            "Raise --max_length, or have such prompts replaced with --truncation_strategy delete.",
+        )
     longest = max(encoded, key=lambda row: len(row.rollout))
     num_prompt, num_completion = len(longest.rollout), int(run.train("max_completion_length"))
     text = (
@@ -235,6 +245,11 @@ class EncodedRow:
     """Training is given the rollout's line breaks and cuts where it can be."""
 
     differences: list[Difference]
+    media: list[str]
+    """The rollout shows these, each with its size and its tokens."""
+
+    num_behind_cut: int
+    """So many media stand in the text that `--max_length` cuts, and stay in the prompt."""
 
 
 class RowEncoder:
@@ -297,8 +312,18 @@ class RowEncoder:
         rollout = list(request.prompt_token_ids)
         with self._run.environment("training"):
             training = self._prompt_in_training(sample, rollout)
-        differing = list(differences(rollout, training, self._placeholders))
-        return EncodedRow(row, rollout, training, differing)
+        # Of the text the last tokens are kept: media in front of it have lost theirs.
+        was_cut = may_be_cut(rollout, self.max_length)
+        text_from = next((n for n, i in enumerate(rollout) if i not in self._placeholders), 0)
+        starts = [feature.mm_position.offset for feature in request.mm_features or ()]
+        return EncodedRow(
+            row=row,
+            rollout=rollout,
+            training=training,
+            differences=list(differences(rollout, training, self._placeholders)),
+            media=describe_media(inputs, request),
+            num_behind_cut=sum(start < text_from for start in starts) if was_cut else 0,
+        )
 
     def _prompt_in_training(self, sample: GRPOSample, rollout: Sequence[int]) -> list[int]:
         """Return the prompt's tokens as training is given them."""
@@ -388,6 +413,31 @@ def make_engine(
             engine_kwargs={name: kwargs[name] for name in OF_PROCESSING if name in kwargs},
         )
     return engine, core
+
+
+def describe_media(inputs: Mapping[str, Any], request: EngineCoreRequest) -> list[str]:
+    """Say what a request shows: `image 1 of 28x28 (4 tokens from token 15 on)`."""
+    sizes = {kind: map(size_of, inputs.get(kind) or ()) for kind in MEDIA}
+    numbers: Counter[str] = Counter()
+    described = []
+    for feature in request.mm_features or ():
+        kind, place = feature.modality, feature.mm_position
+        numbers[kind] += 1
+        size = next(sizes.get(f"{kind}s", iter(())), "")
+        tokens = f"{place.length} tokens from token {place.offset} on"
+        described.append(f"{kind} {numbers[kind]}{size} ({tokens})")
+    return described
+
+
+def size_of(item: Any) -> str:
+    """Return ` of` the size of a medium, as ms-swift hands it to vLLM."""
+    if isinstance(item, tuple):  # with metadata, or a sampling rate
+        item = item[0]
+    size = getattr(item, "size", None)
+    if isinstance(size, tuple):
+        return " of {}x{}".format(*size)
+    shape = getattr(item, "shape", None)
+    return f" of {'x'.join(map(str, shape))}" if shape else ""
 
 
 # --- what differs ---

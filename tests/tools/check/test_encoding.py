@@ -104,15 +104,21 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
         (f"Three: {'<image>' * 15}", {"images": [image] * 15}),
     )
     settings["max_completion_length"] = 200
-    too_long, differs, room = said(Run(training={**settings, "dataset": [rows]}))
+    too_long, differs, behind, both_behind, room = said(
+        Run(training={**settings, "dataset": [rows]})
+    )
     assert "(images: 15) cannot be encoded for a rollout (VLLMValidationError: The" in too_long
     assert "(length 289) is longer than the maximum model length of 256" in too_long
     assert differs.startswith(
         f"error: the row that asks {f'<image> or <image>{LONG}'[:60]!r} (images: 2) has a prompt "
-        "of 94 tokens in the rollout and of 159 in training: from token 0 on the rollout has "
+        "of 94 tokens in the rollout (image 1 of 112x112 (16 tokens from token 0 on), image 2 of "
+        "112x112 (16 tokens from token 16 on)) and of 159 in training: from token 0 on the rollout "
+        "has "
         "'<|image_pad|>' (151655 x 32) where training has '<|im_start|>system\\nYou are' (151644, "
         "8948, 198, 2610, 525, ... 97 tokens in all). Give `swift rollout`"
     )
+    assert " is cut to the last text that --max_length 64 leaves: 1 of its 1 media stand" in behind
+    assert " is cut to the last text that --max_length 64 leaves: 2 of its 2 media" in both_behind
     assert room.startswith("warning: prompts have 79 to 94 tokens (--max_length 64 counts")
     assert room.endswith(
         " end after 162 tokens. Raise --vllm_max_model_len, or lower --max_length."
@@ -152,7 +158,8 @@ def test_sides_that_differ(image: str, tmp_path: Path) -> None:
     )
     assert differs.startswith(
         "error: the row that asks '<image>Which digit?' (images: 1) has a prompt of 25 tokens in "
-        "the rollout and of 27 in training: from token 2 on the rollout has "
+        "the rollout (image 1 of 28x28 (9 tokens from token 10 on)) and of 27 in training: from "
+        "token 2 on the rollout has "
         "'<|system|>\\nBe brief.' (151335, 198, 3430, 9814, 13) where training has "
         "nothing; from token 10 on the rollout has '<|image|>' (151343 x 9) where training has "
         "'<|image|>' (151343 x 16). Give `swift rollout` the settings of the training"
