@@ -116,7 +116,7 @@ def _check(args: Any, given: list[str]) -> None:
             from swift_grpo_ext.server import routes
 
             routes.install_where_served()
-        api_key.take(args, on_command_line="api_key" in given)
+        api_key.take(args)
     else:
         api_key.check_urls(args)
     enforce(preflight.check_process(args))

@@ -1,7 +1,7 @@
 """The API key of `swift rollout`: kept out of the log, and taken as a training can send it.
 
 ms-swift 4.6 (cli/main.py, pipelines/base.py) prints `--api_key` with the command line and the
-arguments, and hands it to every worker. Here the key is read from the environment too, and the
+arguments, and hands it to every worker. Here the key comes from the environment alone, and the
 arguments hold a mask. ms-swift's server takes `Bearer` only (4.5 has no key), which its client does
 not send, as it connects before plugins are imported; here it takes `Basic` with the key as the
 password as well, which `requests`, and with it ms-swift's client, sends to every host that stands
@@ -16,9 +16,6 @@ import secrets
 from urllib.parse import urlsplit
 
 from swift.arguments import RLHFArguments, RolloutArguments
-from swift.utils import get_logger
-
-logger = get_logger()
 
 VARIABLE = "VLLM_API_KEY"
 """The environment variable of vLLM's own server."""
@@ -35,35 +32,26 @@ REMEDY = (
 _kept: str | None = None
 
 
-def take(args: RolloutArguments, *, on_command_line: bool) -> None:
-    """Keep the key of a server for this process, and take it out of arguments and environment.
-
-    Args:
-        args: their `api_key` wins over the environment's.
-        on_command_line: whether it was given there, or in YAML, which ms-swift makes one of.
+def take(args: RolloutArguments) -> None:
+    """Keep the key of a server for this process, and take it out of the environment.
 
     Raises:
-        ValueError: the key cannot stand in a header.
+        ValueError: the arguments hold a key, or it cannot stand in a header.
     """
     global _kept
-    environment = os.environ.pop(VARIABLE, None)  # workers inherit what is left
-    if args.api_key == MASK:
-        key_of(args)
-        return
-    if args.api_key and environment:
-        logger.warning(f"{VARIABLE} is ignored: --api_key was given.")
-    if args.api_key and on_command_line:
-        logger.warning(
+    was_taken = args.api_key == MASK and _kept  # in this process, which checks them once more
+    if args.api_key and not was_taken:
+        raise ValueError(
             "--api_key stands in the command line, which every user of this machine can see, and "
-            f"which `swift` prints. Set {VARIABLE} in the server's environment instead."
+            f"which `swift` prints; expected none. Set {VARIABLE} in the server's environment."
         )
-    key = args.api_key or environment or _kept
+    key = os.environ.pop(VARIABLE, None) or _kept  # workers inherit what is left
     if not key:
         return
     if not (key.isascii() and key.isprintable()) or key != key.strip():
         raise ValueError(
-            f"--api_key ({VARIABLE}) holds a character that cannot stand in a header; expected "
-            "printable ASCII, without spaces around it. `openssl rand -hex 32` makes a key."
+            f"{VARIABLE} holds a character that cannot stand in a header; expected printable "
+            "ASCII, without spaces around it. `openssl rand -hex 32` makes a key."
         )
     _kept, args.api_key = key, MASK
 
@@ -86,14 +74,12 @@ def key_of(args: RolloutArguments) -> str | None:
     Raises:
         ValueError: it was taken out of these arguments in another process.
     """
-    if args.api_key != MASK:
-        return args.api_key or None
-    if _kept is None:
+    if args.api_key == MASK and not _kept:
         raise ValueError(
             f"--api_key is {MASK!r}, which stands for a key that another process has. Set "
             f"{VARIABLE} in the environment of this one."
         )
-    return _kept
+    return _kept if args.api_key == MASK else None
 
 
 def is_authorized(authorization: str, key: str) -> bool:

@@ -51,41 +51,38 @@ def arguments(key: str | None = None) -> Any:
     return SimpleNamespace(api_key=key, rollout_timeout=60.0, host="127.0.0.1")
 
 
-def test_the_key_leaves_arguments_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = arguments(KEY)
-    take(given, on_command_line=False)
+def with_key(monkeypatch: pytest.MonkeyPatch, key: str = KEY) -> Any:
+    monkeypatch.setenv(VARIABLE, key)
+    args = arguments()
+    take(args)
+    return args
+
+
+def test_the_key_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = with_key(monkeypatch)
     assert (given.api_key, key_of(given)) == (MASK, KEY)
-    monkeypatch.setenv(VARIABLE, "another")
-    from_environment = arguments()
-    take(from_environment, on_command_line=False)
-    assert (from_environment.api_key, key_of(from_environment)) == (MASK, "another")
     assert VARIABLE not in api_key.os.environ
-    assert (key_of(arguments()), key_of(arguments(""))) == (None, None)
-    again = arguments(MASK)
-    take(again, on_command_line=False)
-    assert key_of(again) == "another"
+    take(given)
+    assert (given.api_key, key_of(given), key_of(arguments())) == (MASK, KEY, None)
+    assert key_of(with_key(monkeypatch, "another")) == "another"
 
 
-def test_what_is_ignored_or_shown_to_others_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(api_key.logger, "warning", said.append)
-    monkeypatch.setenv(VARIABLE, "another")
-    args = arguments(KEY)
-    take(args, on_command_line=True)
-    assert key_of(args) == KEY
-    ignored, shown = said
-    assert f"{VARIABLE} is ignored" in ignored
-    assert "every user of this machine can see" in shown
-    assert KEY not in ignored + shown
+@pytest.mark.parametrize("key", [KEY, MASK])
+def test_a_key_that_is_printed_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"--api_key stands .* Set {VARIABLE} in") as refused:
+        take(arguments(key))
+    assert KEY not in str(refused.value)
+    with pytest.raises(ValueError, match=f"another process has. Set {VARIABLE}"):
+        key_of(arguments(MASK))
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "two\nlines", " spaced "])
-def test_a_key_that_no_header_can_hold_or_no_longer_known_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=f"--api_key .{VARIABLE}.*openssl rand") as refused:
-        take(arguments(key), on_command_line=False)
+def test_a_key_that_no_header_can_hold_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=f"{VARIABLE} holds.*openssl rand") as refused:
+        with_key(monkeypatch, key)
     assert key not in str(refused.value)
-    with pytest.raises(ValueError, match=f"another process has. Set {VARIABLE}"):
-        take(arguments(MASK), on_command_line=False)
 
 
 def test_a_key_in_a_url_is_refused() -> None:
@@ -100,10 +97,9 @@ def test_a_key_in_a_url_is_refused() -> None:
 # --- the routes ---
 
 
-def test_every_route_but_health_asks_for_the_key() -> None:
-    args = arguments(KEY)
-    take(args, on_command_line=False)
-    client = TestClient(Deployed(Replica(), key=args.api_key).app)
+def test_every_route_but_health_asks_for_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = with_key(monkeypatch).api_key
+    client = TestClient(Deployed(Replica(), key=key).app)
     paths = [(r.path, method) for r in client.app.routes for method in r.methods]  # type: ignore[attr-defined]
     assert ("/infer/", "POST") in paths
     assert (routes.CHECKSUMS_PATH, "GET") in paths
