@@ -17,7 +17,7 @@ from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import CallEngine, generate
-from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
@@ -140,7 +140,7 @@ def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: CallEngine) -> 
         make_metadata=lambda sample_id, count: RequestMetadata(
             sample_id=sample_id, count=count, run_seed=run_seed, packed=True
         ),
-        sharing=SingleRank(),
+        sharing=RankGroup(),
         call_engine=ask,
     )[0]
 

@@ -32,29 +32,15 @@ if TYPE_CHECKING:
     from swift_grpo_ext.config import RolloutGRPOConfig
 
 
-@dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
     """What a run's flags say of its requests."""
 
-    generates: bool
-    """Rounds are generated our way, with a seed for each sample and a request for each group;
-    false leaves requests and seeds to ms-swift (`--rollout_seed_mode engine`, no vLLM)."""
-
-    run_seed: int | None
-    """`--seed`; None where the engine makes the seeds."""
-
-    stop_token_ids: tuple[int, ...]
-    include_stop_str_in_output: bool
-
-    @classmethod
-    def of(cls, args: RolloutGRPOConfig) -> RolloutSettings:
-        generates = bool(args.use_vllm and args.rollout_seed_mode == "sample")
-        return cls(
-            generates=generates,
-            run_seed=args.seed if generates else None,
-            stop_token_ids=tuple(args.stop_token_ids),
-            include_stop_str_in_output=args.include_stop_str_in_output,
-        )
+    def __init__(self, args: RolloutGRPOConfig) -> None:
+        self._args = args
+        # Rounds are generated our way, with a seed for each sample and a request for each group;
+        # without, requests and seeds are ms-swift's (`--rollout_seed_mode engine`, no vLLM).
+        self.generates = bool(args.use_vllm and args.rollout_seed_mode == "sample")
+        self.run_seed = args.seed if self.generates else None
 
     def metadata(
         self, sample_id: SampleId, count: int = 1, *, packed: bool = False
@@ -65,8 +51,8 @@ class RolloutSettings:
             count=count,
             run_seed=self.run_seed,
             packed=packed,
-            stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
+            stop_token_ids=tuple(self._args.stop_token_ids),
+            include_stop_str_in_output=self._args.include_stop_str_in_output,
         )
 
 

@@ -50,10 +50,6 @@ class RankGroup:
         return values[self.rank]
 
 
-class SingleRank(RankGroup):
-    """A process with an engine of its own."""
-
-
 class TensorParallelGroup(RankGroup):
     """Ranks that run one engine together: all of them make the same call."""
 
@@ -106,7 +102,7 @@ def training_ranks(timeout_seconds: float) -> RankGroup:
         timeout_seconds: `--ddp_timeout`, for an exchange.
     """
     if not dist.is_initialized():
-        return SingleRank()
+        return RankGroup()
     if dist.get_backend() == "gloo":
         return MainRankGroup()
     timeout = timedelta(seconds=timeout_seconds)

@@ -101,16 +101,9 @@ def find_ending(token_ids: Sequence[int], decode: Decode, stops: Stops) -> Endin
         return Ending(length, length, reason=stops.tokens[last])
     # A stop token that completes a character leaves the bytes before it, which show as U+FFFD. The
     # end of a turn is a special token, which completes none.
-    rest = "" if last in stops.hidden else _unfinished(token_ids, decode)
+    before = "" if last in stops.hidden else decode(token_ids[:-1])
+    rest = before[len(before.rstrip("\ufffd")) :]
     return Ending(length, length - 1, trailing_text=rest, reason=stops.tokens[last])
-
-
-def _unfinished(token_ids: Sequence[int], decode: Decode) -> str:
-    """Return the bytes of a character that the last token completes: the text without that token
-    ends with them, as U+FFFD, and the text with it does not."""
-    before = decode(token_ids[:-1])
-    trailing_text = before[len(before.rstrip("\ufffd")) :]
-    return "" if not trailing_text or decode(token_ids).startswith(before) else trailing_text
 
 
 class Match(NamedTuple):

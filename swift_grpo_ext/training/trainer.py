@@ -38,7 +38,6 @@ from swift_grpo_ext.rollout.generate import (
 from swift_grpo_ext.rollout.placeholders import mask_models
 from swift_grpo_ext.rollout.rank_group import (
     RankGroup,
-    SingleRank,
     TensorParallelGroup,
     training_ranks,
 )
@@ -102,7 +101,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         config, template = kwargs["args"], kwargs["template"]
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
-        self._settings = RolloutSettings.of(config)
+        self._settings = RolloutSettings(config)
         router_replay.install(config.router_replay_mode)
         self._media = MediaCache(config.media_cache_gb, template, self.ranks.all_gather)
         self._recorder = SampleRecorder(
@@ -354,7 +353,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size > 1:
             return TensorParallelGroup(self.tp_group)
         shares = self.vllm_mode == "server" and not is_global_inputs
-        return self.ranks if shares else SingleRank()
+        return self.ranks if shares else RankGroup()
 
     def _call_engine(
         self,

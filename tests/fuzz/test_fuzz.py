@@ -77,14 +77,6 @@ rows = st.fixed_dictionaries(
 )
 
 
-@fuzz
-@given(images)
-@example("é" * 300)
-def test_an_image_is_readable_or_the_reason_is_said(image: Any) -> None:
-    reason = unreadable(image)
-    assert reason is None or reason.startswith(("does not exist", "is not a"))
-
-
 def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path: Path) -> None:
     """It would be waited for, for ever."""
     os.mkfifo(tmp_path / "pipe.png")
@@ -93,17 +85,14 @@ def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path: Path) -> None:
 
 
 @fuzz
-@given(rows)
-def test_what_is_wrong_with_a_row_is_said(row: Any) -> None:
-    assert bad_media(row) != ""
-    assert isinstance(question_of(row), str)
-
-
-@fuzz
 @given(st.lists(rows, max_size=4), st.booleans(), st.booleans())
+@example([{"images": "é" * 300}], True, False)
 def test_a_data_set_is_sound_or_refused_by_name(
     data: list[Any], expects_media: bool, deletes: bool
 ) -> None:
+    for row in data:
+        assert bad_media(row) != ""
+        assert isinstance(question_of(row), str)
     findings = check_rows(
         data, setting="dataset", expects_media=expects_media, deletes_bad_rows=deletes
     )

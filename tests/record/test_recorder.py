@@ -24,7 +24,7 @@ from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, media_name
 from swift_grpo_ext.record.row import SampleRow, to_rows
-from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.ranks import ThreadRanks, run_rank_groups
 
@@ -112,7 +112,7 @@ def read(folder: Path) -> list[SampleRow]:
     ],
 )
 def test_what_is_recorded_of_an_answer(out: RolloutOutput, expected: tuple[Any, ...]) -> None:
-    recorder, rows = SampleRecorder("", SingleRank(), None, kept="none"), list[SampleRow]()
+    recorder, rows = SampleRecorder("", RankGroup(), None, kept="none"), list[SampleRow]()
     recorder.listeners.append(rows.extend)
     record(recorder, ids(0), [out])
     [row] = rows
@@ -151,7 +151,7 @@ def test_each_rank_writes_its_own_samples_in_one_session(tmp_path: Path) -> None
 
 def test_one_rank_writes_for_all(tmp_path: Path) -> None:
     """With `--async_generate`, rank 0 generates the samples of all ranks in order."""
-    recorder = SampleRecorder(str(tmp_path), SingleRank(), 42)
+    recorder = SampleRecorder(str(tmp_path), RankGroup(), 42)
     recorder.open(start_step=0)
     assert recorder.log is not None
     assert recorder.log._max_bytes is None  # no bound
@@ -165,7 +165,7 @@ def test_one_rank_writes_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", ["tokens", "none"])
 def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
     heard: list[SampleRow] = []
-    recorder = SampleRecorder(str(tmp_path), SingleRank(), 42, kept=kept)
+    recorder = SampleRecorder(str(tmp_path), RankGroup(), 42, kept=kept)
     recorder.listeners.append(heard.extend)
     recorder.open(start_step=0)
     record(recorder, ids(0))

@@ -30,7 +30,7 @@ from swift_grpo_ext.rollout.generate import (
     to_rollout_output,
     to_rollout_outputs,
 )
-from swift_grpo_ext.rollout.rank_group import RolloutError, SingleRank
+from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
@@ -67,18 +67,6 @@ def test_every_sample_is_asked_for_once_by_its_group() -> None:
         (sample_id(3, 2), [(4, 2)]),
     ]
     assert uneven == [sample_id(2, 0), sample_id(3, 0)]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"turn": 1}, {"step": 4}, {"number": 2}, {"phase": "eval"}, {"group": 1}, {"index": 2}],
-)
-def test_samples_of_other_rounds_and_turns_stay_apart(changes: dict[str, Any]) -> None:
-    """Also those of a group between which a conversation has ended."""
-    second = replace(FIRST, **{"index": 1, **changes})
-    requests, uneven = plan_requests([[(FIRST, "a"), (second, "a")]])
-    assert [r.first for r in requests] == [FIRST, second]
-    assert uneven == []
 
 
 # --- rounds over ranks ---
@@ -196,7 +184,7 @@ def test_a_failure_ends_the_round_on_every_rank(fault: str) -> None:
 def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"group 0, sample 0: .* 2 samples, and 1 came back"):
         generate_samples(
-            [(0, 0), (0, 1)], "aa", SingleRank(), lambda r, m: [["one"]], lambda _: request_of("a")
+            [(0, 0), (0, 1)], "aa", RankGroup(), lambda r, m: [["one"]], lambda _: request_of("a")
         )
 
 
@@ -209,7 +197,7 @@ def test_an_engine_that_answers_with_too_few_samples_is_an_error() -> None:
 )
 def test_settings_of_a_run(changes: dict[str, Any], run_seed: int | None) -> None:
     stops = {"stop_token_ids": [7, 8], "include_stop_str_in_output": False}
-    found = RolloutSettings.of(training_arguments(**stops, **changes))
+    found = RolloutSettings(training_arguments(**stops, **changes))
     assert found.generates == (run_seed is not None)
     assert found.metadata(sample_id(0, 1), 3, packed=True) == RequestMetadata(
         sample_id=sample_id(0, 1),
@@ -226,7 +214,7 @@ def test_a_first_turn_is_the_sample_and_a_later_one_counts_on() -> None:
     first: Any = SimpleNamespace(sample_id=sample_id(0, 0))
     assert begin_turn(first, None) == sample_id(0, 0)
     request = RolloutInferRequest(messages=[])
-    metadata = RolloutSettings.of(training_arguments()).metadata(sample_id(0, 0))
+    metadata = RolloutSettings(training_arguments()).metadata(sample_id(0, 0))
     wire.write_metadata(request.data_dict, metadata)
     turns = [begin_turn(request, None) for _ in range(3)]
     assert turns == [replace(sample_id(0, 0), turn=turn) for turn in (1, 2, 3)]

@@ -17,7 +17,6 @@ import torch.multiprocessing as mp
 from swift_grpo_ext.rollout.rank_group import (
     MainRankGroup,
     RankGroup,
-    SingleRank,
     TensorParallelGroup,
     training_ranks,
 )
@@ -29,33 +28,13 @@ TENSOR_PARALLEL = [1, 2]
 Seen = dict[str, Any]
 
 
-class Row:
-    """A prompt that counts, in each process, how many of its kind arrived there."""
-
-    arrived = 0
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        Row.arrived += 1
-
-
-def names(rows: list[Row]) -> tuple[list[str], int]:
-    """Of these rows, and how many rows arrived here since the last call."""
-    arrived, Row.arrived = Row.arrived, 0
-    return [row.name for row in rows], arrived
-
-
 def exchange(ranks: RankGroup, everyone: list[int]) -> Seen:
     """What a rank of these ranks of the training sees of each exchange."""
     own, asks = everyone[ranks.rank], ranks.drives_engine
     seen: Seen = {"rank": ranks.rank, "asks": asks}
     seen["told"] = ranks.all_gather(f"parts of {own}")
-    seen["rows"] = names(ranks.gather(Row(f"row of {own}")))
-    samples = [Row(f"samples of {rank}") for rank in everyone] if asks else None
-    seen["share"] = names([ranks.scatter(samples)])
+    seen["rows"] = ranks.gather(f"row of {own}")
+    seen["share"] = ranks.scatter([f"samples of {rank}" for rank in everyone] if asks else None)
     try:
         ranks.scatter(ConnectionError("server 1 is gone") if asks else None)
     except Exception as e:
@@ -84,18 +63,17 @@ def run_rank(rank: int, folder: Path) -> None:
 def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
     """Rank 0 alone calls the servers: all ranks know all parts, rows reach rank 0 alone, and each
     sample its own rank (G2). Ranks 1 and 2 of the training are ranks 0 and 1 of an engine: both
-    call it, and no sample travels."""
+    call it."""
     mp.spawn(run_rank, args=(tmp_path,), nprocs=NUM_RANKS)
     for rank in range(NUM_RANKS):
         seen = pickle.loads((tmp_path / str(rank)).read_bytes())
-        rows = [f"row of {r}" for r in range(NUM_RANKS)]
         error = "ConnectionError: server 1 is gone"
         assert seen["main"] == {
             "rank": rank,
             "asks": rank == 0,
             "told": ["parts of 0", "parts of 1", "parts of 2"],
-            "rows": ([], 0) if rank else (rows, NUM_RANKS),
-            "share": ([f"samples of {rank}"], 1),
+            "rows": [] if rank else [f"row of {r}" for r in range(NUM_RANKS)],
+            "share": f"samples of {rank}",
             "failed": f"RolloutError: The rollout failed on rank 0: {error}" if rank else error,
             "after": 10 + rank,  # in step after a failure
         }
@@ -104,8 +82,8 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
                 "rank": rank - 1,
                 "asks": True,
                 "told": ["parts of 1", "parts of 2"],
-                "rows": (["row of 1", "row of 2"], 2),
-                "share": ([f"samples of {rank}"], 0),
+                "rows": ["row of 1", "row of 2"],
+                "share": f"samples of {rank}",
                 "failed": error,
                 "after": 9 + rank,
             }
@@ -114,7 +92,7 @@ def test_ranks_exchange_over_real_processes(tmp_path: Path) -> None:
 def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's watchdog ends ranks that wait through a long rollout; gloo's bound is the run's."""
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    assert isinstance(training_ranks(60), SingleRank)
+    assert type(training_ranks(60)) is RankGroup
     made: list[timedelta] = []
 
     def new_group(*, backend: str, timeout: timedelta) -> None:

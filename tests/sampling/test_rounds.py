@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from swift_grpo_ext.config import RolloutGRPOConfig
 from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames, sample_ids_at
-from swift_grpo_ext.sampling.seeding import SampleId
 from tests.arguments import training_arguments
 
 EPOCHS = 3
@@ -110,24 +109,6 @@ def test_a_resumed_run_names_its_rounds_as_the_uninterrupted_one(
     assert names_from(clock, first_batch) == names_from(clock, 0)[first_batch:]
 
 
-def test_resampling_goes_on_counting_behind_the_regular_rounds() -> None:
-    names = RoundNames(
-        RoundClock(batches_per_step=4, batches_per_round=2, batches_per_epoch=8, max_resamples=2)
-    )
-
-    def begin_resampling() -> tuple[Round, int]:
-        position = names.begin_resampling()
-        return names.current, position
-
-    names.begin_training(4)  # step 1 has two rounds: 0 and 1
-    assert names.current == Round(phase="train", step=1, number=0)
-    assert begin_resampling() == (Round(phase="train", step=1, number=2), 4)
-    assert begin_resampling() == (Round(phase="train", step=1, number=3), 5)
-    names.begin_training(6)
-    assert names.current == Round(phase="train", step=1, number=1)
-    assert begin_resampling() == (Round(phase="train", step=1, number=4), 6)
-
-
 def test_evaluations_are_counted_within_their_step() -> None:
     """Several validation sets at one step do not share their noise; the next step starts anew."""
     names = RoundNames(RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=9))
@@ -146,26 +127,6 @@ def test_evaluations_are_counted_within_their_step() -> None:
         ("eval", 5, 2, 0),
         ("eval", 9, 0, 0),
     ]
-
-
-@settings(deadline=None)
-@given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_eval_places_do_not_depend_on_the_eval_batch_size(
-    group_size: int, groups_of_batches: list[int]
-) -> None:
-    """S2: whatever the batches, group g of an evaluation is group g."""
-    clock = RoundClock(batches_per_step=1, batches_per_round=1, batches_per_epoch=1)
-
-    def sample_ids(batches: list[int]) -> list[SampleId]:
-        names = RoundNames(clock)
-        names.begin_evaluation(7)
-        found: list[SampleId] = []
-        for num_groups in batches:
-            round_ = names.take_eval_batch(num_groups)
-            found += sample_ids_at(round_, range(num_groups * group_size), group_size)
-        return found
-
-    assert sample_ids(groups_of_batches) == sample_ids([sum(groups_of_batches)])
 
 
 def test_places_count_on_over_ranks_and_eval_batches() -> None:

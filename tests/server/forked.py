@@ -49,6 +49,7 @@ from tests.ranks import ThreadRanks, run_rank_groups
 from tests.server.served import Deployed, listening
 
 RANKS = 2
+ROUNDS = 3
 GROUPS = 6
 GROUP_SIZE = 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -277,7 +278,7 @@ class Training:
     drew: dict[int, set[int]] = field(default_factory=dict)
     """Of each round: the process ids of the replicas that drew it."""
 
-    def run(self, rounds: int = 3) -> Outcome:
+    def run(self) -> Outcome:
         client, connected = None, None
         try:
             client = VLLMClient(self.urls, group_ports=self.group_ports, connection_timeout=5.0)
@@ -294,17 +295,15 @@ class Training:
             if client is not None:
                 atexit.unregister(client.close_communicator)
         try:
-            return run_rank_groups(RANKS, partial(self._run_rank, client, connected, rounds))
+            return run_rank_groups(RANKS, partial(self._run_rank, client, connected))
         finally:
             client.pynccl_comms = []
 
-    def _run_rank(
-        self, client: Any, connected: Any, rounds: int, ranks: ThreadRanks
-    ) -> list[list[int]] | str:
+    def _run_rank(self, client: Any, connected: Any, ranks: ThreadRanks) -> list[list[int]] | str:
         updates = WeightSync(ranks, connected if ranks.rank == 0 else None)
         tokens: list[list[int]] = []
         try:
-            for step in range(rounds):
+            for step in range(ROUNDS):
                 updates.update(partial(_move, client, updates, ranks, step))
                 tokens += self._draw(connected, ranks, step, "train")
                 if step == 1:

@@ -27,7 +27,6 @@ from swift_grpo_ext.server.client import RolloutServers, connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.upstream.weight_sync import GlooCommunicator
 from tests.server.served import drawn_by, request
-from tests.upstream.test_weight_sync import put_back
 
 TIMEOUT = 60.0  # seconds
 MakeClient = Callable[..., Any]
@@ -420,7 +419,9 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(
     )
     monkeypatch.setattr(servers_module, "has_accelerator", lambda: on_gpu)
     monkeypatch.setattr(Leaseholder, "keep", lambda self: waits.append(self.owner))
-    put_back(monkeypatch)
+    names = ("broadcast_tensor_for_vllm_weight_sync", "synchronize")
+    for name in (*names, "_broadcast_tensors_for_vllm_weight_sync"):  # back at the test's end
+        monkeypatch.setattr(vllm_client, name, None, raising=False)
     args: Any = SimpleNamespace(output_dir="run", rollout_timeout=12.5, new_special_tokens=[])
     client = connected(Server())
     servers = connect_servers(client, args)

@@ -58,8 +58,8 @@ def by_brute_force(token_ids: list[int], stops: Stops) -> tuple[int, str, object
             if stops.include and last not in stops.hidden:
                 return num_tokens, text, stops.tokens[last]
             before = decode(token_ids[: num_tokens - 1])
-            before = before if text.startswith(before) else before.rstrip("\ufffd")
-            return num_tokens, before, stops.tokens[last]
+            shown = before if last in stops.hidden else before.rstrip("\ufffd")
+            return num_tokens, shown, stops.tokens[last]
     return len(token_ids), decode(token_ids), None
 
 

@@ -76,20 +76,6 @@ def test_training_sees_the_sampled_tokens_and_no_end_of_turn(
     assert row["messages"][-1]["content"] == SEARCH_TEXT
 
 
-def test_a_turn_goes_on_from_exactly_the_sampled_tokens(trained: Any) -> None:
-    """In the same message, where the scheduler adds to it."""
-    found, answer = [151657, END_OF_TURN, 198], [5, 6, END_OF_TURN]
-    sample = OnPolicySample(
-        messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "..."}],
-        response_token_ids=[[*SEARCH, *found, *answer]],
-        response_loss_mask=[[1] * len(SEARCH) + [0] * len(found) + [1] * len(answer)],
-    )
-    with only_sampled_tokens(trained, [sample]):
-        encoded = encode_sample(sample, trained)
-    assert encoded["input_ids"][-11:] == [*SEARCH, *found, *answer]
-    assert labels_of(encoded) == [*SEARCH, *answer]
-
-
 @pytest.mark.parametrize("first", [SEARCH, [*SEARCH, END_OF_TURN]])
 def test_the_end_of_a_turn_is_trained_on_where_it_was_sampled(
     trained: Any, first: list[int]

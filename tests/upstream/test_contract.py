@@ -54,11 +54,6 @@ a.c
     )
 
 
-def test_a_name_is_pinned_once() -> None:
-    names = [str(pin) for pin in pins.ALL]
-    assert len(names) == len(set(names))
-
-
 @pytest.mark.parametrize("ours", EXTENDED, ids=lambda ours: ours.__name__)
 def test_what_we_override_is_pinned(ours: type) -> None:
     """A method of a class of ours that one of upstream's classes has too, by that class's name."""

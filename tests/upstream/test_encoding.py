@@ -1,37 +1,26 @@
-"""What vLLM makes of an image that is marked as turned; videos carry what it wants to know; where
-training places images."""
+"""What vLLM makes of an image that is marked as turned; videos carry what it wants to know."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from PIL.ExifTags import Base
 from swift.infer_engine.protocol import RolloutInferRequest
-from swift.model import get_model_processor
 from swift.pipelines.infer.deploy import SwiftDeploy
-from swift.template import Template, get_template, vision_utils
-from swift.template.vision_utils import load_video_hf
-from tiny_vlm.families import FAMILIES, make_family
+from swift.template import vision_utils
 
-from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.contract import mismatch
 from swift_grpo_ext.upstream.encoding import (
     add_video_metadata,
     answers_for_servers,
     drop_orientation,
     load_video,
-    supply_video_loader,
     tool_calls,
 )
-from swift_grpo_ext.upstream.models import place_glm_ocr_images
-from tests.stack.rounds import write_video
 from tests.turned import TURNS, as_vllm_sees
 
 
@@ -92,67 +81,12 @@ def test_what_has_metadata_or_no_video_is_left_alone() -> None:
         assert without == before
 
 
-def test_a_video_of_the_base_template_is_what_training_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # An engine that a test before this one made has supplied it; both come back at the end.
-    monkeypatch.setitem(sys.modules, "swift.vision_utils", ModuleType("swift.vision_utils"))
-    monkeypatch.delitem(sys.modules, "swift.vision_utils")
-    images = [str(tmp_path / f"{i}.png") for i in range(20)]
-    for i, image in enumerate(images):
-        Image.new("RGB", (32, 16), (12 * i, 255 - 12 * i, 40)).save(image)
-    path = str(write_video(images, tmp_path / "colours.mp4"))
-    template = SimpleNamespace(mode="vllm", video_placeholder=["<video>"])
-    row = SimpleNamespace(videos=[path])
-    with pytest.raises(ModuleNotFoundError, match=r"swift\.vision_utils"):
-        Template.replace_tag(template, "video", 0, row)
-    supply_video_loader()
-    assert Template.replace_tag(template, "video", 0, row) == ["<video>"]
-    inputs = {"videos": row.videos}
-    add_video_metadata(inputs)
-    [(frames, metadata)] = inputs["videos"]
-    [trained], _ = load_video_hf([path])
-    assert frames.shape == (20, 16, 32, 3)
-    assert np.array_equal(frames, trained)
-    assert (metadata["fps"], metadata["total_num_frames"]) == (1.0, 20)
-
-
 def test_a_videos_url_is_left_to_ms_swift(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(vision_utils, "load_vllm_video", lambda *args: given.append(args) or "it")
     assert load_video(" https://a/b.mp4", 7) == "it"
     load_video("http://a/b.mp4")
     assert given == [(" https://a/b.mp4", 7), ("http://a/b.mp4", -1)]
-
-
-@pytest.mark.skipif(
-    any(map(mismatch, pins.GLM_OCR_POSITIONS)), reason="ms-swift has no such template"
-)
-def test_glm_ocr_sees_images_in_training_where_transformers_places_them(tmp_path: Path) -> None:
-    make_family(FAMILIES["glm_ocr"], tmp_path, seed=0)
-    model, processor = get_model_processor(
-        str(tmp_path), model_type="glm_ocr", torch_dtype=torch.float32
-    )
-    place_glm_ocr_images()
-    template = get_template(processor, template_type="glm_ocr")
-    template.set_mode("train")
-    template.model = model
-    answer = {"role": "assistant", "content": "1"}
-    image = Image.new("RGB", (112, 56), "red")
-    rows = [
-        {"messages": [{"role": "user", "content": "<image>Which?"}, answer], "images": [image]},
-        {"messages": [{"role": "user", "content": "None?"}, answer]},
-    ]
-    inputs = template.data_collator([template.encode(row) for row in rows])
-    labels, mask = inputs.pop("labels"), inputs["attention_mask"].bool()
-    with torch.no_grad():
-        own = {**inputs, "position_ids": None}
-        types = (inputs["input_ids"] == model.config.image_token_id).int()
-        expected = model(**own, mm_token_type_ids=types).logits
-        template.register_post_encode_hook([model])
-        found = model(**inputs).logits
-    assert (labels != -100).any()
-    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
 
 
 def test_tool_calls_are_read_as_the_release_reads_them() -> None:

@@ -118,54 +118,6 @@ def test_shared_memory_neither_meets_nor_leaves_any_of_its_name(tmp_path: Path) 
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
-@pytest.mark.skipif(any(map(mismatch, pins.PACKED_EXPERTS)), reason="another way to pack them")
-def test_experts_of_an_update_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM 0.32 loads and reloads: experts come in parameters of their own, are processed, and
-    are copied into the first ones, which ms-swift then lets it process once more."""
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
-
-    method = SimpleNamespace(moe_kernel=None, unquantized_backend="cpu")
-    layer = SimpleNamespace(moe_config=None)
-
-    def pack(layer: Any) -> None:
-        for name in ("w13_weight", "w2_weight"):
-            setattr(
-                layer, name, torch.nn.Parameter(getattr(layer, name) + 100, requires_grad=False)
-            )
-
-    def init(_: Any) -> None:
-        method.moe_kernel = SimpleNamespace(
-            fused_experts=SimpleNamespace(process_weights_after_loading=pack)
-        )
-
-    method._init_moe_kernel = init
-    monkeypatch.setattr(
-        moe,
-        "convert_to_unquantized_kernel_format",
-        lambda *_, w13_weight, w2_weight, **__: (w13_weight, w2_weight),
-    )
-    vllm_repairs.pack_experts_anew()
-    set_up = moe.UnquantizedFusedMoEMethod._setup_kernel
-
-    def load(value: float) -> list[torch.nn.Parameter]:
-        layer.w13_weight, layer.w2_weight = (
-            torch.nn.Parameter(torch.tensor([value]), requires_grad=False) for _ in "ab"
-        )
-        set_up(method, layer, layer.w13_weight, layer.w2_weight)
-        return [layer.w13_weight, layer.w2_weight]
-
-    first = load(1.0)
-    assert [float(p) for p in first] == [101.0, 101.0]
-    for value in (2.0, 3.0):
-        loaded = load(value)
-        assert [float(p) for p in loaded] == [value + 100] * 2
-        for own, new in zip(first, loaded, strict=True):
-            own.data.copy_(new)
-        layer.w13_weight, layer.w2_weight = first
-        set_up(method, layer, layer.w13_weight, layer.w2_weight)
-        assert [float(p) for p in (layer.w13_weight, layer.w2_weight)] == [value + 100] * 2
-
-
 @pytest.mark.skipif(any(map(mismatch, pins.PACKED_CONVOLUTIONS)), reason="packs none")
 def test_packed_convolutions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """ms-swift has layers processed once more, behind the update that brought their weights."""
@@ -199,15 +151,3 @@ def test_a_call_is_answered_for_all_replicas() -> None:
     assert asked == [("collective_rpc", "load", 2.0, (1,), {"k": 3})] * 2
     asyncio.run(engine.collective_rpc("load"))
     assert asked[2:] == [("collective_rpc", "load", None, (), None)] * 2
-
-
-def test_weights_are_reloaded_as_the_release_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[Any] = []
-    runner = SimpleNamespace(
-        reload_weights=lambda weights_iterator: taken.append(next(weights_iterator)),
-        model=SimpleNamespace(load_weights=taken.append),
-    )
-    for takes_tensors in (True, False):
-        monkeypatch.setattr(vllm_repairs, "reloads_from_tensors", lambda on=takes_tensors: on)
-        vllm_repairs.reload_weights(runner, [("w", torch.zeros(1))])
-    assert taken == [("w", torch.zeros(1)), [("w", torch.zeros(1))]]

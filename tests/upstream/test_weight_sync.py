@@ -1,77 +1,14 @@
-"""Tensors through gloo: from the trainer's end to every other, within a bound."""
+"""Waits for the weights' group are bounded (tensors: `tests/server/test_fault_matrix.py`)."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from swift.rlhf_trainers import vllm_client
-from torch.distributed import TCPStore
 
 from swift_grpo_ext.upstream import weight_sync
-from swift_grpo_ext.upstream.weight_sync import (
-    GlooCommunicator,
-    connect_client,
-    within,
-)
-
-SINGLY = ("broadcast_tensor_for_vllm_weight_sync", "synchronize")
-
-
-def groups(world_size: int) -> list[Any]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    stores = [store, *(store.clone() for _ in range(1, world_size))]
-    return [
-        SimpleNamespace(rank=rank, world_size=world_size, store=own)
-        for rank, own in enumerate(stores)
-    ]
-
-
-def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ms-swift's client at the test's end as it was."""
-    for name in (*SINGLY, "_broadcast_tensors_for_vllm_weight_sync"):
-        monkeypatch.setattr(vllm_client, name, None, raising=False)
-
-
-@pytest.mark.parametrize("way", ["together", "singly"])
-def test_the_last_rank_sends_to_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together, or singly as ms-swift before 4.5.3 does."""
-    put_back(monkeypatch)
-    *receiving, sending = groups(3)
-    client = SimpleNamespace(pynccl_comms=[SimpleNamespace(group=sending)])
-    connect_client(client, 20.0)
-    [communicator] = client.pynccl_comms
-    tensors = [torch.arange(4.0).reshape(2, 2).T, torch.full((3,), 7, dtype=torch.int32)]
-
-    def receive(group: Any) -> list[torch.Tensor]:
-        end = GlooCommunicator(group, 20.0)
-        received = [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
-        for tensor in received:
-            end.broadcast(tensor, src=2)
-        return received
-
-    with ThreadPoolExecutor(3) as pool:
-        ends = [pool.submit(receive, group) for group in receiving]
-        if way == "together":
-            vllm_client._broadcast_tensors_for_vllm_weight_sync(communicator, iter(tensors))
-        else:
-            vllm_client.synchronize()
-            for tensor in tensors:
-                vllm_client.broadcast_tensor_for_vllm_weight_sync(communicator, tensor, src=2)
-        for end in ends:
-            received = end.result(20)
-            assert all(torch.equal(a, b) for a, b in zip(received, tensors, strict=True))
-
-
-def test_a_wait_for_the_others_is_bounded() -> None:
-    alone, _ = groups(2)
-    with pytest.raises(RuntimeError, match=r"(?i)time"):
-        GlooCommunicator(alone, 0.2).broadcast(torch.zeros(1), src=0)
+from swift_grpo_ext.upstream.weight_sync import within
 
 
 def test_a_wait_that_keeps_no_bound_is_left() -> None:

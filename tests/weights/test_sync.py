@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from swift.rlhf_trainers.utils import FlattenedTensorBucket
 
-from swift_grpo_ext.rollout.rank_group import SingleRank
+from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.weights import sync
 from swift_grpo_ext.weights.checksums import WeightChecksums, WeightUpdateError, weight_checksums
@@ -100,7 +100,7 @@ def sends(servers: Servers) -> Callable[[WeightSync, int, bool], None]:
 def test_an_update_is_sent_and_compared_on_every_worker() -> None:
     """Each with what it sent itself, a second one too, and one that sends nothing with nothing."""
     servers = Servers()
-    weights = WeightSync(SingleRank(), servers)
+    weights = WeightSync(RankGroup(), servers)
     for _ in range(2):
         weights.update(lambda _: sends(servers)(weights, 0, False))
     assert servers.calls == ["reconnect", "load a", "load b", "checksums"] * 2
@@ -222,7 +222,7 @@ def test_what_a_colocated_engine_takes_is_compared(
 ) -> None:
     monkeypatch.setattr(sync, "has_accelerator", lambda: on_gpu)
     engine: Any = Engine(taken, filled)
-    weights = WeightSync(SingleRank(), None)
+    weights = WeightSync(RankGroup(), None)
 
     def load(state_dict: StateDict) -> None:
         engine.load_weights(taken.items())
@@ -249,7 +249,7 @@ def test_an_adapter_is_sent_and_compared(
 ) -> None:
     client: Any = Servers()
     client.fault = fault
-    weights = WeightSync(SingleRank(), client)
+    weights = WeightSync(RankGroup(), client)
 
     def send() -> None:
         """The end of ms-swift's `_move_adapter_to_vllm`."""
@@ -274,6 +274,6 @@ def test_a_colocated_engine_has_to_use_the_adapter_that_it_is_given() -> None:
     engine: Any = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
     engine.inner_model_executor = engine.driver_worker = engine.worker = engine
     request = SimpleNamespace(lora_tensors={"q": torch.ones(2)}, lora_int_id=111)
-    weights = WeightSync(SingleRank(), None)
+    weights = WeightSync(RankGroup(), None)
     with pytest.raises(WeightUpdateError, match=r"ignores those of 1 modules \(q\)"):
         weights.update(lambda _: weights.load_adapter(engine, lambda: manager.add_adapter(request)))
