@@ -6,7 +6,7 @@ run makes a new one, and meets the first epoch's order in every epoch (trl 0.29,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,9 +60,3 @@ class EpochSampler(Sampler[int]):
         for _ in range(epoch):  # as one generator would draw them, epoch after epoch
             torch.randperm(self._num_rows, generator=generator)
         return torch.randperm(self._num_rows, generator=generator)
-
-
-def rank_share(indices: Sequence[int], rank: int, num_ranks: int) -> list[int]:
-    """Return a rank's share of a generation batch, which ranks divide evenly and in order."""
-    share = len(indices) // num_ranks
-    return list(indices[share * rank : share * (rank + 1)])

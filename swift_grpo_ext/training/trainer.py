@@ -44,7 +44,7 @@ from swift_grpo_ext.rollout.rank_group import (
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
-from swift_grpo_ext.sampling.sampler import EpochSampler, rank_share
+from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
 from swift_grpo_ext.training.batch import (
@@ -218,8 +218,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
             yield self._rows(sampler, *divmod(position, sampler.num_batches))
 
     def _rows(self, sampler: EpochSampler, epoch: int, batch: int) -> list[Any]:
-        indices = rank_share(sampler.batch(epoch, batch), self.ranks.rank, self.ranks.size)
-        return [self.train_dataset[i] for i in indices]
+        indices = sampler.batch(epoch, batch)
+        share = len(indices) // self.ranks.size  # ranks divide a generation batch evenly, in order
+        start = share * self.ranks.rank
+        return [self.train_dataset[i] for i in indices[start : start + share]]
 
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
-from swift.rlhf_trainers.utils import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.patches import patch
@@ -46,7 +45,7 @@ REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
 
 if not has_accelerator():
     repair_cpu_engine()
-    # For adapters, whose receiving is ms-swift's own.
+    # Receiving is ms-swift's own.
     patch(
         rollout,
         synchronize=lambda *_: None,
@@ -164,26 +163,20 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
             self.communicator = GlooCommunicator(disabled.group, self._timeout)
             self._received: list[tuple[str, torch.Tensor]] = []
 
-    def update_named_param(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        weight = torch.empty(tuple(shape), dtype=getattr(torch, dtype.split(".")[-1]))
-        self._receive(weight)
-        self._received.append((name, weight))
-
-    def update_flattened_params(self, metadatas: list[dict[str, Any]]) -> None:
-        metadata = [FlattenedTensorMetadata(**m) for m in metadatas]
-        flattened = torch.empty(metadata[-1].end_idx, dtype=torch.uint8)
-        self._receive(flattened)
-        bucket = FlattenedTensorBucket(metadata=metadata, flattened_tensor=flattened)
-        self._received += bucket.reconstruct_tensors().items()
+    @contextmanager
+    def _recorded_loads(self) -> Iterator[None]:
+        """Collect what ms-swift would load."""
+        model = self.model_runner.model
+        model.load_weights = lambda weights: self._received.extend(weights)
+        try:
+            yield
+        finally:
+            del model.load_weights  # its class's own is seen again
 
     def process_weights_after_loading(self) -> None:
         """Reload the model with all that was received since the last reload."""
         received, self._received = self._received, []
-        with self._recorded_loads():
+        with super()._recorded_loads():
             reload_weights(self.model_runner, received)
         # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
         super().process_weights_after_loading()
-
-    def _receive(self, tensor: torch.Tensor) -> None:
-        self.communicator.broadcast(tensor, src=self.client_rank)
-        self.communicator.group.barrier()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import RepeatSampler
 
-from swift_grpo_ext.sampling.sampler import EpochSampler, rank_share
+from swift_grpo_ext.sampling.sampler import EpochSampler
 
 EPOCHS = 4
 
@@ -52,8 +52,3 @@ def test_a_generation_batch_is_a_slice_of_the_order(upstream: dict[str, Any], ep
     assert sampler.num_batches == len(firsts)
     batches = [sampler.batch(epoch, batch) for batch in range(sampler.num_batches)]
     assert batches == [order[first : first + size] for first in firsts]
-
-
-def test_ranks_share_a_batch_in_order() -> None:
-    shares = [rank_share(range(8), rank, 4) for rank in range(4)]
-    assert shares == [[0, 1], [2, 3], [4, 5], [6, 7]]

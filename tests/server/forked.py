@@ -86,6 +86,8 @@ class Fault:
 class Model(torch.nn.Module):
     """Two tensors."""
 
+    _swift_moe_weight_loader_patched = True  # else ms-swift imports vLLM's models to find out
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from copy import deepcopy
-from dataclasses import replace
+from copy import copy, deepcopy
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -117,7 +116,8 @@ class Rig:
         """
         trainer, settings, ranks = self.trainer, self.trainer._settings, self.trainer.ranks
         if run_seed is not None:
-            settings = replace(settings, run_seed=run_seed)
+            settings = copy(settings)
+            settings.run_seed = run_seed
         samples = trainer._set_inputs_system(trainer.to_samples(deepcopy(list(rows))))
         for sample in samples:
             remove_response(sample.messages)
