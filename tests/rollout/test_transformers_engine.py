@@ -149,6 +149,15 @@ def test_rows_of_a_batch_each_end_where_they_should(
         assert len(logprobs) == len(choice.token_ids)
 
 
+def test_generation_ends_with_the_last_row(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, settings = [[*SEARCH, ALICE, ALICE], [5, ALICE]], {"include_stop_str_in_output": False}
+    outputs, ids_BT = infer(
+        engine, monkeypatch, rows, words=["</search>"], stop_token_ids=(5,), **settings
+    )
+    assert ids_BT.shape == (2, 5)
+    assert [seen(output)[:2] for output in outputs] == [(" find it", SEARCH), ("", [5])]
+
+
 def test_requests_of_others_are_ms_swifts(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[ALICE, END_OF_TURN]]
     [response], _ = infer(engine, monkeypatch, rows, has_metadata=False)
