@@ -290,6 +290,20 @@ swift.rlhf_trainers.utils
     build_routed_experts_batch: samples seq_lengths max_seq_len template device
 """)
 
+REPLACED = _pins("""
+swift.pipelines.train.rlhf:SwiftRLHF
+    args_class
+swift.pipelines.infer.rollout:SwiftRolloutDeploy
+    args_class
+swift.pipelines.infer.rollout
+    GRPOVllmEngine Pipe broadcast_tensor_for_vllm_weight_sync synchronize
+swift.infer_engine
+    GRPOVllmEngine
+swift.template.vision_utils
+    requests
+""")
+"""Attributes that are replaced by a subclass of what stands there, or by its like."""
+
 NEEDED = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *DATA_PARALLEL)
 OPTIONAL = {
     "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
@@ -302,3 +316,5 @@ OPTIONAL = {
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
+OF_MODELS = (*GEMMA4_FORWARD, *GLM_OCR_POSITIONS)
+UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *OF_MODELS, *REPLACED)

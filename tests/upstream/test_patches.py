@@ -6,8 +6,13 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from swift_grpo_ext.upstream import patches
+from swift_grpo_ext.upstream.patches import patch
 
 PACKAGE = Path(inspect.getfile(patches)).parents[1]
 UPSTREAM = ("swift", "vllm", "transformers", "torch", "PIL", "peft", "accelerate", "trl")
@@ -49,3 +54,16 @@ def test_nothing_of_upstreams_is_changed_but_by_patch() -> None:
             if root in names and ast.unparse(target) not in REGISTRATIONS:
                 changed.append(f"{path.relative_to(PACKAGE)}:{target.lineno} {ast.unparse(target)}")
     assert changed == []
+
+
+def test_what_is_not_pinned_is_refused() -> None:
+    class CPUWorker:
+        pass
+
+    patch(CPUWorker, _get_autobind_cpu_ids="replaced")
+    assert vars(CPUWorker)["_get_autobind_cpu_ids"] == "replaced"
+    with pytest.raises(LookupError, match=r"^CPUWorker\.other stands in no table of .*\.pins"):
+        patch(CPUWorker, other=1)
+    module: Any = SimpleNamespace(__name__="any.package.vllm_client")
+    patch(module, synchronize=len)
+    assert module.synchronize is len
