@@ -191,7 +191,8 @@ def media_content(image: object) -> Path | io.BytesIO | None:
         return None
     if image.startswith("data:"):
         return io.BytesIO(base64.b64decode(image.partition(",")[2]))
-    path = Path(image.removeprefix("file://")).expanduser()
+    # `Path.expanduser` raises where there is no such user, whose name a file may have.
+    path = Path(os.path.expanduser(image.removeprefix("file://")))  # noqa: PTH111
     if len(image) > 255 and not path.suffix:  # no file's name is longer: base64
         return io.BytesIO(base64.b64decode(image))
     root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths

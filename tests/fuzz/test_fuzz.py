@@ -87,6 +87,7 @@ def test_a_pipe_that_nobody_writes_to_is_no_file(tmp_path: Path) -> None:
 @fuzz
 @given(st.lists(rows, max_size=4), st.booleans(), st.booleans())
 @example([{"images": "é" * 300}], True, False)
+@example([{"videos": ["~nobody-of-this-name/a.png"]}], True, False)
 def test_a_data_set_is_sound_or_refused_by_name(
     data: list[Any], expects_media: bool, deletes: bool
 ) -> None:
