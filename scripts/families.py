@@ -15,16 +15,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from compat.table import write_into
+from pages import ROOT, SUPPORT, markdown, write_into
 from tiny_vlm.families import FAMILIES, Family
 
-ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-BEGIN_EXPERTS, END_EXPERTS = "<!-- experts: begin -->", "<!-- experts: end -->"
-PAGE = ROOT / "docs/support.md"
+TABLE, TABLE_OF_EXPERTS = "families", "experts"
 RESULTS = ROOT / "scripts/bench/results/families.json"
 TESTS = ("tests/stack/test_families.py", "tests/stack/test_router_replay.py")
 
@@ -57,42 +53,35 @@ OTHER_RUNS = ("lora", "served", "videos", "audio")
 
 def made() -> str:
     """Return the Markdown between the marks of the page."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    lines = [
-        "| model type | in | prompts | all weights | LoRA, 2 ranks | server | videos | audio "
-        "| stops |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = []
     for name, family in FAMILIES.items():
         runs: Mapping[str, Any] = results.get(name, {})
         if "whole" not in runs:
-            lines.append(f"| `{name}` | {family.dtype} |{' not run |' * 7}")
+            rows.append([f"`{name}`", family.dtype, *["not run"] * 7])
             continue
         whole = runs["whole"]
         prompts = "equal: the rollout's line breaks" if whole["line_breaks"] else "equal"
         gaps = [_gap(family, other, runs) for other in OTHER_RUNS]
         stops = f"{whole['stopped']} of {whole['samples']}"
-        cells = [f"`{name}`", family.dtype, prompts, f"{whole['gap']:.0e}", *gaps, stops]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| model type | no run |", "|---|---|"]
-    lines += [f"| {name} | {reason} |" for name, reason in OTHERS.items()]
-    return "\n".join(lines)
+        rows.append([f"`{name}`", family.dtype, prompts, f"{whole['gap']:.0e}", *gaps, stops])
+    names = ("all weights", "LoRA, 2 ranks", "server", "videos", "audio", "stops")
+    trained = markdown(("model type", "in", "prompts", *names), rows)
+    return f"{trained}\n\n{markdown(('model type', 'no run'), OTHERS.items())}"
 
 
 def made_of_experts() -> str:
     """Return the table of what replaying a rollout's experts changes."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    lines = [
-        "| model type | replayed | equal choices | mean gap | largest gap of a token |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for name, runs in results.items():
         for how, label in (("plain", "no"), ("replayed", "yes"), ("served", "yes, from a server")):
             if found := runs.get("replay", {}).get(how):
                 share = f"{found['equal']:.1%}" if "equal" in found else ""
-                gaps = f"{found['mean']:.3f} | {found['max']:.2f}"
-                lines.append(f"| `{name}` | {label} | {share} | {gaps} |")
-    return "\n".join(lines)
+                gaps = (f"{found['mean']:.3f}", f"{found['max']:.2f}")
+                rows.append((f"`{name}`", label, share, *gaps))
+    head = ("model type", "replayed", "equal choices", "mean gap", "largest gap of a token")
+    return markdown(head, rows)
 
 
 def _gap(family: Family, run: str, runs: Mapping[str, Any]) -> str:
@@ -119,8 +108,8 @@ def main() -> int:
         env = {**os.environ, "FAMILY_RESULTS": str(RESULTS)}
         status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
     if arguments.write:
-        write_into(PAGE, made(), BEGIN, END)
-        write_into(PAGE, made_of_experts(), BEGIN_EXPERTS, END_EXPERTS)
+        write_into(SUPPORT, TABLE, made())
+        write_into(SUPPORT, TABLE_OF_EXPERTS, made_of_experts())
     if not arguments.write and arguments.run is None:
         print(made())
     return status

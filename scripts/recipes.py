@@ -13,63 +13,57 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from compat.table import write_into
+from pages import ROOT, SUPPORT, markdown, write_into
 
-ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
-PAGE = ROOT / "docs/support.md"
+TABLE = "options"
 PRESET = ROOT / "examples/digits/grpo.yaml"
 NO_TRAININGS = ("refusals", "preset_arguments", "distribution", "launch")
 """Stack tests that give flags to something else, or to all at once."""
 
 PREFLIGHT = "tests/checks/test_preflight.py"
-REFUSED = {
-    "streaming": f"{PREFLIGHT}::test_arguments",
-    "vllm_reasoning_parser": "ms-swift",
-    "cached_dataset": "ms-swift",
-    "cached_val_dataset": "ms-swift",
-}
-REFUSED_ON_CPU = {
-    "sleep_level": f"{PREFLIGHT}::test_sharding_and_sleep_need_an_accelerator",
-}
-"""Each stands with who refuses it, or with the test that holds it."""
-
-NO_EFFECT = {
-    "remove_unused_columns": "ms-swift: always false, and says so",
-    "dataloader_drop_last": "ms-swift: true",
-    **dict.fromkeys(
-        (
-            *("vllm_pipeline_parallel_size", "vllm_enable_expert_parallel", "vllm_quantization"),
-            *("vllm_disable_custom_all_reduce", "vllm_speculative_config", "vllm_max_lora_rank"),
+REASONS = {
+    "refused": {
+        "streaming": f"{PREFLIGHT}::test_arguments",
+        "vllm_reasoning_parser": "ms-swift",
+        "cached_dataset": "ms-swift",
+        "cached_val_dataset": "ms-swift",
+    },
+    "refused on CPU; not tried elsewhere": {
+        "sleep_level": f"{PREFLIGHT}::test_sharding_and_sleep_need_an_accelerator",
+    },
+    "no effect": {
+        "remove_unused_columns": "ms-swift: always false, and says so",
+        "dataloader_drop_last": "ms-swift: true",
+        **dict.fromkeys(
+            (
+                *("vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
+                *("vllm_quantization", "vllm_disable_custom_all_reduce", "vllm_speculative_config"),
+            ),
+            f"{PREFLIGHT}::test_flags_that_nobody_reads",
         ),
-        f"{PREFLIGHT}::test_flags_that_nobody_reads",
+    },
+    "not tried, needs": {
+        "wandb_log_unique_prompts": (
+            "wandb, of whose tables alone it drops rows (grpo_trainer.py:1926)"
+        ),
+    },
+    "not GRPO's": dict.fromkeys(
+        (
+            *("label_smoothing", "rpo_alpha", "ld_alpha", "discopop_tau", "loss_weights"),
+            *("cpo_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "sft_alpha"),
+            *("center_rewards_coefficient", "lmbda", "seq_kd", "gkd_logits_topk", "kl_coef"),
+            *("num_ppo_epochs", "whiten_rewards", "cliprange", "vf_coef", "cliprange_value"),
+            *("gamma", "lam", "num_mini_batches", "local_rollout_forward_batch_size"),
+            *("num_sample_generations", "response_length", "missing_eos_penalty"),
+        ),
+        "",
     ),
 }
-"""What ms-swift's GRPO puts in its place, or the test of our warning."""
-
-NEEDS = {
-    "wandb_log_unique_prompts": (
-        "wandb, of whose tables alone it drops rows (grpo_trainer.py:1926)"
-    ),
-}
-"""What a training with the option would need that no test has."""
-
-OTHER_ALGORITHMS = frozenset(
-    [
-        *("label_smoothing", "rpo_alpha", "ld_alpha", "discopop_tau", "loss_weights", "cpo_alpha"),
-        *("simpo_gamma", "desirable_weight", "undesirable_weight", "center_rewards_coefficient"),
-        *("sft_alpha", "lmbda", "seq_kd", "gkd_logits_topk", "num_ppo_epochs", "whiten_rewards"),
-        *("kl_coef", "cliprange", "vf_coef", "cliprange_value", "gamma", "lam", "num_mini_batches"),
-        *("local_rollout_forward_batch_size", "num_sample_generations", "response_length"),
-        "missing_eos_penalty",
-    ]
-)
-"""GRPO does not read these options of DPO, KTO, PPO and the like."""
-
+"""By verdict, options that no test trains with: who refuses them, the test that holds it, or what
+ms-swift's GRPO puts in their place. The last ones are DPO's, KTO's, PPO's and the like."""
 
 OWN = (
     *("GRPOArguments", "GRPOArgumentsMixin", "RLHFArguments", "RolloutTrainerArgumentsMixin"),
@@ -89,19 +83,17 @@ class Option(NamedTuple):
     """Files that train with it, those that give the fewest options first."""
 
     @property
-    def verdict(self) -> str:
-        """Return what the table says of it."""
-        if self.name in REFUSED:
-            return "refused"
-        if self.name in REFUSED_ON_CPU:
-            return "refused on CPU; not tried elsewhere"
-        if self.tests:
-            return "tested"
-        if self.name in NO_EFFECT:
-            return "no effect"
-        if self.name in NEEDS:
-            return "not tried, needs"
-        return "not GRPO's" if self.name in OTHER_ALGORITHMS else "not tried"
+    def verdict(self) -> tuple[str, str]:
+        """Return what the table says of it, and where that is to be seen."""
+        for verdict, reasons in REASONS.items():
+            if self.name in reasons and (verdict.startswith("refused") or not self.tests):
+                return verdict, reasons[self.name]
+        return ("tested", self.tests[0]) if self.tests else ("not tried", "")
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether it is one of the others' that nobody tried."""
+        return not self.is_own and self.verdict[0] == "not tried"
 
 
 def options() -> list[Option]:
@@ -137,25 +129,19 @@ def tests_by_option() -> dict[str, list[str]]:
 
 def made() -> str:
     """Return the Markdown between the marks of the page."""
-    reasons = {**NO_EFFECT, **NEEDS, **REFUSED, **REFUSED_ON_CPU}
-    rows: dict[tuple[str, str], list[str]] = {}
-    num_left = 0
-    for option in options():
-        if not option.is_own and option.verdict == "not tried":
-            num_left += 1
-            continue
-        is_tested = option.verdict == "tested"
-        where = option.tests[0] if is_tested else reasons.get(option.name, "")
-        where = f"`{where}`" if is_tested or "::" in where else where
-        rows.setdefault((option.verdict, where), []).append(f"`{option.name}`")
-    lines = ["| | where | options |", "|---|---|---|"]
-    for (verdict, where), names in sorted(rows.items(), reverse=True):
-        lines.append(f"| {verdict} | {where} | {', '.join(names)} |")
-    lines.append(
-        f"\n{num_left} more options of `swift rlhf` were not tried (data sets, reporters, other "
-        "tuners and the like); `python scripts/recipes.py --not-tried` lists them."
+    known = options()
+    names: dict[tuple[str, str], list[str]] = {}
+    for option in known:
+        verdict, where = option.verdict
+        where = f"`{where}`" if verdict == "tested" or "::" in where else where
+        if not option.is_left:
+            names.setdefault((verdict, where), []).append(f"`{option.name}`")
+    rows = [(*found, ", ".join(names[found])) for found in sorted(names, reverse=True)]
+    return (
+        f"{markdown(('', 'where', 'options'), rows)}\n\n{sum(o.is_left for o in known)} more "
+        "options of `swift rlhf` were not tried (data sets, reporters, other tuners and the like); "
+        "`python scripts/recipes.py --not-tried` lists them."
     )
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -164,9 +150,9 @@ def main() -> None:
     parser.add_argument("--not-tried", action="store_true", help="list what is left of the others")
     arguments = parser.parse_args()
     if arguments.not_tried:
-        print("\n".join(o.name for o in options() if not o.is_own and o.verdict == "not tried"))
+        print("\n".join(option.name for option in options() if option.is_left))
     elif arguments.write:
-        write_into(PAGE, made(), BEGIN, END)
+        write_into(SUPPORT, TABLE, made())
     else:
         print(made())
 

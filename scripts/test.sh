@@ -20,7 +20,7 @@ step "Tiny model and data"
 make_assets
 step "Tests"
 case "${1:-}" in
-  --stack) shift && exec python scripts/compatibility.py --again --cells "$@" ;;
+  --stack) shift && exec python scripts/compatibility.py --cells "$@" ;;
   "") set -- -m "not extra" ;;
   --all) shift ;;
 esac

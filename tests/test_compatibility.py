@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compat.environment import SWIFT, Cell
-from compat.table import BEGIN, END, PAGE
+from compatibility import SWIFT, TABLE, Cell
+from pages import ROOT, SUPPORT, read_from
 
 from swift_grpo_ext.upstream.contract import TRIED
 
-ROOT = Path(__file__).resolve().parents[1]
 NEEDED_CELLS = (
     *("4.6.0-0.11.0", "4.6.0-0.23.0", "4.6.0-0.25.1", "4.6.0-0.32.0"),
     *("4.4.2-0.23.0", "4.4.2-0.25.1"),
@@ -19,14 +18,11 @@ NEEDED_CELLS = (
 """Those that ms-swift recommends, those of its images, and the pinned set."""
 
 
-def rows_of(page: Path) -> list[dict[str, str]]:
-    made = page.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    head, _, *lines = [line.strip("| ").split(" | ") for line in made.splitlines() if "|" in line]
-    return [dict(zip(head, line, strict=True)) for line in lines]
-
-
 def test_the_plugin_says_what_the_table_says() -> None:
-    works = [row for row in rows_of(PAGE) if row["works"] == "yes"]
+    made = read_from(SUPPORT, TABLE).splitlines()
+    head, _, *lines = [line.strip("| ").split(" | ") for line in made if "|" in line]
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    works = [row for row in rows if row["works"] == "yes"]
     for package, column in {
         "ms-swift": "ms-swift",
         "vllm": "vLLM",

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from compat.environment import PROTECTED
+from compatibility import PROTECTED
 from packaging.utils import canonicalize_name
 
 from tests.stack.processes import ROOT

@@ -1,1 +1,0 @@
-"""The parts of `compatibility.py`: environments, what is tested in them, and the table."""

@@ -1,0 +1,36 @@
+"""Tables that commands put into pages, each between two marks: `<!-- NAME: begin -->` and `end`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = ROOT / "docs/support.md"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table."""
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, f"{'|---' * len(head)}|", *others])
+
+
+def read_from(page: Path, name: str) -> str:
+    """Return what stands between a table's marks; raise `ValueError` where there are none."""
+    return _parts(page, name)[1].strip()
+
+
+def write_into(page: Path, name: str, made: str) -> None:
+    """Replace what stands between a table's marks; raise `ValueError` where there are none."""
+    before, _, after = _parts(page, name)
+    page.write_text(f"{before}\n\n{made}\n\n{after}", encoding="utf-8")
+    print(f"{page.name}: written")
+
+
+def _parts(page: Path, name: str) -> tuple[str, str, str]:
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
+    inside, has_end, after = rest.partition(end)
+    if not (has_begin and has_end):
+        raise ValueError(f"{page}: there is no {begin} ... {end} to put the table into")
+    return before + begin, inside, end + after
