@@ -20,7 +20,6 @@ seconds on an idle machine, most of them on one core.
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +37,26 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
     # These take seconds to import, which --help and a folder that is complete already need not.
     import torch
     import transformers
-    from tiny_vlm.architecture import build_model, publish
-    from tiny_vlm.examples import encode_rows, read_rows
-    from tiny_vlm.families import FAMILIES, make_config, make_processor
-    from tiny_vlm.quality import measure
+    from tiny_vlm.families import FAMILIES, make_model, make_processor
     from tiny_vlm.tokenizer import build_tokenizer, read_ranks
-    from tiny_vlm.warm_start import warm_start
+    from tiny_vlm.warm_start import measure, read_examples, warm_start
 
     tokenizer = build_tokenizer(read_ranks())
     family = FAMILIES["qwen2_5_vl"]
     processor = make_processor(family, tokenizer)
-    model = build_model(make_config(family, tokenizer), seed)
+    model = make_model(family, tokenizer, seed)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     report: dict[str, Any] = {
         "seed": seed,
         "num_parameters": model.num_parameters(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    examples = encode_rows(read_rows(data / "warmstart.jsonl"), processor)
-    report["num_steps"] = warm_start(model, examples, seed)
-    heldout = encode_rows(read_rows(data / "heldout.jsonl"), processor)
-    shares = {name: round(x, 4) for name, x in asdict(measure(model, heldout)).items()}
-    report["heldout"] = shares
+    report["num_steps"] = warm_start(
+        model, read_examples(data / "warmstart.jsonl", processor), seed
+    )
+    heldout = read_examples(data / "heldout.jsonl", processor)
+    quality = measure(model, heldout, torch.arange(len(heldout.digits_N)))
+    shares = report["heldout"] = {name: round(share, 4) for name, share in quality.items()}
     model.save_pretrained(output)
     processor.save_pretrained(output)
     publish(output)
@@ -68,6 +66,24 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
         f"held-out accuracy {shares['greedy_accuracy']:.0%} greedy, "
         f"{shares['sampled_accuracy']:.0%} sampled, in form {shares['form_rate']:.1%}"
     )
+
+
+def publish(folder: Path) -> None:
+    """Give a saved model and its processor the settings that Qwen publishes: the text's at the top,
+    in the spelling of transformers 4, which releases 4 and 5 and every vLLM read."""
+    paths = [folder / name for name in ("config.json", "processor_config.json")]
+    config, processor = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    config = {**text, **config}  # `model_type` is the whole model's
+    for kind in ("image_processor", "video_processor"):
+        size = processor[kind]["size"]
+        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        processor[kind] |= limits
+    for path, settings in zip(paths, (config, processor), strict=True):
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main() -> None:
