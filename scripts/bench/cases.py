@@ -1,21 +1,18 @@
-"""The batches that the rollout benchmarks generate, and the two ways of asking for them."""
+"""The batches that benchmarks generate, and our way of asking an engine for them."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 
-from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import CallEngine, generate
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.wire import RequestMetadata
@@ -44,24 +41,19 @@ class Case:
     def name(self) -> str:
         return f"{self.image_side} px" if self.image_side else "text"
 
-    @property
-    def num_samples(self) -> int:
-        return self.num_prompts * self.group_size
-
     def columns(self) -> dict[str, Any]:
         """Return what names the case in a result's row."""
         return {
             "case": self.name,
             "num_prompts": self.num_prompts,
             "group_size": self.group_size,
-            "num_samples": self.num_samples,
         }
 
 
 def make_samples(case: Case, round_number: int) -> list[OnPolicySample]:
     """Make the batch's samples; each owns its image's bytes, as a data loader's rows do."""
     round_ = Round(phase="train", step=round_number, number=0)
-    sample_ids = sample_ids_at(round_, range(case.num_samples), case.group_size)
+    sample_ids = sample_ids_at(round_, range(case.num_prompts * case.group_size), case.group_size)
     samples = []
     for sample_id in sample_ids:
         sample = OnPolicySample.from_row(make_row(case.image_side, sample_id.group))
@@ -114,23 +106,6 @@ def make_config(max_tokens: int) -> RequestConfig:
     )
 
 
-def make_engine(model: Path, max_num_seqs: int) -> RolloutEngine:
-    """Make the engine as ms-swift's `_prepare_vllm_engine` does in a training of one process."""
-    return RolloutEngine(
-        str(model),
-        model_type="qwen2_5_vl",
-        template_type="qwen2_5_vl",
-        torch_dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32,
-        max_model_len=8192,
-        max_num_seqs=max_num_seqs,
-        enable_prefix_caching=True,
-        enforce_eager=True,
-        seed=0,
-        logprobs_mode="processed_logprobs",
-        engine_kwargs={"kv_cache_memory_bytes": 2**30},
-    )
-
-
 def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: CallEngine) -> list[RolloutOutput]:
     """Generate as our trainer's `_rollout` does, in a training of one process."""
     return generate(
@@ -143,12 +118,3 @@ def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: CallEngine) -> 
         sharing=RankGroup(),
         call_engine=ask,
     )[0]
-
-
-def draw_theirs(samples: Sequence[Any], ask: Callable[[list[Any]], Any]) -> list[RolloutOutput]:
-    """Generate as ms-swift's trainer does, in a training of one process."""
-    return list(ask([sample.to_infer_request() for sample in samples]))
-
-
-def count_tokens(outputs: Sequence[RolloutOutput]) -> int:
-    return sum(len(output.response.choices[0].token_ids) for output in outputs)

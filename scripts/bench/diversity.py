@@ -1,34 +1,37 @@
 """Calibration, power and cost of the collision test, and cost of the metrics.
 
-    python scripts/bench/diversity.py --output scripts/bench/results/diversity.json
+    python scripts/bench/diversity.py >scripts/bench/results/diversity.md
 
-Writes the JSON and, beside it, the tables as Markdown. Policies are simulated (`simulated.py`):
-random Markov chains of 128 tokens, from 0.01 to 6 bits a token, with random temperature, top-k and
-top-p. One process takes about ten minutes, most of them simulation.
+Policies are simulated: random Markov chains of 128 tokens, from 0.01 to 6 bits a token. A policy
+has a random row of logits for each token that may stand before. It is sampled as vLLM samples:
+logits are divided by the temperature, what is not of the top-k and top-p is taken away, and the
+log-probabilities are those of what is left, as `logprobs_mode="processed_logprobs"` gives them, in
+32 bits. It takes about ten minutes, most of them simulation.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import command, environment
-from simulated import Array, Sampling, entropy_per_token, make_round, probabilities, random_logits
+from common import command, environment, markdown
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
 from swift_grpo_ext.diversity.metrics import outcome_metrics, round_metrics
-from swift_grpo_ext.diversity.sample import group_samples, sample_from_row
+from swift_grpo_ext.diversity.sample import Origin, Sample, group_samples, sample_from_row
 from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
+
+VOCABULARY = 128
+END = 0
 
 LEVELS = (0.5, 0.1, 1e-2, 1e-3, 1e-6)
 ALARM_P = 1e-6
@@ -37,138 +40,10 @@ LENGTHS = (4, 32, 256)
 ROUNDS_OF_POLICY = 4
 REGIMES = ("below 0.1", "0.1 to 1", "1 to 3", "above 3")
 
-POWER_GROUP_SIZES = (2, 8, 64)
 POWER_BITS = (0.1, 0.3, 1.0, 3.0)
 POWER_LENGTHS = (8, 32, 128, 512)
 POWER_GROUPS = 16
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=20_000, help="healthy ones, at least")
-    parser.add_argument("--power-rounds", type=int, default=30, help="of each fault and case")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cost-only", action="store_true", help="print the costs alone; a minute")
-    parser.add_argument("--output", type=Path, help="FILE.json; FILE.md is written beside it")
-    options = parser.parse_args()
-    result: dict[str, Any] = {"command": command(), "environment": environment()}
-    result["cost"] = [measure_cost(*case) for case in COST_CASES]
-    if options.cost_only:
-        print(cost_table(result["cost"]))
-        return
-    with ProcessPoolExecutor(options.processes) as pool:
-        num_policies = -(-options.rounds // ROUNDS_OF_POLICY)
-        seeds = np.random.SeedSequence(options.seed).spawn(num_policies)
-        runs = tqdm(pool.map(healthy_rounds, seeds, chunksize=8), "Healthy", num_policies)
-        healthy = [row for rows in runs for row in rows]
-        cases = list(product(POWER_GROUP_SIZES, POWER_BITS, POWER_LENGTHS))
-        powers = pool.map(partial(power, num_rounds=options.power_rounds), cases)
-        result["power"] = list(tqdm(powers, "Faults", len(cases)))
-    result["calibration"] = calibration(healthy)
-    markdown = as_markdown(result)
-    print(markdown)
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        options.output.with_suffix(".md").write_text(markdown + "\n", encoding="utf-8")
-
-
-# --- healthy rounds ---
-
-
-def healthy_rounds(seed: np.random.SeedSequence) -> list[dict[str, Any]]:
-    """A few rounds of one policy, whose weights move a little from round to round."""
-    rng = np.random.default_rng(seed)
-    group_size, length = int(rng.choice(GROUP_SIZES)), int(rng.choice(LENGTHS))
-    num_groups = int(rng.integers(1, max(128 // group_size, 1) + 1))
-    logits = random_logits(rng, np.exp(rng.uniform(-1, 3.5)), rng.choice([0.0, 0.02, 0.2]))
-    sampling = Sampling(
-        temperature=float(rng.choice([0.3, 0.7, 1.0, 1.5])),
-        top_k=int(rng.choice([0, 1, 5, 20])) if rng.random() < 0.5 else 0,
-        top_p=float(rng.choice([1.0, 0.95, 0.7])),
-    )
-    memory, found = PromptMemory(), []
-    for step in range(ROUNDS_OF_POLICY):
-        p = probabilities(logits, sampling)
-        noise = rng.random((num_groups * group_size, length))
-        samples = make_round(p, noise, group_size, step)
-        test = collision_test(samples, memory)
-        memory.remember(samples)
-        regime = REGIMES[int(np.searchsorted([0.1, 1.0, 3.0], entropy_per_token(p), "right"))]
-        kinds = ["all", f"G {group_size}", f"{length} tokens at most", f"{regime} bits a token"]
-        found.append({"kinds": kinds, "log2_p": test.log2_p})
-        logits = logits + rng.normal(size=logits.shape) * 0.05
-    return found
-
-
-def calibration(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Count the rounds of each kind, and the p-values of them below each level."""
-    kinds = ["all", *(f"G {size}" for size in GROUP_SIZES)]
-    kinds += [f"{length} tokens at most" for length in LENGTHS]
-    kinds += [f"{regime} bits a token" for regime in REGIMES]
-    rows = []
-    for kind in kinds:
-        log2_p = np.array([r["log2_p"] for r in rounds if kind in r["kinds"]])
-        alarms = {str(level): int((log2_p < np.log2(level)).sum()) for level in LEVELS}
-        rows.append({"rounds": kind, "number": len(log2_p), "below": alarms})
-    return rows
-
-
-# --- faults ---
-
-
-def power(case: tuple[int, float, int], num_rounds: int) -> dict[str, Any]:
-    """How often each fault is called broken randomness, in rounds of `POWER_GROUPS` groups."""
-    group_size, bits, length = case
-    rng = np.random.default_rng([group_size, int(bits * 10), length])
-    found: dict[str, list[bool]] = {}
-    p = policy_of(rng, bits)
-    for _ in range(num_rounds):
-        for fault, test in faulty_tests(rng, p, group_size, length).items():
-            found.setdefault(fault, []).append(test.log2_p < np.log2(ALARM_P))
-    return {
-        "group_size": group_size,
-        "bits_per_token": entropy_per_token(p),
-        "length": length,
-        "found": {fault: float(np.mean(values)) for fault, values in found.items()},
-    }
-
-
-def policy_of(rng: np.random.Generator, bits: float) -> Array:
-    """A policy with so much entropy a token: its temperature is searched for."""
-    logits, low, high = random_logits(rng, 1.0, 0.0), 0.01, 10.0
-    for _ in range(40):
-        middle = (low * high) ** 0.5
-        p = probabilities(logits, Sampling(temperature=middle))
-        low, high = (middle, high) if entropy_per_token(p) < bits else (low, middle)
-    return p
-
-
-def faulty_tests(
-    rng: np.random.Generator, p: Array, group_size: int, length: int
-) -> dict[str, CollisionTest]:
-    """One round with each fault."""
-    healthy = rng.random((POWER_GROUPS * group_size, length))
-    one_pair = healthy.copy()
-    one_pair[1] = one_pair[0]
-    half_pair = healthy.copy()
-    half_pair[1, : length // 2] = half_pair[0, : length // 2]
-    replicas = healthy.reshape(POWER_GROUPS, 2, group_size // 2, length).copy()
-    replicas[:, 1] = replicas[:, 0]
-    copies = np.repeat(healthy[::group_size], group_size, axis=0)
-    draw = partial(make_round, p, group_size=group_size)
-    memory = PromptMemory()
-    memory.remember(draw(noise=healthy, step=0))
-    return {
-        "one pair": collision_test(draw(noise=one_pair, step=1)),
-        "one pair, first half": collision_test(draw(noise=half_pair, step=1)),
-        "two replicas, one seed": collision_test(draw(noise=replicas.reshape(-1, length), step=1)),
-        "whole groups": collision_test(draw(noise=copies, step=1)),
-        "frozen": collision_test(draw(noise=healthy, step=1), memory),
-    }
-
-
-# --- cost ---
+POWER_GROUP_SIZE = 8
 
 COST_CASES = (
     (10_240, 1000, 8, False),
@@ -180,6 +55,215 @@ COST_CASES = (
     (64, 32_768, 8, False),
     (64, 8, 8, False),
 )
+"""Samples, tokens of each, samples of a group, and whether all are copies of one."""
+
+Array = NDArray[Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=20_000, help="healthy ones, at least")
+    parser.add_argument("--power-rounds", type=int, default=30, help="of each fault and case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cost-only", action="store_true", help="print the costs alone; a minute")
+    options = parser.parse_args()
+    costs = [measure_cost(*case) for case in COST_CASES]
+    head = ["samples", "tokens", "G", *costs[0]]
+    rows = []
+    for (samples, tokens, group_size, same), seconds in zip(COST_CASES, costs, strict=True):
+        case = (str(samples), str(tokens), f"{group_size}{', copies' if same else ''}")
+        rows.append([*case, *(f"{value:.3f}" for value in seconds.values())])
+    cost = f"## Cost\n\nCPU seconds, one thread, medians of five.\n\n{markdown(head, rows)}"
+    if options.cost_only:
+        print(cost)
+        return
+    made = environment()
+    print("# The collision test: calibration, power, cost\n")
+    print(f"`{command()}`, {made['date']}, {made['cores']} cores of {made['cpu']}, ", end="")
+    print(f"Python {made['python']}.\n")
+    print(calibration(options.rounds, options.seed), power(options.power_rounds), cost, sep="\n\n")
+
+
+# --- simulated policies ---
+
+
+def random_logits(rng: np.random.Generator, scale: float, end_rate: float) -> Array:
+    """Draw logits, [token before, token]: the larger `scale`, the lower the entropy."""
+    logits = rng.normal(size=(VOCABULARY, VOCABULARY)) * scale
+    others = np.log(np.exp(logits[:, 1:]).sum(axis=1))
+    logits[:, END] = others + np.log(end_rate / (1 - end_rate)) if end_rate else -np.inf
+    return logits
+
+
+def probabilities(logits: Array, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Array:
+    """Return what tokens are sampled from, [token before, token]; a `top_k` of 0 keeps all."""
+    scaled = logits / temperature
+    p = np.exp(scaled - scaled.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    order = np.argsort(-p, axis=1)
+    ranked = np.take_along_axis(p, order, axis=1)
+    kept = np.cumsum(ranked, axis=1) - ranked < top_p
+    if top_k:
+        kept[:, top_k:] = False
+    p[np.arange(len(p))[:, None], order] = np.where(kept, ranked, 0.0)
+    return p / p.sum(axis=1, keepdims=True)
+
+
+def entropy_per_token(p: Array) -> float:
+    """Return the bits in the long run of the chain (its stationary mean)."""
+    state = np.full(len(p), 1 / len(p))
+    for _ in range(100):
+        state = state @ p
+    logs = np.log2(p, where=p > 0, out=np.zeros_like(p))
+    return float(-(state @ (p * logs).sum(axis=1)))
+
+
+def draw(p: Array, noise: Array, prompts: Array) -> tuple[list[Array], list[Array]]:
+    """Draw completions with log-probabilities; equal noise and prompt give equal completions.
+
+    Args:
+        p: [token before, token].
+        noise: [samples, tokens], uniform: a sample's noise is all that its seed decides.
+        prompts: [samples], the token that each completion follows.
+    """
+    cumulative = np.cumsum(p, axis=1)
+    num_samples, length = noise.shape
+    ids = np.empty((num_samples, length), np.int32)
+    before = prompts
+    for step in range(length):
+        target = noise[:, step, None] * cumulative[before, -1:]
+        before = np.minimum((cumulative[before] <= target).sum(axis=1), VOCABULARY - 1)
+        ids[:, step] = before
+    previous = np.concatenate([prompts[:, None], ids[:, :-1]], axis=1)
+    logprobs = np.log(p[previous, ids]).astype(np.float32)
+    has_end = (ids == END).any(axis=1)
+    ends = np.where(has_end, (ids == END).argmax(axis=1) + 1, length)
+    rows = range(num_samples)
+    return [ids[i, : ends[i]] for i in rows], [logprobs[i, : ends[i]] for i in rows]
+
+
+def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sample]:
+    """Make a round of groups; group g has prompt g, in every round."""
+    groups = np.arange(len(noise)) // group_size
+    ids, logprobs = draw(p, noise, 1 + groups % (VOCABULARY - 1))
+    samples = []
+    for number, group in enumerate(groups.tolist()):
+        sample_id = SampleId(
+            phase="train", step=step, number=0, group=group, index=number % group_size
+        )
+        samples.append(
+            Sample(
+                origin=Origin(sample_id=sample_id, seed=None, rank=0, replica=""),
+                prompt_hash=f"{group}",
+                token_ids=ids[number],
+                logprobs=logprobs[number],
+                text="",
+            )
+        )
+    return samples
+
+
+# --- healthy rounds, and faults ---
+
+
+def calibration(num_rounds: int, seed: int) -> str:
+    """Return how many healthy rounds of each entropy have a p-value below each level."""
+    found: dict[str, list[float]] = {kind: [] for kind in ("all", *REGIMES)}
+    seeds = np.random.SeedSequence(seed).spawn(-(-num_rounds // ROUNDS_OF_POLICY))
+    for policy in tqdm(seeds, "Healthy"):
+        for regime, log2_p in healthy_rounds(policy):
+            found["all"].append(log2_p)
+            found[regime].append(log2_p)
+    rows = []
+    for kind, values in found.items():
+        below = [str((np.array(values) < np.log2(level)).sum()) for level in LEVELS]
+        label = kind if kind == "all" else f"{kind} bits a token"
+        rows.append([label, str(len(values)), *below])
+    head = ["rounds", "number", *(f"below {level:g}" for level in LEVELS)]
+    return (
+        "## False alarms\n\nHealthy rounds, and how many of them have a p-value below each level "
+        f"({ROUNDS_OF_POLICY} rounds of a policy that moves from round to round, held against each "
+        "other). The bound promises at most level x rounds; completions are discrete, so that the "
+        f"test stays below.\n\n{markdown(head, rows)}"
+    )
+
+
+def healthy_rounds(seed: np.random.SeedSequence) -> list[tuple[str, float]]:
+    """Return entropy and p-value of a few rounds of one policy, whose weights move a little from
+    round to round."""
+    rng = np.random.default_rng(seed)
+    group_size, length = int(rng.choice(GROUP_SIZES)), int(rng.choice(LENGTHS))
+    num_groups = int(rng.integers(1, max(128 // group_size, 1) + 1))
+    logits = random_logits(rng, np.exp(rng.uniform(-1, 3.5)), rng.choice([0.0, 0.02, 0.2]))
+    temperature = float(rng.choice([0.3, 0.7, 1.0, 1.5]))
+    top_k = int(rng.choice([0, 1, 5, 20])) if rng.random() < 0.5 else 0
+    top_p = float(rng.choice([1.0, 0.95, 0.7]))
+    memory, found = PromptMemory(), []
+    for step in range(ROUNDS_OF_POLICY):
+        p = probabilities(logits, temperature, top_k, top_p)
+        noise = rng.random((num_groups * group_size, length))
+        samples = make_round(p, noise, group_size, step)
+        test = collision_test(samples, memory)
+        memory.remember(samples)
+        regime = REGIMES[int(np.searchsorted([0.1, 1.0, 3.0], entropy_per_token(p), "right"))]
+        found.append((regime, test.log2_p))
+        logits = logits + rng.normal(size=logits.shape) * 0.05
+    return found
+
+
+def power(num_rounds: int) -> str:
+    """Return how often each fault is called broken randomness."""
+    rows: list[Sequence[str]] = []
+    head: list[str] = []
+    for bits, length in tqdm(list(product(POWER_BITS, POWER_LENGTHS)), "Faults"):
+        rng = np.random.default_rng([POWER_GROUP_SIZE, int(bits * 10), length])
+        p = policy_of(rng, bits)
+        found: dict[str, list[bool]] = {}
+        for _ in range(num_rounds):
+            for fault, test in faulty_tests(rng, p, length).items():
+                found.setdefault(fault, []).append(test.log2_p < np.log2(ALARM_P))
+        head = ["bits a token", "tokens", *found]
+        shares = (f"{np.mean(values):.0%}" for values in found.values())
+        rows.append([f"{entropy_per_token(p):.2g}", str(length), *shares])
+    return (
+        f"## Power\n\nShare of rounds of {POWER_GROUPS} groups of {POWER_GROUP_SIZE} that are "
+        f"called broken randomness at p < {ALARM_P:g}. *One pair*: two samples of one group share "
+        "their noise, all others are sound. *Two replicas, one seed*: the second half of each "
+        "group copies the first. *Whole groups*: one seed for each. *Frozen*: the round before, "
+        f"again, with the same weights.\n\n{markdown(head, rows)}"
+    )
+
+
+def policy_of(rng: np.random.Generator, bits: float) -> Array:
+    """Return a policy with so much entropy a token: its temperature is searched for."""
+    logits, low, high = random_logits(rng, 1.0, 0.0), 0.01, 10.0
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        p = probabilities(logits, middle)
+        low, high = (middle, high) if entropy_per_token(p) < bits else (low, middle)
+    return p
+
+
+def faulty_tests(rng: np.random.Generator, p: Array, length: int) -> dict[str, CollisionTest]:
+    """Test one round with each fault."""
+    healthy = rng.random((POWER_GROUPS * POWER_GROUP_SIZE, length))
+    one_pair = healthy.copy()
+    one_pair[1] = one_pair[0]
+    replicas = healthy.reshape(POWER_GROUPS, 2, POWER_GROUP_SIZE // 2, length).copy()
+    replicas[:, 1] = replicas[:, 0]
+    copies = np.repeat(healthy[::POWER_GROUP_SIZE], POWER_GROUP_SIZE, axis=0)
+    make = partial(make_round, p, group_size=POWER_GROUP_SIZE)
+    memory = PromptMemory()
+    memory.remember(make(noise=healthy, step=0))
+    return {
+        "one pair": collision_test(make(noise=one_pair, step=1)),
+        "two replicas, one seed": collision_test(make(noise=replicas.reshape(-1, length), step=1)),
+        "whole groups": collision_test(make(noise=copies, step=1)),
+        "frozen": collision_test(make(noise=healthy, step=1), memory),
+    }
+
+
+# --- cost ---
 
 
 def random_rows(
@@ -206,8 +290,8 @@ def random_rows(
     ]
 
 
-def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> dict[str, Any]:
-    """CPU seconds of each part, one thread; the median of five."""
+def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> dict[str, float]:
+    """Return CPU seconds of each part, one thread; the median of five."""
     rng = np.random.default_rng(0)
     rows = random_rows(rng, num_samples, length, group_size, 1)
     if same:
@@ -233,60 +317,7 @@ def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> 
             part()
             times.append(time.process_time() - start)
         seconds[name] = float(np.median(times))
-    case = {"samples": num_samples, "tokens": length, "group_size": group_size, "copies": same}
-    return {**case, "seconds": seconds, "total": sum(seconds.values())}
-
-
-# --- tables ---
-
-
-def as_markdown(result: dict[str, Any]) -> str:
-    made = result["environment"]
-    parts = [
-        "# The collision test: calibration, power, cost",
-        f"`{result['command']}`, {made['date']}, {made['cores']} cores of {made['cpu']}, Python "
-        f"{made['python']}.",
-        "## False alarms\n\nHealthy rounds, and how many of them have a p-value below each level "
-        f"({ROUNDS_OF_POLICY} rounds of a policy that moves from round to round, held against each "
-        "other). The bound promises at most level x rounds; completions are discrete, so that the "
-        "test stays below.",
-        table(
-            ["rounds", "number", *(f"below {level:g}" for level in LEVELS)],
-            ([r["rounds"], r["number"], *r["below"].values()] for r in result["calibration"]),
-        ),
-        f"## Power\n\nShare of rounds of {POWER_GROUPS} groups that are called broken randomness "
-        f"at p < {ALARM_P:g}. *One pair*: two samples of one group share their noise, all others "
-        "are sound (*first half*: for the first half of the tokens only). *Two replicas, one "
-        "seed*: the second half of each group copies the first. *Whole groups*: one seed for each. "
-        "*Frozen*: the round before, again, with the same weights.",
-        table(
-            ["G", "bits a token", "tokens", *result["power"][0]["found"]],
-            (
-                [r["group_size"], f"{r['bits_per_token']:.2g}", r["length"],
-                 *(f"{v:.0%}" for v in r["found"].values())]
-                for r in result["power"]
-            ),
-        ),
-        "## Cost\n\nCPU seconds, one thread, medians of five.",
-        cost_table(result["cost"]),
-    ]  # fmt: skip
-    return "\n\n".join(parts)
-
-
-def cost_table(costs: Sequence[dict[str, Any]]) -> str:
-    return table(
-        ["samples", "tokens", "G", *costs[0]["seconds"], "all"],
-        (
-            [r["samples"], r["tokens"], f"{r['group_size']}{', copies' if r['copies'] else ''}",
-             *(f"{v:.3f}" for v in r["seconds"].values()), f"{r['total']:.3f}"]
-            for r in costs
-        ),
-    )  # fmt: skip
-
-
-def table(head: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+    return {**seconds, "all": sum(seconds.values())}
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@ Towers and vocabularies are the tiny models'; layers repeat as published.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import NamedTuple
 
-from common import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts"))
+import common  # noqa: F401  (makes `tiny_vlm` importable)
 from tiny_vlm.families import FAMILIES, Family, make_config, make_family
 
 __all__ = ["FAMILIES", "SIZES", "make_config", "make_family", "widened"]

@@ -1,51 +1,77 @@
-"""Time rollouts of ms-swift and of the plugin, side by side on one engine.
+"""Measure rollouts of ms-swift and of the plugin, side by side on one engine.
 
     python scripts/bench/rollouts.py --output colocate.json            in the training process
     python scripts/bench/rollouts.py --server --output server.json     through `swift rollout`
 
-Both ways use the plugin's engine or server, where a request without its envelope is served just as
+All ways use the plugin's engine or server, where a request without its envelope is served just as
 ms-swift does. `ms-swift` asks for one completion a request. `ours` does what the trainer's
-`_rollout` does: fingerprints of the samples, groups, requests, and one output a sample.
+`_rollout` does: fingerprints of the samples, groups, requests, and one output a sample. In the
+training process it does so with an empty `--media_cache_gb` (the first epoch), with one that has
+met these images (a later epoch), and with 0 (no cache).
 
 Before each turn, untimed, the samples are made, and vLLM's caches of prefixes, of processed images
-and of encoded images are emptied. Loading the model and syncing weights are not timed. With
-`--server`, bytes are those of HTTP bodies, and both sides share this machine.
+and of encoded images are emptied, as `--sleep_level` empties them. Loading the model and syncing
+weights are not timed. With `--server`, bytes are those of HTTP bodies, and both sides share this
+machine. In the training process, `image_cpu_seconds` are all that the process spends on a round and
+on its training batch (`encode_sample`) but the engine's own steps: reading, decoding, hashing and
+processing images, tokenizing, and the making of requests and answers. `image_seconds` is the same
+by the clock; `cache_bytes` is what the cache held after its round.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import asdict
 from functools import partial
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cases import (
-    RUN_SEED,
-    Case,
-    count_tokens,
-    draw_ours,
-    draw_theirs,
-    make_config,
-    make_engine,
-    make_samples,
+from cases import RUN_SEED, Case, draw_ours, make_config, make_samples
+from common import (
+    ROOT,
+    SWIFT,
+    Measures,
+    Results,
+    Turn,
+    as_markdown,
+    free_port,
+    interleave,
+    make_parser,
+    make_rows,
+    stopwatch,
 )
-from common import Measures, Results, Turn, interleave, make_parser, make_rows, ratios, stopwatch
-from server_process import rollout_server
-from swift.rl_core.data import OnPolicySample
+from swift.infer_engine.protocol import RolloutOutput
+from swift.rl_core.data import GRPOSample, OnPolicySample
+from swift.rlhf_trainers.utils import encode_sample
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
+from swift_grpo_ext.flags import ExtFlags
+from swift_grpo_ext.media.encode import MediaCache
+from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import ServedSample, to_rollout_outputs
 from swift_grpo_ext.server.client import RolloutServers
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
 CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
+STARTUP_SECONDS = 600
+NUM_ANSWER_TOKENS = 64
+"""A training batch has completions of so many tokens."""
+
+MEASURES = (
+    *("seconds", "tokens", "request_bytes", "response_bytes"),
+    *("image_cpu_seconds", "image_seconds", "media/decoded", "media/processed", "cache_bytes"),
+)
 Samples = Sequence[OnPolicySample]
 
 
@@ -54,120 +80,196 @@ def main() -> None:
     parser.add_argument("--server", action="store_true", help="through a `swift rollout` server")
     options = parser.parse_args()
     results = Results(options.output)
-    with served(options) if options.server else colocated(options) as (ways, clear, traffic):
+    with served(options) if options.server else nullcontext(Colocated(options)) as engine:
         for side in options.image_sides:
             for size in options.group_sizes:
                 case = Case(image_side=side, num_prompts=options.num_prompts, group_size=size)
-                turns: dict[str, Turn] = {
-                    way: partial(turn, case, generate, clear, traffic)
-                    for way, generate in ways.items()
-                }
-                measures = interleave(turns, options.repetitions, f"{case.name}, G = {size}")
-                where = "server" if options.server else "colocate"
-                results.add(make_rows({"benchmark": where, **case.columns()}, measures))
-    print(as_markdown(results.rows))
+                label = f"{case.name}, G = {size}"
+                measures = interleave(engine.ways(case), options.repetitions, label)
+                results.add(make_rows(case.columns(), measures))
+    shown = [name for name in MEASURES if any(name in row for row in results.rows)]
+    print(as_markdown(results.rows, ("case", "num_prompts", "group_size", "way"), shown))
 
 
-def turn(
-    case: Case,
-    generate: Callable[[Samples], list[Any]],
-    clear: Callable[[], None],
-    traffic: dict[str, float],
-    repetition: int,
-) -> Measures:
-    """Generate a case's batch once, from empty caches, and return what that took."""
-    samples = make_samples(case, repetition)
-    clear()
-    traffic.update(dict.fromkeys(traffic, 0.0))
-    measures: Measures = {}
-    with stopwatch(measures):
-        outputs = generate(samples)
-    return {**measures, **traffic, "tokens": count_tokens(outputs)}
+def count_tokens(outputs: Sequence[RolloutOutput]) -> int:
+    return sum(len(output.response.choices[0].token_ids) for output in outputs)
 
 
-Ways = tuple[dict[str, Callable[[Samples], list[Any]]], Callable[[], None], dict[str, float]]
-"""How each way generates, what empties the caches, and the bytes that went over the wire."""
+class Colocated:
+    """An engine in this process, made as in a training of one rank (`_prepare_vllm_engine`)."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as in ms-swift's training
+        self._config = make_config(options.max_tokens)
+        self._engine = RolloutEngine(
+            str(options.model),
+            model_type="qwen2_5_vl",
+            template_type="qwen2_5_vl",
+            torch_dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32,
+            max_model_len=8192,
+            max_num_seqs=options.num_prompts * max(options.group_sizes),
+            enable_prefix_caching=True,
+            enforce_eager=True,
+            seed=0,
+            logprobs_mode="processed_logprobs",
+            engine_kwargs={"kv_cache_memory_bytes": 2**30},
+        )
+        self._template = copy(self._engine.template)
+        self._template.set_mode("train")
+        self._steps: Counter[str] = Counter()
+        step = self._engine.engine.step
+
+        def timed() -> Any:
+            measures: Measures = {}
+            with stopwatch(measures):
+                outputs = step()
+            self._steps.update(measures)
+            return outputs
+
+        self._engine.engine.step = timed
+
+    def ways(self, case: Case) -> dict[str, Turn]:
+        kept = self._media()
+        self._measure(case, lambda: kept, 0)
+        caches: dict[str, Callable[[], MediaCache | None]] = {
+            "ms-swift": lambda: None,
+            "ours, first epoch": self._media,
+            "ours, later epoch": lambda: kept,
+            "ours, no cache": lambda: self._media(0),
+        }
+        return {way: partial(self._measure, case, media) for way, media in caches.items()}
+
+    def _media(self, max_gb: float = ExtFlags.media_cache_gb) -> MediaCache:
+        return MediaCache(max_gb, self._template, lambda own: [own])
+
+    def _measure(
+        self, case: Case, make_media: Callable[[], MediaCache | None], repetition: int
+    ) -> Measures:
+        """Generate a case's batch once, encode it for training, and return what that took."""
+        samples, media = make_samples(case, repetition), make_media()
+        for cache_reset in CACHES:
+            getattr(self._engine.engine, cache_reset)()
+        self._steps.clear()
+        rollout: Measures = {}
+        training: Measures = {}
+        with media.in_rollout(self._engine) if media else nullcontext(), stopwatch(rollout):
+            outputs = self._ours(samples) if media else self._theirs(samples)
+        rows = [as_trained(sample, number) for number, sample in enumerate(samples)]
+        with media.in_training(self._template) if media else nullcontext(), stopwatch(training):
+            for row in rows:
+                encode_sample(row, self._template)
+        cpu_seconds, seconds = (
+            rollout[name] - self._steps[name] + training[name]
+            for name in ("cpu_seconds", "seconds")
+        )
+        held = {**media.end_round(), "cache_bytes": float(media.num_bytes)} if media else {}
+        images = {"image_cpu_seconds": cpu_seconds, "image_seconds": seconds}
+        return {**rollout, "tokens": count_tokens(outputs), **images, **held}
+
+    def _theirs(self, samples: Samples) -> list[RolloutOutput]:
+        return self._infer([sample.to_infer_request() for sample in samples])
+
+    def _ours(self, samples: Samples) -> list[RolloutOutput]:
+        def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
+            pairs = zip(self._infer(requests), metadatas, strict=True)
+            return [to_rollout_outputs(output, metadata, "rank 0") for output, metadata in pairs]
+
+        return draw_ours(samples, RUN_SEED, ask)
+
+    def _infer(self, requests: list[Any]) -> list[Any]:
+        return list(self._engine.infer(requests, copy(self._config), use_tqdm=False))
+
+
+def as_trained(sample: OnPolicySample, number: int) -> GRPOSample:
+    answer = {"role": "assistant", "content": "Nothing."}
+    ids = [[number + 10] * NUM_ANSWER_TOKENS]
+    row = {"messages": [*sample.messages, answer], "response_token_ids": ids}
+    return GRPOSample.from_row({**row, **({"images": sample.images} if sample.images else {})})
+
+
+class Served:
+    """A client of the server at a port of this machine."""
+
+    def __init__(self, port: int, max_tokens: int) -> None:
+        self._config = make_config(max_tokens)
+        self._client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[port])
+        self._servers = RolloutServers(self._client, timeout=600)
+        self._traffic: Measures = {}
+        self._client.sessions[0].hooks["response"].append(self._count)
+
+    def _count(self, response: Any, *_: Any, **__: Any) -> None:
+        self._traffic["request_bytes"] += len(response.request.body or b"")
+        self._traffic["response_bytes"] += len(response.content)
+
+    def ways(self, case: Case) -> dict[str, Turn]:
+        ways = {"ms-swift": self._theirs, "ours": self._ours}
+        return {way: partial(self._measure, case, draw) for way, draw in ways.items()}
+
+    def _measure(
+        self, case: Case, draw: Callable[[Samples], list[RolloutOutput]], repetition: int
+    ) -> Measures:
+        samples = make_samples(case, repetition)
+        self._traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
+        for cache_reset in CACHES:
+            url = f"{self._client.base_urls[0]}/{cache_reset}/"
+            self._client.sessions[0].post(url).raise_for_status()
+        self._traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
+        measures: Measures = {}
+        with stopwatch(measures):
+            outputs = draw(samples)
+        return {**measures, **self._traffic, "tokens": count_tokens(outputs)}
+
+    def _theirs(self, samples: Samples) -> list[RolloutOutput]:
+        messages = [asdict(sample.to_infer_request()) for sample in samples]
+        return list(self._client.infer(messages, asdict(self._config), use_tqdm=False))
+
+    def _ours(self, samples: Samples) -> list[RolloutOutput]:
+        def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
+            answers = self._servers.infer(requests, metadatas, self._config)
+            return [[ServedSample(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
+
+        return draw_ours(samples, RUN_SEED, ask)
 
 
 @contextmanager
-def colocated(options: argparse.Namespace) -> Iterator[Ways]:
-    apply_cpu_settings(SimpleNamespace(ddp_backend=None), ())
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as in ms-swift's training
-    config = make_config(options.max_tokens)
-    engine = make_engine(options.model, options.num_prompts * max(options.group_sizes))
-
-    def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
-        outputs = engine.infer(requests, copy(config), use_tqdm=False)
-        pairs = zip(outputs, metadatas, strict=True)
-        return [to_rollout_outputs(output, metadata, "rank 0") for output, metadata in pairs]
-
-    def theirs(samples: Samples) -> list[Any]:
-        asked = partial(engine.infer, request_config=copy(config), use_tqdm=False)
-        return draw_theirs(samples, asked)
-
-    def clear() -> None:
-        for cache in CACHES:
-            getattr(engine.engine, cache)()
-
-    yield {"ms-swift": theirs, "ours": lambda s: draw_ours(s, RUN_SEED, ask)}, clear, {}
-
-
-@contextmanager
-def served(options: argparse.Namespace) -> Iterator[Ways]:
-    config = make_config(options.max_tokens)
-    traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
-    argv = [
+def served(options: argparse.Namespace) -> Iterator[Served]:
+    """Start a `swift rollout` with this plugin, which ends with the block, also on SIGTERM."""
+    port = free_port()
+    log = ROOT / "output" / "bench" / "rollout.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(str(SWIFT), "rollout", "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(options.model.resolve()), "--external_plugins", "plugins/grpo_ext.py"),
         *("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"),
         *("--torch_dtype", "bfloat16" if torch.cuda.is_available() else "float32"),
         *("--vllm_max_model_len", "8192", "--vllm_enforce_eager", "true"),
         *("--vllm_engine_kwargs", f'{{"kv_cache_memory_bytes": {2**30}}}'),
     ]
-    with rollout_server(options.model, argv) as port:
-        client = VLLMInferClient(hosts=["127.0.0.1"], server_ports=[port])
-        servers = RolloutServers(client, timeout=600)
-
-        def count(response: Any, *_: Any, **__: Any) -> None:
-            traffic["request_bytes"] += len(response.request.body or b"")
-            traffic["response_bytes"] += len(response.content)
-
-        client.sessions[0].hooks["response"].append(count)
-
-        def ask(requests: list[Any], metadatas: list[Any]) -> list[list[Any]]:
-            answers = servers.infer(requests, metadatas, config)
-            return [[ServedSample(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
-
-        def theirs(samples: Samples) -> list[Any]:
-            def asked(requests: list[Any]) -> Any:
-                messages = [asdict(request) for request in requests]
-                return client.infer(messages, asdict(config), use_tqdm=False)
-
-            return draw_theirs(samples, asked)
-
-        def clear() -> None:
-            for cache in CACHES:
-                client.sessions[0].post(f"{client.base_urls[0]}/{cache}/").raise_for_status()
-
-        yield {"ms-swift": theirs, "ours": lambda s: draw_ours(s, RUN_SEED, ask)}, clear, traffic
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
+    with log.open("wb") as f:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=f, stderr=f, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + STARTUP_SECONDS
+        print("Starting swift rollout", file=sys.stderr)
+        while not is_healthy(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+                raise SystemExit(f"swift rollout did not come up:\n{end}")
+            time.sleep(0.5)
+        yield Served(port, options.max_tokens)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return medians of seconds, and of the repetitions' own ratios with the lowest and highest."""
-    lines = [
-        "| prompts | G | ms-swift s | ours s | ours / ms-swift | bytes sent | bytes answered |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
-        of_time = ratios(ours, theirs, "seconds")
-        cells = [
-            f"{ours['num_prompts']} x {ours['case']}",
-            str(ours["group_size"]),
-            *(f"{median(row['seconds']):.2f}" for row in (theirs, ours)),
-            f"{median(of_time):.2f} ({min(of_time):.2f} to {max(of_time):.2f})",
-        ]
-        for name in ("request_bytes", "response_bytes"):
-            cells.append(f"{median(ratios(ours, theirs, name)):.3f}" if name in ours else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def is_healthy(port: int) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+        return True
+    return False
 
 
 if __name__ == "__main__":

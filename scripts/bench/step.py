@@ -3,9 +3,9 @@
     python scripts/bench/step.py --output scripts/bench/results/step.json
 
 Real trainings with vLLM in their process, in turns: the same model, rows, G, lengths and rewards.
-`timed_steps.py` is their plugin, which writes down the phases of each step. Where a way does not
-run, its error is part of the results. Qwen3.5 computes in bfloat16, which vLLM's CPU kernel of
-gated delta nets asks for, and the other families in float32 (bfloat16 where there is a GPU).
+`timed_steps.py` is their plugin, which writes down the phases of each step. Qwen3.5 computes in
+bfloat16, which vLLM's CPU kernel of gated delta nets asks for, and the other families in float32
+(bfloat16 where there is a GPU).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -25,13 +24,21 @@ from typing import Any
 import numpy as np
 import torch
 from cases import make_photo, make_row
-from common import ROOT, Results, ratios, rotated
+from common import (
+    ROOT,
+    SWIFT,
+    Measures,
+    Results,
+    Turn,
+    as_markdown,
+    free_port,
+    interleave,
+    make_rows,
+)
 from models import FAMILIES, SIZES, make_family, widened
-from server_process import SWIFT, free_port
 from swift.model import get_processor
 from swift.template import Template, get_template
 from timed_steps import PHASES
-from tqdm import tqdm
 
 from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
 
@@ -73,7 +80,8 @@ def main() -> None:
             make_family(family, options.model, seed=0)
         for side in options.image_sides:
             results.add(run_case(options, side, Path(folder)))
-    print(as_markdown(results.rows))
+    names = ("case", "prompt_tokens", "way")
+    print(as_markdown(results.rows, names, ("step", *PHASES, "peak GB", "to the first step")))
 
 
 def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[str, Any]]:
@@ -81,26 +89,9 @@ def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[
     rows_file, lengths = write_rows(folder / f"{side}", side, options)
     case = {"case": f"{side} px" if side else "text", "num_prompts": options.num_prompts}
     case |= {"family": options.family, "prompt_tokens": round(fmean(lengths))}
-    rows: dict[str, dict[str, Any]] = {way: {**case, "way": way} for way in options.ways}
-    turns = [(r, way) for r in range(options.repetitions) for way in rotated(options.ways, r)]
-    for repetition, way in tqdm(turns, desc=case["case"], unit="run", dynamic_ncols=True):
-        if "error" in rows[way]:
-            continue
-        times = folder / f"times-{side}-{way}-{repetition}.jsonl"
-        error = run(way, options, rows_file, times)
-        if error:
-            rows[way]["error"] = error
-            continue
-        first, *steps = map(json.loads, times.read_text(encoding="utf-8").splitlines())
-        measured = {
-            "first_step_seconds": first["since_start"],
-            "peak_gb": max(step["peak_gb"] for step in steps),
-            "seconds": median(sum(step["phases"].values()) for step in steps),
-            **{phase: median(step["phases"][phase] for step in steps) for phase in PHASES},
-        }
-        for name, value in measured.items():
-            rows[way].setdefault(name, []).append(round(value, 3))
-    return list(rows.values())
+    turns: dict[str, Turn] = {way: partial(run, way, options, rows_file) for way in options.ways}
+    label = str(case["case"])
+    return make_rows(case, interleave(turns, options.repetitions, label, warms_up=False))
 
 
 def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Path, list[int]]:
@@ -139,25 +130,34 @@ def filler(template: Template, number: int, num_tokens: int) -> str:
     return text
 
 
-def run(way: str, options: argparse.Namespace, rows: Path, times: Path) -> str:
-    """Train with a way; return the end of its log where it failed, else ''."""
+def run(way: str, options: argparse.Namespace, rows: Path, _: int) -> Measures:
+    """Train with a way, and return what its steps took.
+
+    Raises:
+        SystemExit: the training failed; with the end of its log.
+    """
     on_cpu = not torch.accelerator.is_available()
     own = {name: str(value) for name, (_, value) in KEEP_FREED_MEMORY.items()} | CPU_ENVIRONMENT
-    environment = {"STEP_TIMES": str(times), "MASTER_PORT": str(free_port())}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    log = ROOT / "output" / "bench" / f"step-{way}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as output:
-        argv = swift_argv(way, options, rows, output, on_cpu)
-        log = ROOT / "output" / "bench" / f"step-{way}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        times = Path(output) / "times.jsonl"
+        environment = {"STEP_TIMES": str(times), "MASTER_PORT": str(free_port())}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, **(own if on_cpu else {}), **environment}
+        argv = swift_argv(way, options, rows, output, on_cpu)
         with log.open("wb") as f:
             done = subprocess.run(argv, cwd=ROOT, env=env, stdout=f, stderr=subprocess.STDOUT)
-    if done.returncode == 0:
-        return ""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    error = "\n".join(lines[-40:])
-    print(f"{way} ended with {done.returncode}:\n{error}", file=sys.stderr)
-    return next((x for x in reversed(lines) if "Error" in x or "error" in x), error[-500:])
+        if done.returncode:
+            end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise SystemExit(f"{way} ended with {done.returncode}:\n{end}")
+        first, *steps = map(json.loads, times.read_text(encoding="utf-8").splitlines())
+    return {
+        "step": median(sum(step["phases"].values()) for step in steps),
+        **{phase: median(step["phases"][phase] for step in steps) for phase in PHASES},
+        "peak GB": max(step["peak_gb"] for step in steps),
+        "to the first step": first["since_start"],
+    }
 
 
 def swift_argv(
@@ -183,33 +183,6 @@ def swift_argv(
         *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "none"),
         *("--output_dir", output, *WAYS[way], *options.swift),
     ]
-
-
-# --- the report ---
-
-
-def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return medians over runs, in seconds; ratios to ms-swift's of the same repetition."""
-    shares = ("of ms-swift's step", "peak GB", "of ms-swift's peak")
-    names = ("prompts", "tokens", "way", "step", *PHASES, *shares, "to the first step")
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = [row["case"], str(row["prompt_tokens"]), row["way"]]
-        if "seconds" in row:
-            theirs = next(
-                (r for r in rows if (r["case"], r["way"]) == (row["case"], "ms-swift")), {}
-            )
-            cells += [f"{median(row[name]):.2f}" for name in ("seconds", *PHASES)]
-            cells += [share(row, theirs, "seconds"), f"{median(row['peak_gb']):.1f}"]
-            cells += [share(row, theirs, "peak_gb"), f"{median(row['first_step_seconds']):.0f}"]
-        else:
-            cells.append(f"does not run: `{row['error']}`")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def share(row: dict[str, Any], theirs: dict[str, Any], measure: str) -> str:
-    return f"{median(ratios(row, theirs, measure)):.2f}" if measure in theirs else ""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,217 @@
+"""Measures a run's record: writing it, reading it, and looking at it with `swift-grpo-ext view`.
+
+    python scripts/bench/record.py --output scripts/bench/results/record.json
+    python scripts/bench/record.py --rounds 976 --samples 1024 --ranks 4 --tokens 32     a million
+
+Texts are drawn from a Markov chain over the tokens of this repository's documentation and sources,
+in the tokenizer of `--model`; log-probabilities are exponential with mean -0.5, which compresses
+worse than those of a trained policy. Each round has the same texts, and half of its prompts are
+those of the round before. Groups have 8 samples. A first page counts from the start of the command
+until the newest samples are answered over HTTP; other pages are asked for once each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import DEFAULT_MODEL, ROOT, command, environment
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from swift_grpo_ext.record.log import SampleLog
+from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
+from swift_grpo_ext.record.rewards import REWARDS, RewardRow
+from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
+
+GROUP_SIZE = 8
+QUESTION = "Which digit is in the middle of the picture? " * 4
+Text = tuple[list[int], list[float], str]
+"""Token ids, log-probabilities and text of a completion."""
+
+PAGES = {
+    "best first": "samples?sort=-reward",
+    "longest first": "samples?sort=-num_tokens",
+    "steps and reward": "samples?steps=1:200&min_reward=0.9",
+    "truncated": "samples?truncated=true",
+    "a text": "samples?text=the+sample",
+    "a text, sorted": "samples?text=self&sort=-gap_max",
+    "groups of a round": "groups",
+    "one group": "group?round=train.1.0&group=3",
+    "overview": "overview",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=10_240, help="of a round, all ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="that share a round")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a completion")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="its tokenizer is used")
+    parser.add_argument("--output", type=Path, help="FILE.json")
+    options = parser.parse_args()
+    texts = make_texts(options)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        figures = write(options, texts, run_dir) | read(options, run_dir) | view(run_dir)
+    for name, figure in figures.items():
+        print(f"{name:<40} {figure:10.3f}")
+    if options.output:
+        result = {"command": command(), "environment": environment(), "figures": figures}
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def make_texts(options: argparse.Namespace) -> list[Text]:
+    """Return as many completions as a round has."""
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/*/*.py")]
+    contents = [path.read_text(encoding="utf-8") for path in files]
+    corpus = np.concatenate([e.ids for e in tokenizer.encode_batch(contents)]).astype(np.int64)
+    order = np.argsort(corpus[:-1], kind="stable")
+    starts = np.searchsorted(corpus[:-1][order], np.arange(corpus.max() + 2))
+    rng = np.random.default_rng(0)
+    tokens = rng.choice(corpus[:-1], options.samples)
+    drawn = np.empty((options.samples, options.tokens), np.int64)
+    for position in range(options.tokens):
+        drawn[:, position] = tokens
+        counts = starts[tokens + 1] - starts[tokens]
+        chosen = starts[tokens] + (rng.random(options.samples) * counts).astype(int)
+        followers = corpus[order[np.minimum(chosen, len(order) - 1)] + 1]
+        # The corpus' last token may have no follower: begin anew.
+        tokens = np.where(starts[followers + 1] > starts[followers], followers, corpus[0])
+    token_ids = drawn.tolist()
+    logprobs = np.negative(rng.exponential(0.5, drawn.shape)).tolist()
+    texts = tokenizer.decode_batch(token_ids, skip_special_tokens=False)
+    return list(zip(token_ids, logprobs, texts, strict=True))
+
+
+def write(options: argparse.Namespace, texts: list[Text], run_dir: Path) -> dict[str, float]:
+    """Write the rounds; the first is left out of the times, as memory is new to it."""
+    logs = [SampleLog(run_dir, session=0, start_step=0, rank=rank) for rank in range(options.ranks)]
+    rng = np.random.default_rng(1)
+    handed, waited, cpu = [], [], []
+    for step in tqdm(range(options.rounds), desc="Writing", unit="round"):
+        samples = [make_sample(rng, step, number, text) for number, text in enumerate(texts)]
+        shares = np.array_split(np.arange(len(samples)), options.ranks)
+        parts = [[samples[number] for number in share] for share in shares]
+        cpu_start, start = time.process_time(), time.perf_counter()
+        for log, part in zip(logs, parts, strict=True):
+            log.append(part)
+        handed.append(time.perf_counter() - start)
+        for log in logs:
+            log.flush()
+        waited.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_start)
+        for log, part in zip(logs, parts, strict=True):
+            log.append([make_score(rng, sample.sample_id) for sample in part], REWARDS)
+            log.flush()
+    files = list((run_dir / "samples").rglob("*.parquet"))
+    num_tokens = options.rounds * options.samples * options.tokens
+    return {
+        "bytes a token": sum(path.stat().st_size for path in files) / num_tokens,
+        "files": len(files),
+        "CPU seconds of a round": float(np.median(cpu[1:])),
+        "seconds of the step": float(np.median(handed[1:])),
+        "seconds of the writer's thread": float(np.median(waited[1:])),
+    }
+
+
+def make_sample(rng: np.random.Generator, step: int, number: int, text: Text) -> SampleRow:
+    group, index = divmod(number, GROUP_SIZE)
+    prompt = step * 64 + group
+    return SampleRow(
+        sample_id=SampleId(phase="train", step=step, number=0, group=group, index=index),
+        seed=int(rng.integers(2**62)),
+        rank=0,
+        replica=f"server 0 replica {group % 4}",
+        weight_version=step,
+        finish_reason="length",
+        token_ids=text[0],
+        logprobs=text[1],
+        text=text[2],
+        fingerprint=f"{prompt:032x}",
+        prompt=json.dumps([{"role": "user", "content": f"<image>{QUESTION} ({prompt})"}]),
+        media=[f"images/train/{prompt:08d}.png"],
+    )
+
+
+def make_score(rng: np.random.Generator, sample_id: SampleId) -> RewardRow:
+    accuracy, form = rng.random(2).tolist()
+    return RewardRow(
+        sample_id=sample_id,
+        reward=accuracy + 0.2 * form,
+        rewards=[("Accuracy", accuracy), ("Format", form)],
+        advantage=accuracy - 0.5,
+        gap_mean=float(rng.exponential(1e-4)),
+        gap_max=float(rng.exponential(1e-3)),
+        truncated=bool(rng.random() < 0.05),
+        replaced=False,
+        fate="trained",
+    )
+
+
+def read(options: argparse.Namespace, run_dir: Path) -> dict[str, float]:
+    last: dict[str, Any] = {"phase": "train", "step": options.rounds - 1, "number": 0, "group": 1}
+    reads: dict[str, Callable[[], Any]] = {
+        "index": lambda: index_samples(run_dir),
+        "names of all samples": lambda: read_samples(run_dir, columns=SAMPLE_ID_COLUMNS),
+        "everything": lambda: read_samples(run_dir),
+        "one group": lambda: read_group(run_dir, **last),
+    }
+    return {f"seconds to read: {name}": timed(call) for name, call in reads.items()}
+
+
+def view(run_dir: Path) -> dict[str, float]:
+    """Start the viewer, and time its pages; its memory is the most that it held."""
+    start = time.perf_counter()
+    code = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(main())"
+    argv = [sys.executable, "-c", code, "view", str(run_dir), "--port", "0"]
+    figures = {}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            match = re.search(r"http://\S+", server.stdout.readline())
+            assert match, "the server printed no address"
+            run = f"{match[0]}0/"
+            while 'class="thumb"' not in get(f"{run}samples"):
+                time.sleep(0.02)
+            figures["seconds to the first page"] = time.perf_counter() - start
+            while "…" in get(f"{match[0]}state"):
+                time.sleep(0.1)
+            figures["seconds until all is read"] = time.perf_counter() - start
+            for name, page in PAGES.items():
+                figures[f"seconds to view: {name}"] = timed(partial(get, f"{run}{page}"))
+            status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
+            peak = re.search(r"VmHWM:\s+(\d+)", status)
+            figures["the viewer's GB, at most"] = int(peak[1]) / 1e6 if peak else 0.0
+        finally:
+            server.terminate()
+    return figures
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=120) as answer:
+        return str(answer.read().decode())
+
+
+if __name__ == "__main__":
+    main()
