@@ -58,7 +58,7 @@ fi
 requirements=scripts/requirements-cpu-$version.txt
 [ -f "$requirements" ] || requirements=scripts/requirements-cpu.txt
 # An environment that was moved or copied is another one.
-wanted="$(cat "$requirements" pyproject.toml scripts/torchvision_schemas.py | sha256sum) $here"
+wanted="$(cat "$requirements" pyproject.toml scripts/fix_torchvision.py | sha256sum) $here"
 
 # --- an environment that is complete, or cannot be used ---
 

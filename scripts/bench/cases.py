@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,36 +26,20 @@ OCTAVES = ((4, 70.0), (16, 40.0), (64, 20.0), (256, 8.0))
 """A picture has these (cells a side, contrast), from coarse to fine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A case is a generation batch: neighbouring copies of each prompt, as the sampler has them."""
-
-    image_side: int
-    """Pixels; 0 for text alone."""
-
-    num_prompts: int
-    group_size: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.image_side} px" if self.image_side else "text"
-
-    def columns(self) -> dict[str, Any]:
-        """Return what names the case in a result's row."""
-        return {
-            "case": self.name,
-            "num_prompts": self.num_prompts,
-            "group_size": self.group_size,
-        }
+def name_of(image_side: int) -> str:
+    """Return what tables call prompts with an image of so many pixels; 0: text alone."""
+    return f"{image_side} px" if image_side else "text"
 
 
-def make_samples(case: Case, round_number: int) -> list[OnPolicySample]:
-    """Make the batch's samples; each owns its image's bytes, as a data loader's rows do."""
+def make_samples(
+    image_side: int, num_prompts: int, group_size: int, round_number: int
+) -> list[OnPolicySample]:
+    """Make a generation batch: neighbouring copies of each prompt, as the sampler has them. Each
+    sample owns its image's bytes, as a data loader's rows do."""
     round_ = Round(phase="train", step=round_number, number=0)
-    sample_ids = sample_ids_at(round_, range(case.num_prompts * case.group_size), case.group_size)
     samples = []
-    for sample_id in sample_ids:
-        sample = OnPolicySample.from_row(make_row(case.image_side, sample_id.group))
+    for sample_id in sample_ids_at(round_, range(num_prompts * group_size), group_size):
+        sample = OnPolicySample.from_row(make_row(image_side, sample_id.group))
         sample.sample_id = sample_id
         samples.append(sample)
     return samples

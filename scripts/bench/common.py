@@ -7,7 +7,6 @@ or faster does so for all of them. The first repetition warms up and is thrown a
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.metadata
 import json
@@ -163,21 +162,3 @@ def as_markdown(
                 cells[-1] += f" ({median(shares):.3f})"
         made.append(cells)
     return markdown((*names, *measures), made)
-
-
-def make_parser(doc: str, repetitions: int) -> argparse.ArgumentParser:
-    """Return a parser of the flags that the rollout benchmarks have in common."""
-    parser = argparse.ArgumentParser(
-        description=doc.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    add = parser.add_argument
-    add("--model", type=Path, default=DEFAULT_MODEL, help="folder of a Qwen2.5-VL")
-    add("--repetitions", type=int, default=repetitions, help="of which medians are taken")
-    add("--num-prompts", type=int, default=8, help="prompts of a batch")
-    add("--group-sizes", type=int, nargs="+", default=[4, 8, 16], metavar="G",
-        help="samples of a prompt")  # fmt: skip
-    add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], metavar="PIXELS",
-        help="one square image a prompt; 0: text alone")  # fmt: skip
-    add("--max-tokens", type=int, default=16, help="of a completion")
-    add("--output", type=Path, help="write rows and environment there, as JSON")
-    return parser

@@ -33,12 +33,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cases import RUN_SEED, Case, draw_ours, make_config, make_samples
+from cases import RUN_SEED, draw_ours, make_config, make_samples, name_of
 from common import (
+    DEFAULT_MODEL,
     ROOT,
     SWIFT,
     Measures,
@@ -47,7 +49,6 @@ from common import (
     as_markdown,
     free_port,
     interleave,
-    make_parser,
     make_rows,
     stopwatch,
 )
@@ -73,20 +74,31 @@ MEASURES = (
     *("image_cpu_seconds", "image_seconds", "media/decoded", "media/processed", "cache_bytes"),
 )
 Samples = Sequence[OnPolicySample]
+Case = Callable[[int], Samples]
+"""Makes the batch of a repetition."""
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "", repetitions=5)
-    parser.add_argument("--server", action="store_true", help="through a `swift rollout` server")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--server", action="store_true", help="through a `swift rollout` server")
+    add("--model", type=Path, default=DEFAULT_MODEL, help="folder of a Qwen2.5-VL")
+    add("--repetitions", type=int, default=5, help="of which medians are taken")
+    add("--num-prompts", type=int, default=8, help="prompts of a batch")
+    add("--group-sizes", type=int, nargs="+", default=[4, 8, 16], help="samples of a prompt")
+    add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], help="pixels; 0: text alone")
+    add("--max-tokens", type=int, default=16, help="of a completion")
+    add("--output", type=Path, help="write rows and environment there, as JSON")
     options = parser.parse_args()
     results = Results(options.output)
     with served(options) if options.server else nullcontext(Colocated(options)) as engine:
         for side in options.image_sides:
             for size in options.group_sizes:
-                case = Case(image_side=side, num_prompts=options.num_prompts, group_size=size)
-                label = f"{case.name}, G = {size}"
-                measures = interleave(engine.ways(case), options.repetitions, label)
-                results.add(make_rows(case.columns(), measures))
+                case = {"case": name_of(side), "num_prompts": options.num_prompts}
+                ways = engine.ways(partial(make_samples, side, options.num_prompts, size))
+                label = f"{case['case']}, G = {size}"
+                measures = interleave(ways, options.repetitions, label)
+                results.add(make_rows({**case, "group_size": size}, measures))
     shown = [name for name in MEASURES if any(name in row for row in results.rows)]
     print(as_markdown(results.rows, ("case", "num_prompts", "group_size", "way"), shown))
 
@@ -147,7 +159,7 @@ class Colocated:
         self, case: Case, make_media: Callable[[], MediaCache | None], repetition: int
     ) -> Measures:
         """Generate a case's batch once, encode it for training, and return what that took."""
-        samples, media = make_samples(case, repetition), make_media()
+        samples, media = case(repetition), make_media()
         for cache_reset in CACHES:
             getattr(self._engine.engine, cache_reset)()
         self._steps.clear()
@@ -209,7 +221,7 @@ class Served:
     def _measure(
         self, case: Case, draw: Callable[[Samples], list[RolloutOutput]], repetition: int
     ) -> Measures:
-        samples = make_samples(case, repetition)
+        samples = case(repetition)
         self._traffic = {"request_bytes": 0.0, "response_bytes": 0.0}
         for cache_reset in CACHES:
             url = f"{self._client.base_urls[0]}/{cache_reset}/"

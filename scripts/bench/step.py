@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import make_photo, make_row
+from cases import make_photo, make_row, name_of
 from common import (
     ROOT,
     SWIFT,
@@ -87,7 +87,7 @@ def main() -> None:
 def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[str, Any]]:
     """Return a row for each way, with lists of the repetitions' values."""
     rows_file, lengths = write_rows(folder / f"{side}", side, options)
-    case = {"case": f"{side} px" if side else "text", "num_prompts": options.num_prompts}
+    case = {"case": name_of(side), "num_prompts": options.num_prompts}
     case |= {"family": options.family, "prompt_tokens": round(fmean(lengths))}
     turns: dict[str, Turn] = {way: partial(run, way, options, rows_file) for way in options.ways}
     label = str(case["case"])
