@@ -15,10 +15,9 @@ import ast
 import io
 import subprocess
 import tarfile
-import tempfile
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -34,13 +33,14 @@ def main() -> None:
     parser.add_argument("--against", metavar="REV", help="a commit to compare with")
     options = parser.parse_args()
     listed = git("ls-files", "--cached", "--others", "--exclude-standard").decode().splitlines()
-    columns = {"now": figures(ROOT, [name for name in listed if (ROOT / name).is_file()])}
+    paths = [path for name in listed if (path := ROOT / name).suffix in COUNTED]
+    kept = [path for path in paths if path.is_file() and not path.is_symlink()]
+    columns = {"now": figures({path.relative_to(ROOT): path.read_bytes() for path in kept})}
     if options.against:
-        with tempfile.TemporaryDirectory() as folder:
-            with tarfile.open(fileobj=io.BytesIO(git("archive", options.against))) as archive:
-                archive.extractall(folder, filter="data")
-            names = [str(p.relative_to(folder)) for p in sorted(Path(folder).rglob("*"))]
-            columns = {options.against: figures(Path(folder), names), **columns}
+        with tarfile.open(fileobj=io.BytesIO(git("archive", options.against))) as archive:
+            members = ((Path(m.name), archive.extractfile(m)) for m in archive if m.isfile())
+            files = {path: f.read() for path, f in members if f and path.suffix in COUNTED}
+        columns = {options.against: figures(files), **columns}
     print(f"| | {' | '.join(columns)} |")
     print(f"|---{'|---' * len(columns)}|")
     for name in dict.fromkeys(name for column in columns.values() for name in column):
@@ -52,20 +52,12 @@ def git(*argv: str) -> bytes:
     return subprocess.run(["git", *argv], cwd=ROOT, check=True, capture_output=True).stdout
 
 
-def figures(root: Path, names: list[str]) -> Figures:
-    """Return the figures of a tree.
-
-    Args:
-        root: its folder.
-        names: its files, relative to `root`.
-    """
-    files = [root / name for name in names if Path(name).suffix in COUNTED]
+def figures(files: Mapping[Path, bytes]) -> Figures:
+    """Return the figures of a tree, of its files by name."""
     lines: Counter[str] = Counter()
     modules: list[str] = []
-    for path in files:
-        if path.is_symlink() or not path.is_file():
-            continue
-        name, text = path.relative_to(root), path.read_text(encoding="utf-8")
+    for name, content in files.items():
+        text = content.decode()
         count = len(text.splitlines())
         top = name.parts[0]
         if top == PACKAGE:
@@ -82,19 +74,19 @@ def figures(root: Path, names: list[str]) -> Figures:
     order += ["tools", *sorted(n for n in lines if n[0] == "-" and "tools" in n)]
     order += ["tests", "scripts", "examples", "docs"]
     shown = {name: f"{lines[name]:,}" for name in order if lines[name]}
-    pages = [path for path in (root / "docs").glob("*.md") if not path.stem.endswith("_CN")]
+    pages = [name for name in files if str(name.parent) == "docs" and name.suffix == ".md"]
     return {
         **shown,
-        "flags": str(len(list(flags(root / PACKAGE / "flags.py")))),
-        "pages of docs in English": str(len(pages)),
+        "flags": str(len(list(flags(files[Path(PACKAGE, "flags.py")].decode())))),
+        "pages of docs in English": str(sum(not name.stem.endswith("_CN") for name in pages)),
         **style(modules),
         "tests / package": f"{lines['tests'] / lines['package']:.2f}",
     }
 
 
-def flags(path: Path) -> Iterator[str]:
+def flags(text: str) -> Iterator[str]:
     """Yield the fields of the dataclasses of flags."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef) and node.name.endswith("Flags"):
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):

@@ -2,11 +2,12 @@
 
     python scripts/bench/diversity.py >scripts/bench/results/diversity.md
 
-Policies are simulated: random Markov chains of 128 tokens, from 0.01 to 6 bits a token. A policy
-has a random row of logits for each token that may stand before. It is sampled as vLLM samples:
-logits are divided by the temperature, what is not of the top-k and top-p is taken away, and the
-log-probabilities are those of what is left, as `logprobs_mode="processed_logprobs"` gives them, in
-32 bits. It takes about ten minutes, most of them simulation.
+    python scripts/bench/diversity.py --cost-only
+
+Policies are simulated, from 0.01 to 6 bits a token: random logits of 128 tokens at each position.
+They are sampled as vLLM samples: logits are divided by the temperature, what is not of the top-k
+and top-p is taken away, and the log-probabilities are those of what is left, as
+`logprobs_mode="processed_logprobs"` gives them, in 32 bits. It takes minutes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 from common import command, environment, markdown
 from numpy.typing import NDArray
+from record import make_sample
 from tqdm import tqdm
 
 from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
@@ -64,39 +66,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=20_000, help="healthy ones, at least")
     parser.add_argument("--power-rounds", type=int, default=30, help="of each fault and case")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cost-only", action="store_true", help="print the costs alone; a minute")
     options = parser.parse_args()
-    costs = [measure_cost(*case) for case in COST_CASES]
-    head = ["samples", "tokens", "G", *costs[0]]
-    rows = []
-    for (samples, tokens, group_size, same), seconds in zip(COST_CASES, costs, strict=True):
-        case = (str(samples), str(tokens), f"{group_size}{', copies' if same else ''}")
-        rows.append([*case, *(f"{value:.3f}" for value in seconds.values())])
-    cost = f"## Cost\n\nCPU seconds, one thread, medians of five.\n\n{markdown(head, rows)}"
-    if options.cost_only:
-        print(cost)
-        return
     made = environment()
-    print("# The collision test: calibration, power, cost\n")
     print(f"`{command()}`, {made['date']}, {made['cores']} cores of {made['cpu']}, ", end="")
     print(f"Python {made['python']}.\n")
-    print(calibration(options.rounds, options.seed), power(options.power_rounds), cost, sep="\n\n")
+    if options.cost_only:
+        print(cost())
+    else:
+        print(calibration(options.rounds), power(options.power_rounds), sep="\n\n")
 
 
 # --- simulated policies ---
 
 
-def random_logits(rng: np.random.Generator, scale: float, end_rate: float) -> Array:
-    """Draw logits, [token before, token]: the larger `scale`, the lower the entropy."""
-    logits = rng.normal(size=(VOCABULARY, VOCABULARY)) * scale
+def random_logits(rng: np.random.Generator, length: int, scale: float, end_rate: float) -> Array:
+    """Draw logits, [position, token]: the larger `scale`, the lower the entropy."""
+    logits = rng.normal(size=(length, VOCABULARY)) * scale
     others = np.log(np.exp(logits[:, 1:]).sum(axis=1))
     logits[:, END] = others + np.log(end_rate / (1 - end_rate)) if end_rate else -np.inf
     return logits
 
 
 def probabilities(logits: Array, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Array:
-    """Return what tokens are sampled from, [token before, token]; a `top_k` of 0 keeps all."""
+    """Return what tokens are sampled from, [position, token]; a `top_k` of 0 keeps all."""
     scaled = logits / temperature
     p = np.exp(scaled - scaled.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
@@ -110,53 +103,33 @@ def probabilities(logits: Array, temperature: float, top_k: int = 0, top_p: floa
 
 
 def entropy_per_token(p: Array) -> float:
-    """Return the bits in the long run of the chain (its stationary mean)."""
-    state = np.full(len(p), 1 / len(p))
-    for _ in range(100):
-        state = state @ p
+    """Return the mean bits of the positions."""
     logs = np.log2(p, where=p > 0, out=np.zeros_like(p))
-    return float(-(state @ (p * logs).sum(axis=1)))
-
-
-def draw(p: Array, noise: Array, prompts: Array) -> tuple[list[Array], list[Array]]:
-    """Draw completions with log-probabilities; equal noise and prompt give equal completions.
-
-    Args:
-        p: [token before, token].
-        noise: [samples, tokens], uniform: a sample's noise is all that its seed decides.
-        prompts: [samples], the token that each completion follows.
-    """
-    cumulative = np.cumsum(p, axis=1)
-    num_samples, length = noise.shape
-    ids = np.empty((num_samples, length), np.int32)
-    before = prompts
-    for step in range(length):
-        target = noise[:, step, None] * cumulative[before, -1:]
-        before = np.minimum((cumulative[before] <= target).sum(axis=1), VOCABULARY - 1)
-        ids[:, step] = before
-    previous = np.concatenate([prompts[:, None], ids[:, :-1]], axis=1)
-    logprobs = np.log(p[previous, ids]).astype(np.float32)
-    has_end = (ids == END).any(axis=1)
-    ends = np.where(has_end, (ids == END).argmax(axis=1) + 1, length)
-    rows = range(num_samples)
-    return [ids[i, : ends[i]] for i in rows], [logprobs[i, : ends[i]] for i in rows]
+    return float(-(p * logs).sum(axis=1).mean())
 
 
 def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sample]:
-    """Make a round of groups; group g has prompt g, in every round."""
-    groups = np.arange(len(noise)) // group_size
-    ids, logprobs = draw(p, noise, 1 + groups % (VOCABULARY - 1))
+    """Make a round of groups; group g has prompt g, in every round.
+
+    Args:
+        p: [position, token].
+        noise: [sample, position], uniform: a sample's noise is all that its seed decides.
+    """
+    cumulative = np.cumsum(p, axis=1)
+    columns = (np.searchsorted(c, noise[:, t] * c[-1], "right") for t, c in enumerate(cumulative))
+    ids = np.minimum(np.stack(list(columns), axis=1), VOCABULARY - 1).astype(np.int32)
+    logprobs = np.log(p[np.arange(len(p)), ids]).astype(np.float32)
+    ends = np.where((ids == END).any(axis=1), (ids == END).argmax(axis=1) + 1, len(p))
     samples = []
-    for number, group in enumerate(groups.tolist()):
-        sample_id = SampleId(
-            phase="train", step=step, number=0, group=group, index=number % group_size
-        )
+    for number, end in enumerate(ends):
+        group, index = divmod(number, group_size)
+        sample_id = SampleId(phase="train", step=step, number=0, group=group, index=index)
         samples.append(
             Sample(
                 origin=Origin(sample_id=sample_id, seed=None, rank=0, replica=""),
                 prompt_hash=f"{group}",
-                token_ids=ids[number],
-                logprobs=logprobs[number],
+                token_ids=ids[number, :end],
+                logprobs=logprobs[number, :end],
                 text="",
             )
         )
@@ -166,10 +139,10 @@ def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sampl
 # --- healthy rounds, and faults ---
 
 
-def calibration(num_rounds: int, seed: int) -> str:
+def calibration(num_rounds: int) -> str:
     """Return how many healthy rounds of each entropy have a p-value below each level."""
     found: dict[str, list[float]] = {kind: [] for kind in ("all", *REGIMES)}
-    seeds = np.random.SeedSequence(seed).spawn(-(-num_rounds // ROUNDS_OF_POLICY))
+    seeds = np.random.SeedSequence(0).spawn(-(-num_rounds // ROUNDS_OF_POLICY))
     for policy in tqdm(seeds, "Healthy"):
         for regime, log2_p in healthy_rounds(policy):
             found["all"].append(log2_p)
@@ -194,7 +167,8 @@ def healthy_rounds(seed: np.random.SeedSequence) -> list[tuple[str, float]]:
     rng = np.random.default_rng(seed)
     group_size, length = int(rng.choice(GROUP_SIZES)), int(rng.choice(LENGTHS))
     num_groups = int(rng.integers(1, max(128 // group_size, 1) + 1))
-    logits = random_logits(rng, np.exp(rng.uniform(-1, 3.5)), rng.choice([0.0, 0.02, 0.2]))
+    scale, end_rate = np.exp(rng.uniform(-1, 3.5)), rng.choice([0.0, 0.02, 0.2])
+    logits = random_logits(rng, length, scale, end_rate)
     temperature = float(rng.choice([0.3, 0.7, 1.0, 1.5]))
     top_k = int(rng.choice([0, 1, 5, 20])) if rng.random() < 0.5 else 0
     top_p = float(rng.choice([1.0, 0.95, 0.7]))
@@ -217,7 +191,7 @@ def power(num_rounds: int) -> str:
     head: list[str] = []
     for bits, length in tqdm(list(product(POWER_BITS, POWER_LENGTHS)), "Faults"):
         rng = np.random.default_rng([POWER_GROUP_SIZE, int(bits * 10), length])
-        p = policy_of(rng, bits)
+        p = policy_of(rng, length, bits)
         found: dict[str, list[bool]] = {}
         for _ in range(num_rounds):
             for fault, test in faulty_tests(rng, p, length).items():
@@ -234,9 +208,9 @@ def power(num_rounds: int) -> str:
     )
 
 
-def policy_of(rng: np.random.Generator, bits: float) -> Array:
+def policy_of(rng: np.random.Generator, length: int, bits: float) -> Array:
     """Return a policy with so much entropy a token: its temperature is searched for."""
-    logits, low, high = random_logits(rng, 1.0, 0.0), 0.01, 10.0
+    logits, low, high = random_logits(rng, length, 1.0, 0.0), 0.01, 10.0
     for _ in range(40):
         middle = (low * high) ** 0.5
         p = probabilities(logits, middle)
@@ -270,24 +244,25 @@ def random_rows(
     rng: np.random.Generator, num_samples: int, length: int, group_size: int, step: int
 ) -> list[SampleRow]:
     """Make rows of the record, whose token ids are spread as words are (Zipf)."""
-    made = make_round(np.eye(128), np.zeros((num_samples, 1)), group_size, step)
-    return [
-        SampleRow(
-            sample_id=sample.origin.sample_id,
-            seed=None,
-            rank=0,
-            replica="",
-            weight_version=0,
-            finish_reason="stop",
-            token_ids=(rng.zipf(1.3, length) % 50_000).tolist(),
-            logprobs=(-rng.exponential(0.5, length)).tolist(),
-            text=f"{'so it must be ' * (length // 8)}<answer>{number % 7}</answer>",
-            fingerprint=sample.prompt_hash,
-            prompt="",
-            media=[],
-        )
-        for number, sample in enumerate(made)
-    ]
+    rows = []
+    for number in range(num_samples):
+        ids = (rng.zipf(1.3, length) % 50_000).tolist()
+        text = f"{'so it must be ' * (length // 8)}<answer>{number % 7}</answer>"
+        completion = (ids, (-rng.exponential(0.5, length)).tolist(), text)
+        rows.append(make_sample(rng, step, number, completion, group_size))
+    return rows
+
+
+def cost() -> str:
+    """Return CPU seconds of each part."""
+    rows = []
+    seconds: dict[str, float] = {}
+    for samples, tokens, group_size, same in COST_CASES:
+        seconds = measure_cost(samples, tokens, group_size, same)
+        case = (str(samples), str(tokens), f"{group_size}{', copies' if same else ''}")
+        rows.append([*case, *(f"{value:.3f}" for value in seconds.values())])
+    table = markdown(["samples", "tokens", "G", *seconds], rows)
+    return f"## Cost\n\nCPU seconds, one thread, medians of five.\n\n{table}"
 
 
 def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> dict[str, float]:

@@ -5,8 +5,8 @@
 
 Texts are drawn from a Markov chain over the tokens of this repository's documentation and sources,
 in the tokenizer of `--model`; log-probabilities are exponential with mean -0.5, which compresses
-worse than those of a trained policy. Each round has the same texts, and half of its prompts are
-those of the round before. Groups have 8 samples. A first page counts from the start of the command
+worse than those of a trained policy. Each round has the same prompts and texts. Groups have 8
+samples. A first page counts from the start of the command
 until the newest samples are answered over HTTP; other pages are asked for once each.
 """
 
@@ -129,9 +129,10 @@ def write(options: argparse.Namespace, texts: list[Text], run_dir: Path) -> dict
     }
 
 
-def make_sample(rng: np.random.Generator, step: int, number: int, text: Text) -> SampleRow:
-    group, index = divmod(number, GROUP_SIZE)
-    prompt = step * 64 + group
+def make_sample(
+    rng: np.random.Generator, step: int, number: int, text: Text, group_size: int = GROUP_SIZE
+) -> SampleRow:
+    group, index = divmod(number, group_size)
     return SampleRow(
         sample_id=SampleId(phase="train", step=step, number=0, group=group, index=index),
         seed=int(rng.integers(2**62)),
@@ -142,9 +143,9 @@ def make_sample(rng: np.random.Generator, step: int, number: int, text: Text) ->
         token_ids=text[0],
         logprobs=text[1],
         text=text[2],
-        fingerprint=f"{prompt:032x}",
-        prompt=json.dumps([{"role": "user", "content": f"<image>{QUESTION} ({prompt})"}]),
-        media=[f"images/train/{prompt:08d}.png"],
+        fingerprint=f"{group:032x}",
+        prompt=json.dumps([{"role": "user", "content": f"<image>{QUESTION} ({group})"}]),
+        media=[f"images/train/{group:08d}.png"],
     )
 
 
