@@ -210,10 +210,6 @@ def read_results() -> dict[Cell, Trial]:
 # --- making an environment, and trying it out ---
 
 
-class Excluded(Exception):
-    """The requirements of two packages exclude each other."""
-
-
 class Environment:
     """An environment is a folder with a cell's packages; its log stands beside it."""
 
@@ -222,11 +218,11 @@ class Environment:
         self.python = self.folder / "bin" / "python"
         self.log = FOLDER / f"{cell}.log"
 
-    def make(self) -> None:
-        """Install what a user has, before the plugin comes.
+    def make(self) -> str:
+        """Install what a user has, before the plugin comes. Return why this release of ms-swift,
+        vLLM or Python excludes another; nothing where none does.
 
         Raises:
-            Excluded: this release of ms-swift, vLLM or Python excludes another.
             RuntimeError: with the end of uv's log.
         """
         self.run(*uv("venv", "--seed", "--clear", "-p", self.cell.python, self.folder))
@@ -238,11 +234,11 @@ class Environment:
         try:
             self.install(*releases, f"transformers{stack.transformers}", *BESIDE)
         except RuntimeError as e:
-            _, unsolvable, reason = str(e).partition("No solution found")
-            if not unsolvable:
+            if "No solution found" not in str(e):
                 raise
-            raise Excluded(" ".join(reason.partition("cause: ")[2].split())) from e
+            return " ".join(str(e).partition("cause: ")[2].split())
         self.run(self.python, ROOT / "scripts/fix_torchvision.py")
+        return ""
 
     def install(self, *argv: str) -> None:
         """Let uv install these requirements; it resolves such a set in seconds."""
@@ -295,11 +291,8 @@ class Environment:
 
 
 def uv(*argv: object) -> list[object]:
-    """Return a command of uv's."""
-    program = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    if program is None:
-        raise RuntimeError("uv is not on the PATH; install it: pip install uv")
-    return [program, *argv]
+    """Return a command of uv's, the package of that name."""
+    return [sys.executable, "-m", "uv", *argv]
 
 
 def try_out(cell: Cell, wheel: Path, assets: Path, *, quick: bool) -> Trial:
@@ -312,10 +305,8 @@ def try_out(cell: Cell, wheel: Path, assets: Path, *, quick: bool) -> Trial:
     done = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
     trial = Trial(cell=str(cell), commit=done.stdout.strip())
     environment = Environment(cell)
-    try:
-        environment.make()
-    except Excluded as e:
-        trial.excluded = str(e)
+    trial.excluded = environment.make()
+    if trial.excluded:
         save(trial)
         return trial
     trial.would_install = environment.would_install(wheel)

@@ -37,47 +37,35 @@ MAX_GREY = 16
 QUESTION = "Which digit is this? Answer as <answer>d</answer>."
 
 
-def split_indices(labels: np.ndarray, seed: int) -> dict[str, np.ndarray]:
-    """Return shuffled indices into `labels` of the parts `warmstart`, `train` and `heldout`.
-
-    The parts are disjoint, together they are everything, and each is stratified by label.
-    """
-    from sklearn.model_selection import train_test_split
-
-    everything = np.arange(len(labels))
-    rest, heldout = train_test_split(
-        everything, test_size=HELDOUT_SIZE, random_state=seed, stratify=labels
-    )
-    warmstart, train = train_test_split(
-        rest, test_size=TRAIN_SIZE, random_state=seed, stratify=labels[rest]
-    )
-    return {"warmstart": warmstart, "train": train, "heldout": heldout}
-
-
-def draw(grey_HW: np.ndarray) -> Image.Image:
-    """Return an RGB image, smoothly upscaled from grey levels 0 to 16."""
-    pixels_HW = np.round(grey_HW * (255 / MAX_GREY)).astype(np.uint8)
-    size = (IMAGE_SIDE, IMAGE_SIDE)
-    return Image.fromarray(pixels_HW).resize(size, Image.Resampling.BICUBIC).convert("RGB")
-
-
 def make_digits(output: Path, seed: int) -> dict[str, int]:
     """Write all files into the existing folder `output`; return the number of rows of each part."""
     from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
 
     digits = load_digits()
     folder = output.resolve() / "images"
     folder.mkdir(exist_ok=True)
     paths = [folder / f"{index:04d}.png" for index in range(len(digits.images))]
     for path, grey_HW in zip(tqdm(paths, desc="images"), digits.images, strict=True):
-        draw(grey_HW).save(path)
-    parts = split_indices(digits.target, seed)
+        pixels_HW = np.round(grey_HW * (255 / MAX_GREY)).astype(np.uint8)
+        small = Image.fromarray(pixels_HW)
+        image = small.resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.BICUBIC)
+        image.convert("RGB").save(path)
+    # Disjoint parts, each stratified by label, together everything.
+    labels, everything = digits.target, np.arange(len(digits.target))
+    rest, heldout = train_test_split(
+        everything, test_size=HELDOUT_SIZE, random_state=seed, stratify=labels
+    )
+    warmstart, train = train_test_split(
+        rest, test_size=TRAIN_SIZE, random_state=seed, stratify=labels[rest]
+    )
+    parts = {"warmstart": warmstart, "train": train, "heldout": heldout}
     for name, indices in parts.items():
         rows = [
             {
                 "messages": [{"role": "user", "content": f"<image>{QUESTION}"}],
                 "images": [str(paths[index])],
-                "solution": str(digits.target[index]),
+                "solution": str(labels[index]),
             }
             for index in indices
         ]

@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -46,73 +44,50 @@ METHODS = {
 }
 
 
-class PhaseClock:
-    """Adds up the seconds of each phase, without those of a phase inside it; the last of `PHASES`
-    is what lies outside of all others."""
+class StepClock(TrainerCallback):
+    """Writes down each step, from the end of one to the end of the next: the seconds of each phase,
+    without those of a phase inside it. The last of `PHASES` is what lies outside of all others."""
 
-    def __init__(self) -> None:
+    def __init__(self, args: Any, trainer: Any) -> None:
+        self._trainer = trainer
         self._stack = [PHASES[-1]]
-        self._since = time.perf_counter()
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._since = 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
 
-    def wrap(self, owner: Any, methods: Mapping[str, str]) -> None:
-        """Let an object's methods be phases."""
-        for name, phase in methods.items():
-            setattr(owner, name, self._timed(getattr(owner, name), phase))
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for name, phase in METHODS.items():
+            setattr(self._trainer, name, self._timed(getattr(self._trainer, name), phase))
+        self._since = time.perf_counter()
 
     def _timed(self, method: Callable[..., Any], phase: str) -> Callable[..., Any]:
         @wraps(method)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(phase):
+            is_of_loss = phase == "log-probabilities" and self._stack[-1] == "loss"
+            self._charge()
+            self._stack.append("loss" if is_of_loss else phase)
+            try:
                 return method(*args, **kwargs)
+            finally:
+                self._charge()
+                self._stack.pop()
 
         return timed
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        if name == "log-probabilities" and self._stack[-1] == "loss":
-            name = "loss"
-        self._charge()
-        self._stack.append(name)
-        try:
-            yield
-        finally:
-            self._charge()
-            self._stack.pop()
 
     def _charge(self) -> None:
         now = time.perf_counter()
         self._seconds[self._stack[-1]] += now - self._since
         self._since = now
 
-    def take(self) -> dict[str, float]:
-        """Return the seconds since the last call."""
-        self._charge()
-        seconds = {phase: self._seconds[phase] for phase in PHASES}
-        self._seconds.clear()
-        return seconds
-
-
-class StepClock(TrainerCallback):
-    """Writes down each step: from the end of one to the end of the next."""
-
-    def __init__(self, args: Any, trainer: Any) -> None:
-        self._trainer = trainer
-        self._clock = PhaseClock()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._clock.wrap(self._trainer, METHODS)
-        self._clock.take()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._charge()
         line = {
-            "step": state.global_step,
             "since_start": time.time() - psutil.Process().create_time(),
-            "phases": self._clock.take(),
+            "phases": self._seconds,
             "peak_gb": psutil.Process().memory_info().rss / 1e9,
         }
         with Path(os.environ["STEP_TIMES"]).open("a", encoding="utf-8") as f:
             f.write(json.dumps(line) + "\n")
+        self._seconds = dict.fromkeys(PHASES, 0.0)
 
 
 class Vowels(ORM):
