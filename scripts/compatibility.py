@@ -326,15 +326,6 @@ def save(trial: Trial) -> None:
     (RESULTS / f"{trial.cell}.json").write_text(text, encoding="utf-8")
 
 
-def make_assets() -> Path:
-    """Make the digits and the tiny model, unless they are there, by this Python."""
-    assets = Path(os.environ.get("ASSETS", ROOT / ".assets")).resolve()
-    command = ["bash", "-c", "source scripts/common.sh && make_assets"]
-    env = {**os.environ, "VENV": str(Path(sys.executable).parents[1]), "ASSETS": str(assets)}
-    subprocess.run(command, cwd=ROOT, env=env, check=True)
-    return assets
-
-
 # --- the tables ---
 
 
@@ -406,11 +397,13 @@ def main() -> int:
     add("--keep", action="store_true", help="leave environments where they are")
     add("--write", action="store_true", help="put the tables into docs/ and README")
     options = parser.parse_args()
+    assets = Path(os.environ.get("ASSETS", ROOT / ".assets")).resolve()
+    if not (assets / "tiny_vlm").is_dir():
+        parser.error(f"ASSETS: {assets} holds no tiny model; bash scripts/test.sh makes it")
     shutil.rmtree(FOLDER / "wheel", ignore_errors=True)
     build = uv("build", "--quiet", "--wheel", "-o", FOLDER / "wheel", ROOT)
     subprocess.run([str(word) for word in build], check=True)
     [wheel] = (FOLDER / "wheel").glob("*.whl")
-    assets = make_assets()
     kept = read_results()
     cells: list[Cell] = options.cells or [cell for cell in CELLS if cell not in kept]
     for number, cell in enumerate(cells, start=1):

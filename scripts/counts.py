@@ -17,7 +17,7 @@ import subprocess
 import tarfile
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -74,23 +74,22 @@ def figures(files: Mapping[Path, bytes]) -> Figures:
     order += ["tools", *sorted(n for n in lines if n[0] == "-" and "tools" in n)]
     order += ["tests", "scripts", "examples", "docs"]
     shown = {name: f"{lines[name]:,}" for name in order if lines[name]}
+    settings = ast.parse(files[Path(PACKAGE, "flags.py")]).body
+    flags = [
+        f
+        for c in settings
+        if isinstance(c, ast.ClassDef) and c.name.endswith("Flags")
+        for f in c.body
+        if isinstance(f, ast.AnnAssign)
+    ]
     pages = [name for name in files if str(name.parent) == "docs" and name.suffix == ".md"]
     return {
         **shown,
-        "flags": str(len(list(flags(files[Path(PACKAGE, "flags.py")].decode())))),
+        "flags": str(len(flags)),
         "pages of docs in English": str(sum(not name.stem.endswith("_CN") for name in pages)),
         **style(modules),
         "tests / package": f"{lines['tests'] / lines['package']:.2f}",
     }
-
-
-def flags(text: str) -> Iterator[str]:
-    """Yield the fields of the dataclasses of flags."""
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Flags"):
-            for field in node.body:
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    yield field.target.id
 
 
 def style(modules: list[str]) -> Figures:
