@@ -37,7 +37,7 @@ from common import (
 )
 from models import FAMILIES, SIZES, make_family, widened
 from swift.model import get_processor
-from swift.template import Template, get_template
+from swift.template import get_template
 from timed_steps import PHASES
 
 from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
@@ -101,6 +101,10 @@ def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Pa
     family = FAMILIES[options.family]
     processor = get_processor(str(options.model), model_type=family.swift_argv[1])
     template = get_template(processor, template_type=family.template)
+
+    def num_tokens(row: dict[str, Any]) -> int:
+        return len(template.encode(deepcopy(row))["input_ids"])
+
     lines, lengths = [], []
     for number in range(options.num_prompts * options.steps):
         row = make_row(side, number)
@@ -108,26 +112,16 @@ def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Pa
             image = folder / f"{number}.png"
             image.write_bytes(make_photo(side, number))
             row["images"] = [str(image)]
-        [message] = row["messages"]
-        missing = options.prompt_tokens - num_tokens(template, row)
-        message["content"] += filler(template, number, missing)
+        missing = max(options.prompt_tokens - num_tokens(row), 0)
+        # Digits that no other prompt has, of about so many tokens.
+        digits = np.random.default_rng(number).integers(0, 10, missing)
+        ids = template.tokenizer.encode(f" {''.join(map(str, digits))}")
+        row["messages"][0]["content"] += template.tokenizer.decode(ids[:missing])
         lines.append(json.dumps(row))
-        lengths.append(num_tokens(template, row))
+        lengths.append(num_tokens(row))
     path = folder / "rows.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path, lengths
-
-
-def num_tokens(template: Template, row: dict[str, Any]) -> int:
-    return len(template.encode(deepcopy(row))["input_ids"])
-
-
-def filler(template: Template, number: int, num_tokens: int) -> str:
-    """Return a text of about so many tokens, which no other number has."""
-    digits = np.random.default_rng(number).integers(0, 10, max(num_tokens, 0))
-    ids = template.tokenizer.encode(f" {''.join(map(str, digits))}")
-    text: str = template.tokenizer.decode(ids[: max(num_tokens, 0)])
-    return text
 
 
 def run(way: str, options: argparse.Namespace, rows: Path, _: int) -> Measures:

@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 
 from transformers import AddedToken, Qwen2TokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -79,7 +78,7 @@ def build_tokenizer(
     ranks: dict[bytes, int],
     special: Sequence[str] = SPECIAL_TOKENS,
     plain: Sequence[str] = PLAIN_ADDED_TOKENS,
-    unused: Mapping[str, int] = MappingProxyType({}),
+    unused: Mapping[str, int] | None = None,
     eos: str = "<|im_end|>",
     **named: str,
 ) -> Qwen2TokenizerFast:
@@ -97,7 +96,7 @@ def build_tokenizer(
     def spell(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    vocab = {spell(token): rank for token, rank in ranks.items()} | dict(unused)
+    vocab = {spell(token): rank for token, rank in ranks.items()} | dict(unused or {})
     pairs = (
         final_merge(token, ranks)
         for token in sorted(ranks, key=ranks.__getitem__)
