@@ -1,178 +1,43 @@
-"""The digit example as an experiment: ten seeds, variations, and the band for runs to come.
+"""The digit example as an experiment: ten seeds, and the band for runs to come.
 
-    python examples/digits/experiment.py run --output DIR --jobs 2   make what is missing
-    python examples/digits/experiment.py report DIR                  write results, plots, tables
+    python examples/digits/experiment.py report DIR                  write results, plot, tables
     python examples/digits/experiment.py report RESULTS.json         print the tables of results
     python examples/digits/experiment.py check output/digits-seed42  is a run within the band?
 
-`run` starts `scripts/demo.sh` for each run; one that was cut off is made again from its beginning.
-A run takes one core (OMP_NUM_THREADS=1), 6 GB of memory and 250 MB of disk. `check` exits with 1
-where a run is outside, and with 2 where there is none that can be compared.
+README.md says how the runs of DIR are made. `check` exits with 1 where a run is outside, and with 2
+where there is none that can be compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, median, stdev
 
-from band import FIGURES, missing_gain, outside, start_differs
-from figures import draw
-from plan import BASE, NUM_STEPS, PARTS, PlannedRun, plan
+import numpy as np
+from band import FIGURES, band_of, missing_gain, outside, start_differs
+from matplotlib.figure import Figure
 from records import (
     RESULTS,
+    SHARES,
     Record,
     deviations,
     is_finished,
-    of_variant,
     read_results,
     read_run,
     settings,
     write_results,
 )
-from result_tables import all_tables
-from tqdm import tqdm
-from train import new_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLES = "tables.md"
-COMMAND = "python examples/digits/experiment.py run --output DIR"
+PLOT = "seeds.png"
+COMMAND = "python examples/digits/experiment.py report DIR"
+WINDOW = 10
+"""Steps of the moving average."""
 
-
-def free_port() -> int:
-    """A port for torch's rendezvous: two runs on one machine cannot share the default."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def start(planned: PlannedRun, folder: Path) -> subprocess.Popen[bytes]:
-    """The demo with this run's seed and settings, as a process group; its output goes to a file."""
-    run = folder / planned.name
-    if run.exists():
-        shutil.rmtree(run)
-    env = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "SEED": str(planned.seed),
-        "STEPS": str(NUM_STEPS),
-        "RUN": str(run),
-        "MASTER_PORT": str(free_port()),
-    }
-    command = ["bash", "scripts/demo.sh", *planned.variant.arguments]
-    with (folder / f"{planned.name}.log").open("wb") as log:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
-        )
-
-
-def make_runs(missing: Sequence[PlannedRun], folder: Path, jobs: int) -> list[str]:
-    """Make the runs, `jobs` at a time, with a bar of steps; the names of those that failed."""
-    pending, failed = deque(missing), []
-    running: dict[PlannedRun, subprocess.Popen[bytes]] = {}
-    steps: dict[str, int] = {}
-    with tqdm(total=NUM_STEPS * len(missing), unit="step", mininterval=5) as bar:
-        try:
-            while pending or running:
-                while pending and len(running) < jobs:
-                    planned = pending.popleft()
-                    running[planned] = start(planned, folder)
-                time.sleep(1)
-                for planned, process in list(running.items()):
-                    ended = process.poll() is not None
-                    steps[planned.name] = len(new_rows(folder / planned.name / "logging.jsonl", 0))
-                    if ended:
-                        del running[planned]
-                        if process.returncode:
-                            failed.append(planned.name)
-                            tail(folder / f"{planned.name}.log", bar)
-                bar.set_description(" ".join(p.name for p in running), refresh=False)
-                bar.update(sum(steps.values()) - bar.n)
-        finally:
-            for process in running.values():
-                os.killpg(process.pid, signal.SIGTERM)
-            for process in running.values():
-                process.wait()
-    return failed
-
-
-def tail(log: Path, bar: tqdm) -> None:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    bar.write(f"{log} ends with:\n" + "\n".join(lines[-15:]), file=sys.stderr)
-
-
-def command_run(options: argparse.Namespace) -> int:
-    folder: Path = options.output.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    planned = plan(options.parts)
-    missing = [p for p in planned if not is_finished(folder / p.name)]
-    print(f"{len(planned) - len(missing)} of {len(planned)} runs are there", flush=True)
-    if missing:  # once, before runs side by side would each make them
-        subprocess.run(
-            ["bash", "-c", "bash scripts/setup.sh && source scripts/common.sh && make_assets"],
-            cwd=ROOT,
-            check=True,
-        )
-    failed = make_runs(missing, folder, options.jobs)
-    if failed:
-        print(f"error: these runs failed: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    print(f"Next: python examples/digits/experiment.py report {shlex.quote(str(options.output))}")
-    return 0
-
-
-def read_planned(folder: Path) -> list[Record]:
-    """The finished runs of the plan in a folder.
-
-    Raises ValueError where there is none, and for a run whose settings are not those planned.
-    """
-    records = []
-    for planned in plan():
-        run = folder / planned.name
-        if is_finished(run):
-            _check_settings(planned, run)
-            records.append(read_run(run))
-    if not records:
-        raise ValueError(f"{folder} holds no finished run; make them: {COMMAND}")
-    return records
-
-
-def _check_settings(planned: PlannedRun, run: Path) -> None:
-    made = settings(run)
-    wanted = {word.removeprefix("--") for word in planned.variant.arguments[::2]}
-    found = deviations(made)
-    if not planned.variant.vllm:
-        found = {name: words for name, words in found.items() if not name.startswith("vllm_")}
-    if set(found) != wanted or made["seed"] != planned.seed:
-        raise ValueError(
-            f"{run} was not made by `{planned.command}`: seed {made['seed']}, "
-            f"{'; '.join(found.values()) or 'the published settings'}; remove it and run again"
-        )
-
-
-def command_report(options: argparse.Namespace) -> int:
-    path: Path = options.path
-    records = read_results(path) if path.is_file() else read_planned(path)
-    tables = all_tables(records, COMMAND)
-    print(tables)
-    output = options.output or (None if path.is_file() else RESULTS.parent)
-    if output:
-        output.mkdir(parents=True, exist_ok=True)
-        write_results(output / RESULTS.name, COMMAND, records)
-        (output / TABLES).write_text(tables, encoding="utf-8")
-        plots = draw(output, records)
-        written = [output / RESULTS.name, output / TABLES, *plots]
-        print("wrote " + ", ".join(map(str, written)), file=sys.stderr)
-    return 0
+COLOUR = "#0072b2"
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -198,13 +63,23 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def resumed(record: Record) -> list[str]:
-    step = (record.machine or {}).get("first_step")
-    return [f"resumed after step {step}: not one run from its beginning"] if step else []
+def command_report(options: argparse.Namespace) -> int:
+    path: Path = options.path
+    if path.is_file():
+        print(all_tables(read_results(path)))
+        return 0
+    records = sorted(map(read_run, find_runs([path])), key=lambda record: record.seed)
+    tables, folder = all_tables(records), RESULTS.parent
+    print(tables)
+    write_results(folder / RESULTS.name, COMMAND, records)
+    (folder / TABLES).write_text(tables, encoding="utf-8")
+    plot_seeds(records).savefig(folder / PLOT, dpi=90, facecolor="white")
+    print(f"wrote {RESULTS.name}, {TABLES} and {PLOT} in {folder}", file=sys.stderr)
+    return 0
 
 
 def command_check(options: argparse.Namespace) -> int:
-    published = of_variant(read_results(options.results), BASE.name)
+    published = read_results(RESULTS)
     status = 0
     for run in find_runs(options.runs):
         record = read_run(run)
@@ -212,38 +87,132 @@ def command_check(options: argparse.Namespace) -> int:
         shown = ", ".join(f"{figure.label} {figure.show(figure.of(record))}" for figure in FIGURES)
         verdict = "outside the band" if wrong else "within the band"
         print(f"{run.name}: {verdict} of {len(published)} published seeds ({shown})")
-        for line in (*wrong, *short, *start_differs(record, published), *resumed(record)):
+        step = (record.machine or {}).get("first_step")
+        cut = [f"resumed after step {step}: not one run from its beginning"] if step else []
+        for line in (*wrong, *short, *start_differs(record, published), *cut):
             print(f"  {line}")
         status |= bool(short or (wrong and not options.gain_only))
     return status
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+# --- tables and plot ---
+
+
+def all_tables(records: Sequence[Record]) -> str:
+    """Return everything as one Markdown page."""
+    sections = {"Seeds": seed_table, "The band": band_table, "Time": time_table}
+    parts = [f"## {title}\n\n{table(records)}" for title, table in sections.items()]
+    return "\n\n".join([f"`{COMMAND}`\n\n{machines(records)}", *parts]) + "\n"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, f"{'|---' * len(head)}|", *others])
+
+
+def seed_table(records: Sequence[Record]) -> str:
+    """Return a row a seed: before -> after and the gain in points."""
+    rows = []
+    for record in records:
+        pairs = ((record.before[share], record.after[share]) for share in SHARES)
+        gains = (f"{a:.1%} -> {b:.1%} ({100 * (b - a):+.1f})" for a, b in pairs)
+        rows.append([str(record.seed), *gains])
+    return markdown(["seed", "greedy accuracy", "sampled accuracy", "right form"], rows)
+
+
+def band_table(records: Sequence[Record]) -> str:
+    """Return what the seeds came to, and where one more run should end."""
+    rows = []
+    for figure in FIGURES:
+        values, band = [figure.of(record) for record in records], band_of(figure, records)
+        shown = (min(values), max(values), fmean(values))
+        spread = f"{100 * stdev(values):.1f} points" if figure.percent else f"{stdev(values):.3f}"
+        limits = f"{figure.show(band.low)} to {figure.show(band.high)}"
+        rows.append([figure.label, *map(figure.show, shown), spread, limits])
+    head = [f"{len(records)} seeds", "lowest", "highest", "mean", "standard deviation", "band"]
+    return markdown(head, rows)
+
+
+def time_table(records: Sequence[Record]) -> str:
+    """Return each run's time a step, and how busy the machine was meanwhile."""
+    rows = []
+    for record in records:
+        machine, seconds = record.machine or {}, record.curves["step_seconds"]
+        ordered = sorted(seconds)
+        cut = len(ordered) // 20
+        spread = f"({ordered[cut]:.2f} to {ordered[-1 - cut]:.2f})"
+        found = (str(machine.get(name) or "not recorded") for name in ("load_average", "started"))
+        rows.append([record.name, f"{median(seconds):.2f} {spread}", f"{seconds[0]:.1f}", *found])
+    times = ("seconds a step: median (5% to 95%)", "first step")
+    return markdown(["run", *times, "load average", "started"], rows)
+
+
+def machines(records: Sequence[Record]) -> str:
+    """What the runs were made on; a line for each different machine."""
+    lines: dict[str, list[str]] = {}
+    for record in records:
+        lines.setdefault(_machine(record), []).append(record.name)
+    if len(lines) == 1:
+        return next(iter(lines))
+    return "\n".join(f"- {', '.join(names)}: {line}" for line, names in lines.items())
+
+
+def _machine(record: Record) -> str:
+    made = record.machine
+    if made is None:
+        return "machine not recorded"
+    threads = made["omp_num_threads"] or "unset"
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    return (
+        f"{made['cores']} cores of {made['cpu']}, {made['memory_gib']} GiB, "
+        f"OMP_NUM_THREADS {threads}; Python {made['python']}, {versions}"
+    )
+
+
+def plot_seeds(records: Sequence[Record]) -> Figure:
+    """Plot every seed, the mean over seeds, and the range from the lowest to the highest seed."""
+    rewards = np.stack([smooth(record.curves["reward"]) for record in records])
+    steps = np.arange(1, rewards.shape[1] + 1)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    low, high = rewards.min(axis=0), rewards.max(axis=0)
+    axes.fill_between(steps, low, high, alpha=0.2, color=COLOUR, label="lowest to highest")
+    for row in rewards:
+        axes.plot(steps, row, color=COLOUR, alpha=0.35, linewidth=0.8)
+    axes.plot(steps, rewards.mean(axis=0), color=COLOUR, label="mean of the seeds")
+    seeds = ", ".join(str(record.seed) for record in records)
+    axes.set(
+        title=f"GRPO on handwritten digits, seeds {seeds}",
+        xlabel="optimizer step",
+        ylabel=f"mean reward, average of {WINDOW} steps",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """Return the moving average over the last `WINDOW` values, over fewer at the start."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - WINDOW)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="make the runs that are missing")
-    run.add_argument("--output", type=Path, required=True, help="folder of the runs")
-    run.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    run.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    run.set_defaults(do=command_run)
-    report = commands.add_parser("report", help="write results, plots and tables; print tables")
+    report = commands.add_parser("report", help="write results, plot and tables; print tables")
     report.add_argument("path", type=Path, help="folder of the runs, or a results file")
-    report.add_argument("--output", type=Path, help="folder to write (default: results/ beside "
-                        "this script; of a results file, tables are only printed)")  # fmt: skip
     report.set_defaults(do=command_report)
     check = commands.add_parser("check", help="compare runs with the published band")
     check.add_argument("runs", type=Path, nargs="+", help="runs, or folders of runs")
-    check.add_argument("--results", type=Path, default=RESULTS, help="the published results")
     check.add_argument("--gain-only", action="store_true",
                        help="exit with 1 for a gain below 15 points alone")  # fmt: skip
     check.set_defaults(do=command_check)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_arguments(argv)
+    options = parser.parse_args()
     try:
         return int(options.do(options))
     except ValueError as error:

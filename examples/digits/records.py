@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import yaml
 
 PRESET = Path(__file__).with_name("grpo.yaml")
 RESULTS = Path(__file__).with_name("results") / "experiment.json"
-"""What is published: the seeds."""
-
-VARIATIONS = RESULTS.parent / "variations" / RESULTS.name
-"""Group sizes, and rollouts without vLLM, beside seeds that were made with them."""
+"""What is published: ten seeds."""
 
 LAST_STEPS = 20
 """Steps at the end of training over which the final reward is averaged."""
 
 CURVES = {
     "reward": ("reward", 3),
-    "groups_alike": ("frac_reward_zero_std", 3),
     "step_seconds": ("step_time", 2),
 }
 """Our names of curves: ms-swift's, and the decimals that are kept."""
@@ -53,24 +49,9 @@ class Record:
     """Values of each step, from the first: keys as in `CURVES`."""
 
     @property
-    def variant(self) -> str:
-        """`g8` of `g8-seed1`."""
-        return self.name.rpartition("-")[0]
-
-    @property
     def last_reward(self) -> float:
         """Mean reward of the last steps' samples."""
         return fmean(self.curves["reward"][-LAST_STEPS:])
-
-    @property
-    def groups_alike(self) -> float:
-        """Share of groups, over all steps, whose rewards are all equal: no gradient from them."""
-        return fmean(self.curves["groups_alike"])
-
-    @property
-    def step_seconds(self) -> float:
-        """Median over steps."""
-        return median(self.curves["step_seconds"])
 
 
 def rows_by_step(run: Path) -> list[dict[str, Any]]:
@@ -123,9 +104,9 @@ def read_run(run: Path) -> Record:
     )
 
 
-def deviations(made: Mapping[str, Any], preset: Path = PRESET) -> dict[str, str]:
+def deviations(made: Mapping[str, Any]) -> dict[str, str]:
     """How a run's recorded settings differ from the published ones, by setting, in words."""
-    published = yaml.safe_load(preset.read_text(encoding="utf-8"))
+    published = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
     return {
         name: f"{name} is {made.get(name)!r}, published with {value!r}"
         for name, value in published.items()
@@ -150,15 +131,7 @@ def write_results(path: Path, command: str, records: Iterable[Record]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def read_results(path: Path = RESULTS) -> list[Record]:
+def read_results(path: Path) -> list[Record]:
     """The runs of a file that `write_results` wrote."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return [Record(**run) for run in content["runs"]]
-
-
-def of_variant(
-    records: Sequence[Record], variant: str, seeds: Sequence[int] | None = None
-) -> list[Record]:
-    """The runs of a variant, of the given seeds or of all, by seed."""
-    chosen = [r for r in records if r.variant == variant and (seeds is None or r.seed in seeds)]
-    return sorted(chosen, key=lambda record: record.seed)

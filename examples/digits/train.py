@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
@@ -123,49 +123,6 @@ def recorded(path: Path, first_step: int) -> Iterator[list[float]]:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-class Progress:
-    """The bar of a run, whose estimate is that of its steps alone.
-
-    Until the first step is done, the line shows the seconds of the start-up. The bar's clock starts
-    then, with that step counted as done.
-    """
-
-    def __init__(self, total: int, done: int) -> None:
-        """
-        Args:
-            total: the run's steps.
-            done: those that an interrupted session has done.
-        """
-        self._total, self._done = total, done
-        self._is_starting = True
-        self._bar = tqdm(total=0, desc="starting", bar_format="{desc}: {elapsed}")
-
-    def __str__(self) -> str:
-        return str(self._bar)
-
-    def wait(self) -> None:
-        """Show the time of the start-up."""
-        if self._is_starting:
-            self._bar.update(0)
-
-    def step(self, reward: float) -> None:
-        """One more step is done."""
-        postfix = {"reward": f"{reward:.2f}"}
-        if self._is_starting:
-            self._is_starting = False
-            self._bar.close()
-            initial = self._done + 1
-            self._bar = tqdm(
-                total=self._total, initial=initial, desc="training", unit="step", postfix=postfix
-            )
-            return
-        self._bar.set_postfix(postfix, refresh=False)
-        self._bar.update()
-
-    def close(self) -> None:
-        self._bar.close()
-
-
 def main() -> int:
     options = parse_arguments()
     done = last_checkpoint(options.output)
@@ -178,19 +135,23 @@ def main() -> int:
     log, logging = options.output / "swift.log", options.output / "logging.jsonl"
     print(f"$ {shlex.join(argv)}\n  (its output goes to {log})")
     seen = len(new_rows(logging, 0))
-    bar = Progress(options.max_steps, first_step)
     record = recorded(options.output / "machine.json", first_step)
-    with closing(bar), record as loads, following(log, argv) as process:
+    bar = tqdm(desc="starting", initial=first_step, total=options.max_steps, unit="step")
+    with bar, record as loads, following(log, argv) as process:
         is_running = True
         while is_running:
             time.sleep(1)
             is_running = process.poll() is None
             rows = new_rows(logging, seen)
             seen += len(rows)
-            loads += [os.getloadavg()[0]] * len(rows)
-            bar.wait()
             for row in rows:
-                bar.step(float(row["reward"]))
+                loads.append(os.getloadavg()[0])
+                if bar.desc.startswith("starting"):  # an estimate is that of the steps alone
+                    bar.start_t, bar.initial = time.time(), bar.n + 1
+                    bar.set_description("training", refresh=False)
+                bar.set_postfix(reward=f"{row['reward']:.2f}", refresh=False)
+                bar.update()
+            bar.refresh()
     if process.returncode:
         print("\n".join(log.read_text(encoding="utf-8").splitlines()[-25:]), file=sys.stderr)
         print(f"error: training ended with {process.returncode}; see {log}", file=sys.stderr)
