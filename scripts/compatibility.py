@@ -34,6 +34,7 @@ from pages import ROOT, SUPPORT, markdown, write_into
 
 FOLDER = ROOT / ".compat"
 RESULTS = FOLDER / "results"
+UV = (sys.executable, "-m", "uv")
 READMES = [ROOT / name for name in ("README.md", "README_CN.md")]
 TABLE = "compatibility"
 """The name of its marks, in `SUPPORT` and in both READMEs."""
@@ -225,7 +226,7 @@ class Environment:
         Raises:
             RuntimeError: with the end of uv's log.
         """
-        self.run(*uv("venv", "--seed", "--clear", "-p", self.cell.python, self.folder))
+        self.run(*UV, "venv", "--seed", "--clear", "-p", self.cell.python, self.folder)
         stack = STACKS[self.cell.vllm]
         left_out = [f"{name}; sys_platform == 'never'" for name in UNUSED]
         overrides = self.folder / "overrides.txt"
@@ -243,7 +244,7 @@ class Environment:
     def install(self, *argv: str) -> None:
         """Let uv install these requirements; it resolves such a set in seconds."""
         overrides = ("--overrides", self.folder / "overrides.txt")
-        self.run(*uv("pip", "install", "-p", self.python, *overrides, *argv))
+        self.run(*UV, "pip", "install", "-p", self.python, *overrides, *argv)
 
     def would_install(self, wheel: Path) -> list[str]:
         """Return what `pip install` of a wheel would install beside it, as `name-version`."""
@@ -288,11 +289,6 @@ class Environment:
             end = "\n".join(f"{done.stderr}\n{done.stdout}".splitlines()[-15:])
             raise RuntimeError(f"{argv[0]}: exit status {done.returncode}\n{end}")
         return done.stdout
-
-
-def uv(*argv: object) -> list[object]:
-    """Return a command of uv's, the package of that name."""
-    return [sys.executable, "-m", "uv", *argv]
 
 
 def try_out(cell: Cell, wheel: Path, assets: Path, *, quick: bool) -> Trial:
@@ -401,8 +397,7 @@ def main() -> int:
     if not (assets / "tiny_vlm").is_dir():
         parser.error(f"ASSETS: {assets} holds no tiny model; bash scripts/test.sh makes it")
     shutil.rmtree(FOLDER / "wheel", ignore_errors=True)
-    build = uv("build", "--quiet", "--wheel", "-o", FOLDER / "wheel", ROOT)
-    subprocess.run([str(word) for word in build], check=True)
+    subprocess.run([*UV, "build", "--quiet", "--wheel", "-o", FOLDER / "wheel", ROOT], check=True)
     [wheel] = (FOLDER / "wheel").glob("*.whl")
     kept = read_results()
     cells: list[Cell] = options.cells or [cell for cell in CELLS if cell not in kept]

@@ -25,8 +25,6 @@ from typing import Any
 
 from tiny_vlm.output_folder import MANIFEST, claim, finish
 
-REPORT = "tiny_vlm.json"
-
 
 def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
     """Write model, processor and report into the existing folder `output`; return a summary.
@@ -60,7 +58,7 @@ def make_tiny_vlm(output: Path, data: Path, seed: int) -> str:
     model.save_pretrained(output)
     processor.save_pretrained(output)
     publish(output)
-    (output / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (output / "tiny_vlm.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return (
         f"{report['num_parameters']:,} parameters, {report['num_steps']} warm-start steps; "
         f"held-out accuracy {shares['greedy_accuracy']:.0%} greedy, "

@@ -20,14 +20,6 @@ install_project() {
   printf '%s\n' "$PWD" >"$VENV/.swift-grpo-ext-clone"
 }
 
-need_gib() { # NUMBER: of free space
-  local free_gib
-  free_gib=$(($(df -Pk "$(dirname "$here")" | awk 'NR == 2 {print $4}') / 1024 / 1024))
-  ((free_gib >= $1)) ||
-    fail "$(dirname "$here") has $free_gib GiB free, and the environment takes $1: make room, or name
-another place: VENV=/other/disk/venv bash scripts/setup.sh"
-}
-
 # run_pip LOG ARGUMENTS...: `pip install`, with its output in LOG; shows every 20th package.
 run_pip() {
   "$PYTHON" -m pip install "${@:2}" 2>&1 | tee "$1" | awk '
@@ -38,7 +30,7 @@ run_pip() {
 pip_failed() { # LOG: ends with the end of pip's log
   tail -n 5 "$1" >&2
   fail "pip failed (above; the whole log is $1). Look at the network, at PIP_INDEX_URL and proxies, and
-at the disk (4.3 GB, and pip's cache), and run this again."
+at the disk (4.3 GB, or 7.3 with torch's CUDA build, and pip's cache), and run this again."
 }
 
 # --- which Python: the environment's own; else one that BASE_PYTHON names; else the newest ---
@@ -81,7 +73,6 @@ fi
 # --- the installation ---
 
 step "Setting up $VENV (once; about 3 minutes and 4.3 GB)"
-[ -f "$stamp" ] || need_gib 5
 if [ ! -d "$VENV" ]; then
   mkdir "$VENV"
   touch "$made"
@@ -98,7 +89,6 @@ if ! run_pip "$logs/torch.log" --no-deps "$torch"; then
   step "$torch, PyTorch's CPU build, is not in the package index that pip uses here for Python $version"
   echo "Taking its CUDA build, which runs without a GPU too and takes 3 GB and some minutes more. To do without, name
 PyTorch's own index of CPU wheels to pip: PIP_EXTRA_INDEX_URL=... bash scripts/setup.sh"
-  need_gib 8
   grep -vE '^(torch|triton)==' "$requirements" >"$others" # it brings a triton of its own
   run_pip "$logs/torch.log" "${torch%+cpu}" --constraint "$others" || pip_failed "$logs/torch.log"
 fi

@@ -114,14 +114,13 @@ class Family:
         return int(torch.finfo(getattr(torch, self.dtype)).bits)
 
 
-def read_families() -> dict[str, Family]:
-    """Return the families of `families.yaml` by name."""
-    path = Path(__file__).with_suffix(".yaml")
-    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {n: Family(name=n, **entry) for n, entry in entries.items() if not n.startswith(".")}
-
-
-FAMILIES = read_families()
+FAMILIES = {
+    name: Family(name=name, **entry)
+    for name, entry in yaml.safe_load(
+        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    ).items()
+    if not name.startswith(".")
+}
 
 
 def make_tokenizer(family: Family) -> Qwen2TokenizerFast:
