@@ -1,8 +1,7 @@
 """Calibration, power and cost of the collision test, and cost of the metrics.
 
     python scripts/bench/diversity.py >scripts/bench/results/diversity.md
-
-    python scripts/bench/diversity.py --cost-only
+    python scripts/bench/diversity.py --cost-only >>scripts/bench/results/diversity.md
 
 Policies are simulated, from 0.01 to 6 bits a token: random logits of 128 tokens at each position.
 They are sampled as vLLM samples: logits are divided by the temperature, what is not of the top-k
@@ -69,12 +68,14 @@ def main() -> None:
     parser.add_argument("--cost-only", action="store_true", help="print the costs alone; a minute")
     options = parser.parse_args()
     made = environment()
+    if not options.cost_only:
+        print("# The collision test: calibration, power, cost\n")
     print(f"`{command()}`, {made['date']}, {made['cores']} cores of {made['cpu']}, ", end="")
     print(f"Python {made['python']}.\n")
     if options.cost_only:
         print(cost())
     else:
-        print(calibration(options.rounds), power(options.power_rounds), sep="\n\n")
+        print(f"{calibration(options.rounds)}\n\n{power(options.power_rounds)}\n")
 
 
 # --- simulated policies ---
