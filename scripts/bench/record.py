@@ -186,7 +186,7 @@ def view(run_dir: Path) -> dict[str, float]:
             assert server.stdout is not None
             match = re.search(r"http://\S+", server.stdout.readline())
             assert match, "the server printed no address"
-            run = f"{match[0]}0/"
+            run = match[0]
             while 'class="thumb"' not in get(f"{run}samples"):
                 time.sleep(0.02)
             figures["seconds to the first page"] = time.perf_counter() - start
