@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a GPU says: values, gradients, times and peaks of the training passes, in under 8 minutes.
-#   bash scripts/gpu.sh                     writes output/gpu/gpu.json and gpu.html
+#   bash scripts/gpu.sh                     writes output/gpu/gpu.json and gpu.md
 #   bash scripts/gpu.sh --output DIR        elsewhere; --minutes 4: leaves out what does not fit
 # It needs torch, transformers and peft, and neither ms-swift nor vLLM nor a network. PYTHON names another
 # interpreter. Without a GPU the sizes are small.

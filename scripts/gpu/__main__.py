@@ -1,4 +1,4 @@
-"""Run all parts on this machine's GPU, or in small on its CPUs; write `gpu.json` and `gpu.html`.
+"""Run all parts on this machine's GPU, or in small on its CPUs; write `gpu.json` and `gpu.md`.
 
     bash scripts/gpu.sh --output output/gpu
 
@@ -20,7 +20,7 @@ from typing import Any
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--output", type=Path, default=Path("output/gpu"), help="folder of gpu.json and gpu.html")
+    add("--output", type=Path, default=Path("output/gpu"), help="folder of gpu.json and gpu.md")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--minutes", type=float, default=7.5, help="cases that do not fit are left out, by name")
     options = parser.parse_args()
@@ -52,8 +52,8 @@ def main() -> int:
         # After each case, so that none is lost.
         text = json.dumps(plain(result), indent=1, allow_nan=False) + "\n"
         (options.output / "gpu.json").write_text(text, encoding="utf-8")
-        (options.output / "gpu.html").write_text(page(json.loads(text)), encoding="utf-8")
-    print(f"{options.output}/gpu.html: {'all passed' if result['is_ok'] else 'FAILED'}")
+        (options.output / "gpu.md").write_text(page(json.loads(text)), encoding="utf-8")
+    print(f"{options.output}/gpu.md: {'all passed' if result['is_ok'] else 'FAILED'}")
     return 0 if result["is_ok"] else 1
 
 

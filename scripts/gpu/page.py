@@ -1,38 +1,71 @@
-"""The page of a result: one file, without scripts or anything from elsewhere."""
+"""The page of a result, in Markdown."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from scripts.gpu.run import NOT_TRIED, PASSED
+from scripts.pages import markdown
+
+Case = dict[str, Any]
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return the page as HTML."""
-    made = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters |= {"figure": figure, "nearest": nearest}
-    machines = [case["rows"][0] for case in result["parts"][0]["cases"] if case["rows"]]
-    return made.get_template("page.html").render(
-        result=result,
-        machine={"device": result["device"], **(machines or [{}])[0]},
-        parts=[(part, tables(part)) for part in result["parts"] if part["name"] != "machine"],
-    )
+    """Return the page: the machine, and of each part its cases and its figures."""
+    machine, *parts = result["parts"]
+    named = {k: v for case in machine["cases"] for row in case["rows"] for k, v in row.items()}
+    device = named.pop("device", result["device"])
+    text = [
+        f"# {device}: {'passed' if result['is_ok'] else 'FAILED'}",
+        ", ".join(f"{k} {figure(v)}" for k, v in named.items() if v is not None) + ".",
+    ]
+    if result["sizes"] == "small":
+        text.append(
+            "**Without a GPU, in small sizes**: this run shows that each part works, and says "
+            "nothing of a GPU's times or memory."
+        )
+    text += errors(machine["cases"])
+    for part in parts:
+        cases = part["cases"]
+        tried = [case for case in cases if case["status"] != NOT_TRIED]
+        text += [f"## {part['name']}", part["says"]]
+        head = ("case", "", "nearest to its bound", "error", "bound", "s")
+        text.append(markdown(head, map(row_of, tried)))
+        text += errors(cases)
+        reasons = Counter(
+            case["reason"].split(". ")[0] for case in cases if case["status"] == NOT_TRIED
+        )
+        text += (f"Not tried: {n} cases, {reason}." for reason, n in reasons.items())
+        rows = [row for case in cases for row in case["rows"]]
+        for names, of_table in groupby(rows, key=tuple):
+            text.append(markdown(names, ([figure(v) for v in row.values()] for row in of_table)))
+    return "\n\n".join(filter(None, text)) + "\n"
 
 
-def tables(part: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Return the rows of a part's cases, a table for each set of columns."""
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for case in part["cases"]:
-        for row in case["rows"]:
-            found.setdefault(tuple(case["rows"][0]), []).append(row)
-    return list(found.values())
+def row_of(case: Case) -> list[str]:
+    """Return a case with the comparison that is nearest to its bound, or furthest beyond it."""
+
+    def share(comparison: dict[str, Any]) -> float:
+        if not comparison["passed"]:
+            return math.inf
+        return float(comparison["error"] / comparison["bound"]) if comparison["bound"] else 0.0
+
+    nearest = max(case["comparisons"], key=share, default={})
+    cells = (nearest.get(name) for name in ("what", "error", "bound"))
+    return [case["name"], case["status"], *map(figure, cells), figure(case["seconds"])]
+
+
+def errors(cases: Iterable[Case]) -> list[str]:
+    """Return why cases failed that compared nothing."""
+    return [
+        f"{case['name']}:\n\n```\n{case['reason'].strip()}\n```"
+        for case in cases
+        if case["reason"] and case["status"] not in (PASSED, NOT_TRIED)
+    ]
 
 
 def figure(value: object) -> str:
@@ -40,15 +73,3 @@ def figure(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "–" if value is None else str(value)
-
-
-def nearest(comparisons: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the comparison that is nearest to its bound, or furthest beyond it."""
-
-    def share(comparison: dict[str, Any]) -> float:
-        error, bound = comparison["error"], comparison["bound"]
-        if comparison["passed"] and error is not None:
-            return float(error / bound) if bound else 0.0
-        return float("inf")
-
-    return max(comparisons, key=share)

@@ -45,7 +45,7 @@ CPU_ENVIRONMENT = {
 }
 CPU_TRAINING_ARGUMENTS: dict[str, Any] = {
     **{"use_cpu": True, "fp16": False, "bf16": False},
-    "encoder_cache_gb": 1.0,  # on GPUs off, until one has been seen to agree
+    "encoder_cache_gb": 1.0,  # on GPUs memory is scarce, and the user's to give
 }
 PRIORITY = 41
 """`torch.load` asks the kinds of places that it knows in this order; torch's are 10 to 30."""

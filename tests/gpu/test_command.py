@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -57,10 +56,9 @@ def test_every_part_runs_on_a_bare_machine(device: str, tmp_path: Path) -> None:
     rows = [row for case in result["parts"][-1]["cases"] for row in case["rows"]]
     assert {"plain", "chunked", "prompt once"} <= {row["way"] for row in rows}
     assert all(row["of plain"] > 0 for row in rows if "of plain" in row)
-    page = (tmp_path / "gpu.html").read_text()
+    page = (tmp_path / "gpu.md").read_text()
     assert result["parts"][0]["cases"][0]["rows"][0]["device"] in page
     assert ("in small sizes" in page) == (device == "cpu")
-    assert not re.search(r"https?:|src=|<script|<link|url\(|@import", page)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -169,8 +167,8 @@ def test_no_case_ends_the_others(
     }
     assert [case["status"] for case in result["parts"][2]["cases"]] == ["no time"]
     assert not result["is_ok"]
-    page = (tmp_path / "gpu.html").read_text()
-    for text in ("a &lt;wrong&gt; shape", "no number", "left alone: &lt;windows&gt;", "1.5"):
+    page = (tmp_path / "gpu.md").read_text()
+    for text in ("a <wrong> shape", "no number", "left alone: <windows>", "1.5"):
         assert text in page
     assert "FAILED" in capsys.readouterr().out
 

@@ -48,7 +48,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sdist = build("sdist", folder / "source", folder / "sdist")
     with tarfile.open(sdist) as archive:
         assert not [member.name for member in archive if member.issym()]
-        archive.extractall(folder / "unpacked", filter="data")
+    shutil.unpack_archive(sdist, folder / "unpacked")
     [content] = (folder / "unpacked").iterdir()
     return content
 
