@@ -84,7 +84,7 @@ def install() -> None:
     original = BaseArguments._init_model_kwargs
 
     @functools.wraps(original)
-    def _init_model_kwargs(self: Any) -> None:
+    def _init_model_kwargs(self: BaseArguments) -> None:
         upstream = next((u for u, ours in EXTENDED.items() if type(self) in (u, ours)), None)
         given = _adopt_command_line(self, upstream) if upstream else []
         if isinstance(self, ExtFlags):
@@ -101,7 +101,7 @@ def install() -> None:
     patch(BaseArguments, _init_model_kwargs=_init_model_kwargs)
 
 
-def _check(args: Any, given: list[str]) -> None:
+def _check(args: BaseArguments, given: list[str]) -> None:
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type != "grpo":
         if ours:
@@ -124,7 +124,7 @@ def _check(args: Any, given: list[str]) -> None:
     apply_cpu_settings(args, given)
 
 
-def _adopt_command_line(args: Any, upstream: type) -> list[str]:
+def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; return the flags given."""
     given, left_over = _being_parsed(type(args))
     argv = as_typed(given)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -427,7 +427,7 @@ WRAPPERS = (
 """Classes whose `module` is the wrapped model (by name: DeepSpeed need not be installed)."""
 
 
-def base_model(model: Any) -> nn.Module:
+def base_model(model: nn.Module) -> nn.Module:
     """Return the model without DDP, FSDP, DeepSpeed, `torch.compile` and PEFT around it."""
     while True:
         if type(model).__name__ in WRAPPERS:
@@ -437,7 +437,7 @@ def base_model(model: Any) -> nn.Module:
         elif hasattr(model, "get_base_model"):
             model = model.get_base_model()
         else:
-            return cast(nn.Module, model)
+            return model
 
 
 def output_embedding(model: nn.Module) -> nn.Module | None:

@@ -8,7 +8,7 @@ each image once (`encoder_cache`), nothing ever reads the G copies.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -87,10 +87,10 @@ class LazyConcat(Tensor):
     def tolist(self) -> Any:
         return self.join().tolist()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.join().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
 
     def __repr__(self, **_: Any) -> str:

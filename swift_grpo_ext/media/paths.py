@@ -120,7 +120,7 @@ def check_redirects() -> None:
         return
 
     class CheckedSession(requests.Session):
-        def send(self, request: Any, **kwargs: Any) -> requests.Response:
+        def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
             swift.utils.SafeUrlFetcher.check_url(request.url)
             response = super().send(request, **kwargs)
             try:

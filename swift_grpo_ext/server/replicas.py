@@ -48,6 +48,9 @@ from swift_grpo_ext.upstream.patches import patch
 logger = get_logger()
 
 PING = "ping"
+Command = dict[str, Any] | str
+"""What a replica is told: a command of ms-swift's, or `PING`."""
+
 SECONDS_TO_END = 10.0
 
 MAX_RESTARTS = 3
@@ -137,7 +140,7 @@ class ReplicaConnection:
         """Return what the worker says unasked: that it is ready, or why it is not."""
         return self._connection.recv()[1]
 
-    def send(self, command: Any) -> tuple[int, Future[None]]:
+    def send(self, command: Command) -> tuple[int, Future[None]]:
         """Send a command, and return its number, and when it is written."""
         number = next(self._numbers)
         return number, self._writer.submit(self._connection.send, (number, command))
@@ -148,7 +151,7 @@ class ReplicaConnection:
         self._writer.shutdown(wait=False)
         self._connection.close()
 
-    def call(self, command: Any, timeout: float) -> Any:
+    def call(self, command: Command, timeout: float) -> Any:
         """Return the reply to one of ms-swift's commands of type `call`.
 
         Raises:
@@ -273,7 +276,7 @@ def remove(server: SwiftRolloutDeploy, connection: ReplicaConnection, cause: obj
     server.restarts.lost.append(connection.number)
 
 
-def call_all(server: SwiftRolloutDeploy, command: Any, timeout: float) -> list[Any]:
+def call_all(server: SwiftRolloutDeploy, command: Command, timeout: float) -> list[Any]:
     """Return the replies of all replicas; those that fail are removed.
 
     Raises:

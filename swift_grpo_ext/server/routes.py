@@ -337,7 +337,7 @@ def _rpc(kind: str, method: str, args: tuple[Any, ...] = ()) -> dict[str, Any]:
     return {"type": kind, "method": "collective_rpc", "kwargs": kwargs}
 
 
-async def _call_all(server: SwiftRolloutDeploy, command: Any) -> list[Any]:
+async def _call_all(server: SwiftRolloutDeploy, command: replicas.Command) -> list[Any]:
     try:
         timeout = CALLER.get().timeout
         return await asyncio.to_thread(replicas.call_all, server, command, timeout)

@@ -71,7 +71,7 @@ from swift_grpo_ext.weights.sync import WeightSync
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
     from swift.rl_core.data import GRPOBatch, GRPOSample
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
 
     from swift_grpo_ext.server.client import RolloutServers
 
@@ -169,13 +169,13 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     # --- a round begins: its name, its prompts ---
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
         upstream = super()._get_train_sampler(train_dataset)
         return EpochSampler(
             upstream, lambda: self._rounds.clock.epoch_of_step(self.state.global_step)
         )
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def _prepare_inputs(self, inputs: list[dict[str, Any]]) -> Any:
         if self.model.training:
             # A resumed run counts on, so that rounds begin where they would have.
             self._step: int = self._step or self._rounds.clock.batches_at(self.state.global_step)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
     from swift.rl_core.data import OnPolicySample
     from swift.template import Template
+    from swift.template.template_inputs import StdTemplateInputs
 
 logger = get_logger()
 
@@ -135,7 +136,7 @@ def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
     return frames, asdict(metadata) | {"do_sample_frames": True}
 
 
-def tool_calls(engine: InferEngine, text: str, template_inputs: Any) -> Any:
+def tool_calls(engine: InferEngine, text: str, template_inputs: StdTemplateInputs) -> Any:
     """Return the tool calls in a completion's text as ms-swift's `engine` reads them, or None."""
     takes = inspect.signature(engine._get_toolcall).parameters
     extra = {"template_inputs": template_inputs} if "template_inputs" in takes else {}

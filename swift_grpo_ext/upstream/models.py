@@ -16,6 +16,7 @@ from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.patches import patch, repair
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
@@ -44,7 +45,7 @@ def repair_gemma4() -> None:
     patch_forward = gemma._patch_gemma4_forward
 
     @wraps(patch_forward)
-    def _patch_gemma4_forward(model: Any, *args: Any, **kwargs: Any) -> None:
+    def _patch_gemma4_forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         patch_forward(model, *args, **kwargs)
         model.get_image_features = MethodType(get_image_features, model)
         if hasattr(model, "get_video_features"):
@@ -59,12 +60,14 @@ def repair_gemma4() -> None:
     patch(gemma, _patch_gemma4_forward=_patch_gemma4_forward)
 
 
-def get_image_features(model: Any, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
+def get_image_features(
+    model: PreTrainedModel, *args: Any, **kwargs: Any
+) -> BaseModelOutputWithPooling:
     return _joined(type(model).get_image_features(model, *args, **kwargs))
 
 
 def get_video_features(
-    model: Any, frames: torch.Tensor, *args: Any, **kwargs: Any
+    model: PreTrainedModel, frames: torch.Tensor, *args: Any, **kwargs: Any
 ) -> BaseModelOutputWithPooling:
     get = type(model).get_video_features
     if "num_frames_per_video" in inspect.signature(get).parameters:
@@ -73,7 +76,7 @@ def get_video_features(
 
 
 def forward(
-    model: Any, input_ids: torch.Tensor, *args: Any, modeling: ModuleType, **kwargs: Any
+    model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, modeling: ModuleType, **kwargs: Any
 ) -> Any:
     types, mask = kwargs.get("mm_token_type_ids"), kwargs.get("attention_mask")
     if types is not None and not isinstance(mask, dict):

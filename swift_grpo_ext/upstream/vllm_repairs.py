@@ -25,7 +25,10 @@ from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.patches import patch, repair
 
 if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def repair_cpu_engine() -> None:
@@ -55,7 +58,7 @@ def serve_split_prompts() -> None:
     sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
 
     @wraps(sample)
-    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _sample(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         if hasattr(self, "discard_request_mask"):
             discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
@@ -65,7 +68,7 @@ def serve_split_prompts() -> None:
         return sample(self, *args, **kwargs)
 
     @wraps(bookkeeping_sync)
-    def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _bookkeeping_sync(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         try:
             return bookkeeping_sync(self, *args, **kwargs)
         finally:
@@ -91,11 +94,11 @@ def name_shared_memory_by_run() -> None:
 
     make_name, join = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
 
-    def make_group_name(communicator: Any) -> str:
+    def make_group_name(communicator: CpuCommunicator) -> str:
         return f"{make_name(communicator)}-{os.environ.get('MASTER_PORT', '')}"
 
     @wraps(join)
-    def _init_cpu_shm(self: Any) -> int:
+    def _init_cpu_shm(self: _CPUSHMDistributed) -> int:
         memory = Path("/dev/shm", f"{self.group_name.lstrip('/')}_{self.communicator.rank}")
         memory.unlink(missing_ok=True)  # of a run on this port that was killed before it joined
         handle = join(self)  # returns after a barrier: all ranks have mapped all memory
@@ -153,14 +156,18 @@ def return_routed_experts() -> None:
     execute_model, sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
 
     @wraps(initialize_kv_cache)
-    def _initialize_kv_cache(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def _initialize_kv_cache(
+        self: CPUModelRunner, config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> None:
         initialize_kv_cache(self, config, *args, **kwargs)
         self._experts = None
         if self.vllm_config.aux_output_config.enabled:
             self._experts = get_aux_output_connector(self.model, self.vllm_config, config)
 
     @wraps(execute_model)
-    def _execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_model(
+        self: CPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
         if self._experts is not None:
             self._experts.begin_step(scheduler_output.aux_output_connector_metadata)
         output = execute_model(self, scheduler_output, *args, **kwargs)
@@ -175,7 +182,7 @@ def return_routed_experts() -> None:
         return output
 
     @wraps(sample_tokens)
-    def _sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _sample_tokens(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         output = sample_tokens(self, *args, **kwargs)
         pending = self._experts and self._experts.prepare_output(self._step)
         if pending:  # not on a rank whose output nobody takes
@@ -357,7 +364,7 @@ def hear_all(engine: AsyncLLM) -> None:
     core = engine.engine_core
 
     async def collective_rpc(
-        method: Any,
+        method: str,
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from swift.rlhf_trainers import vllm_client as upstream_client
@@ -25,6 +25,9 @@ from swift.rlhf_trainers.vllm_client import VLLMClient
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from swift_grpo_ext.upstream.patches import patch
+
+if TYPE_CHECKING:
+    from vllm.distributed.utils import StatelessProcessGroup
 
 BARRIER_SECONDS = 30.0
 """vLLM's own bound of a barrier; a replica that was killed is noticed there."""
@@ -73,7 +76,7 @@ class GlooCommunicator:
         timeout: seconds for each wait.
     """
 
-    def __init__(self, group: Any, timeout: float) -> None:
+    def __init__(self, group: StatelessProcessGroup, timeout: float) -> None:
         self.group = group
         self._timeout = datetime.timedelta(seconds=timeout)
         self.rank: int = group.rank

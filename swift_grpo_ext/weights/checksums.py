@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from swift.rlhf_trainers.utils import TensorLoRARequest
     from vllm.config import ModelConfig
 
 WeightChecksums = dict[str, str]
@@ -136,7 +137,7 @@ def recorded_adapter(manager: Any) -> Iterator[WeightChecksums]:
 
     sums: WeightChecksums = {}
 
-    def add_adapter(request: Any) -> bool:
+    def add_adapter(request: TensorLoRARequest) -> bool:
         # Before vLLM scales matrices on CPU where they lie, which in a colocated engine is the
         # trainer's own memory.
         tensors = {
