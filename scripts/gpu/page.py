@@ -54,7 +54,7 @@ def row_of(case: Case) -> list[str]:
             return math.inf
         return float(comparison["error"] / comparison["bound"]) if comparison["bound"] else 0.0
 
-    nearest = max(case["comparisons"], key=share, default={})
+    nearest: dict[str, Any] = max(case["comparisons"], key=share, default={})
     cells = (nearest.get(name) for name in ("what", "error", "bound"))
     return [case["name"], case["status"], *map(figure, cells), figure(case["seconds"])]
 
