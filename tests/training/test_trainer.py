@@ -116,6 +116,7 @@ class Trained(NamedTuple):
 
 def train(argv: list[str], folder: Path) -> Trained:
     """In this process, which is never the same afterwards."""
+    os.environ["MASTER_PORT"] = "0"  # any free one: another training may hold the usual one
     orms["odd"] = Odd
     warnings: list[str] = []
     logger.warning = warnings.append  # type: ignore[assignment, method-assign]
