@@ -13,15 +13,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
 from machine import describe_machine
 from tqdm import tqdm
 
@@ -48,32 +46,10 @@ def last_checkpoint(run: Path) -> tuple[int, Path] | None:
     return None if folder is None else (int(folder.name.removeprefix("checkpoint-")), folder)
 
 
-def without_vllm(arguments: Sequence[str]) -> bool:
-    """Whether the last `--use_vllm` among the arguments says false."""
-    last = dict(pairwise(arguments)).get("--use_vllm", "true")
-    return last.lower() == "false"
-
-
-def preset_for(options: argparse.Namespace) -> Path:
-    """The preset; with `--use_vllm false`, a copy of it without vLLM's settings.
-
-    ms-swift refuses `vllm_mode` there, and an argument can change a setting, but not take it back.
-    It copies its preset into the run's directory, so that ours has to lie below.
-    """
-    if not without_vllm(options.swift):
-        return PRESET
-    settings = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
-    kept = {name: value for name, value in settings.items() if not name.startswith("vllm_")}
-    copy: Path = options.output / "without_vllm" / PRESET.name
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
-    return copy
-
-
 def command(options: argparse.Namespace, resume_from: Path | None) -> list[str]:
     resume = ["--resume_from_checkpoint", str(resume_from)] if resume_from else []
     return [
-        *(str(SWIFT), "rlhf", str(preset_for(options))),
+        *(str(SWIFT), "rlhf", str(PRESET)),
         *("--model", str(options.model), "--dataset", str(options.data / "train.jsonl")),
         *("--output_dir", str(options.output), "--add_version", "false"),
         *("--seed", str(options.seed), "--max_steps", str(options.max_steps)),
