@@ -126,11 +126,6 @@ def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, referenc
     assert_same(second, reference, range(3, STEPS))
 
 
-def test_tensor_parallel(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
-    tp = ("--vllm_tensor_parallel_size", "2")
-    assert_same(train(assets, rows, folder / "tp", *tp, ranks=2), reference)
-
-
 def test_async_engine(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
     """Both of its replicas have the weights, and draw what is meant for them."""
     argv = ("--vllm_use_async_engine", "true", "--vllm_data_parallel_size", "2")

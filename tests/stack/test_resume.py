@@ -20,7 +20,7 @@ WAYS = {"full": (1, ()), "lora": (2, LORA)}
 BEST = ("--eval_strategy", "steps", "--eval_steps", "2", "--load_best_model_at_end", "true")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["full", pytest.param("lora", marks=pytest.mark.extra)])
 def test_two_steps_and_two_more_are_four(
     way: str, assets: Path, learning_rows: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

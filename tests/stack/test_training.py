@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack import policy
 from tests.stack.conftest import LEARNED_STEPS
-from tests.stack.rounds import LEARNING, train
+from tests.stack.rounds import LEARNING, Samples, assert_same, recorded, train
 
 pytestmark = pytest.mark.stack
 
@@ -32,7 +33,16 @@ def test_engine_samples_with_the_trained_weights(
     assert recorded["ignore_args_error"] is False
 
 
-def test_tensor_parallel(assets: Path, learning_rows: Path, tmp_path: Path) -> None:
+def test_tensor_parallel(
+    assets: Path, learning_rows: Path, tmp_path: Path, learned_full: Path
+) -> None:
+    """Two ranks share an engine, which draws as one rank's while the weights are the same."""
     parallel = ("--vllm_tensor_parallel_size", "2")
-    train(assets, learning_rows, tmp_path / "run", *LEARNING, *parallel, ranks=2, steps=2)
-    policy.assert_sampled_with_trained_weights(tmp_path / "run", assets / "tiny_vlm", 2)
+    run = tmp_path / "run"
+    samples = train(assets, learning_rows, run, *LEARNING, *parallel, ranks=2, steps=2)
+    policy.assert_sampled_with_trained_weights(run, assets / "tiny_vlm", 2)
+    assert_same(first_round(samples), recorded(learned_full), steps=range(1))
+
+
+def first_round(samples: Samples) -> Samples:
+    return {name: s for name, s in samples.items() if SampleId.parse(name).step == 0}
