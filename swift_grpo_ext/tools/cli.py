@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("run_dir", help="the run's output folder: args.json, samples, checkpoints")
     add("--round", required=True, type=round_name, help="step and number: 12.0; 12 means 12.0")
     add("--group", required=True, type=int, help="number in its round, from 0")
-    add("--phase", choices=PHASES, default="train")
+    add("--phase", choices=PHASES, default="train", help="default: %(default)s")
     add("--json", action="store_true", help="print JSON instead of a table")
     add(
         "--set",

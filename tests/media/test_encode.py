@@ -262,6 +262,8 @@ def test_who_changes_an_image_changes_only_his(
         assert isinstance(view, SharedImage)
         assert view.content_key == mine.content_key is not None
         assert view.im is mine.im
+    for make in (lambda i: i.resize((30, 30)), lambda i: i.convert("L")):  # are made once
+        assert make(mine).im is make(theirs).im
     change(mine)
     assert theirs.info == {}
     assert theirs.tobytes() == original.tobytes()

@@ -252,6 +252,14 @@ def test_top_logprobs_are_not_flat(make: Any) -> None:
     assert response.completions[0].logprobs is None
 
 
+@pytest.mark.skipif(FlatLogprobs is None, reason="vLLM 0.11 has no flat form")
+def test_the_sampled_tokens_count_among_several_of_a_position() -> None:
+    flat: Any = FlatLogprobs()
+    for token in (7, 8):
+        flat.append({1: Logprob(-9.0, rank=1), token: Logprob(-float(token), rank=2)})
+    assert engine_module._flat_logprobs(flat, [7, 8]) == [-7.0, -8.0]
+
+
 # --- stops ---
 
 
@@ -270,7 +278,7 @@ def test_stop_strings_are_searched_in_all_text(make: Any) -> None:
     [params] = vllm.params
     assert params.stop == ["</s>"]
     assert params.detokenize
-    assert not params.include_stop_str_in_output
+    assert params.include_stop_str_in_output is False
     assert not params.skip_special_tokens
     assert not params.spaces_between_special_tokens
     assert (completion.text, completion.stop_reason) == ("a", "</s>")

@@ -1,16 +1,166 @@
-"""`swift-grpo-ext`: its version, the flags that it lists, and what `view` is given."""
+"""`swift-grpo-ext`: what each command is given, its version, and the flags that it lists."""
 
 from __future__ import annotations
 
+import re
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from swift_grpo_ext.flags import flag_names
+from swift_grpo_ext.tools import cli
 from swift_grpo_ext.tools.cli import main, steps
 from swift_grpo_ext.version import __version__
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/flags.md"
+
+
+COMMANDS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
+    "check": (
+        "check.command.run",
+        "",
+        {
+            **{"config": None, "model": None, "dataset": [], "ranks": None, "gpus": None},
+            **{"settings_only": False, "quiet": False},
+        },
+        "a.yaml --model m --dataset a b --ranks 2 --gpus 0,1 --settings-only --quiet",
+        {
+            **{"config": "a.yaml", "model": "m", "dataset": ["a", "b"], "ranks": 2, "gpus": "0,1"},
+            **{"settings_only": True, "quiet": True},
+        },
+    ),
+    "selftest": (
+        "selftest.command.run",
+        "",
+        {
+            **{"config": None, "model": None, "dataset": []},
+            **{"output": Path("output/selftest"), "json": False},
+        },
+        "a.yaml --model m --dataset a b --output out --json",
+        {
+            **{"config": Path("a.yaml"), "model": "m", "dataset": ["a", "b"]},
+            **{"output": Path("out"), "json": True},
+        },
+    ),
+    "init": (
+        "share.init",
+        "",
+        {"directory": None, "preset": "server_2x6_lora", "list": False},
+        "here --preset p --list",
+        {"directory": Path("here"), "preset": "p", "list": True},
+    ),
+    "plugin-path": ("share.plugin_path", "", {}, "", {}),
+    "flags": ("cli.flags", "", {"markdown": False}, "--markdown", {"markdown": True}),
+    "view": (
+        "cli.view",
+        "run",
+        {"run_dir": "run", "port": 8462, "output": None},
+        "run --port 0 --output a.html",
+        {"run_dir": "run", "port": 0, "output": "a.html"},
+    ),
+    "replay": (
+        "replay.command.run",
+        "run --round 12 --group 3",
+        {
+            **{"run_dir": "run", "round": (12, 0), "group": 3},
+            **{"phase": "train", "json": False, "set": []},
+        },
+        "run --round 12.1 --group 3 --phase eval --json --set a=1 --set model=DIR",
+        {
+            **{"run_dir": "run", "round": (12, 1), "group": 3},
+            **{"phase": "eval", "json": True, "set": [("a", 1), ("model", "DIR")]},
+        },
+    ),
+    "diff": (
+        "diff.run",
+        "a b",
+        {"run_a": "a", "run_b": "b", "json": False},
+        "a b --json",
+        {"run_a": "a", "run_b": "b", "json": True},
+    ),
+    "compare": (
+        "paired.run",
+        "--baseline a b --candidate c",
+        {
+            **{"baseline": ["a", "b"], "candidate": ["c"], "phase": "train"},
+            **{"steps": None, "reward": None, "json": False},
+        },
+        "--baseline a --candidate c d --phase eval --steps 3:5 --reward r --json",
+        {
+            **{"baseline": ["a"], "candidate": ["c", "d"], "phase": "eval"},
+            **{"steps": range(3, 6), "reward": "r", "json": True},
+        },
+    ),
+}
+"""What runs a command, its shortest command line with its options, and one with all of them."""
+
+REST = ["--seed", "1"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_a_command_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, *pairs = COMMANDS[name]
+    called: list[tuple[str, dict[str, Any]]] = []
+
+    class Module:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getattr__(self, function: str) -> Any:
+            return lambda options: called.append((f"{self.name}.{function}", vars(options)))
+
+    monkeypatch.setattr(cli, "importlib", SimpleNamespace(import_module=Module))
+    for words, expected in zip(pairs[::2], pairs[1::2], strict=True):
+        assert main([name, *str(words).split(), "--", *REST]) == 0
+        common = {"command": name, "runs": runs, "rest": REST}
+        assert called.pop() == (f"swift_grpo_ext.tools.{runs}", {**common, **dict(expected)})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("", "nothing", "view", "replay", "replay run --round 1", "replay run --group 1"),
+        *("diff", "diff a", "compare --baseline a", "compare --candidate a"),
+        *(
+            "replay run --round 1 --group 1 --phase test",
+            "compare --baseline a --candidate b --phase x",
+        ),
+    ],
+)
+def test_what_is_missing_or_unknown_is_refused(words: str) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(words.split())
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_says_something_of_each_argument(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([*name.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    arguments = [i for i, line in enumerate(lines) if re.match(r" {2,4}\S", line)]
+    for i in arguments:
+        said = re.search(r"\S {2,}\S", lines[i]) or re.match(r" {10,}\S", [*lines, ""][i + 1])
+        assert said or lines[i].strip().startswith("{"), lines[i]
+    assert any("default: train" in line for line in lines) == (name in ("replay", "compare"))
+
+
+def test_an_error_of_a_command_is_a_line_and_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (ValueError("no such round"), OSError("no such round")):
+
+        def run(options: Namespace, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("swift_grpo_ext.tools.cli.view", run)
+        assert main(["view", "run"]) == 1
+        assert capsys.readouterr().err == "swift-grpo-ext view: no such round\n"
 
 
 def test_flags_are_listed_and_the_page_holds_their_table(

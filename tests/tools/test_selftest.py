@@ -127,6 +127,8 @@ def test_other_engines_are_compared_with_the_users() -> None:
         ("colocate, ranks: 2, tensor parallel: 2", 2, ALL),
         ("colocate, ranks: 2, tensor parallel: 1", 2, [SAME_TOKENS]),
     ]
+    for job in jobs:
+        assert (job.results, job.first_round) == ("out/results.jsonl", "out/round.pickle")
     assert words(jobs[1]) == {
         "rlhf_type": "grpo",
         "model": "m",

@@ -73,6 +73,17 @@ TWO = {"vllm_server_host": ["a", "a"]}
         (COLOCATED, {"truncation_strategy": "left"}, {}, "warning: --truncation_strategy: left cu"),
         (COLOCATED, {"vllm_max_model_len": 10}, {}, "warning: --vllm_max_model_len: 10 is less"),
         (
+            COLOCATED,
+            {
+                "max_turns": 2,
+                "max_length": 100,
+                "max_completion_length": 50,
+                "vllm_max_model_len": 199,
+            },
+            {},
+            r"199 is less than max_length 100 \+ 2 turn\(s\) of max_completion_length 50 = 200",
+        ),
+        (
             SERVED,
             {},
             {ENV: {"CUDA_VISIBLE_DEVICES": "1,2", "MAX_PIXELS": 602112}},

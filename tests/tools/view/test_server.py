@@ -46,7 +46,8 @@ def test_nothing_without_the_token(client: TestClient) -> None:
 
 
 def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
-    page = client.get("").text  # follows to the samples
+    page = client.get("").text
+    assert client.get("").url == client.get("samples").url
     [script] = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     [policy] = re.findall(r'Content-Security-Policy" content="(.*?)">', page)
