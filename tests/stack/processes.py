@@ -28,6 +28,7 @@ EXTENSION = "import sys; from swift_grpo_ext.tools.cli import main; sys.exit(mai
 COMMAND = (sys.executable, "-c", EXTENSION)
 """`swift-grpo-ext`, forked from the zygote."""
 
+SECONDS_TO_END = 120
 MARKER = "SWIFT_GRPO_EXT_TEST"
 _OWN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # spinning would starve the others
 
@@ -154,13 +155,20 @@ def rollout_server(
     env: dict[str, str] | None = None,
     port: int | None = None,
     command: str = "rollout",
+    by_ctrl_c: bool = False,
 ) -> Iterator[int]:
-    """A healthy `swift rollout` server, or of another `command`; the value is its port."""
+    """A healthy `swift rollout` server, or of another `command`; the value is its port.
+
+    It is killed at the end, or interrupted `by_ctrl_c`, of which nothing may be left.
+    """
     port = port or free_port()
     started_by = [str(SWIFT), command, "--port", str(port), "--host", "127.0.0.1", *argv]
     with started(started_by, log, env) as running:
         running.wait_for("Uvicorn running on", seconds=600)
         yield port
+        if by_ctrl_c:
+            running.interrupt()
+            assert running.survivors(SECONDS_TO_END) == []
 
 
 _FIRST, _LAST = 10_240, 32_000

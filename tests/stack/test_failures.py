@@ -24,7 +24,6 @@ from tests.stack.rounds import (
     recorded,
     run_training,
     server_argv,
-    train,
 )
 
 pytestmark = pytest.mark.stack
@@ -62,14 +61,14 @@ def test_a_run_goes_on_and_a_lost_replica_comes_back(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:
     """In round 0 replica 1 raises, in round 1 it is killed; in round 2 it draws with new weights.
-    Training goes on from round 1 once it has started anew."""
+    Training goes on from round 1 once it has started anew. Ctrl-C then ends all of the server."""
     server = server_argv(assets, *("--vllm_data_parallel_size", "2"), plugins=[FAULTY])
     kinds = faults(
         {"step": 0, "replica": 1, "kind": "raise"}, {"step": 1, "replica": 1, "kind": "kill"}
     )
     waits = faults({"trainer": "wait", "step": 1, "rank": 0, "folder": str(tmp_path)})
     with (
-        rollout_server(*server, log=tmp_path / "server.log", env=kinds) as port,
+        rollout_server(*server, log=tmp_path / "server.log", env=kinds, by_ctrl_c=True) as port,
         ThreadPoolExecutor(1) as pool,
     ):
         argv = (*FATE, *client_argv(port))
@@ -92,7 +91,7 @@ def test_a_run_goes_on_and_a_lost_replica_comes_back(
     assert "Replica 1 is started anew (1 of 3)" in server_log
 
 
-def test_servers_are_lost_one_by_one_and_the_run_resumes(
+def test_servers_are_lost_one_by_one(
     assets: Path, rows: Path, reference: Samples, tmp_path: Path
 ) -> None:
     """The second server hangs in round 1, the first is killed in round 2: none is left."""
@@ -100,13 +99,12 @@ def test_servers_are_lost_one_by_one_and_the_run_resumes(
     lost_at = tmp_path / "lost_at"
     is_killed = faults({"step": 2, "kind": "kill", "noted": str(lost_at)})
     server = server_argv(assets, "--rollout_timeout", "30", plugins=[FAULTY])
-    argv = ["--save_strategy", "steps", "--save_steps", "2", "--rollout_timeout", "60"]
     with (
         rollout_server(*server, log=tmp_path / "one.log", env={**is_killed, **ONCE}) as one,
         rollout_server(*server, log=tmp_path / "two.log", env={**hangs, **ONCE}) as two,
     ):
-        argv_of_two = [*argv, *client_argv(one, two)]
-        finished = run_training(assets, rows, tmp_path / "run", *argv_of_two, ranks=2, steps=4)
+        argv = ("--rollout_timeout", "60", *client_argv(one, two))
+        finished = run_training(assets, rows, tmp_path / "run", *argv, ranks=2)
         ended = time.time()
     assert finished.returncode != 0
     assert "RolloutError" in finished.output, finished.cause
@@ -115,10 +113,6 @@ def test_servers_are_lost_one_by_one_and_the_run_resumes(
     assert f"server 1 (http://127.0.0.1:{two})" in finished.output
     assert_same(recorded(tmp_path / "run"), reference, steps=range(2))
     assert ended - float(lost_at.read_text()) < SECONDS_TO_END
-
-    resumed_argv = ["--resume_from_checkpoint", str(tmp_path / "run/run/checkpoint-2")]
-    resumed = train(assets, rows, tmp_path / "resumed", *resumed_argv, ranks=2, steps=4)
-    assert_same(resumed, reference, steps=range(2, 4))
 
 
 def test_trainer_and_server_come_back(

@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.stack.memory import COLOCATED_RANK, REPLICA, TRAINING_RANK, reserved
-from tests.stack.processes import SWIFT, free_port, started
+from tests.stack.processes import SECONDS_TO_END, SWIFT, free_port, started
 from tests.stack.rounds import client_argv, server_argv
 
 pytestmark = pytest.mark.stack
-
-SECONDS_TO_END = 120
 
 
 def test_two_deploy_and_six_train(assets: Path, tmp_path: Path) -> None:
@@ -49,8 +47,9 @@ def test_two_deploy_and_six_train(assets: Path, tmp_path: Path) -> None:
     assert (tmp_path / "logs/ended").read_text() == "0 (node 0)\n"
 
 
+@pytest.mark.extra
 def test_ctrl_c_ends_everything(assets: Path, tmp_path: Path) -> None:
-    """Ranks of a training, then a server with its two replicas."""
+    """Ranks of a training, then a server with its two replicas, such as `test_failures.py` ends."""
     port = free_port()
     server = [str(SWIFT), "rollout", *server_argv(assets, "--vllm_data_parallel_size", "2")]
     server += ["--host", "127.0.0.1", "--port", str(port)]

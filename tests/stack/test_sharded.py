@@ -138,7 +138,7 @@ COOLER = ("--temperature", "1.0")
 """From the whole vocabulary: hotter, no completion would end before its last possible token."""
 
 SHARDINGS = ("zero1", "zero2", "zero3", "fsdp2")
-CORE = (("plain", "full", "none"), ("zero3", "full", "none"), ("fsdp2", "full", "none"))
+CORE = (("zero3", "full", "none"), ("fsdp2", "full", "none"))
 CELLS = [
     *itertools.product(("plain", *SHARDINGS), TUNINGS, ["none"]),
     *((shards, "full", "colocate") for shards in SHARDINGS),

@@ -1,5 +1,6 @@
 """Whole trainings of models whose layers do not all see everything before, with prompts that are
-read once and without: equal but for rounding."""
+read once and without: equal but for rounding. `tests/logits` compares their passes, and
+`test_invariance.py` trains a model whose layers do."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from scripts.tiny_vlm.families import FAMILIES, make_family
 from tests.stack import rounds
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.extra]
 
 ALL = (
     *("--torch_dtype", "float32", "--beta", "0.04", "--num_iterations", "2"),
@@ -21,7 +22,7 @@ ALL = (
 """Old-policy and reference passes, several updates, chunks, recomputation and DoRA."""
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("gemma3", marks=pytest.mark.extra)])
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
 def test_trainings_are_equal(name: str, assets: Path, tmp_path: Path) -> None:
     family, model = FAMILIES[name], tmp_path / "model"
     make_family(family, model, seed=0)

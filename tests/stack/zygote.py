@@ -66,6 +66,7 @@ def become(argv: list[str], env: Mapping[str, str], out: str, err: str) -> None:
     from tests.stack import preloaded
 
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which pytest may have ignored
     os.environ.clear()
     os.environ.update({**preloaded.ENVIRONMENT, **env})
     os.chdir(ROOT)
