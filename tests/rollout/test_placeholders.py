@@ -46,7 +46,7 @@ def test_ids_of_a_template_and_a_configuration() -> None:
 
     assert ids([9, 4, None, "<x>", 4, -100]) == [4, 9]
     text = SimpleNamespace(vocab_size=20)
-    named = {"boi_token_index": 8, "image_token_index": 12, "audio_token_id": 30, "eos_token_id": 3}
+    named = {"boi_token_index": 8, "image_token_index": 12, "audio_token_id": 20, "eos_token_id": 3}
     starts = {"audio_start_token_id": 15, "vision_start_token_id": 16}
     config = SimpleNamespace(**named, **starts, text_config=text)
     assert ids([9], config=config) == [8, 9, 12]

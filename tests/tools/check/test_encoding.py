@@ -55,7 +55,6 @@ def settings(assets: Path, tmp_path: Path) -> dict[str, Any]:
     return {"model": str(assets / "tiny_vlm"), **names, **lengths}
 
 
-@pytest.mark.stack
 def test_rows_that_are_right(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
     rows = write_rows(
         tmp_path,
@@ -77,7 +76,6 @@ def test_a_model_that_is_not_here(assets: Path, tmp_path: Path) -> None:
         assert said(Run(training={"model": model, "dataset": [rows]})) == []
 
 
-@pytest.mark.stack
 def test_a_model_of_the_hub_needs_no_names(
     assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +92,6 @@ def test_a_model_of_the_hub_needs_no_names(
     assert first == "ok: 1 rows with 0 media are equal in rollout and training, token by token."
 
 
-@pytest.mark.stack
 def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Path) -> None:
     rows = write_rows(
         tmp_path,
@@ -131,7 +128,6 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
     ]
 
 
-@pytest.mark.stack
 def test_sides_that_differ(image: str, tmp_path: Path) -> None:
     """The sides have other system prompts and sizes of images; no weights are there."""
     family = FAMILIES["glm4v"]
@@ -178,6 +174,7 @@ def test_sides_that_differ(image: str, tmp_path: Path) -> None:
         ([1, 9, 9, 2, 3], [2, 3, 4], [Difference(0, [1, 9, 9], []), Difference(5, [], [4])]),
         ([9, 1, 9, 9], [1, 9, 1, 9, 9], [Difference(0, [], [1])]),
         ([], [1], [Difference(0, [], [1])]),
+        ([1, 2, 4], [1, 3, 4], [Difference(1, [2], [3])]),
     ],
 )
 def test_differences(rollout: list[int], training: list[int], expected: list[Difference]) -> None:
