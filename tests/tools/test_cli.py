@@ -143,6 +143,7 @@ def test_help_says_something_of_each_argument(
     with pytest.raises(SystemExit, match=r"^0$"):
         main([*name.split(), "--help"])
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: swift-grpo-ext {name}".rstrip() + " ")
     arguments = [i for i, line in enumerate(lines) if re.match(r" {2,4}\S", line)]
     for i in arguments:
         said = re.search(r"\S {2,}\S", lines[i]) or re.match(r" {10,}\S", [*lines, ""][i + 1])

@@ -220,7 +220,7 @@ def test_a_gap_may_be_a_warning_and_an_idle_canary_says_why(
 def test_two_prompts_are_not_compared() -> None:
     """Both are in the forward; the round names the one that differs."""
     template = SimpleNamespace(placeholder_tokens=[90], tokenizer=SimpleNamespace(decode=str))
-    logps = torch.tensor([[-0.5], [-2.0]])
+    logps = torch.tensor([[-0.5, -9.0], [-2.0, -9.0]])
     trainer: Any = SimpleNamespace(
         template=template,
         model=torch.nn.Linear(1, 1),
@@ -233,7 +233,8 @@ def test_two_prompts_are_not_compared() -> None:
         one.encoded = {"input_ids": [1, 2, 5]}
         one.rollout_prompt_ids = prompt  # type: ignore[attr-defined]
     batch: Any = SimpleNamespace(
-        rollout_per_token_logps=torch.tensor([[-1.0], [-1.0]]), completion_mask=torch.ones(2, 1)
+        rollout_per_token_logps=torch.full((2, 2), -1.0),
+        completion_mask=torch.tensor([[1, 0], [1, 0]]),
     )
     assert sample_gaps(trainer, samples, ({}, batch)) == [Gap(0.5, 1, 0.5), None]
     batch.rollout_per_token_logps = None

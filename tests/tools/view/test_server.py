@@ -8,10 +8,14 @@ import html
 import io
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import requests
+import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
@@ -77,6 +81,7 @@ def test_pages(client: TestClient, path: str, expected: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200
     main = answer.text.partition("<main")[2].partition("</main>")[0]
+    assert main.split(">")[0].endswith(" data-live") == ("round=" not in path)
     assert expected in re.sub(r'<span lang="zh">.*?</span>|<[^>]*>|\s+', "", main)
 
 
@@ -126,6 +131,42 @@ def test_wrong_questions_and_other_files(client: TestClient, path: str) -> None:
     assert answer.status_code == 404
     assert answer.headers["content-type"].startswith("text/plain")
     assert SECRET not in answer.text
+
+
+def test_the_command_serves_until_it_is_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address that it prints holds the token; a port that another has is an error."""
+    run_dir, servers = make_run(tmp_path / "run"), []
+
+    class Server(uvicorn.Server):
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            servers.append(self)
+
+    monkeypatch.setattr(uvicorn, "Server", Server)
+    thread = threading.Thread(target=server.serve, args=(run_dir, 0), daemon=True)
+    thread.start()
+    try:
+        printed, deadline = "", time.monotonic() + 60
+        while not (printed and servers and servers[0].started):
+            assert time.monotonic() < deadline
+            printed += capsys.readouterr().out
+            time.sleep(0.05)
+        address, words = printed.splitlines()
+        assert words == "Only who has this address can look. Ctrl-C ends it."
+        assert "<main" in requests.get(address, timeout=60).text
+        root, _, token = address.rstrip("/").rpartition("/")
+        assert len(token) > 16
+        assert requests.get(f"{root}/samples", timeout=60).status_code == 404
+        port = int(root.rpartition(":")[2])
+        with pytest.raises(OSError, match=rf"^--port {port} is taken \(.+\): give another, or 0.$"):
+            server.serve(run_dir, port)
+    finally:
+        for one in servers:
+            one.should_exit = True
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_file_that_cannot_be_read_now_is_tried_again(
