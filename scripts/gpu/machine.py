@@ -9,8 +9,11 @@ import torch
 
 from scripts.bench.common import environment
 from scripts.gpu.found import Found
+from scripts.gpu.plan import FLASH
 
-OPTIONAL = ("peft", "accelerate", "triton", "flash-attn", "flash-linear-attention", "causal-conv1d")
+OPTIONAL = (
+    "peft", "accelerate", "triton", *FLASH.values(), "flash-linear-attention", "causal-conv1d",
+)  # fmt: skip
 
 
 def run(device: str) -> Found:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from scripts.gpu.compare import compare, equal
 from scripts.gpu.found import Comparison, Found
-from scripts.gpu.models import GROUPS, Batch, made, why_missing
+from scripts.gpu.models import GROUPS, Batch, made, positions_of, why_missing, wide
 from scripts.gpu.prompt_once import plain
+from scripts.gpu.timing import side_by_side
 from swift_grpo_ext.media.encoder_cache import EncoderCache
 from swift_grpo_ext.media.lazy_concat import LazyConcat
+from tests.logits.models import IDS
 
 TOWERS = {
     "Qwen2.5-VL": "model.visual",
@@ -124,3 +127,75 @@ def run(device: str, model: str, dtype: str) -> Found:
     count = equal("images that were encoded", cache.num_encoded, len(GROUPS))
     problems = [tower.problem for tower in cache.towers]
     return Found([*comparisons, count, equal("problems", problems, [""])])
+
+
+def run_width(
+    device: str, shape: str, layers: int, side: int, completion: int, group_size: int,
+    repetitions: int,
+) -> Found:  # fmt: skip
+    """Measure a pass without gradients over a group that sees one image of `side` x `side` patches.
+
+    A pass with gradients saves as much: ms-swift runs a frozen tower without a graph.
+    """
+    model = wide(shape, layers, device, "sdpa", sees=True)
+    model.model.visual.requires_grad_(False)
+    model.model_meta = SimpleNamespace(model_arch=SimpleNamespace(vision_tower=["model.visual"]))
+    batch = group_with_image(model, side, completion, group_size)
+    cache = EncoderCache(1.0, model)
+    [tower] = cache.towers
+
+    @torch.no_grad()
+    def work(is_off: bool, is_first: bool = False) -> None:
+        tower.is_off = is_off
+        if is_first:
+            cache.forget()
+        plain(model, batch)
+
+    ways = {
+        "plain": partial(work, True),
+        "cached": partial(work, False, is_first=True),
+        "a later pass": partial(work, False),
+    }
+    measured = side_by_side(ways, repetitions, device)
+    count = repetitions + 1  # one pass warms up
+    found = Found([equal("images that were encoded", cache.num_encoded, count)])
+    for name, (milliseconds, peak) in measured.items():
+        found.rows.append(
+            {
+                "model": f"{shape} VL, {layers} layers",
+                "image, tokens": side**2 // 4,
+                "completion": completion,
+                "G": group_size,
+                "way": name,
+                "ms": milliseconds,
+                "of plain": milliseconds / measured["plain"].milliseconds,
+                "peak, GiB": peak / 2**30,
+            }
+        )
+    return found
+
+
+def group_with_image(model: Any, side: int, completion: int, group_size: int) -> Batch:
+    """Return a group's samples: an image, and random tokens after it."""
+    torch.manual_seed(0)
+    image = torch.full((side**2 // 4,), IDS["image_token_id"])
+    ends = (torch.tensor([IDS[f"vision_{name}_token_id"]]) for name in ("start", "end"))
+    prompt = torch.cat([next(ends), image, next(ends)]).expand(group_size, -1)
+    news = torch.randint(200, model.config.text_config.vocab_size, (group_size, completion))
+    ids = torch.cat([prompt, news], 1)
+    predicts = torch.zeros_like(ids, dtype=torch.bool)
+    predicts[:, -completion - 1 : -1] = True
+    vision = model.config.vision_config
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(side**2, values)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IDS["image_token_id"]).int(),
+        "image_grid_thw": torch.tensor([[1, side, side]] * group_size),
+    }
+    inputs["position_ids"] = positions_of(model, inputs)
+    inputs = {key: value.to(model.device) for key, value in inputs.items()}
+    shown = shared([pixels] * group_size, str(model.device), model.dtype)
+    targets = inputs["input_ids"].roll(-1, 1)[predicts.to(model.device)]
+    return Batch({**inputs, "pixel_values": shown}, predicts.to(model.device), targets)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.logits.models import IMAGE, build, inputs_of
+from tests.logits.models import IDS, IMAGE, MROPE, build, inputs_of
 
 GROUPS = ((10, (7, 3, 5)), (8, (1, 4)))
 """Each group has so many tokens in its prompt, and in its samples' completions."""
@@ -128,22 +128,44 @@ SPREAD = 1.5
 0.02 attention is so even that a wrong mask hardly shows."""
 
 
+TOWERS: dict[str, dict[str, Any]] = {
+    "Qwen2.5": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "small": {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "fullatt_block_indexes": [1],
+    },
+}  # fmt: skip
+"""The vision towers of these models' VL kinds, by the shape's first word."""
+
+
 @lru_cache(maxsize=1)
-def wide(shape: str, layers: int, device: str, attention: str) -> Any:
+def wide(shape: str, layers: int, device: str, attention: str, sees: bool = False) -> Any:
     """Return a model of these widths in bfloat16, with gradient checkpointing on."""
     torch.manual_seed(0)
     sizes = SHAPES[shape]
-    config = transformers.Qwen2Config(
+    text: dict[str, Any] = {
         **sizes,
-        use_cache=False,
-        num_hidden_layers=layers,
-        initializer_range=SPREAD / sizes["hidden_size"] ** 0.5,
-    )
+        "use_cache": False,
+        "num_hidden_layers": layers,
+        "initializer_range": SPREAD / sizes["hidden_size"] ** 0.5,
+    }
+    kind: Any = transformers.Qwen2ForCausalLM
+    config: Any = transformers.Qwen2Config(**text)
+    if sees:
+        eighth = sizes["hidden_size"] // sizes["num_attention_heads"] // 16
+        rope = {**MROPE, "mrope_section": [2 * eighth, 3 * eighth, 3 * eighth]}
+        vision = {**TOWERS[shape.split()[0]], "out_hidden_size": sizes["hidden_size"]}
+        text |= {"rope_scaling": rope}
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
+        kind = transformers.Qwen2_5_VLForConditionalGeneration
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model: Any = transformers.Qwen2ForCausalLM(config).train()
+            model: Any = kind(config).train()
     finally:
         torch.set_default_dtype(default)
     model.set_attn_implementation(attention)

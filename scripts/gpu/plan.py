@@ -8,7 +8,12 @@ from typing import Any
 
 TINY = ("Qwen2", "Qwen2.5-VL", "InternVL", "Qwen3.5", "Gemma3")
 BY_KEYWORD = ("new spelling", "old spelling")
-FLASH = ("flash_attention_2", "flash_attention_3")
+FLASH = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
+"""What has to be installed for each; transformers would ask its hub otherwise."""
 ATTENTIONS = {"cpu": ("sdpa", "eager"), "cuda": ("sdpa", "eager", *FLASH)}
 DTYPES = ("float32", "bfloat16")
 
@@ -86,6 +91,20 @@ def plan(device: str) -> list[Part]:
         for model in TINY[1:]
         for dtype in DTYPES
     ]
+    shapes = {"Qwen2.5 3B": 36, "Qwen2.5 7B": 28} if on_gpu else {"small": 2}
+    media += [
+        case(
+            f"{shape} VL, in full",
+            "media:run_width",
+            shape=shape,
+            layers=layers,
+            side=64 if on_gpu else 8,
+            completion=256 if on_gpu else 16,
+            group_size=8 if on_gpu else 4,
+            repetitions=2 if on_gpu else 1,
+        )
+        for shape, layers in shapes.items()
+    ]
     megabytes = 4096 if on_gpu else 8
     checksums = [
         case("against arithmetic", "checksums:run"),
@@ -110,8 +129,9 @@ def plan(device: str) -> list[Part]:
         Part(
             "media",
             "Images that a frozen tower encodes once, from pinned memory and on streams, against "
-            "the pass that encodes each.",
-            40,
+            "the pass that encodes each. Times and peaks: one pass without gradients, all layers, "
+            "bfloat16, sdpa, random weights.",
+            90,
             media,
         ),
         Part("checksums", "Checksums of weights, and their speed beside a copy.", 20, checksums),

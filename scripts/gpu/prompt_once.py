@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +11,9 @@ from torch import Tensor
 from scripts.gpu.compare import Pass, compare
 from scripts.gpu.found import Found
 from scripts.gpu.models import Batch, made, why_missing
+from scripts.gpu.plan import FLASH
 from swift_grpo_ext.logits.shared_prompt import PackedBatch, pack, reason_against
 from swift_grpo_ext.logits.shim import LogitsShim
-
-PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""What has to be installed; transformers would ask its hub otherwise."""
 
 
 def run(device: str, model: str, attention: str, dtype: str, checkpointing: str = "") -> Found:
@@ -28,10 +26,7 @@ def run(device: str, model: str, attention: str, dtype: str, checkpointing: str 
         dtype: of its weights.
         checkpointing: of its layers: "reentrant", "not reentrant", or none.
     """
-    package = PACKAGES.get(attention, "torch")
-    if not find_spec(package):
-        return Found(not_tried=f"{package} is not installed")
-    if reason := why_missing(model):
+    if reason := why_not_installed(attention) or why_missing(model):
         return Found(not_tried=reason)
 
     def make(is_exact: bool) -> tuple[Any, Batch]:
@@ -53,6 +48,16 @@ def run(device: str, model: str, attention: str, dtype: str, checkpointing: str 
         return Found(not_tried=f"left alone: {reason}")
     ways: dict[str, Pass] = {"once": once, "once, in chunks of 3": partial(once, chunk_size=3)}
     return Found(compare(make, plain, ways))
+
+
+def why_not_installed(attention: str) -> str:
+    """Return why an attention cannot be tried; '' where it can."""
+    package = FLASH.get(attention, "torch")
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return f"{package} is not installed"
+    return ""
 
 
 def packed(model: Any, batch: Batch) -> PackedBatch:

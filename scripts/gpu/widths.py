@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from scripts.gpu.compare import Pass
 from scripts.gpu.found import Comparison, Found
 from scripts.gpu.models import Batch, wide
-from scripts.gpu.prompt_once import PACKAGES, once, packed, plain
+from scripts.gpu.prompt_once import once, packed, plain, why_not_installed
 from scripts.gpu.timing import side_by_side
 from swift_grpo_ext.logits.shared_prompt import reason_against
 
@@ -32,9 +31,8 @@ def run(
 
     Without padding, the plain pass takes its fastest kernel.
     """
-    package = PACKAGES.get(attention, "torch")
-    if not find_spec(package):
-        return Found(not_tried=f"{package} is not installed")
+    if reason := why_not_installed(attention):
+        return Found(not_tried=reason)
     model = wide(shape, layers, device, attention)
     batch = group_of(model, prompt, completion, group_size)
     ways: dict[str, Pass] = {"plain": plain, "chunked": partial(plain, chunk_size=CHUNK_SIZE)}

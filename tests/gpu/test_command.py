@@ -22,7 +22,7 @@ from scripts.gpu import __main__ as command
 from scripts.gpu import plan, run, widths
 from scripts.gpu.compare import compare, equal
 from scripts.gpu.models import Batch, made
-from scripts.gpu.prompt_once import once, plain
+from scripts.gpu.prompt_once import once, plain, why_not_installed
 from swift_grpo_ext.logger import get_logger
 from tests.conftest import ROOT
 from tests.gpu.bare import make_bare
@@ -127,6 +127,19 @@ def test_a_wrong_pass_is_seen_at_real_widths(
     monkeypatch.setattr(widths, "once", way)
     found = widths.run("cpu", "small", 4, "sdpa", 64, 16, 4, repetitions=1)
     assert [c.passed for c in found.comparisons] == [True, passed]
+
+
+def test_one_release_of_flash_attention_is_not_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fourth is found under the name of the second."""
+    (tmp_path / "flash_attn/cute").mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0\n"
+    (tmp_path / "flash_attn_4-4.0.dist-info").mkdir()
+    (tmp_path / "flash_attn_4-4.0.dist-info/METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert why_not_installed("flash_attention_2") == "flash-attn is not installed"
+    assert why_not_installed("flash_attention_4") == ""
 
 
 def test_what_has_to_be_the_same() -> None:
