@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scripts.gpu.compare import compare, equal
 from scripts.gpu.found import Comparison, Found
-from scripts.gpu.models import GROUPS, Batch, made, positions_of, why_missing, wide
+from scripts.gpu.models import GROUPS, Batch, group_of, made, positions_of, why_missing, wide
 from scripts.gpu.prompt_once import plain
 from scripts.gpu.timing import side_by_side
 from swift_grpo_ext.media.encoder_cache import EncoderCache
@@ -99,6 +99,12 @@ def with_shared_pixels(batch: Batch, device: str) -> Batch:
     return replace(batch, inputs={**batch.inputs, "pixel_values": joined})
 
 
+def freeze(model: Any, tower: str) -> None:
+    """Freeze a model's vision tower, and name it as ms-swift does."""
+    model.get_submodule(tower).requires_grad_(False)
+    model.model_meta = SimpleNamespace(model_arch=SimpleNamespace(vision_tower=[tower]))
+
+
 def run(device: str, model: str, dtype: str) -> Found:
     """Compare log-probabilities and gradients of a model whose tower is frozen."""
     if reason := why_missing(model):
@@ -106,10 +112,7 @@ def run(device: str, model: str, dtype: str) -> Found:
 
     def make(is_exact: bool) -> tuple[Any, Batch]:
         made_model, batch = made(model, device, dtype, is_exact)
-        made_model.get_submodule(TOWERS[model]).requires_grad_(False)
-        made_model.model_meta = SimpleNamespace(
-            model_arch=SimpleNamespace(vision_tower=[TOWERS[model]])
-        )
+        freeze(made_model, TOWERS[model])
         return made_model, batch
 
     caches: list[EncoderCache] = []
@@ -135,11 +138,10 @@ def run_width(
 ) -> Found:  # fmt: skip
     """Measure a pass without gradients over a group that sees one image of `side` x `side` patches.
 
-    A pass with gradients saves as much: ms-swift runs a frozen tower without a graph.
+    With gradients ms-swift runs a frozen tower without a graph, which transformers does not.
     """
     model = wide(shape, layers, device, "sdpa", sees=True)
-    model.model.visual.requires_grad_(False)
-    model.model_meta = SimpleNamespace(model_arch=SimpleNamespace(vision_tower=["model.visual"]))
+    freeze(model, TOWERS["Qwen2.5-VL"])
     batch = group_with_image(model, side, completion, group_size)
     cache = EncoderCache(1.0, model)
     [tower] = cache.towers
@@ -178,24 +180,15 @@ def run_width(
 def group_with_image(model: Any, side: int, completion: int, group_size: int) -> Batch:
     """Return a group's samples: an image, and random tokens after it."""
     torch.manual_seed(0)
-    image = torch.full((side**2 // 4,), IDS["image_token_id"])
-    ends = (torch.tensor([IDS[f"vision_{name}_token_id"]]) for name in ("start", "end"))
-    prompt = torch.cat([next(ends), image, next(ends)]).expand(group_size, -1)
-    news = torch.randint(200, model.config.text_config.vocab_size, (group_size, completion))
-    ids = torch.cat([prompt, news], 1)
-    predicts = torch.zeros_like(ids, dtype=torch.bool)
-    predicts[:, -completion - 1 : -1] = True
+    start, end, image = (IDS[f"{n}_token_id"] for n in ("vision_start", "vision_end", "image"))
+    prompt_T = torch.tensor([start, *[image] * (side**2 // 4), end])
+    batch = group_of(model, prompt_T, completion, group_size)
+    batch.inputs["mm_token_type_ids"] = (batch.inputs["input_ids"] == image).int()
+    grids = torch.tensor([[1, side, side]] * group_size, device=model.device)
+    batch.inputs["image_grid_thw"] = grids
+    batch.inputs["position_ids"] = positions_of(model, batch.inputs)
     vision = model.config.vision_config
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(side**2, values)
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": (ids == IDS["image_token_id"]).int(),
-        "image_grid_thw": torch.tensor([[1, side, side]] * group_size),
-    }
-    inputs["position_ids"] = positions_of(model, inputs)
-    inputs = {key: value.to(model.device) for key, value in inputs.items()}
-    shown = shared([pixels] * group_size, str(model.device), model.dtype)
-    targets = inputs["input_ids"].roll(-1, 1)[predicts.to(model.device)]
-    return Batch({**inputs, "pixel_values": shown}, predicts.to(model.device), targets)
+    pixels = [torch.randn(side**2, values)] * group_size
+    batch.inputs["pixel_values"] = shared(pixels, str(model.device), model.dtype)
+    return batch

@@ -128,7 +128,7 @@ SPREAD = 1.5
 0.02 attention is so even that a wrong mask hardly shows."""
 
 
-TOWERS: dict[str, dict[str, Any]] = {
+VISION: dict[str, dict[str, Any]] = {
     "Qwen2.5": {
         "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
         "fullatt_block_indexes": [7, 15, 23, 31],
@@ -138,7 +138,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "fullatt_block_indexes": [1],
     },
 }  # fmt: skip
-"""The vision towers of these models' VL kinds, by the shape's first word."""
+"""Their VL kinds have vision towers of these sizes, by the first word of the shape."""
 
 
 @lru_cache(maxsize=1)
@@ -157,7 +157,7 @@ def wide(shape: str, layers: int, device: str, attention: str, sees: bool = Fals
     if sees:
         eighth = sizes["hidden_size"] // sizes["num_attention_heads"] // 16
         rope = {**MROPE, "mrope_section": [2 * eighth, 3 * eighth, 3 * eighth]}
-        vision = {**TOWERS[shape.split()[0]], "out_hidden_size": sizes["hidden_size"]}
+        vision = {**VISION[shape.split()[0]], "out_hidden_size": sizes["hidden_size"]}
         text |= {"rope_scaling": rope}
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
         kind = transformers.Qwen2_5_VLForConditionalGeneration
@@ -171,3 +171,14 @@ def wide(shape: str, layers: int, device: str, attention: str, sees: bool = Fals
     model.set_attn_implementation(attention)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def group_of(model: Any, prompt_T: Tensor, completion: int, group_size: int) -> Batch:
+    """Return a prompt's samples, of random tokens and one length."""
+    texts = model.config.get_text_config()
+    news = torch.randint(200, texts.vocab_size, (group_size, completion), device=model.device)
+    ids = torch.cat([prompt_T.to(model.device).expand(group_size, -1), news], dim=1)
+    predicts = torch.zeros_like(ids, dtype=torch.bool)
+    predicts[:, -completion - 1 : -1] = True
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return Batch(inputs, predicts, ids.roll(-1, 1)[predicts])

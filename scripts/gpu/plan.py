@@ -13,7 +13,7 @@ FLASH = {
     "flash_attention_3": "flash-attn-3",
     "flash_attention_4": "flash-attn-4",
 }
-"""What has to be installed for each; transformers would ask its hub otherwise."""
+"""Each needs this distribution; transformers would ask its hub otherwise."""
 ATTENTIONS = {"cpu": ("sdpa", "eager"), "cuda": ("sdpa", "eager", *FLASH)}
 DTYPES = ("float32", "bfloat16")
 

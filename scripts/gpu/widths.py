@@ -10,7 +10,7 @@ import torch
 
 from scripts.gpu.compare import Pass
 from scripts.gpu.found import Comparison, Found
-from scripts.gpu.models import Batch, wide
+from scripts.gpu.models import group_of, wide
 from scripts.gpu.prompt_once import once, packed, plain, why_not_installed
 from scripts.gpu.timing import side_by_side
 from swift_grpo_ext.logits.shared_prompt import reason_against
@@ -34,7 +34,9 @@ def run(
     if reason := why_not_installed(attention):
         return Found(not_tried=reason)
     model = wide(shape, layers, device, attention)
-    batch = group_of(model, prompt, completion, group_size)
+    torch.manual_seed(0)
+    prompt_T = torch.randint(model.config.vocab_size, (prompt,), device=model.device)
+    batch = group_of(model, prompt_T, completion, group_size)
     ways: dict[str, Pass] = {"plain": plain, "chunked": partial(plain, chunk_size=CHUNK_SIZE)}
     positions = dict.fromkeys(ways, batch.predicts_BT.numel())
     reason = reason_against(model, batch.inputs)
@@ -73,15 +75,3 @@ def run(
     if reason:
         found.rows.append({**of_case, "way": f"prompt once: left alone, {reason}"})
     return found
-
-
-def group_of(model: Any, prompt: int, completion: int, group_size: int) -> Batch:
-    """Return a group's samples, of random tokens."""
-    torch.manual_seed(0)
-    how: dict[str, Any] = {"high": model.config.vocab_size, "device": model.device}
-    prompts = torch.randint(size=(1, prompt), **how).expand(group_size, -1)
-    ids = torch.cat([prompts, torch.randint(size=(group_size, completion), **how)], dim=1)
-    predicts = torch.zeros_like(ids, dtype=torch.bool)
-    predicts[:, prompt - 1 : -1] = True
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return Batch(inputs, predicts, ids.roll(-1, 1)[predicts])
