@@ -35,7 +35,8 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import RequestError, note_failure
 from swift_grpo_ext.rollout.generate import PackedResponse
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.positions import keep_positions
+from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_stop_reason
 from swift_grpo_ext.upstream import pins, vllm_repairs
@@ -85,6 +86,7 @@ class RolloutEngine(GRPOVllmEngine):
         vllm_repairs.name_media_by_request()
         vllm_repairs.load_processors_uncopied()
         supply_video_loader()
+        self._positions = keep_positions()
         if self._serves:
             paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
@@ -231,6 +233,7 @@ class RolloutEngine(GRPOVllmEngine):
         request_id: str,
     ) -> ChatCompletionResponse:
         metadata = inputs.get(METADATA)
+        prompt_positions = self._positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
             return super()._create_chat_completion_response(*args)
@@ -279,6 +282,7 @@ class RolloutEngine(GRPOVllmEngine):
             usage=self._get_usage_info(len(result.prompt_token_ids), num_tokens),
             id=request_id,
             prompt_token_ids=list(result.prompt_token_ids),
+            prompt_positions=prompt_positions,
             completions=completions,
         )
 
@@ -323,7 +327,8 @@ class RolloutEngine(GRPOVllmEngine):
                 for c in response.completions
             ]
             replica = completions[0].replica
-            answer = wire.pack_answer(completions, response.prompt_token_ids, replica)
+            prompt = Prompt(response.prompt_token_ids or [], response.prompt_positions)
+            answer = wire.pack_answer(completions, prompt, replica)
             bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
             outputs[i] = RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
         return outputs

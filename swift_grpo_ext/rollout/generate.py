@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
     ChatMessage,
@@ -22,7 +24,7 @@ from swift.infer_engine.protocol import (
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
-from swift_grpo_ext.rollout.wire import Completion, Numbers, RequestMetadata
+from swift_grpo_ext.rollout.wire import Completion, Numbers, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
 
@@ -131,7 +133,7 @@ class ServedSample(NamedTuple):
     """A sample as rank 0 read it from a server; the rank that it belongs to makes its output."""
 
     completion: Completion
-    prompt_token_ids: list[int]
+    prompt: Prompt
 
 
 Sample: TypeAlias = RolloutOutput | ServedSample
@@ -206,7 +208,14 @@ def generate(
 
 
 @dataclass
-class PackedResponse(ChatCompletionResponse):
+class PromptResponse(ChatCompletionResponse):
+    """A response that says where its prompt's tokens stood (`Prompt.positions`)."""
+
+    prompt_positions: NDArray[np.int32] | None = None
+
+
+@dataclass
+class PackedResponse(PromptResponse):
     """The samples of one request, without ms-swift's dictionary for each token."""
 
     completions: list[Completion] = field(default_factory=list)
@@ -218,8 +227,9 @@ def to_rollout_outputs(
     """Return a colocated engine's output for one request as one output for each of its samples."""
     response = output.response
     if isinstance(response, PackedResponse):
-        ids = response.prompt_token_ids or []
-        return [to_rollout_output(replace(c, replica=replica), ids) for c in response.completions]
+        prompt = Prompt(response.prompt_token_ids or [], response.prompt_positions)
+        named = [replace(completion, replica=replica) for completion in response.completions]
+        return [to_rollout_output(completion, prompt) for completion in named]
     outputs = []
     for choice in response.choices:
         infos = {"seed": metadata.seed_of(choice.index), "replica": replica}
@@ -228,9 +238,9 @@ def to_rollout_outputs(
     return outputs
 
 
-def to_rollout_output(completion: Completion, prompt_token_ids: list[int]) -> RolloutOutput:
+def to_rollout_output(completion: Completion, prompt: Prompt) -> RolloutOutput:
     """Return one sample; reward functions see its seed and replica in `rollout_infos`."""
-    num_prompt, num_tokens = len(prompt_token_ids), len(completion.token_ids)
+    num_prompt, num_tokens = len(prompt.token_ids), len(completion.token_ids)
     choice = StoppedChoice(
         index=0,
         message=ChatMessage(role="assistant", content=completion.text),
@@ -239,11 +249,12 @@ def to_rollout_output(completion: Completion, prompt_token_ids: list[int]) -> Ro
         token_ids=_as_list(completion.token_ids),
         routed_experts=deserialize_ndarray(completion.routed_experts),
     )
-    response = ChatCompletionResponse(
+    response = PromptResponse(
         model="",
         choices=[choice],
         usage=UsageInfo(num_prompt, num_tokens, num_prompt + num_tokens),
-        prompt_token_ids=prompt_token_ids,
+        prompt_token_ids=prompt.token_ids,
+        prompt_positions=prompt.positions,
     )
     logprobs = [values] if (values := _as_list(completion.logprobs)) else []
     infos = {"seed": completion.seed, "replica": completion.replica}

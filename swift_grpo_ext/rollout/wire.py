@@ -12,7 +12,7 @@ import base64
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
 KEY = "swift_grpo_ext"
-VERSION = 4
+VERSION = 5
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 """HTTP requests that rest on weights name the start of the server that was given them."""
 
@@ -168,9 +168,15 @@ class Completion:
     `serialize_ndarray` of ms-swift makes of one for the wire."""
 
 
-def pack_answer(
-    completions: Sequence[Completion], prompt_token_ids: Sequence[int] | None, replica: str
-) -> dict[str, Any]:
+class Prompt(NamedTuple):
+    """A prompt as its engine saw it."""
+
+    token_ids: list[int]
+    positions: NDArray[np.int32] | None = None
+    """[3, tokens] in time, height and width; None where the engine counted none (positions.py)."""
+
+
+def pack_answer(completions: Sequence[Completion], prompt: Prompt, replica: str) -> dict[str, Any]:
     """Return the packed answer, all samples of one request, of plain JSON values.
 
     Raises:
@@ -191,15 +197,16 @@ def pack_answer(
         "logprobs": None
         if None in counts
         else pack([p for c in completions for p in c.logprobs or ()], "<f4"),
-        "prompt_token_ids": pack(prompt_token_ids or (), "<i4"),
+        "prompt_token_ids": pack(prompt.token_ids, "<i4"),
+        "prompt_positions": pack([] if prompt.positions is None else prompt.positions, "<i4"),
         "routed_experts": [c.routed_experts for c in completions],
     }
 
 
 def unpack_answer(
     answer: Mapping[str, Any], metadata: RequestMetadata, server: str
-) -> tuple[list[Completion], list[int]]:
-    """Return the samples of a packed answer, their numbers as arrays, and their prompt's ids.
+) -> tuple[list[Completion], Prompt]:
+    """Return the samples of a packed answer, their numbers as arrays, and their prompt.
 
     Args:
         server: names the server that answered, for errors and logs.
@@ -212,7 +219,8 @@ def unpack_answer(
     try:
         lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]
         stop_reasons, experts = answer["stop_reasons"], answer["routed_experts"]
-        ids, prompt_ids = (unpack(answer[n], "<i4") for n in ("token_ids", "prompt_token_ids"))
+        names = ("token_ids", "prompt_token_ids", "prompt_positions")
+        ids, prompt_ids, positions = (unpack(answer[name], "<i4") for name in names)
         logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
         counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, experts)}
         num_logprobs = len(ids) if logprobs is None else len(logprobs)
@@ -222,6 +230,7 @@ def unpack_answer(
                 f"{server} answered {metadata} with {sorted(counts)} samples of {lengths} tokens, "
                 f"{len(ids)} token ids and {num_logprobs} log-probabilities in all."
             )
+        placed = positions.reshape(3, len(prompt_ids)) if len(positions) else None
         ends = np.cumsum(lengths).tolist()
         completions = [
             Completion(
@@ -240,10 +249,10 @@ def unpack_answer(
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise WireError(f"{server} answered {metadata} with nonsense: {e!r}") from e
-    return completions, prompt_ids.tolist()
+    return completions, Prompt(prompt_ids.tolist(), placed)
 
 
-def pack(values: Sequence[float] | Sequence[int], dtype: str) -> str:
+def pack(values: Sequence[float] | Sequence[int] | NDArray[Any], dtype: str) -> str:
     """Return numbers as base64 of their little-endian bytes: 4 bytes, 5.4 characters each."""
     return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
 

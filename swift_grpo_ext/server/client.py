@@ -29,7 +29,7 @@ from swift_grpo_ext.rollout.dispatch import (
     estimate_cost,
 )
 from swift_grpo_ext.rollout.rank_group import RolloutError
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
+from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata, WireError
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.weight_sync import (
@@ -62,7 +62,7 @@ REPEATABLE = ("/infer/", "/get_", "/reset_", "/close_communicator/", CHECKSUMS_P
 CALLERS_FAULTS = (400, 413, 415, 422)
 """Statuses of requests that no server can answer."""
 
-Answer = tuple[list[Completion], list[int]]
+Answer = tuple[list[Completion], Prompt]
 """The samples of a request, their numbers as arrays, and its prompt's token ids."""
 
 

@@ -8,6 +8,7 @@ gap of log-probabilities at equal weights is measured (M5).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from swift.utils import get_logger
 
 from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
+from swift_grpo_ext.rollout.positions import Positions
 from swift_grpo_ext.rollout.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ Span = tuple[bool, list[int]]
 
 SHOWN = 5
 """Tokens that a message shows of each side."""
+
+SPIKES = 32
+"""A few tokens may be so many limits apart, in all: `most_explained`."""
 
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "dropout_p")
 """Attributes from which transformers' layers call functional dropout."""
@@ -59,6 +64,12 @@ REMEDY = (
     "raise it, or have such prompts replaced with --truncation_strategy delete. Where ms-swift's "
     "template writes another prompt for vLLM than for training (docs/support.md), "
     "--rollout_mismatch warn trains on its prompt all the same."
+)
+
+
+POSITIONS_REMEDY = (
+    "vLLM's model and transformers' count positions of media differently. Install releases that "
+    "agree (docs/support.md); --rollout_mismatch warn trains all the same."
 )
 
 
@@ -110,11 +121,13 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
         samples: those that are encoded and collated there.
     """
     placeholders, max_length = placeholder_ids(template), template.max_length
+    waiting = deque(samples)  # they come in their order, and a teacher's among them
 
     def change(batch: list[dict[str, Any]]) -> None:
-        prompts = {id(sample.encoded): _checked_prompt(sample) for sample in samples}
         for encoded in batch:
-            prompt = prompts.get(id(encoded), ())
+            if not waiting or getattr(waiting[0], "encoded", None) is not encoded:
+                continue
+            prompt = _checked_prompt(waiting.popleft())
             was_cut = may_be_cut(prompt, max_length)
             changed = with_text_of(
                 prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
@@ -238,18 +251,25 @@ def _same_item(ours: list[int], theirs: list[int]) -> bool:
 
 
 def check_training_batch(
-    samples: Sequence[GRPOSample], batch: GRPOBatch, args: RolloutGRPOConfig, template: Template
+    samples: Sequence[GRPOSample],
+    batch: GRPOBatch,
+    args: RolloutGRPOConfig,
+    template: Template,
+    model_inputs: Mapping[str, Any],
 ) -> None:
     """Raise `DisagreementError` where training sees other prompts (M3) or tokens (M6).
 
     Args:
         args: of the training; `--rollout_mismatch warn` makes one warning of other prompts.
         template: of the training, which has encoded the samples.
+        model_inputs: made of the samples.
     """
     placeholders = placeholder_ids(template)
-    for sample in samples:
+    positions = positions_in_training(samples, model_inputs)
+    for sample, placed in zip(samples, positions, strict=True):
         try:
             check_prompt_of(sample, template, placeholders, REMEDY)
+            check_positions_of(sample, placed)
         except DisagreementError as e:
             if args.rollout_mismatch == "stop":
                 raise
@@ -305,6 +325,55 @@ def check_prompt_of(
     )
 
 
+def positions_in_training(
+    samples: Sequence[GRPOSample], model_inputs: Mapping[str, Any]
+) -> list[torch.Tensor | None]:
+    """Return for each sample where training places its tokens: [3, tokens] in time, height and
+    width; None of a model that counts them itself."""
+    positions = model_inputs.get("position_ids")
+    if positions is None or positions.ndim != 3 or len(positions) != 3:
+        return [None] * len(samples)
+    positions = positions.cpu()
+    mask = model_inputs.get("attention_mask")
+    if mask is not None and mask.shape == positions.shape[1:]:
+        return [positions[:, row, kept] for row, kept in enumerate(mask.cpu().bool())]
+    if positions.shape[1] == len(samples):
+        return list(positions.unbind(1))
+    sizes = [len(sample.encoded["input_ids"]) for sample in samples]  # --padding_free true
+    packed = positions[:, 0]
+    return list(packed[:, : sum(sizes)].split(sizes, dim=1))
+
+
+def check_positions_of(sample: GRPOSample, placed: torch.Tensor | None) -> None:
+    """Raise `DisagreementError` where training places a prompt's tokens otherwise than the engine
+    did, if both are known.
+
+    Args:
+        placed: [3, tokens] in time, height and width, as training has them.
+    """
+    if misplaced := first_misplaced(getattr(sample, "rollout_positions", None), placed):
+        raise DisagreementError(
+            f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and training place "
+            f"the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
+        )
+
+
+def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> str:
+    """Say from which token on positions differ, in time, height and width; "" where none does or
+    one side's are not known."""
+    if rollout is None or placed is None or placed.shape[1] < rollout.shape[1]:
+        return ""
+    differs = (placed[:, : rollout.shape[1]].numpy() != rollout).any(0).nonzero()[0]
+    if not len(differs):
+        return ""
+    at = int(differs[0])
+    seen, trained = rollout[:, at].tolist(), placed[:, at].tolist()
+    return (
+        f"from token {at} of {rollout.shape[1]} on ({seen} against {trained} in time, height and "
+        "width)"
+    )
+
+
 def _checked_prompt(sample: GRPOSample) -> Sequence[int]:
     """Return the prompt that a sample's rollout saw; none of a conversation of several turns, whose
     scheduler makes it."""
@@ -333,17 +402,25 @@ class Gap:
         """The mean difference in nats; 0 where there was no token."""
         return self.total / self.count if self.count else 0.0
 
+    def __str__(self) -> str:
+        return (
+            f"{self.mean:.3g} nats in the mean of {self.count} tokens, {self.largest:.3g} at most"
+        )
+
     def __add__(self, other: Gap) -> Gap:
         largest = float(np.maximum(self.largest, other.largest))  # NaN where one of them is
         return Gap(self.total + other.total, self.count + other.count, largest)
 
 
-def gap_between(rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> Gap:
-    """Compare log-probabilities, in nats, where `mask` is true; all three have one shape."""
-    difference = (training - rollout).abs()[mask].float()
-    if not difference.numel():
-        return Gap()
-    return Gap(float(difference.sum()), difference.numel(), float(difference.max()))
+def gaps_between(
+    rollout_BT: torch.Tensor, training_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> list[Gap]:
+    """Compare log-probabilities of samples, in nats, where `mask_BT` is true."""
+    if not mask_BT.numel():
+        return [Gap()] * len(mask_BT)
+    difference = (training_BT - rollout_BT).abs().float().masked_fill(~mask_BT, 0)
+    columns = difference.sum(1), mask_BT.sum(1).float(), difference.amax(1)
+    return [Gap(total, int(count), most) for total, count, most in torch.stack(columns, 1).tolist()]
 
 
 def gap_limit(bits: int, temperature: float = 1.0) -> float:
@@ -364,42 +441,128 @@ def gap_limit(bits: int, temperature: float = 1.0) -> float:
     return (0.125 if bits <= 16 else 0.01) / min(temperature or 1.0, 1.0)
 
 
-def measure_rollout_gap(
-    batches: Sequence[GRPOBatch], args: RolloutGRPOConfig, ranks: RankGroup, limit: float, step: int
-) -> dict[str, float]:
-    """Measure the gap between log-probabilities at rollout and in training over all ranks (M5).
+def kind_of_row(sample: GRPOSample) -> str:
+    """Return what a row shows, in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
+    kinds = []
+    for name in ("image", "video", "audio"):
+        number = len(getattr(sample, f"{name}s", None) or ())
+        kinds += [name if number == 1 else f"{name}s"] if number else []
+    return "+".join(kinds) or "text"
+
+
+def most_explained(limit: float, count: int) -> float:
+    """Return the largest mean gap, in nats, that rounding explains in so many tokens.
+
+    The mean over few tokens lies further from 0: in 16 bits an expert that is chosen otherwise
+    moves a token by whole nats (two by 2 nats each are `SPIKES` limits).
 
     Args:
-        batches: this rank's of a round.
-        limit: the mean gap, in nats, above which is warned once.
-        step: the optimizer step, for the warning.
+        limit: for very many tokens (`gap_limit`).
+    """
+    return limit * (1 + SPIKES / max(count, 1))
+
+
+def measure_rollout_gap(
+    micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]],
+    args: RolloutGRPOConfig,
+    ranks: RankGroup,
+    limit: float,
+    step: int,
+) -> dict[str, float]:
+    """Measure the gap between log-probabilities at rollout and in training over all ranks, for
+    each engine and each kind of row (M5).
+
+    Args:
+        micro_batches: this rank's of a round, each with its samples; without samples where
+            sequence parallelism mixes them.
+        limit: the mean gap, in nats, that rounding explains in many tokens.
+        step: the optimizer step, for the message.
 
     Returns:
         Metrics by name; none where there were no log-probabilities of rollouts.
+
+    Raises:
+        DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
     """
-    own = Gap()
-    for batch in batches:
+    of_groups: dict[tuple[str, str], Gap] = {}
+    worst = (0.0, "")
+    for samples, batch in micro_batches:
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
-        if rollout is not None and training is not None:
-            own += gap_between(rollout, training, batch.completion_mask.bool())
-    gap = sum(ranks.all_gather(own), Gap())
-    if not gap.count:
+        if rollout is None or training is None:
+            continue
+        gaps = gaps_between(rollout, training, batch.completion_mask.bool())
+        for row, gap in enumerate(gaps):
+            group = ("", "")
+            if samples:
+                sample = samples[row]
+                engine = str((sample.rollout_infos or {}).get("replica", ""))
+                group = (engine, kind_of_row(sample))
+                excess = gap.mean / most_explained(limit, gap.count)
+                worst = max(worst, (excess, f"{sample.sample_id} ({group[1]}): {gap}"))
+            of_groups[group] = of_groups.get(group, Gap()) + gap
+    gathered = ranks.all_gather((of_groups, worst))
+    groups: dict[tuple[str, str], Gap] = {}
+    for of_rank, _ in gathered:
+        for group, gap in of_rank.items():
+            groups[group] = groups.get(group, Gap()) + gap
+    whole = sum(groups.values(), Gap())
+    if not whole.count:
         return {}
     # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
     asked = [name for name in WHOLE if hasattr(RequestConfig(), name)]
     is_shifted = any(getattr(args, name) not in WHOLE[name] for name in asked)
     # Rollouts come from another distribution, or from the weights of a step before.
     is_expected = is_shifted or args.async_generate
-    if isnan(gap.mean) or (gap.mean > limit and not is_expected):
+    beyond = {
+        group: gap
+        for group, gap in groups.items()
+        if isnan(gap.mean) or (gap.mean > most_explained(limit, gap.count) and not is_expected)
+    }
+    if beyond:
+        _tell_gap(beyond, groups, args, limit, step)
+    elif (sample := max(of_rank for _, of_rank in gathered))[0] > 1 and not is_expected:
         logger.warning_once(
-            f"Step {step}: log-probabilities of the rollout and of training lie {gap.mean:.3g} "
-            f"nats apart in the mean ({gap.largest:.3g} at most, {gap.count} tokens), above the "
-            f"{limit:g} that rounding explains: rollouts and training do not see the same weights "
-            "or prompts, use numbers of other precision (quantization, --vllm_engine_kwargs), or "
-            "choose other experts (--router_replay_mode R3). (Said once.)",
-            hash_id="rollout_gap",
+            f"Step {step}: log-probabilities of single samples lie further apart between rollout "
+            f"and training than rounding explains, the furthest of {sample[1]}. Its row is seen "
+            "otherwise on the two sides, or numbers overflow. (Said once.)",
+            hash_id="sample_gap",
         )
-    return {"rollout_gap/mean": gap.mean, "rollout_gap/max": gap.largest}
+    metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
+    of_kinds: dict[str, Gap] = {}
+    for (_, kind), gap in groups.items():
+        of_kinds[kind] = of_kinds.get(kind, Gap()) + gap
+    if len(of_kinds) > 1:
+        metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in of_kinds.items()}
+    return metrics
+
+
+def _tell_gap(
+    beyond: Mapping[tuple[str, str], Gap],
+    groups: Mapping[tuple[str, str], Gap],
+    args: RolloutGRPOConfig,
+    limit: float,
+    step: int,
+) -> None:
+    """Say which engines and rows have a gap that nothing explains, and what that points to."""
+    names = [" ".join(filter(None, (e, k and f"rows of {k}"))) for e, k in beyond]
+    found = "; ".join(f"{n or 'all'}: {gap}" for n, gap in zip(names, beyond.values(), strict=True))
+    cause = (
+        "Rollouts and training do not see the same weights or prompts, use numbers of other "
+        "precision (quantization, --vllm_engine_kwargs), or choose other experts "
+        "(--router_replay_mode R3)."
+    )
+    engines, kinds = ({group[i] for group in beyond} for i in (0, 1))
+    if kinds < {kind for _, kind in groups}:
+        cause = "Other rows agree: such media are read, placed or encoded otherwise on one side."
+    elif engines < {engine for engine, _ in groups}:
+        cause = "Other engines agree: this one has other weights, or a cache of older ones."
+    text = (
+        f"Step {step}: log-probabilities of the rollout and of training lie further apart than the "
+        f"{limit:g} nats in the mean that rounding explains. {found}. {cause}"
+    )
+    if args.rollout_mismatch == "stop":
+        raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
+    logger.warning_once(f"{text} (Said once.)", hash_id="rollout_gap")
 
 
 def switch_off_dropout(model: torch.nn.Module) -> int:

@@ -29,7 +29,7 @@ from swift_grpo_ext.training.batch import (
     DisagreementError,
     Gap,
     check_prompt_of,
-    gap_between,
+    gaps_between,
     rollouts_own_prompts,
 )
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
@@ -110,6 +110,7 @@ def sample_gaps(
     if of_rollout is None:
         return [None] * len(samples)
     placeholders = placeholder_ids(trainer.template)
+    compared = gaps_between(of_rollout, logps, batch.completion_mask.bool())
     gaps: list[Gap | None] = []
     for row, sample in enumerate(samples):
         try:
@@ -117,8 +118,7 @@ def sample_gaps(
         except DisagreementError:
             gaps.append(None)
         else:
-            mask = batch.completion_mask[row].bool()
-            gaps.append(gap_between(of_rollout[row], logps[row], mask))
+            gaps.append(compared[row])
     return gaps
 
 

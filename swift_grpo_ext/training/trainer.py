@@ -367,7 +367,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if self._servers is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():
                 answers = self._servers.infer(requests, metadatas, config)
-            return [[ServedSample(c, prompt_ids) for c in cs] for cs, prompt_ids in answers]
+            return [[ServedSample(c, prompt) for c in cs] for cs, prompt in answers]
         outputs = self._engine_infer(requests, config)
         rank = self.ranks.rank
         replica = f"rank {rank - rank % self.vllm_tensor_parallel_size}"
@@ -390,6 +390,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         results = super()._postprocess_rollout_outputs(samples, outputs)
         for sample, output in zip(results, outputs, strict=True):
             sample.rollout_prompt_ids = output.response.prompt_token_ids
+            sample.rollout_positions = getattr(output.response, "prompt_positions", None)
         return results
 
     def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> list[dict[str, Any]]:
@@ -409,15 +410,18 @@ class RolloutGRPOTrainer(GRPOTrainer):
             metrics["rollout_gap/canary"] = canary_gap
         if self._encoder_cache.towers:
             metrics["media/encoded"] = float(self._encoder_cache.agree(self.ranks.all_gather))
-        for chunk, batch in zip(*self._micro_batches(samples, batches), strict=True):
-            check_training_batch(chunk, batch, self.args, self.template)
         grpo_batches = [batch["grpo_batch"] for batch in batches]
+        chunks = self._micro_batches(samples, batches)[0] or [[]] * len(batches)
+        for chunk, batch in zip(chunks, batches, strict=True):
+            inputs = batch["model_inputs"]
+            check_training_batch(chunk, batch["grpo_batch"], self.args, self.template, inputs)
         if getattr(self, "_is_dynamic_self_distillation", False):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
+        of_chunks = list(zip(chunks, grpo_batches, strict=True))
         metrics |= measure_rollout_gap(
-            grpo_batches, self.args, self.ranks, self._gap_limit, self.state.global_step
+            of_chunks, self.args, self.ranks, self._gap_limit, self.state.global_step
         )
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)

@@ -231,6 +231,15 @@ vllm.transformers_utils.processor
     cached_get_processor
 """)
 
+POSITIONS = _pins("""
+vllm.v1.engine.input_processor:InputProcessor
+    process_inputs: self request_id prompt params
+vllm.model_executor.model_loader.utils
+    get_model_cls: model_config
+vllm.model_executor.models.interfaces:SupportsMRoPE
+    get_mrope_input_positions: self input_tokens mm_features
+""")
+
 GEMMA4_FORWARD = _pins("""
 swift.model.models.gemma
     _patch_gemma4_forward: model processor
@@ -242,7 +251,14 @@ swift.template.templates.glm:GLMOCRTemplate
     _data_collator: self batch padding_to
     use_model
 """)
-"""Repairs of ms-swift's models and templates; releases without these names have no such model."""
+QWEN_POSITIONS = _pins("""
+transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VLModel
+    get_rope_index: self input_ids mm_token_type_ids image_grid_thw video_grid_thw
+transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VLModel
+    get_rope_index: self input_ids mm_token_type_ids image_grid_thw video_grid_thw
+        second_per_grid_ts
+""")
+"""Repairs of ms-swift's and transformers' models; releases without these names need none."""
 
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
@@ -309,6 +325,7 @@ OPTIONAL = {
     "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
     "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
     "a tokenizer is copied when needed": PROCESSOR_COPIES,
+    "positions of prompts are compared": POSITIONS,
     "weight updates of experts, on CPU": PACKED_EXPERTS,
     "experts of a rollout, on CPU": ROUTED_EXPERTS,
     "replay of a rollout's experts": ROUTER_REPLAY,
@@ -316,5 +333,5 @@ OPTIONAL = {
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
-OF_MODELS = (*GEMMA4_FORWARD, *GLM_OCR_POSITIONS)
+OF_MODELS = (*GEMMA4_FORWARD, *GLM_OCR_POSITIONS, *QWEN_POSITIONS)
 UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *OF_MODELS, *REPLACED)

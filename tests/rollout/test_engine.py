@@ -397,7 +397,7 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     assert answer["replica"] == "replica 3"
     completions, prompt = wire.unpack_answer(answer, metadata_of(count=2), "server 0")
     assert [c.text for c in completions] == ["ab", "c"]
-    assert prompt == vllm.inputs[0]["prompt_token_ids"]
+    assert prompt.token_ids == vllm.inputs[0]["prompt_token_ids"]
     assert completions[0].routed_experts == serialize_ndarray(np.zeros((3, 1)))
     assert (output.response.choices, output.response.id) == ([], "0")
     assert type(output.response) is not PackedResponse

@@ -31,7 +31,7 @@ from swift_grpo_ext.rollout.generate import (
     to_rollout_outputs,
 )
 from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
-from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.stops.templates import StoppedChoice
@@ -243,8 +243,9 @@ def completion(**fields: Any) -> Completion:
 
 
 def test_a_completion_becomes_what_the_trainer_reads() -> None:
+    positions = np.zeros((3, 2), dtype=np.int32)
     served = completion(token_ids=np.array([5, 6, 7]), logprobs=np.array([-0.5, -1.0, -0.25]))
-    output = to_rollout_output(served, [1, 2])
+    output = to_rollout_output(served, Prompt([1, 2], positions))
     [choice] = output.response.choices
     assert {type(i) for i in choice.token_ids} == {int}  # rank 0 hands a server's arrays on
     assert (choice.index, choice.message.role, choice.message.content) == (0, "assistant", "two")
@@ -253,10 +254,11 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert output.rollout_logprobs == [[-0.5, -1.0, -0.25]]
     assert output.rollout_infos == {"seed": 9, "replica": "replica 1", "stop_reason": "o"}
     assert output.response.prompt_token_ids == [1, 2]
+    assert output.response.prompt_positions is positions
     assert output.response.usage == UsageInfo(2, 3, 5)
     experts = np.arange(6).reshape(3, 2)
     served = completion(logprobs=None, routed_experts=serialize_ndarray(experts))
-    output = to_rollout_output(served, [1])
+    output = to_rollout_output(served, Prompt([1]))
     assert output.rollout_logprobs == []
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
 

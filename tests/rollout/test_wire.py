@@ -12,6 +12,7 @@ import pytest
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import (
     Completion,
+    Prompt,
     RequestMetadata,
     WireError,
     pack,
@@ -120,7 +121,9 @@ def completion(text: str, token_ids: list[int], **changes: Any) -> Completion:
     return Completion(text=text, token_ids=token_ids, **values)
 
 
-ANSWER = pack_answer([completion("七", [7, 2]), completion("八九", [8, 9, 2])], [1, 5], "replica 1")
+ANSWER = pack_answer(
+    [completion("七", [7, 2]), completion("八九", [8, 9, 2])], Prompt([1, 5]), "replica 1"
+)
 
 
 def listed(found: Completion) -> Completion:
@@ -139,22 +142,24 @@ def test_an_answer_is_read_as_it_was_packed(has_logprobs: bool) -> None:
     ]
     if not has_logprobs:
         completions = [replace(c, logprobs=None) for c in completions]
-    for run_seed, prompt_ids in ((42, [1, 5]), (None, None)):
+    positions = np.array([[0, 7], [0, 1], [0, 2]], dtype=np.int32)
+    for run_seed, prompt in ((42, Prompt([1, 5], positions)), (None, Prompt([]))):
         metadata = replace(METADATA, count=3, run_seed=run_seed)
-        answer = over_http(pack_answer(completions, prompt_ids, "replica 1"))
-        found, found_prompt_ids = unpack_answer(answer, metadata, "server 0 (http://a:8000)")
+        answer = over_http(pack_answer(completions, prompt, "replica 1"))
+        found, found_prompt = unpack_answer(answer, metadata, "server 0 (http://a:8000)")
         assert [listed(c) for c in found] == [
             replace(c, seed=metadata.seed_of(k), replica="server 0 (http://a:8000) replica 1")
             for k, c in enumerate(completions)
         ]
-        assert found_prompt_ids == (prompt_ids or [])
+        assert found_prompt.token_ids == prompt.token_ids
+        assert np.array_equal(found_prompt.positions, prompt.positions)
 
 
 def test_an_engine_with_another_number_of_log_probabilities_is_refused() -> None:
     for logprobs in (None, [-0.5]):
         found = [completion("七", [7, 2]), completion("八", [8, 2], logprobs=logprobs)]
         with pytest.raises(WireError, match=r"^replica 1 generated \[2, 2\] tokens with \[2, "):
-            pack_answer(found, [], "replica 1")
+            pack_answer(found, Prompt([]), "replica 1")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +176,7 @@ def test_an_engine_with_another_number_of_log_probabilities_is_refused() -> None
         ({"token_ids": "!!"}, r"with nonsense: Error"),
         ({"token_ids": "AAA="}, r"with nonsense: ValueError"),
         ({"lengths": None}, r"with nonsense: TypeError"),
+        ({"prompt_positions": pack([1, 2], "<i4")}, r"with nonsense: ValueError"),
     ],
 )
 def test_counts_that_disagree_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -183,5 +189,5 @@ def test_counts_that_disagree_are_refused(changes: dict[str, Any], message: str)
 def test_an_answer_to_another_request_or_version_names_the_server() -> None:
     with pytest.raises(WireError, match=r"server 0 answered .*count=3.* with \[2\] samples"):
         unpack_answer(ANSWER, replace(METADATA, count=3), "server 0")
-    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 4"):
+    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 5"):
         unpack_answer({**ANSWER, "version": 1}, METADATA, "server 0")

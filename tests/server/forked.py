@@ -153,7 +153,7 @@ class EchoEngine:
             )
             for k in range(metadata.count)
         ]
-        infos = {wire.KEY: wire.pack_answer(drawn, [1], f"{os.getpid()}")}
+        infos = {wire.KEY: wire.pack_answer(drawn, wire.Prompt([1]), f"{os.getpid()}")}
         response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
         return RolloutOutput(response=response, rollout_infos=infos)
 

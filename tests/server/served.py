@@ -47,7 +47,7 @@ def drawn_by(metadata: RequestMetadata, replica: str) -> dict[str, Any]:
         Completion(text=f"{group}.{k}", token_ids=[group, k], **values)
         for k in range(metadata.count)
     ]
-    return wire.pack_answer(drawn, [1, 2], replica)
+    return wire.pack_answer(drawn, wire.Prompt([1, 2]), replica)
 
 
 class Replica:

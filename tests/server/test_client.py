@@ -21,7 +21,7 @@ from urllib3.exceptions import NewConnectionError
 
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.rank_group import RolloutError
-from swift_grpo_ext.rollout.wire import WireError
+from swift_grpo_ext.rollout.wire import Prompt, WireError
 from swift_grpo_ext.server import client as servers_module
 from swift_grpo_ext.server.client import RolloutServers, connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
@@ -117,7 +117,7 @@ def test_samples_come_back_to_their_requests(connected: MakeClient) -> None:
     assert [[c.text for c in cs] for cs, _ in answers] == [
         [f"{group}.{k}" for k in range(4)] for group in range(9)
     ]
-    assert all(prompt_ids == [1, 2] for _, prompt_ids in answers)
+    assert all(prompt == Prompt([1, 2]) for _, prompt in answers)
     assert (len(small.asked), len(large.asked)) == (3, 6)
     for completions, _ in answers:
         seeds = [c.seed for c in completions]

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from swift.infer_engine.protocol import RequestConfig
@@ -20,6 +21,7 @@ from swift_grpo_ext.training.batch import (
     check_prompt_of,
     check_training_batch,
     gap_limit,
+    kind_of_row,
     measure_rollout_gap,
     rollouts_own_prompts,
     switch_off_dropout,
@@ -98,13 +100,13 @@ def test_each_sampled_token_has_a_log_probability() -> None:
 def test_a_batch_without_log_probabilities_names_the_count(count: int, is_good: bool) -> None:
     """One token may lack in training: the end of a turn that was sampled."""
     drawn, without = sample(turns=[(5,) * count], logprobs=[(-1.0,) * count]), batch(rollout=None)
-    check_training_batch([drawn], batch(), arguments(), template())
-    check_training_batch([sample(logprobs=())], without, arguments(), template())
+    check_training_batch([drawn], batch(), arguments(), template(), {})
+    check_training_batch([sample(logprobs=())], without, arguments(), template(), {})
     if is_good:
-        check_training_batch([drawn], without, arguments(), template())
+        check_training_batch([drawn], without, arguments(), template(), {})
         return
     with pytest.raises(DisagreementError, match=f"{count} tokens were sampled, and 2 would be"):
-        check_training_batch([drawn], without, arguments(), template())
+        check_training_batch([drawn], without, arguments(), template(), {})
 
 
 # --- prompts that differ (M3) ---
@@ -156,10 +158,10 @@ def test_the_cause_is_named_or_warned_of_once(warnings: list[str]) -> None:
     message = r"sample 1: .* from token 2 on \(\[2\] against \[10, 2, 5, 5, -200\], 'b' against "
     message += r"'\\nb<5><5>'\)\. Give `swift rollout`.* --rollout_mismatch warn"
     with pytest.raises(DisagreementError, match=message):
-        check_training_batch([sample(), other], batch(), arguments(), template())
+        check_training_batch([sample(), other], batch(), arguments(), template(), {})
     warns = arguments(rollout_mismatch="warn")
     for _ in range(2):
-        check_training_batch([sample(), other], batch(), warns, template())
+        check_training_batch([sample(), other], batch(), warns, template(), {})
     [warning] = warnings
     assert "from token 2 on" in warning
     assert "Training goes on (--rollout_mismatch warn)" in warning
@@ -169,9 +171,9 @@ def test_conversations_and_unknown_prompts_are_left_to_others() -> None:
     turns = sample(turns=[(5,), (6,)], rollout_prompt_ids=[9])
     unknown, never_drawn = sample(rollout_prompt_ids=None), sample()
     del never_drawn.rollout_prompt_ids
-    check_training_batch([turns, unknown, never_drawn], batch(), arguments(), template())
+    check_training_batch([turns, unknown, never_drawn], batch(), arguments(), template(), {})
     with pytest.raises(DisagreementError):
-        check_training_batch([sample(rollout_prompt_ids=[9])], batch(), arguments(), template())
+        check_training_batch([sample(rollout_prompt_ids=[9])], batch(), arguments(), template(), {})
 
 
 # --- prompts that are made equal (M3) ---
@@ -270,6 +272,56 @@ def test_what_is_collated_has_the_text_that_max_length_left(
     assert [len(encoded["input_ids"]) for encoded in collated] == [4 if is_cut else 6, 6, 6, 6]
 
 
+# --- positions (M3) ---
+
+ROLLOUT = np.array([[0, 1, 1, 2, 9], [0, 1, 2, 3, 9], [0, 1, 1, 1, 9]], dtype=np.int32)
+
+
+def placed(*rows: Any, padding: int = 0) -> torch.Tensor:
+    """Positions [3, batch, tokens] of samples with two tokens behind their prompt's."""
+    made = []
+    for row in rows:
+        behind = int(row.max()) + torch.arange(1, 3).expand(3, 2)
+        made.append(torch.cat([torch.as_tensor(row), behind, torch.zeros(3, padding)], 1).long())
+    return torch.stack(made, 1)
+
+
+@pytest.mark.parametrize("how", ["right", "left", "packed", "counted by the model"])
+def test_positions_are_compared(how: str, warnings: list[str]) -> None:
+    """However samples are laid in a row, those of the prompt count alone."""
+    other = np.array(ROLLOUT)
+    other[:, 4] = 4
+    ids = [1, PAD, PAD, PAD, 2, 5, 6]
+    rows = {"encoded": {"input_ids": ids}, "rollout_prompt_ids": ids[:5], "videos": ["a"]}
+    samples = [sample(**rows), sample(**rows, rollout_positions=ROLLOUT), sample(**rows)]
+
+    def check(positions: torch.Tensor, **changes: Any) -> None:
+        inputs: dict[str, Any] = {"position_ids": positions}
+        mask = torch.zeros(positions.shape[1:])
+        if how == "right":
+            mask[:, :7] = 1
+        elif how == "left":
+            mask[:, -7:] = 1
+            inputs["position_ids"] = positions.roll(positions.shape[2] - 7, 2)
+        if how in ("right", "left"):
+            inputs["attention_mask"] = mask
+        elif how == "packed":
+            inputs["position_ids"] = positions[:, :, :7].flatten(1)[:, None]
+        else:
+            del inputs["position_ids"]
+        check_training_batch(samples, batch(), arguments(**changes), template(), inputs)
+
+    check(placed(other, ROLLOUT, other, padding=3))
+    if how == "counted by the model":
+        check(placed(ROLLOUT, other, ROLLOUT, padding=3))
+        return
+    message = r"sample 1, a row of video: .* from token 4 of 5 on \(\[9, 9, 9\] against \[4, 4, 4\]"
+    with pytest.raises(DisagreementError, match=message):
+        check(placed(ROLLOUT, other, ROLLOUT, padding=3))
+    check(placed(ROLLOUT, other, ROLLOUT, padding=3), rollout_mismatch="warn")
+    assert "at other positions from token 4" in warnings[-1]
+
+
 # --- the gap (M5) ---
 
 
@@ -305,9 +357,17 @@ HAS_MIN_P = pytest.mark.skipif(
 )
 
 
+def drawn(engine: str = "rank 0", **media: int) -> Any:
+    """A sample of an engine whose row shows so many of each medium."""
+    shown = {name: ["x"] * number for name, number in media.items()}
+    return sample(rollout_infos={"replica": engine}, **shown)
+
+
 def measure(*batches: Any, ranks: Any = None, limit: float = 0.25, **changes: Any) -> Any:
-    args = arguments(**changes)
-    return measure_rollout_gap(list(batches), args, ranks or RankGroup(), limit, step=7)
+    """Measure the gap of batches, each alone or with its samples."""
+    args = arguments(**{"rollout_mismatch": "warn", **changes})
+    pairs = [b if isinstance(b, tuple) else ([], b) for b in batches]
+    return measure_rollout_gap(pairs, args, ranks or RankGroup(), limit, step=7)
 
 
 def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
@@ -325,20 +385,94 @@ def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
     assert warnings == []
 
 
-def test_a_wide_gap_is_said_once(warnings: list[str]) -> None:
-    for limit in (0.3 + 1e-6, 0.25, 0.25):
-        measure(batch(**FAR), limit=limit)
-    [warning] = warnings
-    assert "Step 7: log-probabilities" in warning
-    assert "0.3 nats apart in the mean (0.4 at most, 2 tokens), above the 0.25" in warning
+def batch_of(*nats: float, count: int = 64) -> Any:
+    """A batch of rows whose log-probabilities lie so many nats apart."""
+    training = [[-each] * count for each in nats]
+    mask = [[1] * count] * len(nats)
+    return batch(rollout=[[0.0] * count] * len(nats), training=training, mask=mask)
 
 
-def test_the_limit_itself_is_no_alarm_and_nan_always_is(warnings: list[str]) -> None:
-    measure(batch(rollout=((-1.0, -2.0),), training=((-1.25, -2.25),)))
-    assert warnings == []
-    measure(batch(), batch(training=((NAN, -1.0),)), top_p=0.5)  # whatever is expected
+@pytest.mark.parametrize(
+    ("nats", "count", "is_told"),
+    [
+        (0.29, 2**12, True),
+        (0.26, 2**12, True),
+        (0.25, 2**12, False),
+        (0.38, 64, True),
+        (0.37, 64, False),
+        (1.26, 8, True),
+        (1.24, 8, False),
+    ],
+)
+def test_few_tokens_may_lie_further_apart(
+    nats: float, count: int, is_told: bool, warnings: list[str]
+) -> None:
+    """0.25 nats and 32 times as much over all tokens: experts that are chosen otherwise."""
+    for _ in range(2):
+        measure(batch_of(nats, count=count))
+    assert len(warnings) == is_told
+    if is_told:
+        [warning] = warnings
+        assert "Step 7: log-probabilities" in warning
+        assert f"the 0.25 nats in the mean that rounding explains. all: {nats:.3g}" in warning
+        assert f"of {count} tokens, {nats:.3g} at most" in warning
+        assert "do not see the same weights or prompts" in warning
+
+
+def test_rows_of_one_kind_are_named_wherever_they_are() -> None:
+    """In the mean of the round nothing is seen: the videos are one row in eight. What lies apart
+    on one rank stops all."""
+    rows = [drawn(videos=1), *(drawn(images=1) for _ in range(3)), *(drawn() for _ in range(4))]
+    batches = [(rows, batch_of(1.5, *[0.0] * 7)), (rows[1:], batch_of(*[0.01] * 7))]
+
+    def of_rank(ranks: RankGroup) -> str:
+        with pytest.raises(DisagreementError) as raised:
+            measure(batches[ranks.rank], ranks=ranks, rollout_mismatch="stop")
+        return str(raised.value)
+
+    first, second = run_rank_groups(2, of_rank)
+    assert first == second
+    assert "rank 0 rows of video: 1.5 nats in the mean of 64 tokens" in first
+    assert "image" not in first
+    assert "Other rows agree: such media" in first
+    metrics = measure(*batches)
+    assert metrics["rollout_gap/mean"] < 0.25
+    kinds = {"rollout_gap/video": 1.5, "rollout_gap/text": 0.005, "rollout_gap/image": 0.005}
+    assert {name: metrics[name] for name in kinds} == pytest.approx(kinds)
+
+
+def test_one_engine_of_several_is_named(warnings: list[str]) -> None:
+    rows = [drawn("server 0 replica 0"), drawn("server 0 replica 1"), drawn("server 1 replica 0")]
+    measure((rows, batch_of(0.0, 0.9, 0.0)))
     [warning] = warnings
-    assert "nan nats apart in the mean (nan at most" in warning
+    assert "server 0 replica 1 rows of text: 0.9 nats" in warning
+    assert "replica 0" not in warning.replace("server 0 replica 1", "")
+    assert "Other engines agree: this one has other weights" in warning
+
+
+def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
+    """Of 64 rows of one kind; a NaN always stops."""
+    rows = [drawn(images=2) for _ in range(64)]
+    for nats in (0.37, 4.0, 4.0):
+        measure((rows, batch_of(nats, *[0.01] * 63)), rollout_mismatch="stop")
+    [warning] = warnings
+    assert "the furthest of train round 3.0, group 2, sample 1 (images): 4 nats" in warning
+    with pytest.raises(DisagreementError, match="nan nats"):
+        measure((rows, batch_of(NAN, *[0.01] * 63)), rollout_mismatch="stop", top_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("media", "kind"),
+    [
+        ({}, "text"),
+        ({"images": None, "videos": []}, "text"),
+        ({"images": ["a"]}, "image"),
+        ({"images": ["a", "b"], "audios": ["c"]}, "images+audio"),
+        ({"videos": ["a", "b"], "images": ["c"]}, "image+videos"),
+    ],
+)
+def test_kinds_of_rows(media: dict[str, Any], kind: str) -> None:
+    assert kind_of_row(sample(**media)) == kind
 
 
 @pytest.mark.parametrize(
@@ -362,7 +496,7 @@ def test_the_limit_itself_is_no_alarm_and_nan_always_is(warnings: list[str]) -> 
 def test_a_healthy_run_gets_no_alarm(
     changes: dict[str, Any], num_warnings: int, warnings: list[str]
 ) -> None:
-    assert measure(batch(**FAR), **changes)["rollout_gap/max"] == pytest.approx(0.4)
+    assert measure(batch_of(0.4), **changes)["rollout_gap/max"] == pytest.approx(0.4)
     assert len(warnings) == num_warnings
 
 

@@ -1,16 +1,25 @@
-"""Repairs of the forwards that ms-swift gives to models."""
+"""Repairs of models of transformers, and of the forwards that ms-swift gives them."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swift_grpo_ext.upstream import models, pins
 from swift_grpo_ext.upstream.contract import mismatch
 
 TOKENS = {"image": 60, "video": 61}
+SIDES = st.integers(1, 4).map(lambda half: 2 * half)
+TEXT = st.tuples(st.just("text"), st.integers(1, 5))
+IMAGE = st.tuples(st.just("image"), st.tuples(st.just(1), SIDES, SIDES))
+VIDEO = st.tuples(st.just("video"), st.tuples(st.integers(1, 9), SIDES, SIDES))
+ROW = st.lists(st.tuples(TEXT, st.one_of(IMAGE, VIDEO)), max_size=4)
 
 
 @pytest.fixture(params=[None, "vision"])
@@ -61,3 +70,65 @@ def test_gemma4_sees_two_media(gemma4: Any, kind: str) -> None:
         expected = gemma4.origin_forward(**text, mm_encoder_outputs={kind: features})
     assert len(features.pooler_output) == 2
     torch.testing.assert_close(ours, expected.last_hidden_state)
+
+
+def vllm_positions(model_class: Any, config: Any, row: Any, seconds: float) -> Any:
+    """What vLLM's model, without weights, counts for a row."""
+    features, offset = [], 0
+    for kind, size in row:
+        if kind == "text":
+            offset += size
+            continue
+        t, h, w = size
+        data = {f"{kind}_grid_thw": SimpleNamespace(data=torch.tensor(size))}
+        data["second_per_grid_ts"] = SimpleNamespace(data=torch.tensor(seconds))
+        place = SimpleNamespace(offset=offset)
+        features.append(SimpleNamespace(modality=kind, mm_position=place, data=data))
+        offset += t * h * w // 4
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    return model.get_mrope_input_positions([0] * offset, features)
+
+
+@pytest.mark.skipif(any(map(mismatch, pins.QWEN_POSITIONS)), reason="counts as vLLM does")
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_positions_are_those_of_vllm(name: str, data: st.DataObject) -> None:
+    """Of any row, beside a longer one, with videos of any length and rate."""
+    import transformers
+    from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
+
+    models.place_what_follows_videos()
+    config = getattr(transformers, f"{name}Config")()
+    modeling = getattr(transformers, f"{name}Model")
+    module = qwen2_vl if name == "Qwen2VL" else qwen2_5_vl
+    theirs = getattr(module, f"{name}ForConditionalGeneration")
+    seconds = data.draw(st.sampled_from([1.0, 0.5, 2 / 3, 4.0])) if name == "Qwen2_5_VL" else 1.0
+    rows = []
+    for pairs in (data.draw(ROW), data.draw(ROW)):
+        rows.append([block for pair in pairs for block in pair] + [("text", data.draw(TEXT)[1])])
+    kinds = {"text": 0, "image": 1, "video": 2}
+    types, grids = [], {"image": list[Any](), "video": list[Any]()}
+    for row in rows:
+        types.append(list[int]())
+        for kind, size in row:
+            count = size if kind == "text" else int(np.prod(size)) // 4
+            types[-1] += [kinds[kind]] * count
+            if kind != "text":
+                grids[kind].append(size)
+    length = max(map(len, types))
+    padded = torch.tensor([row + [0] * (length - len(row)) for row in types])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in types])
+    given_grids = {f"{kind}_grid_thw": torch.tensor(g) if g else None for kind, g in grids.items()}
+    times = {"second_per_grid_ts": [seconds] * len(grids["video"])} if seconds != 1 else {}
+    self = SimpleNamespace(config=config)
+    found, deltas = modeling.get_rope_index(
+        self, torch.zeros_like(padded), padded, attention_mask=mask, **given_grids, **times
+    )
+    for number, (row, of_row) in enumerate(zip(rows, types, strict=True)):
+        expected, delta = vllm_positions(theirs, config, row, seconds)
+        assert found[:, number, : len(of_row)].tolist() == expected.tolist()
+        assert deltas[number].item() == delta
+        assert not found[:, number, len(of_row) :].any()

@@ -35,6 +35,7 @@ from swift_grpo_ext.checks.rows import (
     reason_of,
 )
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
+from swift_grpo_ext.rollout.positions import PositionCounter
 from swift_grpo_ext.tools.check.lookup import (
     LOCAL,
     UNKNOWN_MODEL,
@@ -42,7 +43,17 @@ from swift_grpo_ext.tools.check.lookup import (
     model_folder,
 )
 from swift_grpo_ext.tools.check.settings import Run, Side
-from swift_grpo_ext.training.batch import REMEDY, SHOWN, may_be_cut, spans_of, with_text_of
+from swift_grpo_ext.training.batch import (
+    POSITIONS_REMEDY,
+    REMEDY,
+    SHOWN,
+    first_misplaced,
+    may_be_cut,
+    positions_in_training,
+    spans_of,
+    with_text_of,
+)
+from swift_grpo_ext.upstream.models import repair_models
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOSample
@@ -183,12 +194,16 @@ def differences_of(
     if len(differing) > SHOWN_ROWS:
         text = f"{len(differing) - SHOWN_ROWS} more of {len(encoded)} rows differ."
         yield say(setting, text)
-    if not differing:
+    misplaced = [row for row in encoded if row.misplaced and not row.differences]
+    for row in misplaced[:SHOWN_ROWS]:
+        text = f"{named(row.row)} has the same tokens at other positions, {row.misplaced}."
+        yield say(setting, text, POSITIONS_REMEDY)
+    if not (differing or misplaced):
         num_media = sum(len(row.media) for row in encoded)
         yield ok(
             setting,
-            f"{len(encoded)} rows with {num_media} media are equal in rollout and training, "
-            "token by token.",
+            f"{len(encoded)} rows with {num_media} media are equal in rollout and training, in "
+            + ("tokens and positions." if encoder.compares_positions else "tokens."),
         )
 
 
@@ -245,6 +260,9 @@ class EncodedRow:
     """Training is given the rollout's line breaks and cuts where it can be."""
 
     differences: list[Difference]
+    misplaced: str
+    """From which token on both sides have other positions; "" where they agree."""
+
     media: list[str]
     """The rollout shows these, each with its size and its tokens."""
 
@@ -275,6 +293,24 @@ class RowEncoder:
             self._engine, self._core = make_engine(folders[self._rollout_side], template, args)
         self._placeholders = placeholder_ids(self.template)
         self._ids = map(str, count())
+        self._positions = PositionCounter(self._engine.engine.model_config)
+        self.compares_positions = self._positions.counts and self._has_dummy_model()
+
+    def _has_dummy_model(self) -> bool:
+        """Give the template a model without weights, which counts positions, and return whether
+        there can be one. It is ms-swift's own (template/base.py, `_get_model`), by its type."""
+        from swift.model import get_model_processor
+
+        repair_models()
+        info = self.template.model_info
+        try:
+            with torch.device("meta"):
+                self.template.dummy_model, _ = get_model_processor(
+                    info.model_dir, model_type=info.model_type, return_dummy_model=True
+                )
+        except Exception:  # code of a hub, packages that are not there
+            return False
+        return True
 
     @property
     def max_length(self) -> int | None:
@@ -311,22 +347,26 @@ class RowEncoder:
         request: EngineCoreRequest = self._core.add_request.call_args.args[0]
         rollout = list(request.prompt_token_ids)
         with self._run.environment("training"):
-            training = self._prompt_in_training(sample, rollout)
+            training, placed = self._prompt_in_training(sample, rollout)
+        features = request.mm_features or ()
         # Of the text the last tokens are kept: media in front of it have lost theirs.
         was_cut = may_be_cut(rollout, self.max_length)
         text_from = next((n for n, i in enumerate(rollout) if i not in self._placeholders), 0)
-        starts = [feature.mm_position.offset for feature in request.mm_features or ()]
+        starts = [feature.mm_position.offset for feature in features]
         return EncodedRow(
             row=row,
             rollout=rollout,
             training=training,
             differences=list(differences(rollout, training, self._placeholders)),
+            misplaced=first_misplaced(self._positions.positions(rollout, features), placed),
             media=describe_media(inputs, request),
             num_behind_cut=sum(start < text_from for start in starts) if was_cut else 0,
         )
 
-    def _prompt_in_training(self, sample: GRPOSample, rollout: Sequence[int]) -> list[int]:
-        """Return the prompt's tokens as training is given them."""
+    def _prompt_in_training(
+        self, sample: GRPOSample, rollout: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor | None]:
+        """Return the prompt's tokens as training is given them, and their positions (M-RoPE)."""
         from swift.rlhf_trainers.utils import encode_sample
 
         tokenizer, max_length = self.template.tokenizer, self.template.max_length
@@ -346,7 +386,13 @@ class RowEncoder:
         labels = encoded["labels"]
         end = next((i for i, label in enumerate(labels) if label != -100), len(labels))
         prompt: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()[:end]
-        return prompt
+        if not self.compares_positions:
+            return prompt, None
+        encoded.pop("_extra_kwargs", None)
+        sample.encoded = encoded
+        with torch.inference_mode():
+            collated = self.template.data_collator([encoded])
+        return prompt, positions_in_training([sample], collated)[0]
 
     def words(self, ids: Sequence[int]) -> str:
         """Return the text of token ids and the ids, for a message."""
@@ -410,7 +456,9 @@ def make_engine(
             max_model_len=args.vllm_max_model_len,
             limit_mm_per_prompt=json_parse_to_dict(args.vllm_limit_mm_per_prompt) or None,
             enforce_eager=True,
-            engine_kwargs={name: kwargs[name] for name in OF_PROCESSING if name in kwargs},
+            # Of what the cache has, vLLM hands on no more than the name.
+            engine_kwargs={"mm_processor_cache_gb": 0}
+            | {name: kwargs[name] for name in OF_PROCESSING if name in kwargs},
         )
     return engine, core
 
