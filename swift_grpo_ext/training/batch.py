@@ -67,6 +67,13 @@ REMEDY = (
 )
 
 
+TURNS_REMEDY = (
+    "Training sees the messages and media that the scheduler leaves: its `step` has to return all "
+    "images of a conversation in `rollout_infos['images']` (videos, audios alike), and to keep "
+    "earlier turns as the engine saw them; --max_length must hold all turns. "
+    "--rollout_mismatch warn trains all the same."
+)
+
 POSITIONS_REMEDY = (
     "vLLM's model and transformers' count positions of media differently. Install releases that "
     "agree (docs/support.md); --rollout_mismatch warn trains all the same."
@@ -127,7 +134,10 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
         for encoded in batch:
             if not waiting or getattr(waiting[0], "encoded", None) is not encoded:
                 continue
-            prompt = _checked_prompt(waiting.popleft())
+            sample = waiting.popleft()
+            # A later turn's prompt holds what was sampled before.
+            of_rollout = getattr(sample, "rollout_prompt_ids", None) or ()
+            prompt = () if is_conversation(sample) else of_rollout
             was_cut = may_be_cut(prompt, max_length)
             changed = with_text_of(
                 prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
@@ -300,28 +310,39 @@ def check_prompt_of(
         placeholders: ids that stand for media; in training negative ones do too.
         remedy: the message's last sentence.
     """
-    rollout = _checked_prompt(sample)
+    rollout = getattr(sample, "rollout_prompt_ids", None) or ()
     if not rollout:
         return
     training = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
     ours = spans_of(rollout, placeholders)
     theirs = spans_of(training, placeholders)[: len(ours)]
-    is_media, last = ours[-1]
-    if len(theirs) == len(ours) and not is_media:  # the completion follows the prompt's last text
-        theirs[-1] = (False, theirs[-1][1][: len(last)])
-    if len(theirs) == len(ours) and all(
-        _same_item(own, other) if is_media else own == other
-        for (is_media, own), (_, other) in zip(ours, theirs, strict=True)
-    ):
+    decode = template.tokenizer.decode
+
+    def agree(number: int) -> bool:
+        (is_media, own), (_, other) = ours[number], theirs[number]
+        if is_media:
+            return _same_item(own, other)
+        is_last = number == len(ours) - 1  # behind which completions follow
+        if own == (other[: len(own)] if is_last else other):
+            return True
+        # Training was given a prompt's line breaks beside media, but not those of later turns.
+        line, other_line = (decode(part).replace("\n", "") for part in (own, other))
+        starts = other_line.startswith(line) if is_last else other_line == line
+        return is_conversation(sample) and len(ours) > 1 and starts
+
+    if len(theirs) == len(ours) and all(map(agree, range(len(ours)))):
         return
     pairs = zip(rollout, training, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rollout), len(training)))
     seen, trained = (list(ids[first : first + SHOWN]) for ids in (rollout, training))
-    words = [repr(template.tokenizer.decode([i for i in ids if i >= 0])) for ids in (seen, trained)]
+    words = [repr(decode([i for i in ids if i >= 0])) for ids in (seen, trained)]
+    where, remedy = ("", remedy)
+    if is_conversation(sample):
+        where, remedy = (f" in turn {len(sample.response_token_ids)}", remedy and TURNS_REMEDY)
     raise DisagreementError(
-        f"{sample.sample_id}: the rollout saw a prompt of {len(rollout)} tokens that training does "
-        f"not begin with; they differ from token {first} on ({seen} against {trained}, {words[0]} "
-        f"against {words[1]}). {remedy}"
+        f"{sample.sample_id}{where}: the rollout saw a prompt of {len(rollout)} tokens that "
+        f"training does not begin with; they differ from token {first} on ({seen} against "
+        f"{trained}, {words[0]} against {words[1]}). {remedy}"
     )
 
 
@@ -374,12 +395,10 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
     )
 
 
-def _checked_prompt(sample: GRPOSample) -> Sequence[int]:
-    """Return the prompt that a sample's rollout saw; none of a conversation of several turns, whose
-    scheduler makes it."""
+def is_conversation(sample: GRPOSample) -> bool:
+    """Return whether a sample has several turns, of which the last prompt holds the others."""
     turns = sample.response_token_ids
-    is_conversation = turns and isinstance(turns[0], (list, tuple)) and len(turns) > 1
-    return () if is_conversation else getattr(sample, "rollout_prompt_ids", None) or ()
+    return bool(turns) and isinstance(turns[0], (list, tuple)) and len(turns) > 1
 
 
 # --- the gap between log-probabilities ---

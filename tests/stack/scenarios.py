@@ -3,11 +3,14 @@ sample's place or end."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from swift.rewards import ORM, orms
 from swift.rewards.orm import CosineReward
 from swift.rollout.gym_env import Env, envs
@@ -27,6 +30,30 @@ class AskAgain(MultiTurnScheduler):
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
         infer_request.messages.append({"role": "user", "content": "Say it again."})
         return {"infer_request": infer_request}
+
+
+class LookCloser(MultiTurnScheduler):
+    """Puts in the image once more, smaller, and asks again; forgets to say so to the training."""
+
+    repeats = False
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        return current_turn >= TURNS
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        image = Image.open(infer_request.images[0])
+        image.resize((56, 84)).save(content := BytesIO(), "png")
+        closer = base64.b64encode(content.getvalue()).decode()
+        infer_request.images = [*infer_request.images, closer]
+        infer_request.messages.append({"role": "user", "content": "<image>And closer?"})
+        infos = {"images": infer_request.images} if self.repeats else {}
+        return {"infer_request": infer_request, "rollout_infos": infos}
+
+
+class LookCloserRepeated(LookCloser):
+    """Says it, as ms-swift asks for."""
+
+    repeats = True
 
 
 class Examiner(Env):
@@ -100,7 +127,9 @@ class CosineOfDigits(CosineReward):
         super().__init__(args, accuracy_orm=orms["digit_accuracy"]())
 
 
-multi_turns["ask_again"] = AskAgain
+multi_turns.update(
+    ask_again=AskAgain, look_closer=LookCloser, look_closer_repeated=LookCloserRepeated
+)
 envs["examiner"] = Examiner
 orms.update(position=Position, name=Name, odd_groups=OddGroups, silent=Silent, stopped=Stopped)
 orms["cosine"] = CosineOfDigits

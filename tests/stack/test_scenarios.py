@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
     GROUP_SIZE,
+    LORA,
     Samples,
     client_argv,
     digits,
+    logged_steps,
     read_lines,
     read_records,
+    recorded,
+    run_training,
     server_argv,
     token_ids,
     train,
@@ -161,6 +166,25 @@ def test_conversations(assets: Path, rows: Path, tmp_path: Path) -> None:
         served = train(assets, rows, tmp_path / "s", *client_argv(port), ranks=2, steps=1)
     assert served.keys() == colocated.keys()
     assert all(sample["turns"] == colocated[name]["turns"] for name, sample in served.items())
+
+
+def test_images_that_a_scheduler_adds(assets: Path, rows: Path, tmp_path: Path) -> None:
+    """Training sees what the engine saw in the last turn, or the run stops with sample and turn."""
+    repeated = ("--multi_turn_scheduler", "look_closer_repeated", "--max_turns", "2")
+    finished = run_training(assets, rows, tmp_path / "a", *repeated, *LORA, steps=1)
+    assert finished.returncode == 0, finished.cause
+    samples = recorded(tmp_path / "a")
+    assert all(len(sample["images"]) == 2 for sample in samples.values())
+    [step] = logged_steps(tmp_path / "a/run")
+    assert 0 < step["rollout_gap/max"] < 1e-5
+    forgotten = ("--multi_turn_scheduler", "look_closer", "--max_turns", "2")
+    finished = run_training(assets, rows, tmp_path / "b", *forgotten, steps=1)
+    assert finished.returncode == 1
+    assert re.search(
+        r"train round 0\.0, group 0, sample 0 in turn 2: the rollout saw a prompt of \d+ tokens "
+        r"that training does not begin with; .*'<\|image_pad\|>.*`rollout_infos\['images'\]`",
+        finished.output,
+    )
 
 
 @pytest.mark.extra

@@ -167,11 +167,35 @@ def test_the_cause_is_named_or_warned_of_once(warnings: list[str]) -> None:
     assert "Training goes on (--rollout_mismatch warn)" in warning
 
 
-def test_conversations_and_unknown_prompts_are_left_to_others() -> None:
-    turns = sample(turns=[(5,), (6,)], rollout_prompt_ids=[9])
+@pytest.mark.parametrize(
+    ("rollout", "training", "first"),
+    [
+        ([1, 2, 3, 5, 7], [1, 2, 3, 5, 7, 6], None),
+        ([1, PAD, 10, 2, 5, 7], [1, PAD, 2, 5, 7, 6], None),  # line breaks beside media
+        ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 10, PAD, 10, 7, 6], None),
+        ([1, 2, 3, 9, 7], [1, 2, 3, 5, 7, 6], 3),  # tokenized again
+        ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 7, 6], 4),  # an image that was not repeated
+        ([3, 5, 7], [1, 2, 3, 5, 7, 6], 0),  # cut
+    ],
+)
+def test_the_last_turn_of_a_conversation(
+    rollout: list[int], training: list[int], first: int | None
+) -> None:
+    """It holds all that its engine saw; beside media, line breaks may differ in later turns."""
+    turns = {"turns": [(5,), (6,)], "encoded": {"input_ids": training}}
+    talk = sample(rollout_prompt_ids=rollout, **turns)
+    if first is None:
+        check_prompt_of(talk, template(), {PAD, SOFT})
+        return
+    message = rf"sample 1 in turn 2: .* from token {first} on.*`rollout_infos\['images'\]`"
+    with pytest.raises(DisagreementError, match=message):
+        check_prompt_of(talk, template(), {PAD, SOFT}, "Do this.")
+
+
+def test_unknown_prompts_are_left_to_others() -> None:
     unknown, never_drawn = sample(rollout_prompt_ids=None), sample()
     del never_drawn.rollout_prompt_ids
-    check_training_batch([turns, unknown, never_drawn], batch(), arguments(), template(), {})
+    check_training_batch([unknown, never_drawn], batch(), arguments(), template(), {})
     with pytest.raises(DisagreementError):
         check_training_batch([sample(rollout_prompt_ids=[9])], batch(), arguments(), template(), {})
 
@@ -319,7 +343,7 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
     with pytest.raises(DisagreementError, match=message):
         check(placed(ROLLOUT, other, ROLLOUT, padding=3))
     check(placed(ROLLOUT, other, ROLLOUT, padding=3), rollout_mismatch="warn")
-    assert "at other positions from token 4" in warnings[-1]
+    assert "otherwise, from token 4" in warnings[-1]
 
 
 # --- the gap (M5) ---
