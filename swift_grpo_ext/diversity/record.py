@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,27 @@ def round_name(sample_id: Mapping[str, Any]) -> str:
 def append_line(run_dir: str | os.PathLike[str], line: RoundRecord | int) -> None:
     """Append a round's record to a run's file, or the step at which a session begins.
 
+    It is a line of its own, whatever a process that was killed has left behind.
+
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; it is as it was, unless the disk fails altogether.
     """
     values = {"start_step": line} if isinstance(line, int) else asdict(line)
+    content = json.dumps(values, ensure_ascii=False).encode() + b"\n"
     path = Path(run_dir) / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as f:
-        f.write(json.dumps(values, ensure_ascii=False) + "\n")
+    with path.open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(-1, os.SEEK_END)
+            content = content if file.read(1) == b"\n" else b"\n" + content
+        try:
+            while content:  # a disk that fills takes a piece
+                content = content[file.write(content) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def read_records(run_dir: str | os.PathLike[str]) -> list[RoundRecord]:

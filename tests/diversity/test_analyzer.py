@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,35 @@ def test_damaged_lines_are_named_and_the_others_are_read(
     assert caplog.messages == [
         f"{path}: the lines 2, 3, 5, 6, 7 and 3 more are damaged or incomplete, and are left out."
     ]
+
+
+@pytest.mark.parametrize("kept", [slice(-1), slice(-20), slice(5)])
+def test_a_line_that_was_cut_short_swallows_nothing(tmp_path: Path, kept: slice) -> None:
+    """A process that was killed leaves a piece of its last line; the next session resumes."""
+    append_line(tmp_path, 0)
+    for step in range(5):
+        append_line(tmp_path, record_of(step))
+    path = tmp_path / FILE_NAME
+    *whole, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*whole, last[kept]]))
+    append_line(tmp_path, 3)
+    for step in (3, 4, 5):
+        append_line(tmp_path, record_of(step))
+    assert [r.step for r in read_records(tmp_path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_line_that_does_not_fit_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in range(3):
+        append_line(tmp_path, record_of(step))
+    before = (tmp_path / FILE_NAME).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    with pytest.raises(OSError, match="File too large"):
+        append_line(tmp_path, record_of(3))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+    append_line(tmp_path, record_of(3))
+    assert [r.step for r in read_records(tmp_path)] == [0, 1, 2, 3]
+    assert caplog.messages == []
