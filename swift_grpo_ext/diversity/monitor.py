@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.callbacks import TrainerCallback
@@ -20,7 +21,7 @@ from swift.utils import get_logger
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.record import RoundRecord, append_line
+from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, append_line
 from swift_grpo_ext.diversity.sample import Sample, sample_from_row
 from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.record.row import SampleRow
@@ -33,6 +34,9 @@ logger = get_logger()
 
 GREEDY_TEMPERATURE = 1e-5
 """Below which vLLM decodes greedily (`_SAMPLING_EPS` in vllm/v1/sample/sampler.py)."""
+
+MAX_WAITING_LINES = 1000
+"""Lines, of a few kilobytes, that wait for a disk that is full; beyond them the oldest are lost."""
 
 
 @dataclass
@@ -69,6 +73,10 @@ class DiversityMonitor(TrainerCallback):
             seed_mode=args.rollout_seed_mode,
         )
         self._pending: deque[Sample] = deque()  # appended to by the thread that generates
+        self._waiting: list[RoundRecord | int] = []
+        """Lines that rank 0 has not written yet; none unless the disk fails."""
+
+        self._is_failing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
         self._analyses: list[Future[list[RoundRecord]]] = []
         """Those of rank 0, in their order."""
@@ -83,7 +91,7 @@ class DiversityMonitor(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        append_line(args.output_dir, state.global_step)
+        self._write(state.global_step)
         if self._is_greedy:
             reason = f"--temperature {self.args.temperature} decodes greedily"
         elif not self.args.use_vllm:
@@ -104,6 +112,11 @@ class DiversityMonitor(TrainerCallback):
         self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._process_pending(control)
+
+    def on_train_end(
+        self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._write_waiting()
 
     # --- samples in ---
 
@@ -165,7 +178,7 @@ class DiversityMonitor(TrainerCallback):
         analyses, self._analyses = self._analyses, []
         decision = Decision()
         for record in (record for analysis in analyses for record in analysis.result()):
-            append_line(self.args.output_dir, record)
+            self._write(record)
             decision.scalars.append((record.phase, record.scalars()))
             if record.alarm:
                 action = self.args.diversity_action
@@ -175,3 +188,29 @@ class DiversityMonitor(TrainerCallback):
                 decision.stop |= action == "stop"
             self._last_alarm[record.phase] = record.verdict if record.alarm else ""
         return decision
+
+    # --- the file ---
+
+    def _write(self, line: RoundRecord | int) -> None:
+        """Write a line; no disk that fails ends the training."""
+        self._waiting.append(line)
+        if len(self._waiting) > MAX_WAITING_LINES:
+            del self._waiting[1]  # the first may be the session's mark
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        try:
+            while self._waiting:
+                append_line(self.args.output_dir, self._waiting[0])
+                del self._waiting[0]
+            self._is_failing = False
+        except OSError as e:
+            if not self._is_failing:
+                path = Path(self.args.output_dir) / FILE_NAME
+                logger.warning(
+                    f"--callbacks diversity: {path} cannot be written ([Errno {e.errno}] "
+                    f"{e.strerror}). Its lines wait in memory, the newest {MAX_WAITING_LINES} of "
+                    "them, and are tried again with each round. Make room there, or correct "
+                    "--output_dir. The training goes on."
+                )
+            self._is_failing = True

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import TrainerControl, TrainerState
 
+from swift_grpo_ext.diversity import monitor
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
-from swift_grpo_ext.diversity.record import RoundRecord, read_records
+from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, read_records
 from swift_grpo_ext.diversity.sample import Sample
 from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.rollout.rank_group import training_ranks
@@ -48,12 +49,16 @@ class Run:
     def generate(self, samples: list[Sample], rewards: Sequence[float] = ()) -> None:
         for listener in self.trainer.sample_listeners:
             listener([row_of(s) for s in samples])
+        if rewards:
+            self.score(samples, rewards)
+
+    def score(self, samples: list[Sample], rewards: Sequence[float]) -> None:
         rows = [
             RewardRow(sample_id=s.origin.sample_id, reward=reward, rewards=[], truncated=False,
                       replaced=False, fate="trained")
             for s, reward in zip(samples, rewards, strict=False)
         ]  # fmt: skip
-        for listener in self.trainer.score_listeners if rewards else ():
+        for listener in self.trainer.score_listeners:
             listener(rows)
 
     def step(self, samples: list[Sample], rewards: Sequence[float] = ()) -> None:
@@ -225,6 +230,54 @@ def test_a_resumed_session_replaces_from_its_step_on(tmp_path: Path) -> None:
     assert [r.step for r in run.records] == [0, 1]
 
 
+def test_a_full_disk_does_not_end_the_training(tmp_path: Path, said: list[str]) -> None:
+    """What could not be written waits, and is written in its order: the session's mark too."""
+    file = tmp_path / FILE_NAME
+    file.symlink_to("/dev/full")
+    run = Run(tmp_path, diversity_action="stop")
+    for step in range(3):
+        run.step(group_of([step], [9], step=step))
+    run.generate(group_of([1], [2], step=3, phase="eval"))
+    run.monitor.on_prediction_step(*run.hook_arguments)
+    assert run.logged["diversity/unique_ratio"] == [1.0] * 3
+    assert said == [
+        f"--callbacks diversity: {file} cannot be written ([Errno 28] No space left on device). "
+        "Its lines wait in memory, the newest 1000 of them, and are tried again with each round. "
+        "Make room there, or correct --output_dir. The training goes on."
+    ]
+    file.unlink()
+    run.step(group_of(LONG, LONG, step=3))
+    assert run.stops
+    assert [(r.phase, r.step) for r in run.records] == [
+        *(("train", step) for step in range(3)), ("eval", 3), ("train", 3),
+    ]  # fmt: skip
+    assert file.read_text().startswith('{"start_step": 0}\n{"phase"')
+    file.rename(tmp_path / "before")
+    file.symlink_to("/dev/full")
+    run.step(group_of([4], [9], step=4))
+    assert len(said) == 3  # the alarm, and another time that the disk is full
+    file.unlink()
+    run.monitor.on_train_end(*run.hook_arguments)
+    assert [r.step for r in run.records] == [4]
+
+
+def test_what_waits_for_a_full_disk_is_bounded(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest rounds go; the session's mark stays, which says what they replace."""
+    monkeypatch.setattr(monitor, "MAX_WAITING_LINES", 3)
+    file = tmp_path / FILE_NAME
+    file.symlink_to("/dev/full")
+    run = Run(tmp_path)
+    for step in range(5):
+        run.step(group_of([step], [9], step=step))
+    file.unlink()
+    run.step(group_of([5], [9], step=5))
+    assert file.read_text().startswith('{"start_step": 0}\n')
+    assert [r.step for r in run.records] == [4, 5]
+    assert len(said) == 1
+
+
 def test_other_trainers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"this is a SimpleNamespace,.*Leave it out"):
         DiversityMonitor(SimpleNamespace(), SimpleNamespace())
@@ -273,14 +326,16 @@ def test_all_ranks_stop_together(tmp_path: Path) -> None:
 
 
 def fail_on_main(rank: int, folder: str) -> None:
-    """The main rank cannot write; no rank may wait for ever."""
+    """The main rank cannot write, which ends nothing, and then analyze; no rank waits for ever."""
     run = Run(Path(folder) / "run", rank)
     if rank == 0:
-        (Path(folder) / "run/diversity.jsonl").unlink()
-        (Path(folder) / "run/diversity.jsonl").mkdir()
+        (Path(folder) / "run" / FILE_NAME).unlink()
+        (Path(folder) / "run" / FILE_NAME).mkdir()
+    run.step([sample(LONG, index=rank)])
+    run.monitor._analyzer.analyze = None  # type: ignore[assignment]
     try:
-        run.step([sample(LONG, index=rank)])
-    except (OSError, RuntimeError) as e:
+        run.step([sample(LONG, index=rank, step=1)])
+    except RuntimeError as e:
         Path(folder, f"rank{rank}.txt").write_text(f"{type(e).__name__}: {e}")
 
 
@@ -288,7 +343,4 @@ def test_a_failure_ends_all_ranks(tmp_path: Path) -> None:
     on_ranks(fail_on_main, tmp_path)
     assert (tmp_path / "rank0.txt").read_text().startswith("RuntimeError: --callbacks diversity")
     words = (tmp_path / "rank1.txt").read_text()
-    assert words.endswith(
-        "--callbacks diversity: IsADirectoryError: [Errno 21] Is a directory: "
-        f"'{tmp_path}/run/diversity.jsonl'"
-    )
+    assert words.endswith("--callbacks diversity: TypeError: 'NoneType' object is not callable")
