@@ -1,16 +1,16 @@
 """`--callbacks diversity`: analyzes every round's completions for lost diversity and shared noise.
 
 The trainer hands each rank's samples over as they are generated (`sample_listeners`), perhaps from
-another thread. When their round is scored (`score_listeners`), rank 0 gathers them, and a thread of
-rank 0 analyzes them while the step goes on. When the step ends, and after each batch of an
-evaluation, rank 0 waits for its thread. It tells all ranks what to log and whether to stop: each
-round is logged with its own step, and no rank stops alone or at another step.
+another thread and ahead of their step. When their round is scored (`score_listeners`), rank 0
+gathers them, and a thread of rank 0 analyzes them while the step goes on. When the step ends, and
+after each batch of an evaluation, rank 0 waits for its thread. It tells all ranks what to log and
+whether to stop: each round is logged with its own step, and no rank stops alone or at another step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, append_line
 from swift_grpo_ext.diversity.sample import Sample, sample_from_row
 from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
     from swift_grpo_ext.config import RolloutGRPOConfig
@@ -73,6 +74,9 @@ class DiversityMonitor(TrainerCallback):
             seed_mode=args.rollout_seed_mode,
         )
         self._pending: deque[Sample] = deque()  # appended to by the thread that generates
+        self._unscored: list[Sample] = []
+        """Of rank 0 with `--async_generate`: samples of rounds that may not be whole yet."""
+
         self._waiting: list[RoundRecord | int] = []
         """Lines that rank 0 has not written yet; none unless the disk fails."""
 
@@ -139,14 +143,30 @@ class DiversityMonitor(TrainerCallback):
             rows: how this rank's samples scored.
         """
         arrived = [self._pending.popleft() for _ in range(len(self._pending))]
-        scores = {row.sample_id: row.reward for row in rows if row.reward is not None}
+        scores = {row.sample_id: row.reward for row in rows}
         gathered = self.trainer.ranks.gather((arrived, scores)) or ()
         samples = [sample for of_rank, _ in gathered for sample in of_rank]
+        all_scores = {name: reward for _, of_rank in gathered for name, reward in of_rank.items()}
+        if self.args.async_generate:
+            samples = self._whole_rounds(samples, all_scores)
         if samples:
-            all_scores = {
-                name: reward for _, of_rank in gathered for name, reward in of_rank.items()
-            }
-            self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, all_scores))
+            known = {name: reward for name, reward in all_scores.items() if reward is not None}
+            self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, known))
+
+    def _whole_rounds(self, arrived: Sequence[Sample], scored: Iterable[SampleId]) -> list[Sample]:
+        """Return the samples of the rounds that were scored, and keep the others.
+
+        The next round is generated meanwhile, and arrives in pieces; an evaluation's next batch
+        belongs to the same round, and has later groups.
+        """
+        newest = {name.phase: (*name.round, name.group) for name in sorted(scored)}
+        whole: list[Sample] = []
+        pending, self._unscored = [*self._unscored, *arrived], []
+        for sample in pending:
+            name = sample.origin.sample_id
+            is_whole = (*name.round, name.group) <= newest.get(name.phase, ())
+            (whole if is_whole else self._unscored).append(sample)
+        return whole
 
     def _process_pending(self, control: TrainerControl) -> None:
         """Act on all samples that have arrived; every rank calls it together.

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, read_records
 from swift_grpo_ext.diversity.sample import Sample
 from swift_grpo_ext.record.rewards import RewardRow
+from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout.rank_group import training_ranks
 from tests.arguments import training_arguments
 from tests.diversity.samples import LONG, group_of, row_of, sample
@@ -276,6 +277,58 @@ def test_what_waits_for_a_full_disk_is_bounded(
     assert file.read_text().startswith('{"start_step": 0}\n')
     assert [r.step for r in run.records] == [4, 5]
     assert len(said) == 1
+
+
+class Arriving(list[SampleRow]):
+    """Rows of a thread that generates; something happens while they are handed over."""
+
+    def __init__(self, rows: Sequence[SampleRow], meanwhile: Callable[[], None]) -> None:
+        super().__init__(rows)
+        self._meanwhile = meanwhile
+
+    def __iter__(self) -> Iterator[SampleRow]:
+        for number, row in enumerate(super().__iter__()):
+            if number == 2:
+                self._meanwhile()
+            yield row
+
+
+def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Path) -> None:
+    """With `--async_generate` a round is scored, and its step ends, while the next one arrives or
+    between the turns of its conversations."""
+    run = Run(tmp_path, async_generate=True, vllm_mode="server")
+
+    def turns_of(step: int, phase: str = "train", group: int = 0) -> list[list[Sample]]:
+        """Two turns of a group and half a group."""
+        place = {"step": step, "phase": phase}
+        return [
+            group_of([1], [2], [3], turn=turn, group=group, **place)
+            + group_of([1, 4], [2, 4], turn=turn, group=group + 1, **place)
+            for turn in (0, 1)
+        ]
+
+    def score(turns: list[list[Sample]]) -> None:
+        run.score(turns[0], [1.0, 0.0, 0.0, 0.0, 0.0])
+        run.monitor.on_step_end(*run.hook_arguments)
+
+    def arrive(turns: list[list[Sample]], meanwhile: Callable[[], None]) -> None:
+        for turn in turns:
+            for listener in run.trainer.sample_listeners:
+                listener(Arriving([row_of(s) for s in turn], meanwhile))
+            run.monitor.on_step_end(*run.hook_arguments)
+
+    trains = [turns_of(step) for step in range(3)]
+    batches = [turns_of(1, "eval", group) for group in (0, 2, 4)]
+    arrive(trains[0], lambda: None)  # before the training begins
+    arrive(trains[1], lambda: score(trains[0]))
+    arrive(batches[0], lambda: None)
+    arrive(batches[1], lambda: score(batches[0]))
+    arrive(batches[2], lambda: score(batches[1]))  # which no evaluation uses
+    arrive(trains[2], lambda: score(trains[1]))
+    assert [(r.phase, r.step, r.num_samples, r.num_groups) for r in run.records] == [
+        *(("train", 0, 10, 4), ("eval", 1, 10, 4), ("eval", 1, 10, 4), ("train", 1, 10, 4))
+    ]  # fmt: skip
+    assert run.logged["diversity/pass_at_1"] == [pytest.approx(1 / 6)] * 2
 
 
 def test_other_trainers_are_refused() -> None:
