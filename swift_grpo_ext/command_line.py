@@ -50,6 +50,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
         if self.rlhf_type == "grpo":
             check_model_tokens(self)
             check_stop_settings(self)
+            enforce(preflight.check_output_dir(self))
             enforce(preflight.check_model(self))
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))

@@ -1,8 +1,9 @@
 """Checks in `swift rlhf` and `swift rollout` before a model is loaded: bad input ends early.
 
 In the order in which they run: `check_process` and `check_arguments` as soon as the arguments are
-parsed, `check_model` and `check_datasets` once ms-swift knows the model and has loaded the
-data. Each takes the arguments of `swift rlhf` or of `swift rollout` and yields findings.
+parsed, `check_output_dir`, `check_model` and `check_datasets` once ms-swift knows the folder and
+the model and has loaded the data. Each takes the arguments of `swift rlhf` or of `swift rollout`
+and yields findings.
 `swift-grpo-ext check` asks `check_arguments` too, with the arguments that a YAML file gives.
 """
 
@@ -15,6 +16,7 @@ import re
 import socket
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -26,6 +28,7 @@ from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_duplicates, check_rows
 from swift_grpo_ext.flags import DiversityFlags, flag_names
+from swift_grpo_ext.record.session import reason_against
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages
 
@@ -304,6 +307,14 @@ def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
 
 
 # --- once the model is known, and the data loaded ---
+
+
+def check_output_dir(args: RLHFArguments) -> Findings:
+    """Refuse a folder that another training writes its record to; the first rank looks."""
+    if args.sample_log != "none" and os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):  # the record warns of a folder that cannot be read
+            if reason := reason_against(args.output_dir):
+                yield error(f"output_dir {args.output_dir}", reason)
 
 
 def check_model(args: Arguments) -> Findings:

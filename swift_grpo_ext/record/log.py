@@ -78,16 +78,6 @@ def record_files(folder: Path) -> list[RecordFile]:
     return sorted(files)
 
 
-def next_session(run_dir: str | os.PathLike[str]) -> int:
-    """Return the number for a session that starts now: one more than the greatest, from 0.
-
-    One rank calls it, before any rank has written, and tells the others. A session that ended
-    before its first rows left no file; the next session takes its number.
-    """
-    files = record_files(SAMPLES.folder(run_dir))
-    return max((file.session + 1 for file in files), default=0)
-
-
 class SampleLog:
     """Writes one rank's rows of one session beside the training; for one thread at a time.
 
@@ -106,7 +96,7 @@ class SampleLog:
         """Write nothing yet.
 
         Args:
-            session: the number from `next_session`, the same on all ranks.
+            session: the number from `claim_session`, the same on all ranks.
             start_step: optimizer step of the checkpoint that the session was resumed from, 0 for a
                 run from the beginning; the same on all ranks.
             rank: the rank of this process.

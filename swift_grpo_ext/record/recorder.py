@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.flags import BYTES_PER_GB
-from swift_grpo_ext.record.log import SampleLog, next_session
+from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.session import RunInUseError, claim_session
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
     from swift.rl_core.data import OnPolicySample
+
+logger = logging.getLogger(__name__)
 
 LONGEST_NAME = 2048
 """Characters; a longer string is a medium's content, not its path or URL."""
@@ -51,6 +55,7 @@ class SampleRecorder:
         self.log: SampleLog | None = None
         """None with `--sample_log none`."""
 
+        self._is_unreadable = False
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
 
     def open(self, *, start_step: int) -> None:
@@ -58,18 +63,43 @@ class SampleRecorder:
 
         Args:
             start_step: optimizer step at which the session begins.
+
+        Raises:
+            RunInUseError: another training writes its record to the folder.
         """
-        if self.log is None and self._kept != "none":
-            own = next_session(self._run_dir) if self._ranks.rank == 0 else -1
-            session, *_ = self._ranks.all_gather(own)
+        if self.log is not None or self._kept == "none":
+            return
+        claimed, *_ = self._ranks.all_gather(self._claim() if self._ranks.rank == 0 else None)
+        if isinstance(claimed, str):
+            raise RunInUseError(claimed)
+        if claimed is not None:
             own_bytes = int(self._max_gb * BYTES_PER_GB / self._ranks.size)
             self.log = SampleLog(
                 self._run_dir,
-                session=session,
+                session=claimed,
                 start_step=start_step,
                 rank=self._ranks.rank,
                 max_bytes=own_bytes if self._max_gb else None,
             )
+
+    def _claim(self) -> int | str | None:
+        """Return the session's number, or why there is none: None where the next round asks again.
+
+        No disk that fails ends the training.
+        """
+        try:
+            return claim_session(self._run_dir)
+        except RunInUseError as e:
+            return str(e)
+        except OSError as e:
+            if not self._is_unreadable:
+                logger.warning(
+                    "%s cannot be read (%s): samples are not recorded until it can be. The "
+                    "training goes on.",
+                    *(self._run_dir, e),
+                )
+            self._is_unreadable = True
+            return None
 
     def record(
         self,

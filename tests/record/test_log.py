@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from swift_grpo_ext.record import log as sample_log
-from swift_grpo_ext.record.log import SampleLog, next_session, record_files
+from swift_grpo_ext.record.log import SampleLog, record_files
 from swift_grpo_ext.record.reader import index_samples, read_samples
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SAMPLES, SampleRow, make_table, to_rows
+from swift_grpo_ext.record.session import next_session
 from tests.record.rows import ROW, sample_id, write_session
 
 

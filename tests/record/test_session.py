@@ -1,0 +1,172 @@
+"""Sessions of one folder: numbered once, resumed whatever was killed, and never two trainings."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.checks.finding import enforce
+from swift_grpo_ext.checks.preflight import check_output_dir
+from swift_grpo_ext.record import session
+from swift_grpo_ext.record.log import record_files
+from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.recorder import SampleRecorder
+from swift_grpo_ext.record.row import SAMPLES
+from swift_grpo_ext.rollout.rank_group import RankGroup
+from tests.arguments import ROOT, command_line_arguments
+from tests.ranks import ThreadRanks, run_rank_groups
+from tests.record.rows import ROW, sample_id
+
+TRAINING = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from swift_grpo_ext.record.session import claim_session
+from tests.record.rows import ROW, sample_id, write_session
+folder = Path(sys.argv[1])
+rows = [replace(ROW, sample_id=sample_id(step)) for step in range(12)]
+write_session(folder, rows, session=claim_session(folder))
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+def open_run(folder: Path | str, start_step: int = 0) -> SampleRecorder:
+    recorder = SampleRecorder(str(folder), RankGroup(), 42)
+    recorder.open(start_step=start_step)
+    return recorder
+
+
+def write(recorder: SampleRecorder, steps: range) -> None:
+    assert recorder.log is not None
+    for step in steps:
+        recorder.log.append([replace(ROW, sample_id=sample_id(step))])
+    recorder.flush()
+
+
+@contextmanager
+def training(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has recorded twelve steps and lives."""
+    argv = [sys.executable, "-c", TRAINING, str(folder)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, cwd=ROOT, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def steps_of(folder: Path) -> list[int]:
+    return read_samples(folder, columns=["step"])["step"].to_pylist()
+
+
+def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -> None:
+    """The second is refused on all ranks, and before its model is loaded; once the first was
+    killed, a resume goes on where it was."""
+    said = list[str]()
+    args = command_line_arguments("rlhf", output_dir=str(tmp_path))
+
+    def second(ranks: ThreadRanks) -> None:
+        with pytest.raises(session.RunInUseError) as caught:
+            SampleRecorder(str(tmp_path), ranks, 42).open(start_step=0)
+        said.append(str(caught.value))
+
+    enforce(check_output_dir(args))
+    with training(tmp_path) as first:
+        files = record_files(SAMPLES.folder(tmp_path))
+        run_rank_groups(2, second)
+        assert said[0] == said[1]
+        process = rf"--output_dir {tmp_path}: process {first.pid} on \S+ \(since [-0-9: ]+\) trains"
+        assert re.match(process, said[0])
+        assert "give this training another --output_dir" in said[0]
+        with pytest.raises(ValueError, match=rf"^{process}"):
+            enforce(check_output_dir(args))
+        none = SampleRecorder(str(tmp_path), RankGroup(), 42, kept="none")
+        none.open(start_step=0)  # it would write nothing
+        enforce(
+            check_output_dir(
+                command_line_arguments("rlhf", output_dir=str(tmp_path), sample_log="none")
+            )
+        )
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert record_files(SAMPLES.folder(tmp_path)) == files
+    enforce(check_output_dir(args))
+    write(open_run(tmp_path, start_step=8), range(8, 14))
+    assert steps_of(tmp_path) == list(range(14))
+
+
+def test_disks_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each training has files of its own."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with training(tmp_path):
+        monkeypatch.setattr("fcntl.lockf", refuse)
+        write(open_run(tmp_path), range(12))
+        sessions = [file.session for file in record_files(SAMPLES.folder(tmp_path))]
+        assert sessions == [0, 1]
+
+
+def test_sessions_of_one_process_have_files_of_their_own(tmp_path: Path) -> None:
+    """Two that are open, and one after the other, as in a notebook; none of the first's locks is
+    lost."""
+    first, second = open_run(tmp_path), open_run(tmp_path)
+    for recorder in (first, second):
+        write(recorder, range(12))
+    files = record_files(SAMPLES.folder(tmp_path))
+    assert [file.session for file in files] == [0, 1]
+    assert [read_samples(tmp_path).num_rows, len(steps_of(tmp_path))] == [12, 12]
+    probe = f"""
+from swift_grpo_ext.record.session import reason_against
+print(reason_against({str(tmp_path)!r}))
+"""
+    said = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    assert said.stdout.startswith(f"process {os.getpid()} on ")
+
+
+def test_a_folder_that_cannot_be_read_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Samples are recorded from the round on at which it can be; no session takes another's
+    number."""
+    write(open_run(tmp_path), range(2))
+
+    def fail(_: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    opened = list[int]()
+
+    def work(ranks: ThreadRanks) -> None:
+        recorder = SampleRecorder(str(tmp_path), ranks, 42)
+        with monkeypatch.context() as patched:
+            patched.setattr(session, "next_session", fail)
+            for _ in range(2):
+                recorder.open(start_step=2)
+            ranks.all_gather(None)
+        assert recorder.log is None
+        ranks.all_gather(None)
+        recorder.open(start_step=2)
+        assert recorder.log is not None
+        opened.append(recorder.log._session)
+
+    run_rank_groups(2, work)
+    assert opened == [1, 1]
+    assert caplog.messages == [
+        f"{tmp_path} cannot be read ([Errno 116] Stale file handle): samples are not recorded "
+        "until it can be. The training goes on."
+    ]
