@@ -52,8 +52,8 @@ class RecordFlags:
     samples nor scores."""
 
     sample_log_gb: float = 0.0
-    """Gigabytes that the sample log may take, over all ranks; beyond them its oldest rounds are
-    removed. 0: no bound."""
+    """Gigabytes that samples and scores may take, of all ranks and sessions together; beyond them
+    the oldest rounds are removed. 0: no bound."""
 
 
 @dataclass(kw_only=True)

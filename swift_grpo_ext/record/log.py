@@ -18,6 +18,8 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,6 +48,9 @@ room."""
 
 PAGE_BYTES = 16 << 20
 """Repetitions are looked for within a page: 1 MiB, pyarrow's own, takes 4% more room."""
+
+WAITING_BYTES = 256 << 20
+"""Memory for what a disk that failed has not taken, in each process: about 22 million tokens."""
 
 DICTIONARY_COLUMNS = [
     *("phase", "replica", "finish_reason", "stop_reason", "fingerprint", "prompt"),
@@ -78,10 +83,24 @@ def record_files(folder: Path) -> list[RecordFile]:
     return sorted(files)
 
 
+@dataclass(kw_only=True)
+class _Newest:
+    """The newest file of a table, and the rounds that go there next."""
+
+    table: Table
+    part: int = 0
+    groups: list[pa.Table] = field(default_factory=list)
+    """The file's row groups."""
+
+    waiting: list[pa.Table] = field(default_factory=list)
+    """Row groups that are not on disk: those of the last call, and more where the disk failed."""
+
+
 class SampleLog:
     """Writes one rank's rows of one session beside the training; for one thread at a time.
 
-    A disk that fails does not end the training: a warning names the rounds that are lost.
+    A disk that fails does not end the training: what it did not take waits in memory, and is
+    written in its order once it can be.
     """
 
     def __init__(
@@ -91,6 +110,7 @@ class SampleLog:
         session: int,
         start_step: int,
         rank: int,
+        num_ranks: int = 1,
         max_bytes: int | None = None,
     ) -> None:
         """Write nothing yet.
@@ -100,20 +120,27 @@ class SampleLog:
             start_step: optimizer step of the checkpoint that the session was resumed from, 0 for a
                 run from the beginning; the same on all ranks.
             rank: the rank of this process.
-            max_bytes: bound of this rank's sample files, those of earlier sessions included; None
-                for no bound. The newest file is never removed.
+            num_ranks: how many ranks write.
+            max_bytes: bound of all files of all tables in the folder, those of other ranks and of
+                earlier sessions included; None for no bound. The newest file of a rank that writes
+                is never removed.
         """
         self._run_dir = run_dir
         self._session = session
-        self._rank = rank
         self._prefix = f"session-{session:04d}-step-{start_step:06d}-rank-{rank:05d}"
         self._max_bytes = max_bytes
-        self._file_bytes = FILE_BYTES if max_bytes is None else min(FILE_BYTES, max_bytes // PARTS)
-        self._newest: dict[str, tuple[int, list[pa.Table]]] = {}
-        """By table, the newest file's part number and row groups."""
+        bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes // num_ranks
+        self._file_bytes = min(FILE_BYTES, bound // PARTS)
+        self._newest: dict[str, _Newest] = {}
+        """By table."""
+
+        self._unchanging: dict[Path, os.stat_result] = {}
+        """Of the files that are written no more, so that a round asks the disk for few."""
 
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []
+        self._troubles: set[str] = set()
+        """What was warned of, and holds still."""
 
     def append(self, rows: Sequence[SampleRow | RewardRow], table: Table = SAMPLES) -> None:
         """Have the thread write rows, a row group for each round; `flush` waits for it."""
@@ -121,7 +148,7 @@ class SampleLog:
             self._unwritten.append(self._writer.submit(self._write, rows, table))
 
     def flush(self) -> None:
-        """Wait until all rows are on disk.
+        """Wait until all rows are on disk, or wait for a disk that failed.
 
         Raises:
             ValueError: a row's counts disagree or a value does not fit; nothing was written of the
@@ -130,38 +157,114 @@ class SampleLog:
         while self._unwritten:
             self._unwritten.pop(0).result()
 
-    def _write(self, rows: Sequence[SampleRow | RewardRow], table: Table) -> None:
-        """Write rows to the newest file, or begin the next; runs in the thread."""
-        part, groups = self._newest.get(table.name, (0, []))
-        is_large = sum(group.nbytes for group in groups) >= self._file_bytes
-        if groups and (is_large or len(groups) >= ROUNDS_PER_FILE):
-            part, groups = part + 1, []
-        rounds = groupby(rows, key=lambda row: row.sample_id.round)
-        added = [to_arrow(list(of), table, session=self._session) for _, of in rounds]
-        groups = groups + added
-        path = table.folder(self._run_dir) / f"{self._prefix}-part-{part:04d}.parquet"
-        try:
-            _write_file(path, groups)
-            self._newest[table.name] = part, groups
-            if self._max_bytes is not None and table == SAMPLES:
-                self._remove_oldest(self._max_bytes)
-        except (OSError, pa.ArrowException) as e:
+    def finish(self) -> None:
+        """Try once more to write what waits for a disk that failed: no rows may come any more."""
+        self._writer.submit(self._write_waiting).result()
+        if waiting := [group for newest in self._newest.values() for group in newest.waiting]:
             logger.warning(
-                "%d rows of the table %s, from %s on, may be missing from the run's record: %s "
-                "cannot be written (%s). Make room there, or correct --output_dir. The training "
-                "goes on.",
-                *(len(rows), table.name, rows[0].sample_id, path.parent, e),
+                "%d rounds of the run's record are lost: %s cannot be written still, and the "
+                "training has ended.",
+                *(len(waiting), self._run_dir),
+            )
+
+    def _write(self, rows: Sequence[SampleRow | RewardRow], table: Table) -> None:
+        """Write rows, a row group for each round; runs in the thread."""
+        rounds = groupby(rows, key=lambda row: row.sample_id.round)
+        groups = [to_arrow(list(of), table, session=self._session) for _, of in rounds]
+        self._newest.setdefault(table.name, _Newest(table=table)).waiting += groups
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        folder = Path(self._run_dir)
+        try:
+            for newest in self._newest.values():
+                while newest.waiting:
+                    self._write_next(newest)
+            self._troubles -= {"full", "lost"}
+        except OSError as e:
+            self._warn(
+                "full",
+                f"{folder}: the run's record cannot be written there ({e}). Rounds wait in memory, "
+                f"up to {WAITING_BYTES >> 20} MiB of them, and are tried again with the next one. "
+                "Make room there, or correct --output_dir. The training goes on.",
+            )
+            self._forget_oldest()
+        if self._max_bytes is not None:
+            try:
+                self._remove_oldest(self._max_bytes)
+            except OSError as e:
+                self._warn(
+                    "unbounded",
+                    f"{folder}: the oldest rounds of the run's record cannot be removed ({e}), so "
+                    "that --sample_log_gb does not bound it. Let this process remove files there.",
+                )
+
+    def _write_next(self, newest: _Newest) -> None:
+        """Write what waits to the newest file, as far as it belongs there, or begin the next."""
+        part, groups = newest.part, newest.groups
+        if self._is_full(groups):
+            part, groups = part + 1, []
+        num_added = 1
+        while num_added < len(newest.waiting) and not self._is_full(
+            [*groups, *newest.waiting[:num_added]]
+        ):
+            num_added += 1
+        groups = groups + newest.waiting[:num_added]
+        try:
+            path = newest.table.folder(self._run_dir) / f"{self._prefix}-part-{part:04d}.parquet"
+            _write_file(path, groups)
+            newest.part, newest.groups = part, groups
+        except pa.ArrowException as e:  # not the disk's fault: another time it fails again
+            self._warn("arrow", f"{path}: {num_added} rounds of the run's record are lost ({e}).")
+        del newest.waiting[:num_added]
+
+    def _is_full(self, groups: Sequence[pa.Table]) -> bool:
+        is_large = sum(group.nbytes for group in groups) >= self._file_bytes
+        return bool(groups) and (is_large or len(groups) >= ROUNDS_PER_FILE)
+
+    def _forget_oldest(self) -> None:
+        """Hold `WAITING_BYTES` of what waits at most."""
+        waiting = [newest.waiting for newest in self._newest.values()]
+        excess = sum(group.nbytes for groups in waiting for group in groups) - WAITING_BYTES
+        largest = max(waiting, key=lambda groups: sum(group.nbytes for group in groups))
+        while excess > 0 and len(largest) > 1:
+            excess -= largest.pop(0).nbytes
+            self._warn(
+                "lost",
+                f"{self._run_dir}: more than {WAITING_BYTES >> 20} MiB of the run's record wait "
+                "for the disk; from now on the oldest rounds are lost.",
             )
 
     def _remove_oldest(self, max_bytes: int) -> None:
-        files = [f for f in record_files(SAMPLES.folder(self._run_dir)) if f.rank == self._rank]
-        sizes = [file.path.stat().st_size for file in files]
-        excess = sum(sizes) - max_bytes
-        for file, size in zip(files[:-1], sizes, strict=False):
-            if excess <= 0:
-                break
-            file.path.unlink()
-            excess -= size
+        """Remove files of any rank, session and table until what is left fits.
+
+        All ranks do, at any time: of the same files they choose the same.
+        """
+        from swift_grpo_ext.record.rewards import REWARDS  # which imports this module
+
+        files: list[tuple[RecordFile, os.stat_result]] = []
+        unchanging: dict[Path, os.stat_result] = {}
+        for table in (SAMPLES, REWARDS):
+            of_table = record_files(table.folder(self._run_dir))
+            newest = {file.rank: file for file in of_table if file.session == self._session}
+            for file in of_table:
+                with suppress(FileNotFoundError):  # another rank has removed it
+                    status = self._unchanging.get(file.path) or file.path.stat()
+                    files.append((file, status))
+                    if newest.get(file.rank) != file:
+                        unchanging[file.path] = status
+        self._unchanging = unchanging
+        excess = sum(status.st_size for _, status in files) - max_bytes
+        for file, status in sorted(files, key=lambda f: (f[0].session, f[1].st_mtime_ns, f[0])):
+            if excess > 0 and file.path in unchanging:
+                file.path.unlink(missing_ok=True)
+                excess -= status.st_size
+
+    def _warn(self, trouble: str, message: str) -> None:
+        """Warn of something once, until it is over."""
+        if trouble not in self._troubles:
+            logger.warning(message)
+        self._troubles.add(trouble)
 
 
 def _write_file(path: Path, groups: Sequence[pa.Table]) -> None:

@@ -73,13 +73,13 @@ class SampleRecorder:
         if isinstance(claimed, str):
             raise RunInUseError(claimed)
         if claimed is not None:
-            own_bytes = int(self._max_gb * BYTES_PER_GB / self._ranks.size)
             self.log = SampleLog(
                 self._run_dir,
                 session=claimed,
                 start_step=start_step,
                 rank=self._ranks.rank,
-                max_bytes=own_bytes if self._max_gb else None,
+                num_ranks=self._ranks.size,
+                max_bytes=int(self._max_gb * BYTES_PER_GB) if self._max_gb else None,
             )
 
     def _claim(self) -> int | str | None:
@@ -160,6 +160,11 @@ class SampleRecorder:
         """
         if self.log is not None:
             self.log.flush()
+
+    def finish(self) -> None:
+        """Write what waits for a disk that failed, if that can be done now: the training ends."""
+        if self.log is not None:
+            self.log.finish()
 
 
 def _tokens(output: RolloutOutput) -> tuple[list[int], list[float] | None]:

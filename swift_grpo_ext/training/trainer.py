@@ -140,6 +140,12 @@ class RolloutGRPOTrainer(GRPOTrainer):
     def _group_size(self) -> int:
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._recorder.finish()
+
     # --- engines ---
 
     def _prepare_vllm(self) -> None:

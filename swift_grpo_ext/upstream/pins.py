@@ -86,6 +86,7 @@ swift.rlhf_trainers:GRPOTrainer
     _prepare_inputs resample_encode_failed_inputs: self inputs
     _rollout: self samples request_config is_global_inputs
     log: self logs start_time
+    train
 swift.rlhf_trainers.vllm_client:VLLMClient
     init_communicator: self device
     update_adapter_flattened_param: self peft_config metadatas flattened_tensor

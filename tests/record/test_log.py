@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +21,10 @@ import pytest
 
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import SampleLog, record_files
-from swift_grpo_ext.record.reader import index_samples, read_samples
+from swift_grpo_ext.record.reader import index_samples, read_rewards, read_samples
+from swift_grpo_ext.record.rewards import REWARDS, RewardRow
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SAMPLES, SampleRow, make_table, to_rows
-from swift_grpo_ext.record.session import next_session
+from swift_grpo_ext.record.session import claim_session, next_session
 from tests.record.rows import ROW, sample_id, write_session
 
 
@@ -143,26 +149,81 @@ def test_rounds_join_the_newest_file_until_it_is_large(
     assert steps_of(tmp_path) == [0, 0, 1, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_bounded_record_loses_its_oldest_rounds(tmp_path: Path) -> None:
-    """Those of earlier sessions first, and none of another rank's."""
+def all_files(run_dir: Path) -> list[Path]:
+    return [path for path in run_dir.rglob("*") if path.is_file()]
+
+
+def score(step: int) -> RewardRow:
+    """The score of a sample; values are such as do not compress."""
+    values = np.random.default_rng(step).random(200).tolist()
+    return RewardRow(
+        sample_id=sample_id(step), reward=0.5, rewards=[(f"{v}", v) for v in values],
+        truncated=False, replaced=False, fate="trained",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_bound_holds_for_the_whole_record(tmp_path: Path, num_ranks: int) -> None:
+    """Of earlier sessions too, of ranks that are gone, and of the scores: the oldest go first."""
     ids = np.random.default_rng(0).integers(0, 2**31, 2000)  # which do not compress
-    for rank in (0, 1):
-        write_steps(open_log(tmp_path, rank=rank), 0, token_ids=ids, logprobs=None)
-    size_of_round = record_files(SAMPLES.folder(tmp_path))[0].path.stat().st_size
+
+    def write(logs: list[SampleLog], steps: range) -> None:
+        for step in steps:
+            for log in logs:
+                write_steps(log, step, token_ids=ids, logprobs=None)
+                log.append([score(step)], REWARDS)
+                log.flush()
+
+    write([open_log(tmp_path, rank=rank, num_ranks=4) for rank in range(4)], range(8))
     before = index_samples(tmp_path)
-    log = open_log(tmp_path, session=1, start_step=1, max_bytes=10 * size_of_round)
-    for step in range(1, 31):
-        write_steps(log, step, token_ids=ids, logprobs=None)
-        files = record_files(SAMPLES.folder(tmp_path))
-        sizes = [file.path.stat().st_size for file in files if file.rank == 0]
-        assert sum(sizes) <= 10 * size_of_round
-    steps = sorted(set(steps_of(tmp_path)))
-    assert steps[0] == 0  # of the other rank
-    assert steps[1:] == list(range(steps[1], 31))
-    assert 7 <= len(steps[1:]) <= 10
-    write_steps(open_log(tmp_path, session=2, start_step=31, max_bytes=1), 31, 32)
-    assert steps_of(tmp_path) == [0, 32]  # the newest file is never removed
-    assert before.read(["session"]).num_rows == 1  # of the other rank's file, which is still there
+    assert set(steps_of(tmp_path)) == set(range(8))
+    max_bytes = 250_000
+    assert sum(path.stat().st_size for path in all_files(tmp_path)) > 1.5 * max_bytes
+    options = {"session": 1, "start_step": 8, "num_ranks": num_ranks, "max_bytes": max_bytes}
+    logs = [open_log(tmp_path, rank=rank, **options) for rank in range(num_ranks)]
+    for step in range(8, 48):
+        write(logs, range(step, step + 1))
+        assert sum(path.stat().st_size for path in all_files(tmp_path)) <= max_bytes
+        steps = sorted(set(steps_of(tmp_path)))
+        assert steps == list(range(steps[0], step + 1))  # none is missing in the middle
+    counts = Counter(steps_of(tmp_path))
+    partial = [step for step in steps if counts[step] < num_ranks]
+    assert partial == steps[: len(partial)]  # those of the oldest file of some rank
+    assert len(partial) <= 2
+    scored = set(read_rewards(tmp_path, columns=["step"])["step"].to_pylist())
+    assert scored == set(steps)
+    assert sum(path.stat().st_size for path in all_files(tmp_path)) > 0.7 * max_bytes
+    assert before.read(["session"]).num_rows == 0  # they were removed while a reader looked
+    last = open_log(tmp_path, session=2, start_step=48, max_bytes=1)
+    write([last], range(48, 50))
+    assert steps_of(tmp_path) == [49]  # the newest file is never removed
+
+
+def test_what_a_killed_process_left_half_written_goes_with_the_next_session(tmp_path: Path) -> None:
+    write_session(tmp_path, [ROW])
+    [file] = record_files(SAMPLES.folder(tmp_path))
+    file.path.with_name(f".{file.path.name}.tmp").write_bytes(b"PAR1" * 1000)
+    claim_session(tmp_path)
+    assert [path for path in all_files(tmp_path) if path.suffix != ".lock"] == [file.path]
+
+
+def test_files_that_cannot_be_removed_end_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do they count as rounds that were not written."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    log = open_log(tmp_path, max_bytes=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        write_steps(log, 0, 1, 2)
+    [message] = caplog.messages
+    assert "cannot be removed ([Errno 30] Read-only file system" in message
+    assert steps_of(tmp_path) == [0, 1, 2]
+    write_steps(log, 3)
+    assert steps_of(tmp_path) == [3]
 
 
 def test_a_bad_row_is_an_error(tmp_path: Path) -> None:
@@ -176,25 +237,70 @@ def test_a_bad_row_is_an_error(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == [ROW]
 
 
-def test_a_full_disk_loses_rounds_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What was on disk before stays readable, and what comes after is written."""
-    log = open_log(tmp_path)
-    write_steps(log, 0)
+@contextmanager
+def full_disk(limit: int = 1000) -> Iterator[None]:
+    """Files take no more than so many bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    write_steps(log, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    folder = SAMPLES.folder(tmp_path)
+
+
+def test_what_a_full_disk_did_not_take_is_written_in_its_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was on disk before stays readable; scores wait with their samples."""
+    monkeypatch.setattr(sample_log, "ROUNDS_PER_FILE", 4)
+    log = open_log(tmp_path)
+
+    def write(*steps: int) -> None:
+        for step in steps:
+            write_steps(log, step)
+            log.append([score(step)], REWARDS)
+            log.flush()
+
+    write(0, 1, 2)
+    with full_disk():
+        write(*range(3, 9))
+        assert steps_of(tmp_path) == [0, 1, 2]
     assert caplog.messages == [
-        "1 rows of the table samples, from train round 1.0, group 0, sample 0 on, may be missing "
-        f"from the run's record: {folder} cannot be written ([Errno 27] File too large). Make "
-        "room there, or correct --output_dir. The training goes on."
+        f"{tmp_path}: the run's record cannot be written there ([Errno 27] File too large). Rounds "
+        "wait in memory, up to 256 MiB of them, and are tried again with the next one. Make room "
+        "there, or correct --output_dir. The training goes on."
     ]
-    write_steps(log, 2)
-    assert steps_of(tmp_path) == [0, 2]
-    assert len(list(folder.iterdir())) == 1  # nothing half-written is left
+    write(9, 10, 11)
+    assert steps_of(tmp_path) == list(range(12))
+    assert read_rewards(tmp_path, columns=["step"])["step"].to_pylist() == list(range(12))
+    folder = SAMPLES.folder(tmp_path)
+    in_files = [pq.read_table(f.path)["step"].to_pylist() for f in record_files(folder)]
+    assert in_files == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert len(list(folder.iterdir())) == 3  # nothing half-written is left
+    with full_disk():
+        write(12)
+    log.finish()
+    assert steps_of(tmp_path) == list(range(13))
+    assert len(caplog.messages) == 2
+
+
+def test_what_waits_for_a_full_disk_is_bounded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_log, "WAITING_BYTES", 1 << 20)
+    log = open_log(tmp_path)
+    with full_disk():
+        write_steps(log, *range(6), text="7" * (300 << 10))
+    write_steps(log, 6)
+    assert steps_of(tmp_path) == [3, 4, 5, 6]
+    assert [message.partition(": ")[2][:20] for message in caplog.messages] == [
+        "the run's record can", "more than 1 MiB of t",
+    ]  # fmt: skip
+    with full_disk():
+        write_steps(log, 7, 8)
+        log.finish()
+    assert caplog.messages[-1] == (
+        f"2 rounds of the run's record are lost: {tmp_path} cannot be written still, and the "
+        "training has ended."
+    )
 
 
 def test_a_damaged_file_is_named_and_left_out_whole(

@@ -20,6 +20,7 @@ from swift.infer_engine.protocol import (
 )
 from swift.rl_core.data import OnPolicySample
 
+from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, media_name
@@ -133,7 +134,8 @@ def test_each_rank_writes_its_own_samples_in_one_session(tmp_path: Path) -> None
         for _ in range(2):  # again is harmless
             recorder.open(start_step=3)
         assert recorder.log is not None
-        assert recorder.log._max_bytes == 1_500_000_000  # a half of the bound
+        assert recorder.log._max_bytes == 3_000_000_000
+        assert recorder.log._file_bytes == sample_log.FILE_BYTES
         if ranks.rank in writing:
             record(recorder, ids(0, 1, group=ranks.rank))
 

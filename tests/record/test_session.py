@@ -170,3 +170,13 @@ def test_a_folder_that_cannot_be_read_ends_nothing(
         f"{tmp_path} cannot be read ([Errno 116] Stale file handle): samples are not recorded "
         "until it can be. The training goes on."
     ]
+
+
+def test_a_folder_that_cannot_be_written_is_claimed_by_nobody(tmp_path: Path) -> None:
+    """Its rounds wait for the disk."""
+    (tmp_path / "samples").touch()
+    recorder = open_run(tmp_path)
+    write(recorder, range(2))
+    (tmp_path / "samples").unlink()
+    write(recorder, range(2, 3))
+    assert steps_of(tmp_path) == [0, 1, 2]
