@@ -2,12 +2,16 @@
 
     python scripts/bench/record.py --output scripts/bench/results/record.json
     python scripts/bench/record.py --rounds 976 --samples 1024 --ranks 4 --tokens 32     a million
+    python scripts/bench/record.py --sizes --output scripts/bench/results/record_sizes.json
 
 Texts are drawn from a Markov chain over the tokens of this repository's documentation and sources,
 in the tokenizer of `--model`; log-probabilities are exponential with mean -0.5, which compresses
 worse than those of a trained policy. Each round has the same prompts and texts. Groups have 8
 samples. A first page counts from the start of the command
 until the newest samples are answered over HTTP; other pages are asked for once each.
+
+`--sizes` measures the files alone, for short and long answers in small and large rounds of a rank:
+what a token takes (its id, log-probability and text), and what a sample takes beside its tokens.
 """
 
 from __future__ import annotations
@@ -22,21 +26,24 @@ import time
 import urllib.request
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from common import DEFAULT_MODEL, ROOT, command, environment
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from swift_grpo_ext.record.log import SampleLog
+from swift_grpo_ext.record.log import SampleLog, record_files
 from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
 from swift_grpo_ext.record.rewards import REWARDS, RewardRow
-from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SampleRow
+from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SAMPLES, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
 GROUP_SIZE = 8
+TOKEN_COLUMNS = ("token_ids.list.element", "logprobs.list.element", "text")
 QUESTION = "Which digit is in the middle of the picture? " * 4
 Text = tuple[list[int], list[float], str]
 """Token ids, log-probabilities and text of a completion."""
@@ -61,14 +68,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="that share a round")
     parser.add_argument("--tokens", type=int, default=1000, help="of a completion")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="its tokenizer is used")
+    parser.add_argument("--sizes", action="store_true", help="of short and long answers, alone")
     parser.add_argument("--output", type=Path, help="FILE.json")
     options = parser.parse_args()
-    texts = make_texts(options)
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder)
-        figures = write(options, texts, run_dir) | read(options, run_dir) | view(run_dir)
+    figures: dict[str, float] = {}
+    shapes = product((64, 1024), (30, 300, 1000)) if options.sizes else ()
+    for options.samples, options.tokens in shapes:
+        figures |= sizes(options)
+    if not figures:
+        texts = make_texts(options)
+        with tempfile.TemporaryDirectory() as folder:
+            run_dir = Path(folder)
+            figures = write(options, texts, run_dir) | read(options, run_dir) | view(run_dir)
     for name, figure in figures.items():
-        print(f"{name:<40} {figure:10.3f}")
+        print(f"{name:<60} {figure:10.3f}")
     if options.output:
         result = {"command": command(), "environment": environment(), "figures": figures}
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -127,6 +140,32 @@ def write(options: argparse.Namespace, texts: list[Text], run_dir: Path) -> dict
         "seconds of the step": float(np.median(handed[1:])),
         "seconds of the writer's thread": float(np.median(waited[1:])),
     }
+
+
+def sizes(options: argparse.Namespace) -> dict[str, float]:
+    """Write rounds of some length; return bytes of a token, and of a sample beside its tokens."""
+    texts = make_texts(options)
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write(options, texts, Path(folder))
+        for table in (SAMPLES, REWARDS):
+            of_tokens = whole = 0
+            for file in record_files(table.folder(folder)):
+                whole += file.path.stat().st_size
+                footer = pq.read_metadata(file.path)
+                groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+                chunks = [group.column(at) for group in groups for at in range(footer.num_columns)]
+                of_tokens += sum(
+                    chunk.total_compressed_size
+                    for chunk in chunks
+                    if chunk.path_in_schema in TOKEN_COLUMNS
+                )
+            num_samples = options.rounds * options.samples
+            shape = f"{table.name}, {options.samples} a round, {options.tokens} tokens"
+            if of_tokens:
+                figures[f"{shape}: bytes a token"] = of_tokens / num_samples / options.tokens
+            figures[f"{shape}: bytes beside tokens"] = (whole - of_tokens) / num_samples
+    return figures
 
 
 def make_sample(

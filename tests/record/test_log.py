@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import threading
 from collections import Counter
@@ -224,6 +225,30 @@ def test_files_that_cannot_be_removed_end_nothing(
     assert steps_of(tmp_path) == [0, 1, 2]
     write_steps(log, 3)
     assert steps_of(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("num_samples", [64, 1024])
+def test_what_a_sample_takes_beside_its_tokens(tmp_path: Path, num_samples: int) -> None:
+    """As docs/promises.md says (V1): seeds and scores that do not compress."""
+    promises = Path(__file__).parents[2] / "docs/promises.md"
+    pattern = r"of 64 samples .* at most (\d+) bytes beside .* of 1,024 samples .* and (\d+) bytes"
+    promised = re.search(pattern, promises.read_text(encoding="utf-8"))
+    assert promised
+    rng, log = np.random.default_rng(0), open_log(tmp_path)
+    for step in range(4):
+        names = [sample_id(step, group=n // 8, index=n % 8) for n in range(num_samples)]
+        log.append([replace(ROW, sample_id=n, seed=int(rng.integers(2**62))) for n in names])
+        scores = [
+            RewardRow(
+                sample_id=name, reward=a, rewards=[("Accuracy", b), ("Format", c)], advantage=d,
+                gap_mean=e, gap_max=f, truncated=False, replaced=False, fate="trained",
+            )
+            for name, (a, b, c, d, e, f) in zip(names, rng.random((num_samples, 6)), strict=True)
+        ]  # fmt: skip
+        log.append(scores, REWARDS)
+    log.flush()
+    beside = sum(path.stat().st_size for path in all_files(tmp_path)) / num_samples / 4
+    assert beside <= int(promised[1 if num_samples == 64 else 2])
 
 
 def test_a_bad_row_is_an_error(tmp_path: Path) -> None:
