@@ -73,7 +73,7 @@ class DiversityMonitor(TrainerCallback):
             is_greedy=self._is_greedy,
             seed_mode=args.rollout_seed_mode,
         )
-        self._pending: deque[Sample] = deque()  # appended to by the thread that generates
+        self._pending: deque[list[Sample]] = deque()  # appended to by the thread that generates
         self._unscored: list[Sample] = []
         """Of rank 0 with `--async_generate`: samples of rounds that may not be whole yet."""
 
@@ -126,12 +126,14 @@ class DiversityMonitor(TrainerCallback):
 
     def _receive(self, rows: Sequence[SampleRow]) -> None:
         is_colocated = not self.args.use_vllm or self.args.vllm_mode == "colocate"
+        samples = []
         for row in rows:
             if not row.replica and is_colocated:
                 # ms-swift's own rollouts do not name the engine; colocated, the rank does.
                 size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
                 row = replace(row, replica=f"rank {row.rank - row.rank % size}")
-            self._pending.append(sample_from_row(row))
+            samples.append(sample_from_row(row))
+        self._pending.append(samples)  # all at once: another thread may look
 
     # --- results out ---
 
@@ -142,7 +144,7 @@ class DiversityMonitor(TrainerCallback):
         Args:
             rows: how this rank's samples scored.
         """
-        arrived = [self._pending.popleft() for _ in range(len(self._pending))]
+        arrived = [s for _ in range(len(self._pending)) for s in self._pending.popleft()]
         scores = {row.sample_id: row.reward for row in rows}
         gathered = self.trainer.ranks.gather((arrived, scores)) or ()
         samples = [sample for of_rank, _ in gathered for sample in of_rank]

@@ -12,9 +12,19 @@ import pytest
 import requests
 from PIL import Image
 
+from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.stack import policy
-from tests.stack.rounds import LEARNING, LORA, Samples, assert_same, client_argv, drawn_by, train
+from tests.stack.rounds import (
+    BATCH,
+    LEARNING,
+    LORA,
+    Samples,
+    assert_same,
+    client_argv,
+    drawn_by,
+    train,
+)
 
 pytestmark = pytest.mark.stack
 
@@ -68,6 +78,7 @@ def test_async_generation(
     argv = [*client_argv(servers[0]), "--async_generate", "true"]
     argv += ["--val_dataset", str(rows), "--eval_strategy", "steps", "--eval_steps", "2"]
     argv += ["--per_device_eval_batch_size", "2", "--num_generations_eval", "2"]
+    argv += ["--callbacks", "diversity"]
     samples = train(assets, rows, folder / "ahead", *argv, ranks=2, steps=3)
     training = {n: s for n, s in samples.items() if SampleId.parse(n).phase == "train"}
     evaluation = [SampleId.parse(name) for name in samples.keys() - training.keys()]
@@ -82,6 +93,12 @@ def test_async_generation(
         if sample_id.step > 0:
             before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
             assert sample["images"] == reference[before]["images"]
+    # The monitor meets each round, and each batch of an evaluation, once it is whole and scored.
+    records = read_records(folder / "ahead/run")
+    trained = [(r.step, r.num_samples) for r in records if r.phase == "train"]
+    assert trained == [(step, BATCH) for step in range(3)]
+    assert {r.num_samples for r in records if r.phase == "eval"} == {4}
+    assert all("pass_at_1" in r.metrics for r in records)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("one-replica", 1), ("two-replicas", 2)])
