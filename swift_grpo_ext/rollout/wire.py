@@ -30,7 +30,11 @@ INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 """HTTP requests that rest on weights name the start of the server that was given them."""
 
 TIMEOUT_HEADER = "X-Swift-Grpo-Ext-Timeout"
-"""The trainer's `--rollout_timeout`, in seconds: a replica gets the lesser of both sides'."""
+"""The trainer's `--rollout_timeout`, in seconds: a replica gets the lesser of both sides', where
+this training has the server's lease. A replica that takes longer is ended: nobody else's counts."""
+
+MIN_TIMEOUT = 1.0
+"""Seconds. A healthy replica that is idle answers in less."""
 
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 """Names a request; its answer has the same name (docs/promises.md, F1)."""

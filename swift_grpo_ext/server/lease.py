@@ -3,9 +3,9 @@
 In ms-swift 4.6 (pipelines/infer/rollout.py), `init_communicator` and its opposite ask nobody:
 a second training that connects to a server ends the weight group of the first, and both fail with
 "Broken pipe". Here a training names itself in its requests and in a heartbeat beside them. While
-this comes, the server leaves its weights and their group to that training. A training that has died
-is silent, and its lease ends by itself. Two trainings that connect in the same moment, before the
-first has named itself, are not told apart.
+this comes, the server works for that training alone: others may ask what it is. A training that has
+died is silent, and its lease ends by itself. Two trainings that connect in the same moment, before
+the first has named itself, are not told apart.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
+from uuid import uuid4
 
 import requests
 from fastapi import Request
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from swift.rlhf_trainers.vllm_client import VLLMClient
 
 OWNER_HEADER = "X-Swift-Grpo-Ext-Owner"
+"""The owner's name and, behind a semicolon, what nobody else knows: names are told to all."""
+
 PATH = "/swift_grpo_ext/lease/"
 LEASE_SECONDS = 15.0
 HEARTBEAT_SECONDS = 3.0
@@ -36,8 +39,9 @@ CONNECTING = ("/close_communicator", "/init_communicator")
 """What ms-swift's client asks first: the group that a dead training left has to go before its own
 is made."""
 
-OF_OWNER = (*CONNECTING, "/update_", "/process_weights_after_loading")
-"""Beginnings of the routes that change weights, or the group that brings them."""
+OF_ALL = ("/get_engine_type", "/get_world_size")
+"""Beginnings of the routes that cost a leased server nothing, and that all may ask who have no
+name. All others change it, or take its replicas' time."""
 
 
 class Lease:
@@ -50,14 +54,14 @@ class Lease:
         """Return the answer to a heartbeat, or to a request that only the owner may make, or None
         where the request may go on. A training that connects waits as long as the lease of a dead
         one lasts."""
-        path, owner = request.scope["path"], unquote(request.headers.get(OWNER_HEADER, ""))
+        path, owner = request.scope["path"], request.headers.get(OWNER_HEADER, "")
         deadline = monotonic() + (LEASE_SECONDS if path.startswith(CONNECTING) else 0.0)
-        while self._is_anothers(owner) and (owner or path.startswith(OF_OWNER)):
+        while self.is_others(request) and (owner or not path.startswith((PATH, *OF_ALL))):
             if monotonic() >= deadline:
                 detail = (
-                    f"this server belongs to another training: {self._owner}. Give this one a "
-                    "server of its own (--vllm_server_base_url), or end the other; a training that "
-                    f"has died loses its server after {LEASE_SECONDS:g} s."
+                    f"this server belongs to another training: {_name(self._owner)}. Give this one "
+                    "a server of its own (--vllm_server_base_url), or end the other; a training "
+                    f"that has died loses its server after {LEASE_SECONDS:g} s."
                 )
                 return JSONResponse({"detail": detail}, 409)
             await asyncio.sleep(0.1)
@@ -65,10 +69,22 @@ class Lease:
             gives_up = request.method == "DELETE" and path == PATH
             self._owner = "" if gives_up else owner
             self._until = monotonic() + LEASE_SECONDS
-        return JSONResponse({"owner": self._owner}) if path == PATH else None
+        return JSONResponse({"owner": _name(self._owner)}) if path == PATH else None
 
-    def _is_anothers(self, owner: str) -> bool:
-        return self._owner not in ("", owner) and monotonic() < self._until
+    def is_owners(self, request: Request) -> bool:
+        """Return whether the training that has the server sent this."""
+        return self._is_let() and request.headers.get(OWNER_HEADER) == self._owner
+
+    def is_others(self, request: Request) -> bool:
+        """Return whether a training has the server, and did not send this."""
+        return self._is_let() and not self.is_owners(request)
+
+    def _is_let(self) -> bool:
+        return self._owner != "" and monotonic() < self._until
+
+
+def _name(owner: str) -> str:
+    return unquote(owner.partition(";")[0])
 
 
 class Leaseholder:
@@ -82,7 +98,8 @@ class Leaseholder:
 
     def __init__(self, client: VLLMClient, run: str) -> None:
         self.owner = f"{run} (process {os.getpid()} of {socket.gethostname()})"
-        self.headers = {OWNER_HEADER: quote(self.owner, safe=" /():.,-_")}
+        name = quote(self.owner, safe=" /():.,-_")
+        self.headers = {OWNER_HEADER: f"{name};{uuid4().hex}"}
         for session in client.sessions:
             session.headers.update(self.headers)
         self._client = client

@@ -19,6 +19,7 @@ says of itself, and its client sends a key.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import uuid
 from collections.abc import Callable
@@ -70,6 +71,9 @@ class Caller:
 
     timeout: float
     """Seconds that a replica has for each call."""
+
+    may_change: bool
+    """It has the lease, or nobody has."""
 
     came_in_at: str
     """This machine's address that the request reached; "" where a proxy brought it."""
@@ -176,7 +180,7 @@ class Turns(BaseHTTPMiddleware):
 
     def _refusal(self, request: Request, path: str) -> JSONResponse | None:
         """Return the answer to a question for health, or to a request without the key or the
-        weights that it needs."""
+        weights that it needs, or with a bound that is none."""
         if path.rstrip("/") == "/health":
             alive = sum(process.is_alive() for process in self._server.processes)
             ready = self._server.restarts.num_ready
@@ -192,6 +196,13 @@ class Turns(BaseHTTPMiddleware):
         instance = request.headers.get(wire.INSTANCE_HEADER, INSTANCE)
         if instance != INSTANCE and path.startswith(NEED_WEIGHTS):
             return _refuse(409, "the server was started anew, and has the base model's weights")
+        bound = request.headers.get(wire.TIMEOUT_HEADER)
+        if bound is not None and not wire.MIN_TIMEOUT <= _number(bound) < math.inf:
+            detail = (
+                f"{wire.TIMEOUT_HEADER}: {bound[:60]!r}; expected a number of seconds, at least "
+                f"{wire.MIN_TIMEOUT:g} (the training's --rollout_timeout)"
+            )
+            return _refuse(400, detail)
         return None
 
     async def _answer(
@@ -199,7 +210,8 @@ class Turns(BaseHTTPMiddleware):
     ) -> Response:
         """Read the body, wait for the turn, and return the whole answer that was made in it."""
         timeout = float(self._server.args.rollout_timeout)
-        timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
+        if self._lease.is_owners(request):
+            timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
         try:
             await asyncio.wait_for(request.body(), timeout)
         except asyncio.TimeoutError:
@@ -212,7 +224,8 @@ class Turns(BaseHTTPMiddleware):
         except asyncio.TimeoutError:
             return _refuse(503, "the server is busy with another request", {"Retry-After": "1"})
         is_direct = "X-Forwarded-For" not in request.headers
-        CALLER.set(Caller(timeout, request.scope["server"][0] if is_direct else ""))
+        came_in_at = request.scope["server"][0] if is_direct else ""
+        CALLER.set(Caller(timeout, not self._lease.is_others(request), came_in_at))
         try:
             await asyncio.to_thread(replicas.prune, self._server)
             response = await call_next(request)
@@ -226,6 +239,14 @@ class Turns(BaseHTTPMiddleware):
         return Response(content, response.status_code, dict(response.headers))
 
 
+def _number(text: str) -> float:
+    """Return NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _refuse(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"detail": detail}, status, headers)
 
@@ -235,7 +256,7 @@ def _refuse(status: int, detail: str, headers: dict[str, str] | None = None) -> 
 
 async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[str, Any]:
     # One that is still connecting has made its group of those that it was told of before.
-    if wire.INSTANCE_HEADER in request.headers:
+    if wire.INSTANCE_HEADER in request.headers and CALLER.get().may_change:
         self.restarts.admit()
     try:
         await _call_all(self, replicas.PING)  # one that hangs must get no weights

@@ -10,8 +10,10 @@ import pytest
 import requests
 from fastapi.testclient import TestClient
 
+from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.server import lease
 from swift_grpo_ext.server.lease import OWNER_HEADER, PATH, Leaseholder
+from swift_grpo_ext.server.routes import CHECKSUMS_PATH
 from tests.server.served import Deployed, Replica, listening
 
 GROUP = {"host": "h", "port": 1, "world_size": 2}
@@ -65,12 +67,18 @@ def test_a_dead_trainings_lease_ends_by_itself(url: str) -> None:
     [
         ("POST", "/update_named_param/", True),
         ("POST", "/process_weights_after_loading/", True),
+        ("POST", "/infer/", True),
+        ("POST", "/reset_prefix_cache/", True),
+        ("GET", "/get_model_state_keys/", True),
+        ("GET", CHECKSUMS_PATH, True),
         ("GET", "/get_world_size/", False),
+        ("POST", "/get_engine_type/", False),
         ("GET", "/health/", False),
     ],
 )
 def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
-    """Whoever has no name may ask, and not touch weights; another training may do neither."""
+    """Whoever has no name may ask what a server is. What changes it, or takes its replicas' time,
+    is the owner's; another training may do neither."""
     client = TestClient(Deployed(Replica()).app)
     client.post(PATH, headers={OWNER_HEADER: "runs/a"})
     status = client.request(method, path).status_code
@@ -79,6 +87,19 @@ def test_what_others_may_ask(method: str, path: str, refused: bool) -> None:
     assert (other.status_code == 409) == (path != "/health/")
     own = client.request(method, path, headers={OWNER_HEADER: "runs/a"})
     assert own.status_code != 409
+
+
+def test_the_name_that_all_are_told_gives_nobody_the_server() -> None:
+    """Neither to end the lease, nor to shorten what a replica has."""
+    client = TestClient(Deployed(Replica()).app)
+    holder = Leaseholder(SimpleNamespace(sessions=[], base_urls=[]), "runs/a")
+    client.post(PATH, headers=holder.headers)
+    told = client.post(PATH).json()["owner"]
+    assert told == holder.owner
+    forged = {OWNER_HEADER: told, wire.TIMEOUT_HEADER: "1"}
+    for method, path in (("DELETE", PATH), ("POST", "/infer/"), ("POST", "/get_engine_type/")):
+        assert client.request(method, path, headers=forged).status_code == 409, path
+    assert client.post(PATH).json() == {"owner": told}
 
 
 def test_names_of_any_alphabet_are_told() -> None:

@@ -22,6 +22,7 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.server import replicas, routes
 from swift_grpo_ext.server.client import RolloutServers
+from swift_grpo_ext.server.lease import OWNER_HEADER, PATH
 from swift_grpo_ext.server.replicas import Restarts
 from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
 from tests.server.served import Deployed, Replica, listening, request
@@ -206,19 +207,80 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
 # --- time (F2) ---
 
 
+OWNED = {OWNER_HEADER: "runs/a"}
+SHORT = {wire.TIMEOUT_HEADER: "1"}
+
+
 @pytest.mark.parametrize("path", [*(f"/{name}/" for name in RESETS), "/get_engine_type/"])
 def test_every_call_is_bounded(path: str) -> None:
-    """By the trainer's bound, where that is shorter."""
+    """By the bound of the training that has the lease, where that is shorter."""
     method = path.strip("/")
     stuck = Replica(**{method: "hangs"})
     if method == "get_engine_type":  # a replica whose loop hangs answers no ping
         stuck = Replica("hangs")
         stuck.connection.send({"type": "call", "method": "infer", "kwargs": {"infer_requests": []}})
     deployed = Deployed(stuck, timeout=60.0)
-    failed = TestClient(deployed.app).post(path, headers={wire.TIMEOUT_HEADER: "0.3"})
+    failed = TestClient(deployed.app).post(path, headers=OWNED | SHORT)
     assert failed.status_code == 503
-    assert "has not answered for 0.3 s" in failed.json()["detail"]
+    assert "has not answered for 1 s" in failed.json()["detail"]
     assert deployed.connections == []
+
+
+@pytest.mark.parametrize("is_leased", [True, False])
+def test_the_bound_of_a_stranger_ends_no_replica(is_leased: bool) -> None:
+    """A replica that is busy for longer answers the stranger, too."""
+    slow = Replica(read_weight_checksums="is late")
+    deployed = Deployed(slow, timeout=60.0)
+    client = TestClient(deployed.app)
+    if is_leased:
+        assert client.post(PATH, headers=OWNED).json() == {"owner": "runs/a"}
+    threading.Timer(1.5, slow.goes_on.set).start()
+    told = client.get(routes.CHECKSUMS_PATH, headers=SHORT)
+    assert told.status_code == (409 if is_leased else 200)
+    for bound in ("1", "1e308"):
+        told = client.post("/get_engine_type/", headers={wire.TIMEOUT_HEADER: bound})
+        assert (told.status_code, told.json()[wire.KEY]["replicas"]) == (200, 1)
+    assert deployed.connections == [slow.connection]
+    assert slow.is_alive()
+
+
+@pytest.mark.parametrize(
+    "value", ["1e-6", "0", "-1", "nan", "inf", "-inf", "1e999", "abc", "", "1,2", "0.999"]
+)
+@pytest.mark.parametrize("headers", [{}, OWNED])
+def test_a_bound_that_is_none_is_refused(value: str, headers: dict[str, str]) -> None:
+    """On every route, whoever asks; replicas go on."""
+    replica = Replica()
+    deployed = Deployed(replica)
+    client = TestClient(deployed.app, headers=headers | {wire.TIMEOUT_HEADER: value})
+    for method, path in (
+        ("POST", "/get_engine_type/"),
+        ("POST", "/infer/"),
+        ("POST", "/init_communicator/"),
+        ("POST", "/reset_mm_cache/"),
+        ("GET", routes.CHECKSUMS_PATH),
+        ("GET", "/get_model_state_keys/"),
+    ):
+        refused = client.request(method, path)
+        assert refused.status_code == 400, path
+        expected = f"{wire.TIMEOUT_HEADER}: {value!r}; expected a number of seconds, at least 1"
+        assert refused.json()["detail"].startswith(expected)
+    assert client.get("/health/").status_code == 200
+    assert (deployed.connections, replica.calls) == ([replica.connection], [])
+
+
+def test_a_stranger_lets_no_replica_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever repeats the name of the server's start, which all are told, is not yet its owner."""
+    deployed = Deployed(Replica())
+    admitted: list[str] = []
+    monkeypatch.setattr(deployed.restarts, "admit", lambda: admitted.append("one"))
+    client = TestClient(deployed.app)
+    client.post(PATH, headers=OWNED)
+    named = {wire.INSTANCE_HEADER: routes.INSTANCE}
+    assert client.post("/get_engine_type/", headers=named).status_code == 200
+    assert admitted == []
+    assert client.post("/get_engine_type/", headers=named | OWNED).status_code == 200
+    assert admitted == ["one"]
 
 
 def in_thread(work: Callable[[], Any]) -> threading.Thread:
@@ -272,14 +334,13 @@ def test_a_server_that_is_busy_says_so() -> None:
             lambda: first.append(requests.post(f"{url}/infer/", json=body, timeout=20))
         )
         wait_until(lambda: slow.groups == [0])
-        headers = {wire.TIMEOUT_HEADER: "0.2"}
-        busy = requests.post(f"{url}/reset_mm_cache/", headers=headers, timeout=20)
+        busy = requests.post(f"{url}/reset_mm_cache/", headers=OWNED | SHORT, timeout=20)
         assert (busy.status_code, busy.headers["Retry-After"]) == (503, "1")
         assert "busy with another request" in busy.json()["detail"]
         slow.goes_on.set()
         thread.join(20)
         assert groups_of(first[0]) == [0]
-        reset = requests.post(f"{url}/reset_mm_cache/", timeout=20)
+        reset = requests.post(f"{url}/reset_mm_cache/", headers=OWNED, timeout=20)
         assert reset.json() == {"message": "reset_mm_cache is done."}
 
 
