@@ -25,7 +25,9 @@ from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 from swift.infer_engine.protocol import RequestConfig
@@ -143,7 +145,14 @@ class ReplicaConnection:
     def send(self, command: Command) -> tuple[int, Future[None]]:
         """Send a command, and return its number, and when it is written."""
         number = next(self._numbers)
-        return number, self._writer.submit(self._connection.send, (number, command))
+        return number, self._writer.submit(self._write, (number, command))
+
+    def _write(self, message: tuple[int, Command]) -> None:
+        # As `send` would, but a large string by itself: other threads run in between, where one
+        # call that pickles all images of a round would hold up `/health`.
+        parts: list[bytes] = []
+        ForkingPickler(SimpleNamespace(write=parts.append)).dump(message)
+        self._connection.send_bytes(b"".join(parts))
 
     def end(self) -> None:
         self.process.kill()

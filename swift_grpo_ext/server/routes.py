@@ -30,8 +30,9 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, FailFast, Field
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -45,7 +46,7 @@ from swift_grpo_ext.media.paths import check_media
 from swift_grpo_ext.rollout import engine, wire
 from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-from swift_grpo_ext.server import api_key, replicas
+from swift_grpo_ext.server import api_key, bodies, replicas
 from swift_grpo_ext.server.lease import Lease
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
@@ -140,6 +141,8 @@ _upstream_register = SwiftRolloutDeploy._register_rl_rollout_app
 
 
 def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:
+    self.app.router.route_class = bodies.Route
+    self.app.add_exception_handler(RequestValidationError, bodies.refuse_values)
     _upstream_register(self)
     self.app.get(CHECKSUMS_PATH)(partial(_loaded_checksums, self))
     self.app.add_middleware(Turns, server=self, key=api_key.key_of(self.args))
@@ -213,7 +216,9 @@ class Turns(BaseHTTPMiddleware):
         if self._lease.is_owners(request):
             timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
         try:
-            await asyncio.wait_for(request.body(), timeout)
+            await asyncio.wait_for(bodies.receive(request), timeout)
+        except bodies.TooLargeError as e:
+            return _refuse(413, str(e))
         except asyncio.TimeoutError:
             return _refuse(408, "the body did not arrive in time")
         except ClientDisconnect:
@@ -371,7 +376,7 @@ async def _call_all(server: SwiftRolloutDeploy, command: replicas.Command) -> li
 
 async def infer(
     self: SwiftRolloutDeploy,
-    infer_requests: list[InferRequest],
+    infer_requests: Annotated[list[InferRequest], FailFast()],
     request_config: RequestConfig | None = None,
     *,
     use_tqdm: bool | None = None,
