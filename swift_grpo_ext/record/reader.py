@@ -11,7 +11,8 @@ the sessions before it,
   replaced whole, never sample by sample, so that no group holds samples of two sessions.
 
 A session that wrote no rows supersedes nothing. Scores count where they are of the session whose
-samples count. A damaged file is left out whole; a warning names it.
+samples count. A damaged file is left out whole; a warning names it. A file that the system cannot
+read now (a file server's hiccup) is no damaged one: its rows are left out until it can.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from swift_grpo_ext.record.log import RecordFile, record_files
+from swift_grpo_ext.record.log import FILE_NAME, RecordFile
 from swift_grpo_ext.record.rewards import REWARDS
 from swift_grpo_ext.record.row import ROUND_COLUMNS, SAMPLES, SampleRow, Table, to_rows
 from swift_grpo_ext.sampling.seeding import Phase
@@ -39,6 +40,12 @@ logger = logging.getLogger(__name__)
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, AttributeError)
 """What pyarrow raises where bytes, or columns, are not what was written."""
+
+Version = tuple[int, int]
+"""A file's size and time in ns: of one version, the content is the same."""
+
+Failed = dict[RecordFile, Version | None]
+"""Files that were not read: the version that is damaged; None where another try may succeed."""
 
 
 class RoundName(NamedTuple):
@@ -67,6 +74,10 @@ class SampleIndex:
     rounds: dict[RoundName, list[RowGroup]]
     """In order: `eval` before `train`, then by step and number."""
 
+    failed: Failed = field(default_factory=dict)
+    """What was left out of what was read; a file that is read leaves it. Each failure is told once
+    while it stands there."""
+
     def read_rounds(
         self, names: Iterable[RoundName], columns: Sequence[str] | None = None
     ) -> list[pa.Table]:
@@ -83,7 +94,7 @@ class SampleIndex:
         selected = empty.column_names if columns is None else list(columns)
         groups_of_rounds = [self.rounds[name] for name in names]
         all_groups = [group for groups in groups_of_rounds for group in groups]
-        read = _read_row_groups(self.table, all_groups, {*selected, *order})
+        read = _read_row_groups(self.table, all_groups, {*selected, *order}, self.failed)
         tables = []
         for groups in groups_of_rounds:
             rows = pa.concat_tables([read[group] for group in groups if group in read] or [empty])
@@ -113,24 +124,9 @@ def index_samples(run_dir: str | os.PathLike[str]) -> SampleIndex:
 
     Raises:
         FileNotFoundError: the run has no sample log.
+        OSError: its folder cannot be read.
     """
-    folder = SAMPLES.folder(run_dir)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder} does not exist: {run_dir} is no output folder of a run that logged samples."
-        )
-    return _index(SAMPLES, run_dir)
-
-
-def index_rewards(samples: SampleIndex, run_dir: str | os.PathLike[str]) -> SampleIndex:
-    """Find the scores of the samples that count; reads no rows."""
-    rounds = {}
-    for name, groups in _index(REWARDS, run_dir).rounds.items():
-        sessions = {group.file.session for group in samples.rounds.get(name, ())}
-        scored = [group for group in groups if group.file.session in sessions]
-        if scored:
-            rounds[name] = scored
-    return SampleIndex(table=REWARDS, rounds=rounds)
+    return RunIndex(run_dir).refresh()[0]
 
 
 def read_samples(
@@ -163,7 +159,7 @@ def read_rewards(
 ) -> pa.Table:
     """Return how the samples of a run scored (`rewards.RewardRow`), sorted by phase, step, number,
     group and index; arguments and errors are those of `read_samples`."""
-    return index_rewards(index_samples(run_dir), run_dir).read(columns, phase, steps)
+    return RunIndex(run_dir).refresh()[1].read(columns, phase, steps)
 
 
 def read_group(
@@ -197,53 +193,189 @@ def is_superseded(phase: str, step: int, start_step: int) -> bool:
     return start_step == 0 or step > start_step or (step == start_step and phase == "train")
 
 
-def _index(table: Table, run_dir: str | os.PathLike[str]) -> SampleIndex:
-    groups_of: defaultdict[RoundName, list[RowGroup]] = defaultdict(list)
-    start_steps: dict[int, int] = {}
-    for file in record_files(table.folder(run_dir)):
-        with suppress(FileNotFoundError):  # a bounded record has removed it since
-            status = file.path.stat()
-            for group in _row_groups(file, status.st_size, status.st_mtime_ns):
-                groups_of[group.round].append(group)
-                start_steps[file.session] = file.start_step
-    rounds = {}
-    for name, groups in sorted(groups_of.items()):
-        latest = max(group.file.session for group in groups)
-        later = [step for session, step in start_steps.items() if session > latest]
-        if not any(is_superseded(name.phase, name.step, start_step) for start_step in later):
-            rounds[name] = [group for group in groups if group.file.session == latest]
-    return SampleIndex(table=table, rounds=rounds)
+class RunIndex:
+    """Says where a run's rows are, again and again while it goes on: what has not changed is not
+    looked at again."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._run_dir = run_dir
+        self._samples, self._rewards = TableIndex(SAMPLES, run_dir), TableIndex(REWARDS, run_dir)
+        self._scored: dict[RoundName, tuple[list[RowGroup], list[RowGroup], list[RowGroup]]] = {}
+
+    def refresh(self) -> tuple[SampleIndex, SampleIndex]:
+        """Find the samples that count, and their scores; reads no rows.
+
+        Raises:
+            FileNotFoundError: the run has no sample log.
+            OSError: its folder cannot be read.
+        """
+        if not self._samples.refresh():
+            raise FileNotFoundError(
+                f"{SAMPLES.folder(self._run_dir)} does not exist: {self._run_dir} is no output "
+                "folder of a run that logged samples."
+            )
+        self._rewards.refresh()
+        before, self._scored = self._scored, {}
+        for name, samples in self._samples.rounds.items():
+            scores = self._rewards.rounds.get(name)
+            if scores is not None:
+                known = before.get(name)
+                if known is None or known[0] is not samples or known[1] is not scores:
+                    known = samples, scores, _scored(samples, scores)
+                self._scored[name] = known
+        scored = {name: counted for name, (_, _, counted) in self._scored.items() if counted}
+        return (
+            SampleIndex(table=SAMPLES, rounds=self._samples.rounds, failed=self._samples.unread),
+            SampleIndex(table=REWARDS, rounds=scored, failed=self._rewards.unread),
+        )
 
 
-@lru_cache(maxsize=1 << 16)
-def _row_groups(file: RecordFile, size: int, mtime_ns: int) -> list[RowGroup]:
-    """Return the row groups of a file from its footer; none, with a warning, where it is damaged.
+def _scored(samples: Sequence[RowGroup], scores: Sequence[RowGroup]) -> list[RowGroup]:
+    sessions = {group.file.session for group in samples}
+    return [group for group in scores if group.file.session in sessions]
 
-    Cached, as a viewer asks again for each new round: a file of this size and time is the same.
+
+class TableIndex:
+    """Says where the rows of a table are that count.
+
+    A run of 64 ranks has tens of thousands of files. Of each rank and session only the newest is
+    written anew (log.py), and none is written in place: `refresh` lists the names, and opens what
+    is new.
     """
-    try:
-        footer = pq.read_metadata(file.path)
-        columns = [footer.schema.column(i).path for i in range(footer.num_columns)]
-        round_columns = [columns.index(name) for name in ROUND_COLUMNS]
-        groups = []
-        for position in range(footer.num_row_groups):
-            row_group = footer.row_group(position)
-            values = [row_group.column(at).statistics.min for at in round_columns]
-            if None in values:
-                raise ValueError(f"row group {position} does not name its round")
-            groups.append(RowGroup(file, position, RoundName(*values)))
-    except FileNotFoundError:
-        raise
-    except DAMAGE as e:
-        _warn_of_damage(file, e)
-        return []
+
+    def __init__(self, table: Table, run_dir: str | os.PathLike[str]) -> None:
+        self.rounds: dict[RoundName, list[RowGroup]] = {}
+        """Never changed in place; nor are its lists."""
+
+        self.unread: Failed = {}
+        """For the indices that are made of this one: files whose rows were left out."""
+
+        self._failed: Failed = {}
+        """Files whose footers were."""
+
+        self._folder = table.folder(run_dir)
+        self._inodes: dict[str, int] = {}
+        self._files: dict[str, RecordFile] = {}
+        self._versions: dict[RecordFile, Version] = {}
+        self._groups: dict[RecordFile, list[RowGroup]] = {}
+        self._newest: dict[tuple[int, int], RecordFile] = {}
+        """By session and rank."""
+
+        self._of_rounds: defaultdict[RoundName, dict[RecordFile, list[RowGroup]]]
+        self._of_rounds = defaultdict(dict)
+        """Those that do not count, too."""
+
+        self._start_steps: dict[int, int] = {}
+        """Of the sessions that have rows."""
+
+    def refresh(self) -> bool:
+        """Look for what is new; return whether the folder is there.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+        try:
+            with os.scandir(self._folder) as entries:
+                inodes = {entry.name: entry.inode() for entry in entries}
+        except FileNotFoundError:
+            inodes, is_there = {}, False
+        else:
+            is_there = True
+        due = {*self._newest.values(), *self._failed}
+        for name, _ in inodes.items() - self._inodes.items():
+            if match := FILE_NAME.fullmatch(name):
+                session, start_step, rank, part = map(int, match.groups())
+                file = RecordFile(session, start_step, rank, part, self._folder / name)
+                self._files[name] = file
+                due.add(file)
+        gone = [self._files.pop(name) for name in self._files.keys() - inodes.keys()]
+        self._inodes = inodes
+        changed = set[RoundName]()
+        for file in gone:
+            changed |= self._replace(file, None)
+        for file in due.difference(gone):
+            changed |= self._look_at(file)
+        if changed:
+            self._count(changed)
+        return is_there
+
+    def _look_at(self, file: RecordFile) -> set[RoundName]:
+        """Read a file's footer, if it is another than it was; return the rounds that changed."""
+        known = self._failed if file in self._failed else self._versions
+        try:
+            version = version_of(file.path)
+            if known.get(file) == version:
+                return set()
+            groups = _row_groups(file)
+        except FileNotFoundError:  # a bounded record has removed it since
+            self._inodes.pop(file.path.name, None)
+            return self._replace(file, None)
+        except DAMAGE as e:
+            _tell(file, e, self._failed)
+            # What cannot be read now is what it was before.
+            return set() if self._failed[file] is None else self._replace(file, [])
+        self._versions[file] = version
+        self._failed.pop(file, None)
+        return self._replace(file, groups)
+
+    def _replace(self, file: RecordFile, groups: list[RowGroup] | None) -> set[RoundName]:
+        """Take the row groups of a file in the place of those before; None where it is gone."""
+        before = self._groups.pop(file, [])
+        place = file.session, file.rank
+        if groups is None:
+            for known in (self._versions, self._failed, self.unread):
+                known.pop(file, None)
+            if self._newest.get(place) == file:
+                del self._newest[place]
+        else:
+            self._groups[file] = groups
+            self._newest[place] = max(file, self._newest.get(place, file))
+        changed = {group.round for group in set(before).symmetric_difference(groups or ())}
+        for name in changed:
+            self._of_rounds[name].pop(file, None)
+            if of_round := [group for group in groups or () if group.round == name]:
+                self._of_rounds[name][file] = of_round
+        return changed
+
+    def _count(self, changed: set[RoundName]) -> None:
+        """Decide anew which rows of some rounds count; of all where sessions came or went."""
+        start_steps = {file.session: file.start_step for file, of in self._groups.items() if of}
+        if start_steps != self._start_steps:
+            self._start_steps, changed = start_steps, set(self._of_rounds)
+        rounds = dict(self.rounds)
+        for name in changed:
+            rounds.pop(name, None)
+            groups_of = self._of_rounds[name]
+            if not groups_of:
+                del self._of_rounds[name]
+                continue
+            latest = max(file.session for file in groups_of)
+            later = [step for session, step in start_steps.items() if session > latest]
+            if not any(is_superseded(name.phase, name.step, step) for step in later):
+                counted = sorted(file for file in groups_of if file.session == latest)
+                rounds[name] = [group for file in counted for group in groups_of[file]]
+        self.rounds = dict(sorted(rounds.items()))
+
+
+def _row_groups(file: RecordFile) -> list[RowGroup]:
+    """Return the row groups of a file from its footer; raises one of `DAMAGE`."""
+    footer = pq.read_metadata(file.path)
+    columns = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    round_columns = [columns.index(name) for name in ROUND_COLUMNS]
+    groups = []
+    for position in range(footer.num_row_groups):
+        row_group = footer.row_group(position)
+        values = [row_group.column(at).statistics.min for at in round_columns]
+        if None in values:
+            raise ValueError(f"row group {position} does not name its round")
+        groups.append(RowGroup(file, position, RoundName(*values)))
     return groups
 
 
 def _read_row_groups(
-    table: Table, groups: Sequence[RowGroup], columns: set[str]
+    table: Table, groups: Sequence[RowGroup], columns: set[str], failed: Failed
 ) -> dict[RowGroup, pa.Table]:
-    """Return some columns of row groups, in the table's order; none of damaged files."""
+    """Return some columns of row groups, in the table's order; none of files that fail."""
     fields = [field for field in table.schema if field.name in columns]
     names = [field.name for field in fields]
     read: dict[RowGroup, pa.Table] = {}
@@ -258,13 +390,35 @@ def _read_row_groups(
         except FileNotFoundError:  # a bounded record has removed it since
             continue
         except DAMAGE as e:
-            _warn_of_damage(file, e)
+            _tell(file, e, failed)
             continue
+        failed.pop(file, None)
         read |= tables
     return read
 
 
-def _warn_of_damage(file: RecordFile, cause: Exception) -> None:
-    logger.warning(
-        "%s is damaged (%s): its rows are left out. Restore it from a copy.", file.path, cause
-    )
+def version_of(path: Path) -> Version:
+    """Return a file's version; raises OSError where the system cannot tell it."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _tell(file: RecordFile, cause: Exception, failed: Failed) -> None:
+    """Remember that a file was not read, and warn of it, once."""
+    # Of damage, Arrow tells in words alone; what the system reports has its number.
+    version = None
+    if not (isinstance(cause, OSError) and cause.errno):
+        with suppress(OSError):
+            version = version_of(file.path)
+    if file in failed and failed[file] == version:
+        return
+    failed[file] = version
+    if version is None:
+        logger.warning(
+            "%s cannot be read now (%s): its rows are left out until another try succeeds.",
+            *(file.path, cause),
+        )
+    else:
+        logger.warning(
+            "%s is damaged (%s): its rows are left out. Restore it from a copy.", file.path, cause
+        )

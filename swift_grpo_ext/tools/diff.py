@@ -17,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from swift_grpo_ext.record.reader import RoundName, index_rewards, index_samples
+from swift_grpo_ext.record.reader import RoundName, RunIndex
 from swift_grpo_ext.record.row import SampleRow, to_rows
 
 EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
@@ -95,8 +95,8 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
         FileNotFoundError: a run has no record.
         ValueError: no round is common.
     """
-    samples = [index_samples(run) for run in (run_a, run_b)]
-    scores = [index_rewards(i, run) for i, run in zip(samples, (run_a, run_b), strict=True)]
+    indices = [RunIndex(run).refresh() for run in (run_a, run_b)]
+    samples, scores = zip(*indices, strict=True)
     result = Diff(settings=_differing_settings(read_args(run_a), read_args(run_b)))
     common = samples[0].rounds.keys() & samples[1].rounds.keys()
     if not common:

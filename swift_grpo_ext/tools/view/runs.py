@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import groupby
@@ -22,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from swift_grpo_ext.record.reader import RoundName, SampleIndex, index_rewards, index_samples
+from swift_grpo_ext.record.reader import Failed, RoundName, RunIndex, SampleIndex, version_of
 from swift_grpo_ext.record.rewards import REWARDS
 from swift_grpo_ext.record.row import SAMPLES
 
@@ -30,7 +31,8 @@ BLOCK_ROUNDS = 32
 """Rounds that are read before the next snapshot is published."""
 
 SAMPLE_COLUMNS = [
-    *("phase", "step", "number", "group", "index", "turn", "seed", "replica", "weight_version"),
+    *("phase", "step", "number", "group", "index", "turn", "seed", "rank", "replica"),
+    "weight_version",
     *("finish_reason", "stop_reason", "num_tokens", "text", "fingerprint"),
 ]
 SCORE_COLUMNS = [
@@ -68,6 +70,9 @@ class Round:
     rows: pa.Table
     stored: tuple[Any, ...]
     """Where the rows stand on disk: rows that were replaced stand elsewhere."""
+
+    left_out: Failed = field(default_factory=dict)
+    """Those of these files that could not be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,39 +112,43 @@ class Follower:
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self.run_dir = Path(run_dir)
         self.snapshot = Snapshot(version=0)
+        self._index = RunIndex(run_dir)
         self._prompts: dict[str, Prompt] = {}
 
     def refresh(self) -> bool:
         """Read what is new on disk; return True if anything was."""
         before = self.snapshot
         try:
-            samples = index_samples(self.run_dir)
+            samples, scores = self._index.refresh()
         except FileNotFoundError as e:
             if before.problem != str(e):
                 self._publish({}, problem=str(e))
             return before is not self.snapshot
-        scores = index_rewards(samples, self.run_dir)
         stored = {name: (of, scores.rounds.get(name)) for name, of in samples.rounds.items()}
         # Rounds that were read before stay in sight until their new rows are there.
         rounds = {name: of for name, of in before.rounds.items() if name in stored}
         changed = [
             name
             for name in sorted(stored, key=_newest_first)
-            if name not in rounds or rounds[name].stored != stored[name]
+            if name not in rounds
+            or rounds[name].stored != stored[name]
+            or may_be_read(rounds[name].left_out)
         ]
-        if not changed and len(rounds) == len(before.rounds) and before.is_whole:
-            return False
+        is_new = len(rounds) < len(before.rounds) or not before.is_whole
         for start in range(0, max(len(changed), 1), BLOCK_ROUNDS):
             block = changed[start : start + BLOCK_ROUNDS]
-            for name, rows in zip(block, self._read(samples, scores, block), strict=True):
-                rounds[name] = Round(rows=rows, stored=stored[name])
+            for name, found in zip(block, self._read(samples, scores, block), strict=True):
+                known, is_cut = rounds.get(name), None in found.left_out.values()
+                if known is None or not is_cut or found.rows.num_rows > known.rows.num_rows:
+                    rounds[name], is_new = found, True
             is_whole = start + BLOCK_ROUNDS >= len(changed)
-            self._publish(rounds, samples=samples, scores=scores, is_whole=is_whole)
-        return True
+            if is_new:
+                self._publish(rounds, samples=samples, scores=scores, is_whole=is_whole)
+        return is_new
 
     def _read(
         self, samples: SampleIndex, scores: SampleIndex, names: Sequence[RoundName]
-    ) -> list[pa.Table]:
+    ) -> list[Round]:
         """Return each round's samples with their scores, null where a sample has none; keep their
         prompts."""
         scored = [name for name in names if name in scores.rounds]
@@ -152,8 +161,17 @@ class Follower:
             _, firsts = np.unique(hashes.indices.to_numpy(), return_index=True)
             prompts = rows.select(["fingerprint", "prompt", "media"]).take(firsts).to_pylist()
             self._prompts |= {p["fingerprint"]: Prompt(p["prompt"], p["media"]) for p in prompts}
-            rows = rows.select(SAMPLE_COLUMNS)
-            read.append(_with_scores(rows, scores_of.get(name, REWARDS.schema.empty_table())))
+            rows = _with_scores(
+                rows.select(SAMPLE_COLUMNS), scores_of.get(name, REWARDS.schema.empty_table())
+            )
+            stored = samples.rounds[name], scores.rounds.get(name)
+            left_out = {
+                group.file: index.failed.get(group.file)
+                for index, groups in zip((samples, scores), stored, strict=True)
+                for group in groups or ()
+                if group.file in index.failed
+            }
+            read.append(Round(rows=rows, stored=stored, left_out=left_out))
         return read
 
     def _publish(
@@ -166,6 +184,17 @@ class Follower:
             is_whole=is_whole,
             **values,
         )
+
+
+def may_be_read(files: Failed) -> bool:
+    """Return whether files that could not be read are worth another try: one at which the system
+    failed always is, a damaged one is once it is another file."""
+    for file, version in files.items():
+        with suppress(OSError):
+            if version is not None and version_of(file.path) == version:
+                continue
+        return True
+    return False
 
 
 def _newest_first(name: RoundName) -> tuple[int, str, int]:

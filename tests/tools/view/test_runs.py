@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+from swift_grpo_ext.record import log
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.tools.view import runs
 from swift_grpo_ext.tools.view.runs import (
@@ -154,3 +161,115 @@ def test_groups_of_a_round(snapshot: Snapshot) -> None:
     }
     _, partly_scored = list_groups(snapshot, RoundName("train", 2, 0))
     assert (partly_scored["rewards"], partly_scored["spread"]) == ([0.0, None], 0.0)
+
+
+# --- what cannot be read, and how much is ---
+
+CALLS: dict[str, tuple[Any, str]] = {
+    "stat": (Path, "stat"),
+    "footer": (pq, "read_metadata"),
+    "open": (pq, "ParquetFile"),
+    "rows": (pq.ParquetFile, "read_row_group"),
+}
+
+
+class Disk:
+    """Counts calls for files of a record, and lets some of them fail as a file server's do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failing: tuple[str, str] | None = None
+        """One of `CALLS`, and a table."""
+
+        self.counts: Counter[str] = Counter()
+        for call, (owner, name) in reversed(CALLS.items()):  # a class's method before the class
+            monkeypatch.setattr(owner, name, self._watched(call, getattr(owner, name)))
+
+    def _watched(self, call: str, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(of: Any, *args: Any, **kwargs: Any) -> Any:
+            self.counts[call] += str(of).endswith(".parquet")
+            failing, table = self.failing or ("", "")
+            if failing == call and (call == "rows" or f"/{table}/session-" in str(of)):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(of))
+            return upstream(of, *args, **kwargs)
+
+        return watched
+
+
+@pytest.mark.parametrize("table", ["samples", "rewards"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_read_that_fails_is_tried_again(
+    call: str, table: str, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As a file server's does: it is no damage, and what was read before stays in sight."""
+    writer, follower, disk = Writer(tmp_path), Follower(tmp_path), Disk(monkeypatch)
+    writer.write(make_rows(0))
+    disk.failing = call, table
+    follower.refresh()
+    version = follower.snapshot.version
+    assert not follower.refresh()  # nothing is new, and nothing is told twice
+    assert follower.snapshot.version == version
+    disk.failing = None
+    assert follower.refresh()
+    assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1]
+    assert not follower.refresh()
+    told = [*caplog.messages]
+    assert 1 <= len(told) <= 2
+    writer.write(make_rows(1))
+    disk.failing = call, table
+    for _ in range(2):
+        follower.refresh()
+        assert follower.snapshot.rounds["train", 0, 0].rows["reward"].to_pylist() == [0, 0, 0, 1]
+    disk.failing = None
+    follower.refresh()
+    assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1] * 2
+    assert len(caplog.messages) == 2 * len(told)
+    assert all("cannot be read now ([Errno 116] Stale file" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_damaged_file_is_named_once_and_read_when_it_is_restored(
+    is_whole: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, follower = Writer(tmp_path), Follower(tmp_path)
+    writer.write(make_rows(0))
+    [path] = (tmp_path / "samples").iterdir()
+    sound = path.read_bytes()
+    footer = pq.read_metadata(path).row_group(0)
+    columns = [footer.column(i) for i in range(footer.num_columns)]
+    [seeds] = [column for column in columns if column.path_in_schema == "seed"]
+    damaged = bytearray(sound)
+    damaged[seeds.data_page_offset + seeds.total_compressed_size - 1] ^= 1
+    path.write_bytes(damaged if is_whole else sound[:-1])
+    for _ in range(3):
+        follower.refresh()
+        assert follower.snapshot.table.num_rows == 0
+    [message] = caplog.messages
+    assert message.startswith(f"{path} is damaged (")
+    path.write_bytes(sound)
+    assert follower.refresh()
+    assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1]
+    assert len(caplog.messages) == 1
+
+
+def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many files there are: 64 ranks and 5,000 steps leave more than 65,536."""
+    monkeypatch.setattr(log, "ROUNDS_PER_FILE", 1)
+    writer, follower, disk = Writer(tmp_path), Follower(tmp_path), Disk(monkeypatch)
+    for step in range(40):
+        writer.write(make_rows(step))
+
+    def counted() -> dict[str, int]:
+        disk.counts.clear()
+        follower.refresh()
+        return {call: disk.counts[call] for call in ("footer", "open", "stat")}
+
+    assert counted() == {"footer": 80, "open": 80, "stat": 80}
+    assert counted() == {"footer": 0, "open": 0, "stat": 2}  # the newest of each table
+    writer.write(make_rows(40))
+    assert counted() == {"footer": 2, "open": 2, "stat": 4}
+    assert follower.snapshot.table.num_rows == 4 * 41
+    for path in sorted((tmp_path / "samples").iterdir())[:10]:  # as a bounded record does
+        path.unlink()
+    assert counted() == {"footer": 0, "open": 0, "stat": 2}
+    assert follower.snapshot.table.num_rows == 4 * 31
