@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ from swift_grpo_ext.tools.view.runs import Follower, describe
 
 SIDES = {"small": 112, "full": 2048}
 """Pixels of a shown image's longer side, at most."""
+
+LOOKED_AT = 8
+"""Rounds in which a rank's samples are looked for."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -65,6 +69,38 @@ class RunView(Follower):
                 continue
             return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
         return None
+
+    @property
+    def missing_ranks(self) -> str:
+        """The training ranks of which the newest session has no sample here, as `8-15`; empty
+        where it has some of each.
+
+        Every rank writes a part of each training round. Nodes without a shared `--output_dir` write
+        it to folders of their own.
+        """
+        args = read_args(self.run_dir)
+        of_training = [r for name, r in self.snapshot.rounds.items() if name.phase == "train"]
+        newest = [(r, r.stored[0][0].file) for r in of_training]
+        # Of the newest round, some ranks may have to write their part still.
+        seen = {
+            rank
+            for r, file in newest[1 : 1 + LOOKED_AT]
+            if file.session == newest[0][1].session
+            for rank in r.rows["rank"].unique().to_pylist()
+        }
+        # Ranks that share a sequence have samples in common.
+        if not seen or (args.get("sequence_parallel_size") or 1) > 1:
+            return ""
+        size = max(seen) + 1
+        with suppress(OSError):
+            # Else it is of a session that has begun since, perhaps with other ranks.
+            path, latest = self.run_dir / "args.json", newest[0][1].path
+            if path.stat().st_mtime_ns <= latest.stat().st_mtime_ns:
+                size = max(size, int(args.get("global_world_size") or 1))
+        missing = sorted(set(range(size)) - seen)
+        numbers = count()
+        runs = [[*run] for _, run in groupby(missing, key=lambda rank: rank - next(numbers))]
+        return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 
     def group(
         self, name: RoundName, group: int, earlier: Sequence[tuple[RoundName, int, int]] = ()
@@ -113,7 +149,7 @@ class RunView(Follower):
 
     def _samples(self, name: RoundName, group: int) -> list[dict[str, Any]]:
         """Return a group's samples by index and turn, with tokens and their gaps by position;
-        raises KeyError where the record has no such group."""
+        raises KeyError where the record has no such group, or cannot be read."""
         snapshot = self.snapshot
         rows = snapshot.rounds[name].rows
         rows = rows.filter(pc.equal(rows["group"], group))
@@ -122,6 +158,8 @@ class RunView(Follower):
         columns = [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs"]
         [tokens] = snapshot.samples.read_rounds([name], columns)
         tokens = tokens.filter(pc.equal(tokens["group"], group))
+        if tokens.num_rows != rows.num_rows:  # a file that cannot be read (now), or was removed
+            raise KeyError(f"the tokens of {name} group {group} cannot be read: try again")
         gaps = {}
         # The positions of a conversation's gaps count over all its turns: they are not shown.
         if name in snapshot.scores.rounds and not any(rows["turn"].to_pylist()):

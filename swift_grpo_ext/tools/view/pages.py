@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,11 @@ def write_page(
     if snapshot.problem and not read_records(run.run_dir):
         raise FileNotFoundError(snapshot.problem)
     groups = [group for name in reversed(snapshot.rounds) for group in list_groups(snapshot, name)]
-    listed = evenly_spaced(groups, num_groups)
+    listed, shown = [], []
+    for group in evenly_spaced(groups, num_groups):
+        with suppress(KeyError):  # a file that cannot be read, which was said
+            shown.append(group_values(run, group))
+            listed.append(group)
 
     def address_inside(page: str, **values: Any) -> str:
         if page == "image":
@@ -235,7 +240,7 @@ def write_page(
         run,
         url=address_inside,
         listed=listed,
-        pages=[group_values(run, group) for group in listed],
+        pages=shown,
         **overview_values(run),
     )
     path = Path(output)

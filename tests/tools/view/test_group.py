@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import json
 import math
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.tools.view.group import RunView, image_bytes, pieces, shared_lengths
-from tests.tools.view.runs import make_run
+from swift_grpo_ext.tools.view.pages import write_page
+from tests.tools.view.runs import make_rows, make_run
 
 
 def test_shared_beginnings() -> None:
@@ -67,6 +74,98 @@ def test_a_group(tmp_path: Path) -> None:
         ("train.1.0", 1, False, ["g1 i1 s", "1"]),
         ("train.0.0", 1, True, ["g1 i1 s", "0"]),
     ]
+
+
+def test_a_group_whose_tokens_cannot_be_read_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunView(make_run(tmp_path / "run"))
+    run.refresh()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pq, "ParquetFile", fail)
+        with pytest.raises(KeyError, match="group 1 cannot be read: try again"):
+            run.group(RoundName("train", 1, 0), 1)
+    assert len(run.group(RoundName("train", 1, 0), 1)["samples"]) == 2
+
+
+class Ranks:
+    """Some of a run's ranks, each of which draws a group in each round."""
+
+    def __init__(self, run_dir: Path, ranks: Sequence[int], session: int = 0, step: int = 0):
+        options = {"session": session, "start_step": step}
+        self.logs = {rank: SampleLog(run_dir, rank=rank, **options) for rank in ranks}
+
+    def write(self, step: int) -> None:
+        for rank, log in self.logs.items():
+            rows = make_rows(step, num_groups=1)
+            names = [replace(row.sample_id, group=rank) for row in rows]
+            pairs = zip(rows, names, strict=True)
+            log.append([replace(row, rank=rank, sample_id=name) for row, name in pairs])
+            log.flush()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "args", "missing"),
+    [
+        ([*range(8)], {"global_world_size": 16}, "8-15"),  # the node of rank 0
+        ([*range(8, 16)], None, "0-7"),  # another, which writes no args.json
+        ([0, 2, 3, 5], {"global_world_size": 6}, "1, 4"),
+        ([*range(6)], {"global_world_size": 6}, ""),
+        ([0], {"global_world_size": 1}, ""),
+        ([0], {}, ""),
+        ([0, 2], {"global_world_size": 4, "sequence_parallel_size": 2}, ""),
+    ],
+)
+def test_ranks_whose_files_are_elsewhere_are_named(
+    ranks: list[int], args: dict[str, int] | None, missing: str, tmp_path: Path
+) -> None:
+    """As of a run of several nodes without a shared folder."""
+    if args is not None:
+        (tmp_path / "args.json").write_text(json.dumps(args))
+    run, here = RunView(tmp_path), Ranks(tmp_path, ranks)
+    run.refresh()
+    assert run.missing_ranks == ""
+    here.write(0)
+    run.refresh()
+    assert run.missing_ranks == ""  # the others may be about to write
+    here.write(1)
+    run.refresh()
+    assert run.missing_ranks == missing
+    text = write_page(tmp_path, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert (f"{missing}. <span" in text and "no samples of the training" in text) == bool(missing)
+
+
+def test_a_session_with_other_ranks_that_has_no_samples_yet_lacks_none(tmp_path: Path) -> None:
+    run, before = RunView(tmp_path), Ranks(tmp_path, [0, 1])
+    before.write(0)
+    before.write(1)
+    args = tmp_path / "args.json"
+    args.write_text('{"global_world_size": 4}')
+    run.refresh()
+    assert run.missing_ranks == ""
+    resumed = Ranks(tmp_path, [0, 1, 2], session=1, step=2)
+    resumed.write(2)
+    run.refresh()
+    assert run.missing_ranks == ""
+    resumed.write(3)
+    run.refresh()
+    assert run.missing_ranks == "3"
+
+
+def test_one_rank_that_writes_for_all_lacks_none(tmp_path: Path) -> None:
+    """With `--async_generate`."""
+    (tmp_path / "args.json").write_text('{"global_world_size": 2}')
+    log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
+    for step in range(2):
+        log.append([replace(r, rank=r.sample_id.group) for r in make_rows(step)])
+        log.flush()
+    run = RunView(tmp_path)
+    run.refresh()
+    assert run.missing_ranks == ""
 
 
 def test_images_in_two_sizes(tmp_path: Path) -> None:
