@@ -34,7 +34,8 @@ class RolloutFlags:
 
     media_cache_gb: float = 4.0
     """Gigabytes of memory, in each training process, for decoded and processed images and videos,
-    kept by content for rollout, training and later epochs. The default is what vLLM's own cache
+    kept by content for rollout, training and later epochs; a half of the process's share of what
+    the machine or its container has free is never exceeded. The default is what vLLM's own cache
     takes. 0 keeps none beyond a training batch."""
 
     encoder_cache_gb: float = 0.0

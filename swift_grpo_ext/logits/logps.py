@@ -12,18 +12,17 @@ completion tokens.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import psutil
 import torch
 from swift.utils import get_logger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from swift_grpo_ext import memory
 from swift_grpo_ext.flags import chunk_size
 from swift_grpo_ext.logits.chunked import Logps
 from swift_grpo_ext.logits.shared_prompt import WORTH, SharedPrompt
@@ -230,9 +229,9 @@ def agreed_chunk_size(model: nn.Module, all_gather: Callable[[int], list[int]]) 
 
 def free_bytes(device: torch.device) -> int:
     """Return the memory that this rank's device has left, what its allocator keeps in reserve
-    included. Ranks on one machine's CPUs share its memory."""
+    included."""
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return memory.free_bytes()
     module = torch.get_device_module(device)
     kept = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + kept)

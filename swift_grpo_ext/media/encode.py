@@ -44,13 +44,17 @@ import xxhash
 from cachetools import LRUCache
 from PIL import Image
 from swift.template import vision_utils
+from swift.utils import get_logger
 
-from swift_grpo_ext.flags import BYTES_PER_GB
+from swift_grpo_ext import memory
+from swift_grpo_ext.flags import BYTES_PER_GB, RolloutFlags
 from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
 
 if TYPE_CHECKING:
     from swift.infer_engine import InferEngine
     from swift.template import Template
+
+logger = get_logger()
 
 BATCH_BYTES = 2**30
 """Bound within a training batch, with `--media_cache_gb 0`. The samples of a group follow one
@@ -81,8 +85,9 @@ class MediaCache:
     others wait for it.
 
     Args:
-        max_gb: bound of its memory; what was not used for longest goes first. With 0, the samples
-            of a training batch share their media, and nothing is kept.
+        max_gb: bound of its memory, beside what is free (`bounded`); what was not used for longest
+            goes first. With 0, the samples of a training batch share their media, and nothing is
+            kept.
         template: of the training. Where its model takes no media, nothing is kept either.
         all_gather: of the training's ranks. Called once a round where media are kept.
     """
@@ -94,7 +99,7 @@ class MediaCache:
         self.counts: Counter[str] = Counter()
         """How many media this round had `decoded`, `processed`, or `reused` of either kind."""
 
-        max_bytes = int(max_gb * BYTES_PER_GB) if self.is_kept else BATCH_BYTES
+        max_bytes = bounded(max_gb) if self.is_kept else BATCH_BYTES
         self._entries = LRUCache[bytes, _Entry](max_bytes, getsizeof=attrgetter("num_bytes"))
         self._made = WeakSet[_Entry]()
         self._all_gather = all_gather
@@ -245,6 +250,26 @@ class MediaCache:
         named = (preprocess.__qualname__, type(owner), sorted(settings.items()))
         asked = (named, args, sorted(given.items()))
         return self.share(asked, lambda: preprocess(owner, *args, **kwargs), "processed")
+
+
+def bounded(max_gb: float) -> int:
+    """Return the bytes that a cache may take of so many gigabytes: a half of this rank's share of
+    the memory that is free at most, and say so where that is less.
+
+    The other half is for the rest of what a training takes: weights that sleep, batches, vLLM's own
+    cache. A container that holds 8 ranks would end at 8 times the default.
+    """
+    asked, free = int(max_gb * BYTES_PER_GB), memory.free_bytes()
+    if asked <= free // 2:
+        return asked
+    # Nobody asked for the default.
+    tell = logger.info if max_gb == RolloutFlags.media_cache_gb else logger.warning
+    tell(
+        f"--media_cache_gb {max_gb:g}: each process keeps media up to {free / 2 / BYTES_PER_GB:.2g}"
+        " GB, a half of its share of the memory that is free here (of the machine, or of what its "
+        "container may still take)."
+    )
+    return free // 2
 
 
 class SharedImage(Image.Image):

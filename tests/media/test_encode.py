@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from swift.model import get_processor
 from swift.template import get_template
 from swift.template.template_inputs import StdTemplateInputs
 
+from swift_grpo_ext.media import encode as media_encode
 from swift_grpo_ext.media.encode import (
     MediaCache,
     MediaChangedError,
@@ -312,6 +313,28 @@ def test_arrays_and_containers_are_each_callers_own() -> None:
     assert list(made[2]) == ["a", "b"]
     assert made[2]["a"].tolist() == [0, 0, 0]
     assert made[2]["b"] == [1, (2,)]
+
+
+@pytest.mark.parametrize(
+    ("max_gb", "kept_gb", "level"),
+    [(4.0, 1.5, "info"), (2.0, 1.5, "warning"), (1.5, 1.5, ""), (1.0, 1.0, "")],
+)
+def test_what_is_free_bounds_it(
+    max_gb: float, kept_gb: float, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 ranks in a container of 32 GB would else take all of it, 4 GB each."""
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(media_encode.logger, "info", lambda text: told.append(("info", text)))
+    monkeypatch.setattr(media_encode.logger, "warning", lambda t: told.append(("warning", t)))
+    monkeypatch.setattr(media_encode.memory, "free_bytes", lambda: 3 * 10**9)
+    meta = SimpleNamespace(is_multimodal=True)
+    cache = MediaCache(max_gb, cast("Any", SimpleNamespace(model_meta=meta)), lambda own: [own])
+    assert cache._entries.maxsize == kept_gb * 1e9
+    assert [how for how, _ in told] == ([level] if level else [])
+    for _, text in told:
+        assert text.startswith(
+            f"--media_cache_gb {max_gb:g}: each process keeps media up to 1.5 GB"
+        )
 
 
 def test_what_was_not_used_for_longest_goes_first() -> None:

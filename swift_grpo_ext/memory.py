@@ -1,0 +1,58 @@
+"""How much memory this process may still take: of the machine, and of its container."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+ROOT = Path("/")
+"""Where `proc` and `sys` are."""
+
+NAMES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By the controller in `/proc/self/cgroup` (none in version 2): the files with the limit and with
+what is used, and the entry of `memory.stat` with what the kernel would give back first."""
+
+
+def free_bytes() -> int:
+    """Return this rank's share of the memory that is free, in bytes: ranks of one machine
+    (`LOCAL_WORLD_SIZE`) share it.
+
+    `psutil`, as `free`, tells of the machine alone. A container's process is killed at the
+    container's limit (https://docs.kernel.org/admin-guide/cgroup-v2.html), and so is one whose
+    container lies in a limited one.
+    """
+    free = min([int(psutil.virtual_memory().available), *_free_of_containers()])
+    return max(free, 0) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _free_of_containers() -> Iterator[int]:
+    """Say what the limit of each control group leaves that this process is in."""
+    try:
+        lines = (ROOT / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in {*controllers.split(",")} & NAMES.keys():
+            top = ROOT / "sys/fs/cgroup" / controller
+            # Where a container sees its own group as the top one, the path may lead nowhere.
+            own = top / path.lstrip("/")
+            for folder in (own, *own.parents):
+                yield from _free_of(folder, *NAMES[controller])
+                if folder == top:
+                    break
+
+
+def _free_of(folder: Path, limit: str, used: str, given_back: str) -> Iterator[int]:
+    try:
+        most, now = ((folder / name).read_text(encoding="utf-8") for name in (limit, used))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        yield int(most) - int(now) + int(stat.get(given_back, 0))
+    except (OSError, ValueError):  # no such group; "max", which is no limit
+        return
