@@ -24,7 +24,8 @@ from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.finding import did_you_mean, enforce
+from swift_grpo_ext.checks.finding import enforce
+from swift_grpo_ext.checks.former_flags import flag_hint
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
 from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
@@ -134,10 +135,14 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     # ms-swift takes abbreviations of its own flags.
     _, unknown = Parser([upstream]).parse_known_args(unknown)
     if unknown and not args.ignore_args_error:
-        token = next((t for t in unknown if t.startswith("--")), unknown[0])
+        tokens = [token for token in unknown if token.startswith("--")] or unknown[:1]
         known = [f"--{action.dest}" for action in parser._actions]
-        hint = did_you_mean(f"--{_name(token)}", known) or "`swift-grpo-ext flags` lists our flags."
-        raise ValueError(f"Unknown argument {token} (left over: {' '.join(unknown)}); {hint}")
+        hints = {token: flag_hint(f"--{_name(token)}", known) for token in tokens}
+        named = [f"{token} ({hint})" if hint else token for token, hint in hints.items()]
+        raise ValueError(
+            f"Unknown argument {', '.join(named)}; left over: {' '.join(unknown)}. "
+            "`swift-grpo-ext flags` lists our flags."
+        )
     left_over[:] = unknown  # else ms-swift would refuse our flags when it is done
     if argv or type(args) is upstream:  # else made in Python, with values of our flags
         args.__class__ = EXTENDED[upstream]

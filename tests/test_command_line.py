@@ -79,11 +79,24 @@ def test_a_misspelt_flag_in_a_scripts_list_is_refused(registered: bool) -> None:
     """The beginning of one of our flags is none: ms-swift takes those of its own."""
     found = parsed([*BASE, "--rollout_seed", "sample"], registered=registered)
     assert found == (
-        "ValueError: Unknown argument --rollout_seed (left over: --rollout_seed sample); "
-        "did you mean --rollout_seed_mode?"
+        "ValueError: Unknown argument --rollout_seed (did you mean --rollout_seed_mode?); "
+        "left over: --rollout_seed sample. `swift-grpo-ext flags` lists our flags."
     )
     found = parsed([*BASE, "--zzzz"], registered=registered)
-    assert found.endswith("(left over: --zzzz); `swift-grpo-ext flags` lists our flags.")  # type: ignore[union-attr]
+    assert found.endswith("--zzzz; left over: --zzzz. `swift-grpo-ext flags` lists our flags.")  # type: ignore[union-attr]
+
+
+def test_flags_of_ms_swift_3_are_refused_by_their_new_names() -> None:
+    """All of a script at once."""
+    former = ["--train_type", "lora", "--max-prompt-length=512", "--gpu_memory_utilization", "0.5"]
+    found = parsed([*BASE, *former], registered=False)
+    assert found == (
+        "ValueError: Unknown argument --train_type (ms-swift 4 calls it --tuner_type), "
+        "--max-prompt-length=512 (ms-swift 4 calls it --max_length), --gpu_memory_utilization "
+        "(ms-swift 4 calls it --vllm_gpu_memory_utilization); left over: --train_type lora "
+        "--max-prompt-length=512 --gpu_memory_utilization 0.5. `swift-grpo-ext flags` lists our "
+        "flags."
+    )
 
 
 @pytest.mark.parametrize("kind", [RLHFArguments, command_line.RLHFExtArguments])

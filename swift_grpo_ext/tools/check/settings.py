@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import yaml
 
-from swift_grpo_ext.checks.finding import did_you_mean
+from swift_grpo_ext.checks.former_flags import flag_hint
 
 if TYPE_CHECKING:
     from swift_grpo_ext.command_line import Parser
@@ -223,7 +223,7 @@ def parse(side: Side, settings: Settings, overrides: Sequence[str] = ()) -> dict
     values, unknown = of_swift.parse_known_args(unknown, values)
     if unknown:
         names = [token[2:] for token in unknown if token.startswith("--")]
-        hints = (f"{name} ({did_you_mean(name, vars(values)) or 'leave it out'})" for name in names)
+        hints = (f"{name} ({flag_hint(name, vars(values)) or 'leave it out'})" for name in names)
         raise ValueError(
             f"no setting of {COMMANDS[side]}: {', '.join(hints)}; left over: {' '.join(unknown)}"
         )

@@ -159,6 +159,9 @@ def test_arguments_win_over_a_file() -> None:
     ("settings", "expected"),
     [
         ({"diversity_alarm": 4}, r"swift rlhf: diversity_alarm \(did you mean diversity_alarm_p\?"),
+        ({"train_type": "lora"}, r"train_type \(ms-swift 4 calls it tuner_type\)"),
+        ({"max_prompt_length": 9}, r"max_prompt_length \(ms-swift 4 calls it max_length\)"),
+        ({"ckpt_dir": "x"}, r"ckpt_dir \(ms-swift 4 has none of that name: adapters are named by"),
         ({"zzz_zzz": 4}, r"of swift rlhf: zzz_zzz \(leave it out\); left over: --zzz_zzz 4$"),
         ({"num_generations": "many"}, "num_generations.*: invalid int value: 'many'"),
         ({"logits_shim": "of"}, "logits_shim.*: invalid choice: 'of'"),
