@@ -25,6 +25,7 @@ from packaging.version import Version
 from swift.utils import get_logger
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
+from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_duplicates, check_rows
 from swift_grpo_ext.flags import DiversityFlags, flag_names
@@ -242,6 +243,7 @@ def check_adapters(args: Arguments) -> Findings:
 def check_training(args: RLHFArguments) -> Findings:
     """Refuse what a training's arguments tell of checkpoints, data, adapters and teachers."""
     yield from check_resume(args)
+    yield from check_idle_settings(args)
     if args.streaming:
         yield error(
             "streaming true",
@@ -364,3 +366,4 @@ def check_datasets(
                 deletes_bad_rows=args.truncation_strategy == "delete",
             )
     yield from check_duplicates(train_dataset, setting="dataset")
+    yield from check_unmet_rows(args, train_dataset, eval_dataset)

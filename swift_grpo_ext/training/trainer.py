@@ -57,6 +57,7 @@ from swift_grpo_ext.training.batch import (
 )
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
+from swift_grpo_ext.training.idle_rounds import IdleRounds
 from swift_grpo_ext.training.prompts import replace_failing_prompts, tell_duplicates, tell_uneven
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
@@ -126,6 +127,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         self._canary = WeightCanary(config.rollout_mismatch, self.ranks, limit, off)
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
+        self._idle_rounds = IdleRounds()
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
         switch_off_dropout(self.model)
@@ -502,6 +504,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
             all_gather=self.ranks.all_gather,
         )
         self._recorder.flush()
+        if self.model.training:
+            self._idle_rounds.judge(self)
         for listener in self.score_listeners:
             listener(rows)
 

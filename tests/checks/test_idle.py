@@ -1,0 +1,71 @@
+"""What trains nothing, and rows that no batch holds, are said before the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows
+from tests.arguments import command_line_arguments, training_arguments
+
+
+def arguments(**changes: Any) -> Any:
+    """Arguments of 8 prompts in a training batch, and 4 in one of evaluation."""
+    of_training: dict[str, Any] = {"generation_batch_size": 16, "per_device_eval_batch_size": 8}
+    of_training |= {name: changes.pop(name) for name in ("eval_strategy",) if name in changes}
+    shuffles = changes.get("dataset_shuffle", True)
+    of_training |= {"dataset_shuffle": shuffles}
+    args = command_line_arguments("rlhf", **{"num_generations": 2, **changes})
+    args.training_args = training_arguments(**of_training)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"learning_rate": 0.0}, ["--learning_rate 0: no weight changes"]),
+        ({"learning_rate": 0.0, "vit_lr": 1e-6}, []),
+        ({"reward_weights": [0.0, 0.0]}, ["--reward_weights 0 0: all rewards are equal"]),
+        ({"reward_weights": [0.0, 0.5]}, []),
+        ({"num_train_epochs": 0.0}, ["--num_train_epochs 0: no step is made"]),
+        ({"num_train_epochs": 0.0, "max_steps": 5}, []),
+    ],
+)
+def test_settings(changes: dict[str, Any], expected: list[str]) -> None:
+    found = [f.sentence for f in check_idle_settings(arguments(**changes))]
+    assert len(found) == len(expected)
+    assert all(text.startswith(begin) for text, begin in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_eval", "changes", "expected"),
+    [
+        (16, 8, {"eval_strategy": "steps"}, []),
+        (17, None, {}, []),  # shuffled: other rows each epoch
+        (17, None, {"dataset_shuffle": False}, ["warning: --dataset_shuffle false: the last 1 of"]),
+        (16, None, {"dataset_shuffle": False}, []),
+        (16, 5, {"eval_strategy": "steps"}, ["warning: --split_dataset_ratio: 1 of 5 rows are"]),
+        (
+            *(16, 5, {"eval_strategy": "steps", "val_dataset": ["v.jsonl"]}),
+            ["warning: --val_dataset: 1 of 5 rows are left out of each evaluation: evaluation"],
+        ),
+        (16, 6, {"eval_strategy": "steps", "num_generations_eval": 1}, ["error: "]),
+        (16, 8, {"eval_strategy": "steps", "num_generations_eval": 1}, []),
+        (16, 3, {"eval_strategy": "epoch"}, ["error: --split_dataset_ratio: 3 rows make no batch"]),
+        (16, 5, {"eval_strategy": "no"}, []),
+        (
+            *(16, 5, {"eval_strategy": "no", "val_dataset": ["v.jsonl"]}),
+            ["warning: --val_dataset v.jsonl: is never evaluated"],
+        ),
+    ],
+)
+def test_rows(
+    num_rows: int, num_eval: int | None, changes: dict[str, Any], expected: list[str]
+) -> None:
+    evaluation = None if num_eval is None else range(num_eval)
+    found = check_unmet_rows(arguments(**changes), range(num_rows), evaluation)
+    texts = [f"{f.level}: {f.sentence}" for f in found]
+    assert len(texts) == len(expected), texts
+    assert all(text.startswith(begin) for text, begin in zip(texts, expected, strict=True)), texts
