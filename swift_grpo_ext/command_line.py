@@ -34,6 +34,7 @@ from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 from swift_grpo_ext.upstream.models import repair_models
 from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.upright import load_upright
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -57,6 +58,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
             repair_models()
+            load_upright()
 
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
         # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.

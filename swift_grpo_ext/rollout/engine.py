@@ -44,11 +44,11 @@ from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import (
     add_video_metadata,
-    drop_orientation,
     supply_video_loader,
     tool_calls,
 )
 from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.upright import load_upright
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
@@ -87,6 +87,7 @@ class RolloutEngine(GRPOVllmEngine):
         vllm_repairs.load_processors_uncopied()
         supply_video_loader()
         self._positions = keep_positions()
+        load_upright()
         if self._serves:
             paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
@@ -214,7 +215,6 @@ class RolloutEngine(GRPOVllmEngine):
             generation_config.skip_special_tokens = False
             generation_config.spaces_between_special_tokens = False
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
-        drop_orientation(inputs)
         add_video_metadata(inputs)
         with vllm_repairs.drawn_by(self.engine, self._address(metadata)):
             return super()._add_request(inputs, generation_config, request_id, adapter_request)

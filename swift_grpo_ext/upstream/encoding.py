@@ -1,11 +1,4 @@
-"""Rollouts and training get the same of ms-swift's templates.
-
-`drop_orientation`. Symptom: the policy is asked about a photograph turned by 90 degrees and trained
-on it as it is stored; log-probabilities are 0.6 to 1.2 nats apart (the tiny model), token ids agree
-where the picture is square.
-Upstream: vLLM 0.32 turns images by their EXIF orientation (multimodal/parse.py, `normalize_image`);
-ms-swift 4.6 does not (template/vision_utils.py, `load_image`), in training and with its other
-engines. Can go when both do the same.
+"""Rollouts and training get the same of ms-swift's templates (of images: upright.py).
 
 `add_video_metadata`. Symptom: `ValueError: Video metadata is required but not found in mm input` at
 the first video, with Qwen2.5-VL and others; with metadata, `Field 'fps' expected float, got list`.
@@ -39,10 +32,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-from PIL.ExifTags import Base
-from swift.utils import get_logger
-
 from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
@@ -52,28 +41,8 @@ if TYPE_CHECKING:
     from swift.template import Template
     from swift.template.template_inputs import StdTemplateInputs
 
-logger = get_logger()
-
 DEFAULT_FPS = 2.0
 """qwen_vl_utils' own (vision_process.FPS)."""
-
-
-def drop_orientation(inputs: MutableMapping[str, Any]) -> None:
-    """Let vLLM take each image of an encoded request as it is stored."""
-    if inputs.get("images"):
-        inputs["images"] = [_as_stored(image) for image in inputs["images"]]
-
-
-def _as_stored(image: Any) -> Any:
-    if not isinstance(image, Image.Image) or image.getexif().get(Base.Orientation, 1) == 1:
-        return image
-    logger.warning_once(
-        "Images with an EXIF orientation are used as they are stored, in rollouts as in training; "
-        "turn them beforehand (PIL.ImageOps.exif_transpose) if the model should see them upright."
-    )
-    stored = image.copy()
-    stored.getexif().pop(Base.Orientation, None)  # a copy has the mark only where a file had it
-    return stored
 
 
 def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:

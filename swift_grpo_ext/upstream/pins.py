@@ -119,13 +119,17 @@ swift.template.base:Template
     _add_dynamic_eos: input_ids labels loss_scale suffix_tokens_id
     _get_response_prefix encode: self inputs
     _load_image: image load_images
+    _get_height_width: inputs
     decode_generate_ids: self generate_ids is_finished first_token template_inputs
     generate: self model
     get_generate_ids: self generate_ids num_prompt_tokens
     prepare_generate_kwargs: self generate_kwargs model
     replace_video2image: self load_video_func inputs replace_tag
 swift.template.vision_utils
-    _check_path: path
+    _check_path load_file: path
+    load_image: image
+swift.template.base
+    load_image: image
 swift.template.utils:StopWordsCriteria
     (): tokenizer stop_words
 transformers.image_processing_utils:BaseImageProcessor

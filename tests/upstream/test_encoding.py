@@ -1,15 +1,12 @@
-"""What vLLM makes of an image that is marked as turned; videos carry what it wants to know."""
+"""Videos carry what vLLM wants to know; tool calls and answers are read as a release does."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from PIL.ExifTags import Base
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.pipelines.infer.deploy import SwiftDeploy
 from swift.template import vision_utils
@@ -17,36 +14,9 @@ from swift.template import vision_utils
 from swift_grpo_ext.upstream.encoding import (
     add_video_metadata,
     answers_for_servers,
-    drop_orientation,
     load_video,
     tool_calls,
 )
-from tests.turned import TURNS, as_vllm_sees
-
-
-def photograph(path: Path, orientation: int) -> Image.Image:
-    exif = Image.Exif()
-    exif[Base.Orientation] = orientation
-    pixels = np.random.default_rng(0).integers(0, 255, (8, 16, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path, exif=exif)
-    return Image.open(path).convert("RGB")  # as ms-swift loads it
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_vllm_sees_what_training_sees(orientation: int, tmp_path: Path) -> None:
-    """Each image of a row as it is stored; what is no image is handed on as it is."""
-    image = photograph(tmp_path / "photo.jpg", orientation)
-    pixels = np.asarray(image).copy()
-    assert np.array_equal(np.asarray(as_vllm_sees(image)), pixels) == (
-        orientation == 1 or not TURNS
-    )
-    inputs = {"images": [image, "photo.jpg", image]}
-    drop_orientation(inputs)
-    for i in (0, 2):
-        assert np.array_equal(np.asarray(as_vllm_sees(inputs["images"][i])), pixels)
-    assert inputs["images"][1] == "photo.jpg"
-    assert (inputs["images"][0] is image) == (orientation == 1)
-    assert image.getexif().get(Base.Orientation) == orientation  # the user's image is as it was
 
 
 def test_each_video_gets_the_rate_that_it_was_sampled_at() -> None:
@@ -70,14 +40,9 @@ def test_what_has_metadata_or_no_video_is_left_alone() -> None:
     add_video_metadata(inputs)
     assert inputs["videos"][0] is known
     assert inputs["mm_processor_kwargs"] == {"fps": 24.0}
-    unmarked: dict[str, Any] = {"images": [Image.new("L", (2, 2))]}
-    [image] = unmarked["images"]
-    drop_orientation(unmarked)
-    assert unmarked["images"][0] is image
     for without in ({"input_ids": [1]}, {"images": [], "videos": []}):
         before = dict(without)
         add_video_metadata(without)
-        drop_orientation(without)
         assert without == before
 
 

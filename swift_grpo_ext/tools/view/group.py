@@ -22,6 +22,7 @@ from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.tools.diff import read_args
 from swift_grpo_ext.tools.view.runs import Follower, describe
+from swift_grpo_ext.upstream.upright import upright
 
 SIDES = {"small": 112, "full": 2048}
 """Pixels of a shown image's longer side, at most."""
@@ -245,7 +246,7 @@ def image_bytes(name: str, size: str) -> bytes:
         raise ValueError(f"{path.name[:80]} is not on this machine.")
     try:
         with Image.open(path) as image:
-            shown = image.convert("RGB")
+            shown = upright(image).convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as e:
         raise ValueError(f"{path.name[:80]} is no image that can be read ({e}).") from e
     shown.thumbnail((SIDES[size], SIDES[size]))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from PIL.ExifTags import Base
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import RoundName
@@ -174,6 +175,14 @@ def test_images_in_two_sizes(tmp_path: Path) -> None:
         with Image.open(io.BytesIO(image_bytes(str(tmp_path / "a.tiff"), size))) as image:
             assert (image.format, image.size) == ("PNG", expected)
             assert image.getpixel((9, 9)) == (255, 0, 0)
+
+
+def test_a_photograph_is_shown_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[Base.Orientation] = 6
+    Image.new("RGB", (30, 10)).save(tmp_path / "a.jpg", exif=exif)
+    with Image.open(io.BytesIO(image_bytes(str(tmp_path / "a.jpg"), "full"))) as image:
+        assert image.size == (10, 30)
 
 
 def test_what_is_no_local_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
