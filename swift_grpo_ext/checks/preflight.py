@@ -19,19 +19,21 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from packaging.version import Version
-from swift.utils import get_logger
+from swift.utils import get_logger, is_local_master
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows
 from swift_grpo_ext.checks.resume import check_resume
-from swift_grpo_ext.checks.rows import check_duplicates, check_rows
+from swift_grpo_ext.checks.rows import check_rows
 from swift_grpo_ext.flags import DiversityFlags, flag_names
 from swift_grpo_ext.record.session import reason_against
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages
+from swift_grpo_ext.upstream.placeholders import placeholder_texts
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -347,7 +349,10 @@ def check_model(args: Arguments) -> Findings:
 def check_datasets(
     args: RLHFArguments, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> Findings:
-    """Refuse data sets with images that cannot be read, or too few rows for a generation batch."""
+    """Refuse data sets whose rows cannot be encoded, or too few rows for a generation batch.
+
+    Rows are looked at by one rank of each machine; the others end with it.
+    """
     batch = args.training_args.generation_batch_size
     prompts = batch // args.num_generations
     if len(train_dataset) < prompts:
@@ -357,6 +362,9 @@ def check_datasets(
             f"one generation batch ({batch} samples / --num_generations {args.num_generations}), "
             "so that no step could be made. Add rows or make the batch smaller.",
         )
+    if not is_local_master():
+        return
+    placeholders = _placeholders(args)
     for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
         if dataset is not None:
             yield from check_rows(
@@ -364,6 +372,29 @@ def check_datasets(
                 setting=setting,
                 expects_media=args.model_meta.is_multimodal,
                 deletes_bad_rows=args.truncation_strategy == "delete",
+                tells_duplicates=dataset is train_dataset,
+                placeholders=placeholders,
             )
-    yield from check_duplicates(train_dataset, setting="dataset")
     yield from check_unmet_rows(args, train_dataset, eval_dataset)
+
+
+def _placeholders(args: RLHFArguments) -> list[str]:
+    """Return the texts of the tokens that stand for media, before there is a template; [] where the
+    model is not on this machine, or takes no media."""
+    if not args.model_meta.is_multimodal or not Path(args.model_dir or "").is_dir():
+        return []
+    from swift.template import TEMPLATE_MAPPING, Template
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
+    meta = TEMPLATE_MAPPING.get(args.template)
+    kind = meta.template_cls if meta else Template
+    named = [t for t in kind.placeholder_tokens if isinstance(t, (int, str))]
+    ids = [tokenizer.convert_tokens_to_ids(t) if isinstance(t, str) else t for t in named]
+    template: Any = SimpleNamespace(
+        config=args.model_info.config,
+        placeholder_tokens=ids,
+        special_tokens=kind.special_tokens,
+        tokenizer=tokenizer,
+    )
+    return placeholder_texts(template)

@@ -11,34 +11,71 @@ import inspect
 import io
 import os
 import random
+import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+import pyarrow as pa
+import requests
 from PIL import Image
+from requests.utils import requote_uri
+from xxhash import xxh3_64_intdigest
 
 from swift_grpo_ext.checks.finding import Findings, error, warning
-from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
+from swift_grpo_ext.sampling.prompt_hash import PROMPT_FIELDS, count_duplicates, prompt_hash
+from swift_grpo_ext.upstream.placeholders import placeholder_texts
+from swift_grpo_ext.upstream.rows import (
+    COLUMNS,
+    KINDS,
+    LONGEST_SHOWN,
+    Medium,
+    RowFormError,
+    column_of,
+    read_row,
+    short,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from swift.template import Template
 
 Row = Mapping[str, Any]
 
-IMAGE_MARK = "<image>"
-MEDIA = ("images", "videos", "audios")
+MEDIA = COLUMNS
 MAX_IMAGES_OPENED = 20_000
 """Rows of a larger data set that are chosen at random and looked at."""
+
+COMPARED = 4096
+"""Bytes of an image's beginning, and of its end, that are compared before the whole is."""
+
+MAX_COMPARED = 2**28
+"""Bytes of content that are compared whole; images of one size, beginning and end beyond them are
+taken for one, which pictures that are not compressed may not be."""
+
+SHOWN_MEDIA = 3
+"""Media that an error names where it may be about any of them."""
+
+EXPECTED_IMAGE = 'a path, URL, data URL, base64, or {"bytes": ...} or {"path": ...}'
 
 
 # --- all rows ---
 
 
 def check_rows(
-    dataset: Sequence[Row], *, setting: str, expects_media: bool, deletes_bad_rows: bool = False
+    dataset: Sequence[Row],
+    *,
+    setting: str,
+    expects_media: bool,
+    deletes_bad_rows: bool = False,
+    tells_duplicates: bool = False,
+    placeholders: Collection[str] = (),
 ) -> Findings:
-    """Refuse the first row whose images cannot be read; warn of a data set without any image.
+    """Refuse the first row that has a fault (`row_fault`); warn of a data set without any image,
+    and of prompts that stand twice in it, media included (docs/promises.md, G4).
+
+    Each row is read once, and of content that it holds the header and the end alone.
 
     Args:
         dataset: rows of ms-swift, with random access.
@@ -46,17 +83,21 @@ def check_rows(
         expects_media: whether the model takes media, so that their absence is worth a warning.
         deletes_bad_rows: whether ms-swift replaces bad rows (`--truncation_strategy delete`): their
             number is a warning then.
+        placeholders: the tokens that stand for media inside the model.
     """
-    numbers = _chosen(len(dataset))
+    numbers, read = _chosen(len(dataset)), _reader(dataset)
     has_media = False
     bad: list[str] = []
+    of_prompts: dict[str, list[int]] = {}
     for i in numbers:
-        row = dataset[i]
-        has_media = has_media or any(row.get(kind) for kind in MEDIA)
-        if reason := bad_media(row):
-            bad.append(f"in the row that asks {question_of(row)!r}, {reason}")
+        row = read(i)
+        has_media = has_media or shows_media(row)
+        if fault := row_fault(row, placeholders):
+            bad.append(f"in the row that asks {question_of(row)!r}, {fault}")
             if not deletes_bad_rows:
                 break
+        if tells_duplicates:
+            of_prompts.setdefault(prompt_hash(_cut_content(prompt_of(row))), []).append(i)
     if bad and not deletes_bad_rows:
         yield error(
             setting,
@@ -78,14 +119,7 @@ def check_rows(
             'If they should: add the column, e.g. {"messages": [...], "images": ["digit.png"]}, or '
             "map yours with --columns.",
         )
-
-
-def check_duplicates(dataset: Sequence[Row], *, setting: str) -> Findings:
-    """Warn of rows whose prompt, media included, stands twice in the data set
-    (docs/promises.md, G4)."""
-    numbers = _chosen(len(dataset))
-    duplicates = count_duplicates(prompt_hash(prompt_of(dataset[i])) for i in numbers)
-    if duplicates:
+    if duplicates := _count_duplicates(dataset, of_prompts.values()):
         yield warning(
             setting,
             f"{duplicates} of {len(numbers)} rows repeat a prompt that stands earlier in the data "
@@ -103,48 +137,196 @@ def _chosen(length: int) -> Sequence[int]:
     return sorted(random.Random(0).sample(range(length), MAX_IMAGES_OPENED))
 
 
+def _reader(dataset: Sequence[Row]) -> Callable[[int], Row]:
+    """Return what reads a row of a data set. Content in `images` is a view of the data set's file,
+    which is mapped into memory: of images of 1 MB nothing is copied."""
+    features: Any = getattr(dataset, "features", None) or {}
+    inner = getattr(features.get("images"), "feature", None)
+    if not isinstance(inner, dict) or "bytes" not in inner:
+        return dataset.__getitem__
+    whole: Any = dataset
+    names = [name for name in PROMPT_FIELDS if name in features and name != "images"]
+    texts = whole.select_columns(names)
+    images = whole.select_columns("images").with_format("arrow")
+
+    def read(i: int) -> Row:
+        [cell] = images[i].column("images")
+        views = [
+            {
+                "path": item["path"].as_py(),
+                "bytes": _view(item["bytes"].as_buffer()),
+            }
+            if item.is_valid
+            else None
+            for item in cell.values or ()
+        ]
+        return {**texts[i], "images": views if cell.is_valid else None}
+
+    return read
+
+
+def _view(content: pa.Buffer | None) -> memoryview | None:
+    return None if content is None else memoryview(content)
+
+
+def _cut_content(row: Row) -> Row:
+    """Return a row with the size, beginning and end of each content in `images` in its place."""
+    images = row.get("images")
+    if not isinstance(images, list):
+        return row
+    cut = []
+    for image in images:
+        view = image.get("bytes") if isinstance(image, Mapping) else None
+        if isinstance(view, memoryview):
+            ends = map(xxh3_64_intdigest, (view[:COMPARED], view[-COMPARED:]))
+            image = {**image, "bytes": [len(view), *ends]}
+        cut.append(image)
+    return {**row, "images": cut}
+
+
+def _count_duplicates(dataset: Sequence[Row], alike: Iterable[Sequence[int]]) -> int:
+    """Return how many prompts repeat an earlier one.
+
+    Args:
+        alike: the numbers of rows that may be one prompt; those whose content was cut are compared
+            whole, up to `MAX_COMPARED` bytes in all.
+    """
+    total, left = 0, MAX_COMPARED
+    for numbers in alike:
+        if len(numbers) > 1 and left > 0:
+            rows = [dataset[i] for i in numbers]
+            sizes = (len(source_of(m.value)) for row in rows for m in _contents(row))
+            left -= sum(sizes)
+            total += count_duplicates(prompt_hash(prompt_of(row)) for row in rows)
+        else:
+            total += len(numbers) - 1
+    return total
+
+
+def _contents(row: Row) -> list[Medium]:
+    try:
+        media = read_row(row).media
+    except RowFormError:
+        return []
+    return [medium for medium in media if isinstance(source_of(medium.value), (bytes, str))]
+
+
 # --- one row ---
+
+
+def shows_media(row: object) -> bool:
+    """Return whether a row holds media, in whatever form."""
+    try:
+        return bool(read_row(row).media)
+    except RowFormError:
+        return True  # so it seems
 
 
 def prompt_of(row: Row) -> dict[str, Any]:
     """Return a row without the answer that it ends with: rollouts never see it."""
     messages = list(row.get("messages") or ())
-    if messages and messages[-1].get("role") == "assistant":
+    if messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
         messages.pop()
     return {**row, "messages": messages}
 
 
-def question_of(row: Row) -> str:
-    """Return the start of a row's last message, which names it in errors.
+def question_of(row: object) -> str:
+    """Return the start of a row's last question, which names it in errors.
 
     A number would mislead: ms-swift shuffles as it loads.
+
+    Args:
+        row: of a data set, or a sample or a request.
     """
-    messages = row.get("messages") or [{}]
-    return str(messages[-1].get("content", ""))[:60]
+    row = prompt_of(row) if isinstance(row, Mapping) else row
+    try:
+        messages = read_row(row).messages
+    except RowFormError:
+        messages = column_of(row, "messages")
+    *_, last = messages if messages and isinstance(messages, (list, tuple)) else [None]
+    return str(last.get("content", "") if isinstance(last, Mapping) else last or "")[:60]
 
 
-def bad_media(row: Row) -> str | None:
-    """Say what is wrong with a row's images, or which video or audio is missing; None where nothing
-    is.
+def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
+    """Say what is wrong with a row's prompt: field, value, and what was expected; None where
+    nothing is.
 
-    More images than marks are right: ms-swift puts the marks in front.
+    Only headers of images are read; what is fetched, and a file that was cut in its middle, shows
+    when the row is encoded (`encoding_error`). More media than marks are right: ms-swift puts the
+    marks in front.
+
+    Args:
+        row: of a data set, or a sample or a request.
+        placeholders: the tokens that stand for media inside the model.
     """
-    images = row.get("images") or ()
-    if isinstance(images, (str, bytes, Mapping)):
-        images = [images]  # as ms-swift takes it
-    contents = (message.get("content") for message in prompt_of(row)["messages"])
-    marks = sum(content.count(IMAGE_MARK) for content in contents if isinstance(content, str))
-    if marks > len(images):
-        return f"{marks} {IMAGE_MARK} marks stand for {len(images)} images"
-    for image in images:
-        if reason := unreadable(image):
-            source = image.get("path") if isinstance(image, Mapping) else image
-            return f"image {str(source)[:255]!r} {reason}"
-    for kind in ("video", "audio"):
-        items = row.get(f"{kind}s") or ()
-        for item in items if isinstance(items, (list, tuple)) else [items]:
-            if is_missing(item):
-                return f"{kind} {str(item)[:255]!r} does not exist"
+    row = prompt_of(row) if isinstance(row, Mapping) else row
+    try:
+        read = read_row(row)
+    except RowFormError as e:
+        return str(e)
+    for where, text in read.texts():
+        if typed := [token for token in placeholders if token in text]:
+            return (
+                f"{where}: holds {typed[0]!r}, which stands for a medium inside the model; "
+                "expected text, with <image>, <video> or <audio> where a medium is shown"
+            )
+    for kind in KINDS:
+        given = len(read.of_kind(kind))
+        marks = sum(text.count(f"<{kind}>") for _, text in read.texts())
+        # Questions about HTML have such tags, and no column of videos.
+        counts = kind == "image" or given or _is_null(row, f"{kind}s")
+        if marks > given and counts:
+            return f"messages: {marks} <{kind}> marks stand for {given} {kind}s; expected as many"
+    for medium in read.media:
+        reason = _image_fault(medium) if medium.kind == "image" else _file_fault(medium)
+        if reason:
+            return f"{medium.field}: {reason}"
+    return None
+
+
+def _is_null(row: object, name: str) -> bool:
+    return (not isinstance(row, Mapping) or name in row) and column_of(row, name) is None
+
+
+def _image_fault(medium: Medium) -> str | None:
+    value = source_of(medium.value)
+    if reason := _wrong_form(value):
+        return reason
+    if isinstance(value, (list, tuple, int, float, Mapping)):
+        return f"is {short(medium.value)}; expected {EXPECTED_IMAGE}"
+    reason = unreadable(value)
+    return f"{short(medium.value)} {reason}" if reason else None
+
+
+def _file_fault(medium: Medium) -> str | None:
+    """Say what is wrong with a video or an audio."""
+    value = medium.value
+    if medium.kind == "video" and isinstance(value, (list, tuple)) and value:
+        if not medium.field.startswith("messages"):
+            return (
+                f"is a list of {len(value)} frames, which ms-swift's requests take in `content` "
+                'alone; expected a path or URL, or a part {"type": "video", "video": ["1.png", '
+                "...]}"
+            )
+        frames = (Medium("image", medium.field, frame) for frame in value)
+        return next(filter(None, map(_image_fault, frames)), None)
+    if reason := _wrong_form(value):
+        return reason
+    if not isinstance(value, str):
+        return f"is {short(value)}; expected a path, URL, or base64"
+    return f"{short(value)} does not exist" if is_missing(value) else None
+
+
+def _wrong_form(value: object) -> str | None:
+    """Say where a medium is nothing, or a list in a text."""
+    if value is None or value == "":
+        return f"is {'empty' if value == '' else 'null'}; expected a path, or [] for no medium"
+    text = value.strip() if isinstance(value, str) else ""
+    if text.startswith("[") and text.endswith("]") and not os.path.exists(text):  # noqa: PTH110
+        return (
+            f"{short(value)} is text that holds a list; expected a list (JSON Lines or Parquet "
+            "have them, CSV has none) or one path"
+        )
     return None
 
 
@@ -155,13 +337,14 @@ def unreadable(image: object) -> str | None:
     """Say why an image cannot be read; None where it can, or where only fetching it would tell.
 
     Args:
-        image: a path, a URL, a data URL, base64 text, raw bytes, or ms-swift's
-            `{"bytes": ..., "path": ...}`.
+        image: a path, a URL, a data URL, base64 text, raw bytes or a view of them.
     """
     try:
         content = media_content(image)
         if content is None:
             return None
+        if isinstance(content, Path) and not content.exists():
+            return None if _is_short_base64(str(image)) else "does not exist"
         if isinstance(content, Path) and content.exists() and not content.is_file():
             return "is not a file"  # a pipe would be waited for
         with Image.open(content):
@@ -169,7 +352,7 @@ def unreadable(image: object) -> str | None:
     except FileNotFoundError:
         return "does not exist"
     except Exception as e:  # PIL's plugins raise whatever they stumble over in a broken header
-        return f"is not an image that can be read ({type(e).__name__}: {e})"
+        return f"is not an image that can be read ({reason_of(e)})"
 
 
 def is_missing(item: object) -> bool:
@@ -181,50 +364,126 @@ def is_missing(item: object) -> bool:
         return False
 
 
-def media_content(image: object) -> Path | io.BytesIO | None:
+def media_content(medium: object) -> Path | IO[bytes] | None:
     """Return a local file or the content; None for what ms-swift alone reads (URLs, PIL images)."""
-    if isinstance(image, Mapping):
-        image = image.get("bytes") or image.get("path")
-    if isinstance(image, bytes):
-        return io.BytesIO(image)
-    if not isinstance(image, str) or image.startswith(("http://", "https://")):
+    if isinstance(medium, bytes):
+        return io.BytesIO(medium)
+    if isinstance(medium, memoryview):  # of a data set's file, of which only a header is loaded
+        return pa.BufferReader(medium)
+    if not isinstance(medium, str) or medium.strip().startswith(("http://", "https://")):
         return None
-    if image.startswith("data:"):
-        return io.BytesIO(base64.b64decode(image.partition(",")[2]))
+    medium = medium.strip()
+    if medium.startswith("data:"):
+        return io.BytesIO(base64.b64decode(medium.partition(";base64,")[2]))
     # `Path.expanduser` raises where there is no such user, whose name a file may have.
-    path = Path(os.path.expanduser(image.removeprefix("file://")))  # noqa: PTH111
-    if len(image) > 255 and not path.suffix:  # no file's name is longer: base64
-        return io.BytesIO(base64.b64decode(image))
+    path = Path(os.path.expanduser(medium.removeprefix("file://")))  # noqa: PTH111
+    if len(medium) > LONGEST_SHOWN and not path.suffix:  # no file's name is longer: base64
+        return io.BytesIO(base64.b64decode(medium))
     root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths
     return Path(root) / path if root and not path.exists() else path
 
 
+def _is_short_base64(text: str) -> bool:
+    """Return whether a text that could be a file's name is an image."""
+    try:
+        with Image.open(io.BytesIO(base64.b64decode(text, validate=True))):
+            return True
+    except Exception:  # no base64, or PIL's plugins
+        return False
+
+
 # --- encoding ---
 
+REMEDY = "Correct the row, or have such prompts replaced with --truncation_strategy delete."
 
-def encoding_error(template: Template, row: Row) -> str | None:
-    """Say why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it."""
+
+class RowError(ValueError):
+    """A row's prompt cannot be encoded; names row, field, value, what was expected, and remedy."""
+
+    def __init__(self, row: object, fault: str) -> None:
+        self.fault = fault
+        asks = f"the row that asks {question_of(row)!r}"
+        super().__init__(f"{asks} cannot be encoded ({fault}). {REMEDY}")
+
+    def __reduce__(self) -> Any:
+        return ValueError, self.args  # another process gets the text
+
+
+def encoding_error(template: Template, row: Row, max_tokens: int | None = None) -> str | None:
+    """Say why a row's prompt cannot be encoded, as `--truncation_strategy delete` sees it.
+
+    Args:
+        max_tokens: that the engine takes, prompt and completion together.
+    """
     import torch
     from swift.utils import remove_response
 
     if not row.get("messages"):
         return "it has no messages"
-    if bad := bad_media(row):
-        return bad
+    if fault := row_fault(row, placeholder_texts(template)):
+        return fault
     prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
     remove_response(prompt["messages"])
     try:
         # Once: `template.encode` would try three times, and readers of URLs have their own retries.
         with torch.inference_mode():
-            inspect.unwrap(type(template).encode)(template, prompt)
+            encoded = inspect.unwrap(type(template).encode)(template, prompt)
     except Exception as e:  # templates, processors and readers of media raise many kinds
-        return reason_of(e)
+        return encoding_fault(row, e)
+    ids = encoded.get("input_ids")
+    num_tokens = 0 if ids is None else int(torch.as_tensor(ids).numel())
+    if max_tokens is not None and num_tokens >= max_tokens:
+        return (
+            f"its prompt has {num_tokens} tokens, those of its media included; expected fewer than "
+            f"the {max_tokens} that the engine takes (--vllm_max_model_len)"
+        )
+    return None
+
+
+def encoding_fault(row: object, error: Exception) -> str:
+    """Say which of a row's media an error in encoding was about, or else what it says.
+
+    Args:
+        row: of a data set, or a sample or a request.
+        error: what a template, a processor, a reader of media or vLLM raised.
+    """
+    from swift.template import MaxLengthError
+
+    if fault := row_fault(row):
+        return fault
+    media = read_row(prompt_of(row) if isinstance(row, Mapping) else row).media
+    for medium in media:
+        if reason := _loading_fault(medium, error):
+            return f"{medium.field}: {short(medium.value)} {reason}"
+    if not media or isinstance(error, MaxLengthError):
+        return reason_of(error)
+    shown = ", ".join(f"{medium.field} {short(medium.value)}" for medium in media[:SHOWN_MEDIA])
+    more = f" and {len(media) - SHOWN_MEDIA} more" if len(media) > SHOWN_MEDIA else ""
+    return f"{reason_of(error).rstrip('.')}; it shows {shown}{more}"
+
+
+def _loading_fault(medium: Medium, error: Exception) -> str | None:
+    """Say why a medium cannot be loaded, by ms-swift's own reader; None for videos and audios,
+    whose readers belong to the templates."""
+    from swift.template import Template
+
+    if isinstance(error, requests.RequestException):  # has tried several times: not again
+        url = error.request.url if error.request is not None else None
+        source = source_of(medium.value)
+        is_it = isinstance(source, str) and requote_uri(source.strip()) == url
+        return f"cannot be fetched ({reason_of(error)})" if is_it else None
+    if medium.kind != "image":
+        return None
+    try:
+        Template._load_image(medium.value, load_images=True).load()
+    except Exception as e:  # PIL's plugins raise many kinds
+        return f"is not an image that can be read ({reason_of(e)}); expected a whole one"
     return None
 
 
 def reason_of(error: Exception) -> str:
     """Return an error's type and text; the line that raised it where it has no text."""
-    text = str(error)
+    text = re.sub(r" (object )?at 0x[0-9a-fA-F]+", "", str(error))  # where it lies in memory
     if not text:
         *_, last = traceback.extract_tb(error.__traceback__)
         text = f"{Path(last.filename).name}, line {last.lineno}: {last.line}"

@@ -19,6 +19,7 @@ from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.record.session import RunInUseError, claim_session
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.upstream.rows import COLUMNS, RowFormError, column_of, read_row
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
@@ -129,7 +130,7 @@ class SampleRecorder:
             token_ids, logprobs = _tokens(output)
             stop_reason = output.rollout_infos.get("stop_reason")
             text = choice.message.content if isinstance(choice.message.content, str) else ""
-            media = chain(sample.images or (), sample.videos or (), sample.audios or ())
+            messages, media = _prompt_of(sample)
             row = SampleRow(
                 sample_id=sample_id,
                 seed=None if self._run_seed is None else sample_seed(self._run_seed, sample_id),
@@ -142,7 +143,7 @@ class SampleRecorder:
                 logprobs=logprobs,
                 text=_utf8(text),
                 fingerprint=prompt,
-                prompt=_utf8(json.dumps(sample.messages, ensure_ascii=False, default=repr)),
+                prompt=_utf8(json.dumps(messages, ensure_ascii=False, default=repr)),
                 media=[media_name(each) for each in media],
             )
             rows.append(row)
@@ -178,6 +179,16 @@ def _tokens(output: RolloutOutput) -> tuple[list[int], list[float] | None]:
     # A conversation's tokens include those that the environment put between the turns, which were
     # not sampled and have no log-probabilities.
     return token_ids, logprobs if logprobs and len(logprobs) == len(token_ids) else None
+
+
+def _prompt_of(sample: OnPolicySample | RolloutInferRequest) -> tuple[Any, list[Any]]:
+    """Return a sample's messages, with marks where parts of `content` were media, and all media."""
+    try:
+        read = read_row(sample)
+    except RowFormError:  # of a scheduler that has requests of its own
+        columns = (column_of(sample, name) or () for name in COLUMNS)
+        return sample.messages, list(chain(*columns))
+    return read.messages, [medium.value for medium in read.media]
 
 
 def _utf8(text: str) -> str:

@@ -7,8 +7,6 @@ equal weights differ by what those tokens would have got (docs/promises.md, M2).
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,7 @@ import torch
 from swift.utils import get_logger
 
 from swift_grpo_ext.logits.shim import base_model, output_embedding
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOTrainer
@@ -23,36 +22,11 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
+__all__ = ["mask_models", "mask_placeholders", "placeholder_ids"]
+
 SHARE_OF_LOWEST = 1 / 16
 """Share of a type's lowest number: far enough from it for a temperature of 1/16, and 0 times it is
 0, as entropies need, where 0 times minus infinity is not a number."""
-
-CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
-"""Attributes by which configurations of transformers name placeholders."""
-
-STARTS = re.compile(r"(vision|audio)_start_token_id")
-"""Qwen's omni models count media by these tokens where they number positions: a sampled one
-makes `get_rope_index` (transformers 5.19) look for an item that is not there, and fail."""
-
-
-def placeholder_ids(template: Template) -> list[int]:
-    """Return the ids of the tokens that stand for media; [] for text models.
-
-    ms-swift's template names them (it asks the processor), and so does the model's configuration;
-    those outside the vocabulary are left out.
-    """
-    config = getattr(template, "config", None)
-    thinker = getattr(config, "thinker_config", None)  # of Qwen's omni models
-    config = thinker or config
-    named = vars(config) if config is not None else {}
-    found = [
-        *template.placeholder_tokens,
-        *(v for k, v in named.items() if CONFIGURED.fullmatch(k)),
-        *(v for k, v in named.items() if thinker and STARTS.fullmatch(k)),
-    ]
-    text = getattr(config, "text_config", config)
-    num_ids = getattr(text, "vocab_size", None) or sys.maxsize
-    return sorted({i for i in found if isinstance(i, int) and 0 <= i < num_ids})
 
 
 def mask_placeholders(model: torch.nn.Module, ids: list[int]) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 
 import xxhash
 
+from swift_grpo_ext.upstream.rows import RowFormError, column_of, read_row
+
 PROMPT_FIELDS = (
     *("messages", "images", "videos", "audios", "tools", "objects"),
     "chat_template_kwargs",  # such as `enable_thinking`
@@ -31,6 +33,7 @@ def prompt_hash(row: object) -> str:
     Raises:
         ValueError: a field holds what has no form as JSON; names it.
     """
+    row = _without_parts(row)
     columns = row if isinstance(row, Mapping) else getattr(row, "extra", None) or {}
     fields: dict[str, Any] = {}
     for name in PROMPT_FIELDS:
@@ -66,6 +69,29 @@ def prompt_hash(row: object) -> str:
         ) from e
     digest.update(text.encode("utf-8", errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def _without_parts(row: object) -> object:
+    """Return a row whose media stand in parts of `content` with its media in columns: a prompt is
+    one in either form."""
+    messages = column_of(row, "messages") or ()
+    if all(isinstance(column_of(message, "content"), (str, type(None))) for message in messages):
+        return row
+    try:
+        read = read_row(row)
+    except RowFormError:  # compared as it is given
+        return row
+    columns = {name: column_of(row, name) for name in PROMPT_FIELDS}
+    extra = getattr(row, "extra", None) or {}
+    media: dict[str, Any] = {
+        "images": [
+            {"bytes": None, "path": medium.value} if isinstance(medium.value, str) else medium.value
+            for medium in read.of_kind("image")
+        ],
+        "videos": [medium.value for medium in read.of_kind("video")],
+        "audios": [medium.value for medium in read.of_kind("audio")],
+    }
+    return {**columns, **extra, **media, "messages": read.messages}
 
 
 def count_duplicates(hashes: Iterable[str]) -> int:

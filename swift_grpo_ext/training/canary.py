@@ -22,6 +22,7 @@ from swift.template.vision_utils import rescale_image
 from swift.trainers import disable_gradient_checkpointing
 from swift.utils import get_logger
 
+from swift_grpo_ext.checks.rows import shows_media
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -33,6 +34,7 @@ from swift_grpo_ext.training.batch import (
     rollouts_own_prompts,
 )
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, RowFormError, read_row
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 
 if TYPE_CHECKING:
@@ -138,10 +140,18 @@ def probe_config(config: RequestConfig, max_tokens: int = MAX_TOKENS) -> Request
 
 
 def shrink_images(sample: OnPolicySample) -> None:
-    """Scale a sample's images down to `PIXELS`; one that cannot be read or scaled stays as it is:
-    other ranks wait for this one. Where objects have places in the images, all stay as they are."""
+    """Scale a sample's images down to `PIXELS`, wherever they stand; those of parts of `content`
+    move to `images`. What cannot be read or scaled stays as it is: other ranks wait for this one.
+    Where objects have places in the images, all stay as they are."""
     if sample.objects:
         return
+    try:
+        read = read_row(sample)
+    except RowFormError:
+        return
+    sample.messages = read.messages
+    for kind, name in zip(KINDS, COLUMNS, strict=True):
+        setattr(sample, name, [medium.value for medium in read.of_kind(kind)])
     for i, image in enumerate(sample.images):
         try:
             full = Template._load_image(image, load_images=True)
@@ -221,12 +231,8 @@ class WeightCanary:
 
     def _choose(self, samples: Sequence[OnPolicySample]) -> OnPolicySample:
         """Return one sample, the same on all ranks."""
-
-        def has_media(sample: OnPolicySample) -> bool:
-            return bool(sample.images or sample.videos or sample.audios)
-
-        offered = next(filter(has_media, samples), samples[0])
-        of_ranks = self._ranks.all_gather(has_media(offered))
+        offered = next(filter(shows_media, samples), samples[0])
+        of_ranks = self._ranks.all_gather(shows_media(offered))
         chosen = of_ranks.index(True) if any(of_ranks) else 0
         prompt = None
         if self._ranks.rank == chosen:  # only one rank's sample travels, with its images

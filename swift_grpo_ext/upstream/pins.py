@@ -125,6 +125,11 @@ swift.template.base:Template
     get_generate_ids: self generate_ids num_prompt_tokens
     prepare_generate_kwargs: self generate_kwargs model
     replace_video2image: self load_video_func inputs replace_tag
+swift.template.template_inputs:StdTemplateInputs
+    __post_init__: self
+    remove_messages_media: messages
+swift.template.base:Template
+    _replace_image_tags: inputs
 swift.template.vision_utils
     _check_path load_file: path
     load_image: image

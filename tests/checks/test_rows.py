@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import base64
+import io
+import random
 import re
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from PIL import Image
+from swift.dataset import load_dataset
 from swift.model import get_processor
 from swift.template import get_template
 
-from swift_grpo_ext.checks import rows
+from swift_grpo_ext.checks import rows as checked
 from swift_grpo_ext.checks.rows import (
-    bad_media,
-    check_duplicates,
     check_rows,
     encoding_error,
     prompt_of,
+    row_fault,
     unreadable,
 )
 
@@ -44,8 +47,11 @@ def test_readable_in_every_form(png: Path, monkeypatch: pytest.MonkeyPatch) -> N
     text = base64.b64encode(content).decode()
     forms = [str(png), f"file://{png}", png.name, content, text + "A" * 256, PICTURE]
     forms += [f"data:image/png;base64,{text}", Image.new("RGB", (1, 1))]
-    forms += [{"bytes": None, "path": str(png)}, {"bytes": content, "path": None}]
-    forms += [{"bytes": None, "path": None}]
+    forms += [memoryview(content), f" {png} "]
+    Image.new("L", (1, 1)).save(tiny := png.with_name("tiny.png"))
+    short = base64.b64encode(tiny.read_bytes()).decode()
+    assert len(short) < 255  # as short as a name
+    forms += [short]
     assert [unreadable(form) for form in forms] == [None] * len(forms)
 
 
@@ -71,21 +77,26 @@ def test_unreadable(image: Any, reason: str) -> None:
         ({"messages": None}, None),
         ({"messages": []}, None),
         ({"images": PICTURE}, None),
-        ({"images": "/none.png"}, "image '/none.png' does not exist"),
-        ({"images": {"path": "/none.png", "bytes": None}}, "image '/none.png' does not exist"),
-        ({"images": ["/a" + "b" * 200 + ".png"]}, "image '/abbb"),
-        ({"images": [DATA_URL]}, f"image '{DATA_URL[:255]}' is not an image"),
+        ({"images": "/none.png"}, "images: '/none.png' does not exist"),
+        ({"images": {"path": "/none.png", "bytes": None}}, "images: '/none.png' does not exist"),
+        ({"images": ["/a" + "b" * 200 + ".png"]}, "images[0]: '/abbb"),
+        (
+            {"images": [PICTURE, DATA_URL]},
+            f"images[1]: '{DATA_URL[:60]}'... (322 characters) is not an image",
+        ),
     ],
 )
 def test_images_of_a_row(row: Any, reason: str | None) -> None:
-    assert str(bad_media(row)).startswith(str(reason))
+    assert str(row_fault(row)).startswith(str(reason))
 
 
 def test_marks_of_the_answer_do_not_count() -> None:
     answer = {"role": "assistant", "content": "<image>"}
     question = {"role": "user", "content": "Which?"}
-    assert bad_media({"messages": [question, answer]}) is None
-    assert bad_media({"messages": [answer, question]}) == "1 <image> marks stand for 0 images"
+    assert row_fault({"messages": [question, answer]}) is None
+    assert row_fault({"messages": [answer, question]}) == (
+        "messages: 1 <image> marks stand for 0 images; expected as many"
+    )
     row = {"messages": [question, answer], "solution": "7"}
     assert prompt_of(row) == {"messages": [question], "solution": "7"}
     assert row["messages"] == [question, answer]
@@ -99,7 +110,7 @@ def test_a_bad_row_is_named(png: Path, tmp_path: Path) -> None:
     good, bad = {"path": str(png)}, {"path": str(tmp_path / "bad.png")}
     data = [{"messages": messages, "images": images} for images in ([good] * 2, [good, bad])]
     asks = r"in the row that asks '<image><image>哪个数字\?x{41}'"
-    named = rf"{asks}, image '.*bad\.png' is not an image"
+    named = rf"{asks}, images\[1\]: '.*bad\.png' is not an image"
     [refused] = said([*data, data[1]])
     assert re.match(rf"error: --dataset: {named}.*\. Correct.*strategy delete", refused)
     [warned] = said([*data, data[1]], deletes_bad_rows=True)
@@ -119,28 +130,63 @@ def test_a_data_set_without_media() -> None:
 
 def test_rows_of_large_data_sets_are_chosen_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stride of 50 took every 50th row, which lacked its image, for the whole data set."""
-    opened: list[int] = []
-    monkeypatch.setattr(rows, "MAX_IMAGES_OPENED", 20)
-    monkeypatch.setattr(rows, "unreadable", opened.append)
-    data = [{"images": [] if i % 50 == 0 else [i]} for i in range(1000)]
+    opened: list[str] = []
+    monkeypatch.setattr(checked, "MAX_IMAGES_OPENED", 20)
+    monkeypatch.setattr(checked, "unreadable", opened.append)
+    data = [{"images": [] if i % 50 == 0 else [f"{i:03}.png"]} for i in range(1000)]
     assert said(data) == []
     first, opened[:] = list(opened), []
     assert said(data) == []
     assert opened == first == sorted(set(first))
     assert 15 <= len(first) <= 20
-    assert len({i % 50 for i in first}) > 10
+    assert len({int(name[:3]) % 50 for name in first}) > 10
     opened.clear()
     assert said(data[:20]) == []
-    assert opened == list(range(1, 20))
+    assert opened == [f"{i:03}.png" for i in range(1, 20)]
 
 
 def test_duplicates() -> None:
     asks = [{"messages": [{"role": "user", "content": text}]} for text in "aab"]
     answered = {"messages": [*asks[0]["messages"], {"role": "assistant", "content": "7"}]}
-    [warned] = check_duplicates([*asks, answered], setting="dataset")
-    assert warned.level == "warning"
-    assert warned.text.startswith("2 of 4 rows repeat a prompt")
-    assert list(check_duplicates(asks[1:], setting="dataset")) == []
+    options = {"expects_media": False, "tells_duplicates": True}
+    [warned] = said([*asks, answered], **options)
+    assert warned.startswith("warning: --dataset: 2 of 4 rows repeat a prompt")
+    assert said(asks[1:], **options) == []
+
+
+def test_content_in_rows_is_read_once_and_by_its_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of one size, beginning and end are compared whole. (Of 20,000 rows of 1 MB each rank
+    read 42 GB.)"""
+    noise = random.Random(0).randbytes(3 * 200 * 200)
+    other = noise[:60_000] + b"!" + noise[60_001:]
+    rows = []
+    for content in (noise, other, noise):
+        Image.frombytes("RGB", (200, 200), content).save(buffer := io.BytesIO(), "bmp")
+        message = {"role": "user", "content": "<image>Which?"}
+        rows.append({"messages": [message], "images": [{"bytes": buffer.getvalue()}]})
+    rows.append({"messages": [{"role": "user", "content": "Why?"}], "images": None})
+    pd.DataFrame(rows).to_parquet(path := tmp_path / "rows.parquet")
+    data, _ = load_dataset([str(path)], remove_unused_columns=False)
+    whole: list[int] = []
+
+    class Counted(type(data)):  # type: ignore[misc]
+        def __getitem__(self, i: int) -> Any:
+            found = super().__getitem__(i)
+            images = (isinstance(found, dict) and found.get("images")) or ()
+            whole.extend(len(image["bytes"]) for image in images)
+            return found
+
+    data.__class__ = Counted
+    options = {"expects_media": True, "tells_duplicates": True}
+    [warned] = said(data, **options)
+    assert warned.startswith("warning: --dataset: 1 of 4 rows repeat a prompt")
+    assert whole == [len(rows[0]["images"][0]["bytes"])] * 3
+    monkeypatch.setattr(checked, "MAX_COMPARED", 0)
+    [warned] = said(data, **options)
+    assert warned.startswith("warning: --dataset: 2 of 4 rows repeat a prompt")
+    assert len(whole) == 3
 
 
 def test_a_prompt_that_cannot_be_encoded(assets: Path, png: Path) -> None:
@@ -152,6 +198,6 @@ def test_a_prompt_that_cannot_be_encoded(assets: Path, png: Path) -> None:
     assert len(answered["messages"]) == 2
     assert encoding_error(template, {"messages": []}) == "it has no messages"
     missing = encoding_error(template, {"messages": [question], "images": ["/none.png"]})
-    assert missing == "image '/none.png' does not exist"
+    assert missing == "images[0]: '/none.png' does not exist"
     long = {"messages": [question], "images": [str(png)] * 20}
     assert str(encoding_error(template, long)).startswith("MaxLengthError: ")

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from swift_grpo_ext.checks.rows import bad_media, check_rows, question_of, unreadable
+from swift_grpo_ext.checks.rows import check_rows, question_of, row_fault, unreadable
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata, WireError
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -92,7 +92,7 @@ def test_a_data_set_is_sound_or_refused_by_name(
     data: list[Any], expects_media: bool, deletes: bool
 ) -> None:
     for row in data:
-        assert bad_media(row) != ""
+        assert row_fault(row) != ""
         assert isinstance(question_of(row), str)
     findings = check_rows(
         data, setting="dataset", expects_media=expects_media, deletes_bad_rows=deletes
@@ -101,7 +101,7 @@ def test_a_data_set_is_sound_or_refused_by_name(
     if refusals:
         assert refusals[0].startswith("--dataset: ")
     else:
-        assert deletes or not any(map(bad_media, data))
+        assert deletes or not any(map(row_fault, data))
 
 
 # --- messages between trainer and server ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -162,6 +163,27 @@ def test_one_rank_writes_for_all(tmp_path: Path) -> None:
     assert record_files(tmp_path / "samples") == []
     record(recorder, ids(*range(6)), num_ranks=3)
     assert [row.rank for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_media_in_parts_are_media_and_no_text(tmp_path: Path) -> None:
+    """Content took 50 bytes of a file for each token of a completion, and the viewer had none."""
+    inline = "data:image/png;base64," + "A" * 4000
+    parts = [
+        {"type": "image_url", "image_url": {"url": inline}},
+        {"type": "image", "image": "七.png"},
+        {"type": "text", "text": "哪个?"},
+        {"type": "video", "video": "七.mp4"},
+    ]
+    sample = OnPolicySample(messages=[{"role": "user", "content": parts}])
+    recorder = SampleRecorder(str(tmp_path), RankGroup(), 42)
+    recorder.open(start_step=0)
+    recorder.record(ids(0), [sample], ["print"], [output([5])], num_ranks=1, weight_version=3)
+    recorder.flush()
+    [row] = read(tmp_path)
+    assert json.loads(row.prompt) == [{"role": "user", "content": "<image><image>哪个?<video>"}]
+    digest, *names = row.media
+    assert digest == media_name(inline) != inline
+    assert names == ["七.png", "七.mp4"]
 
 
 @pytest.mark.parametrize("kept", ["tokens", "none"])

@@ -131,3 +131,14 @@ def test_what_cannot_be_written_down_is_refused_by_name() -> None:
     for value in (deep, {b"bytes": 1}, {1: 0, "1": 0}):
         with pytest.raises(ValueError, match=r"fields objects cannot be told from others"):
             prompt_hash({"objects": {"value": value}})
+
+
+def test_a_prompt_is_one_in_parts_and_in_columns() -> None:
+    def in_parts(image: str) -> dict[str, Any]:
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": "哪个数字?"}]
+        return row(messages=[MESSAGES[0], {"role": "user", "content": parts}], images=None)
+
+    column = row(images=[{"bytes": None, "path": "七.png"}])
+    assert prompt_hash(in_parts("七.png")) == prompt_hash(column)
+    assert prompt_hash(in_parts("八.png")) != prompt_hash(column)
+    assert prompt_hash(SimpleNamespace(**in_parts("七.png"), extra={})) == prompt_hash(column)

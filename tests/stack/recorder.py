@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from swift_grpo_ext.record.recorder import media_name
 from swift_grpo_ext.training import RolloutGRPOTrainer
+from swift_grpo_ext.upstream.rows import read_row
 
 
 class RecordingTrainer(RolloutGRPOTrainer):
@@ -36,9 +37,9 @@ class RecordingTrainer(RolloutGRPOTrainer):
                 weights=self._last_loaded_step,
                 step=self.state.global_step,
                 messages=sample.messages,
-                images=[media_name(image) for image in sample.images or ()],
-                videos=sample.videos or [],
-                audios=sample.audios or [],
+                images=[media_name(m.value) for m in read_row(sample).of_kind("image")],
+                videos=[media_name(m.value) for m in read_row(sample).of_kind("video")],
+                audios=[media_name(m.value) for m in read_row(sample).of_kind("audio")],
                 solution=sample.extra.get("solution"),
                 token_ids=choice.token_ids,
                 turns=output.response_token_ids,

@@ -168,6 +168,39 @@ def test_large_images_of_the_prompt_are_scaled_down(tmp_path: Path) -> None:
     assert asked({"bbox": [[1500, 0, 2000, 500]]}) == images
 
 
+@pytest.mark.parametrize("form", ["null", "part", "url"])
+def test_the_prompt_has_media_in_any_form(form: str, tmp_path: Path) -> None:
+    """A column that is null, as rows of text have where others have images; images in parts."""
+    large = tmp_path / "large.png"
+    Image.new("L", (2000, 500), 255).save(large)
+    text, shown = sample("text"), sample("shown")
+    text.images = text.videos = text.audios = cast(Any, None)
+    content = {
+        "null": "text",
+        "part": [{"type": "image", "image": str(large)}, {"type": "text", "text": "Which?"}],
+        "url": [{"type": "image_url", "image_url": {"url": str(large)}}],
+    }[form]
+    shown.messages = [{"role": "user", "content": content}]
+    shown.images = cast(Any, None)
+    canary = make(SimpleNamespace(rank=0, size=1, all_gather=lambda value: [value]))
+    prompts: list[OnPolicySample] = []
+
+    def engines(prompt: OnPolicySample, *_: Any) -> list[Any]:
+        prompts.append(prompt)
+        return []
+
+    canary.generate([text, shown], RequestConfig(), 1, engines)
+    [prompt] = prompts
+    words = {"null": "text", "part": "<image>Which?", "url": "<image>"}[form]
+    assert prompt.messages[-1]["content"] == words
+    sizes = []
+    for image in prompt.images:
+        with Image.open(BytesIO(image["bytes"])) as opened:
+            sizes.append(opened.size)
+    assert sizes == ([] if form == "null" else [(896, 224)])
+    assert shown.messages[0]["content"] == content  # the round's own sample stays
+
+
 def test_every_rank_makes_the_same_forwards(
     monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -33,6 +33,10 @@ def words_of(row: dict[str, Any]) -> str:
 
 class Template:
     """Refuses words in capitals, as ms-swift's template refuses a prompt that is too long."""
+
+    placeholder_tokens: ClassVar[list[int]] = []
+    special_tokens: ClassVar[list[str]] = []
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=list)
 
     def encode(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if words_of(inputs).isupper():

@@ -27,12 +27,14 @@ from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
 from swift_grpo_ext.checks.rows import (
     MEDIA,
     Row,
-    bad_media,
+    RowError,
     check_rows,
     encoding_error,
+    encoding_fault,
     prompt_of,
     question_of,
-    reason_of,
+    row_fault,
+    shows_media,
 )
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.positions import PositionCounter
@@ -54,6 +56,8 @@ from swift_grpo_ext.training.batch import (
     with_text_of,
 )
 from swift_grpo_ext.upstream.models import repair_models
+from swift_grpo_ext.upstream.placeholders import placeholder_texts
+from swift_grpo_ext.upstream.rows import RowFormError, read_row
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOSample
@@ -115,12 +119,18 @@ def check_data(run: Run) -> Findings:
         if not rows:
             yield error(name, "holds no rows that ms-swift can use.", "Name another file.")
             continue
+        encoder = encoder or make_encoder(run)
         with run.environment("training"):
-            yield from check_rows(rows, setting=name, expects_media=True, deletes_bad_rows=deletes)
-        with_media = sum(any(row.get(kind) for kind in MEDIA) for row in rows)
+            yield from check_rows(
+                rows,
+                setting=name,
+                expects_media=True,
+                deletes_bad_rows=deletes,
+                placeholders=encoder.placeholder_texts if encoder else (),
+            )
+        with_media = sum(map(shows_media, rows))
         text = f"{with_media} of the first {len(rows)} rows hold images, videos or audios."
         yield note(name, text)
-        encoder = encoder or make_encoder(run)
         if encoder is not None:
             yield from compare_rows(encoder, rows, setting=name, run=run)
 
@@ -138,7 +148,7 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
     faults: dict[tuple[str, str], list[tuple[Row, str]]] = {}
     """By side and type of the error, the rows that cannot be encoded, with the reason."""
     for row in [*rows[:NUM_FIRST], *drawn]:
-        if bad_media(row):
+        if row_fault(row, encoder.placeholder_texts):
             continue  # said by `check_rows`
         if reason := encoder.refusal(row):
             faults.setdefault(("training", reason.partition(":")[0]), []).append((row, reason))
@@ -146,7 +156,8 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
         try:
             encoded.append(encoder.encode(row))
         except Exception as e:  # templates, processors and vLLM raise many kinds
-            faults.setdefault(("a rollout", type(e).__name__), []).append((row, reason_of(e)))
+            fault = e.fault if isinstance(e, RowError) else encoding_fault(row, e)
+            faults.setdefault(("a rollout", fault.partition(":")[0]), []).append((row, fault))
     deletes = run.train("truncation_strategy") == "delete"
     for (side, _), of_type in faults.items():
         first, reason = of_type[0]
@@ -165,8 +176,11 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
 
 def named(row: Row) -> str:
     """Return how a message calls a row: by its question and what it shows."""
-    given = {kind: len(row.get(kind) or ()) for kind in MEDIA}
-    shows = ", ".join(f"{kind}: {number}" for kind, number in given.items() if number)
+    try:
+        given = Counter(f"{medium.kind}s" for medium in read_row(row).media)
+    except RowFormError:
+        given = Counter()
+    shows = ", ".join(f"{kind}: {given[kind]}" for kind in MEDIA if given[kind])
     return f"the row that asks {question_of(prompt_of(row))!r} ({shows or 'no media'})"
 
 
@@ -292,6 +306,7 @@ class RowEncoder:
             args = run.arguments(self._rollout_side)
             self._engine, self._core = make_engine(folders[self._rollout_side], template, args)
         self._placeholders = placeholder_ids(self.template)
+        self.placeholder_texts = placeholder_texts(self.template)
         self._ids = map(str, count())
         self._positions = PositionCounter(self._engine.engine.model_config)
         self.compares_positions = self._positions.counts and self._has_dummy_model()
@@ -327,7 +342,7 @@ class RowEncoder:
         """Say why the template of the training refuses a row, as `--truncation_strategy delete`
         sees it."""
         with self._run.environment("training"):
-            return encoding_error(self.template, row)
+            return encoding_error(self.template, row, self.max_model_len)
 
     def encode(self, row: Row) -> EncodedRow:
         """Encode a row on both sides; raises what templates and vLLM raise."""

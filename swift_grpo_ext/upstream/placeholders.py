@@ -1,0 +1,44 @@
+"""Which tokens stand for media inside a model, by its template and its configuration."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swift.template import Template
+
+CONFIGURED = re.compile(r"(image|video|audio|boi|boa)_token_(id|index)")
+"""Attributes by which configurations of transformers name placeholders."""
+
+STARTS = re.compile(r"(vision|audio)_start_token_id")
+"""Qwen's omni models count media by these tokens where they number positions: a sampled one
+makes `get_rope_index` (transformers 5.19) look for an item that is not there, and fail."""
+
+
+def placeholder_ids(template: Template) -> list[int]:
+    """Return the ids of the tokens that stand for media; [] for text models.
+
+    ms-swift's template names them (it asks the processor), and so does the model's configuration;
+    those outside the vocabulary are left out.
+    """
+    config = getattr(template, "config", None)
+    thinker = getattr(config, "thinker_config", None)  # of Qwen's omni models
+    config = thinker or config
+    named = vars(config) if config is not None else {}
+    found = [
+        *template.placeholder_tokens,
+        *(v for k, v in named.items() if CONFIGURED.fullmatch(k)),
+        *(v for k, v in named.items() if thinker and STARTS.fullmatch(k)),
+    ]
+    text = getattr(config, "text_config", config)
+    num_ids = getattr(text, "vocab_size", None) or sys.maxsize
+    return sorted({i for i in found if isinstance(i, int) and 0 <= i < num_ids})
+
+
+def placeholder_texts(template: Template) -> list[str]:
+    """Return the texts of the tokens that stand for media, of which none may stand in a question:
+    ms-swift's tokenizers read them there as the tokens. Marks, which it replaces, are left out."""
+    tokens = template.tokenizer.convert_ids_to_tokens(placeholder_ids(template))
+    return sorted({*tokens}.difference(template.special_tokens))

@@ -1,0 +1,235 @@
+"""What media a row has, whatever their form, by ms-swift's own reading of it.
+
+ms-swift takes media in columns (`images`, or what its preprocessors rename to it), in parts of
+`content` (`{"type": "image", "image": ...}`, the OpenAI form), and as `<img>PATH</img>` in texts
+(4.6, template/template_inputs.py, `remove_messages_media`; template/base.py,
+`_replace_image_tags`). Whoever looks at a row's media asks `read_row`, so that all see the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from types import SimpleNamespace
+from typing import Any
+
+from swift_grpo_ext.upstream.patches import patch
+
+KINDS = ("image", "video", "audio")
+COLUMNS = tuple(f"{kind}s" for kind in KINDS)
+
+FILE = "file://"
+
+EXPECTED_PARTS = (
+    'expected parts such as {"type": "text", "text": "..."}, {"type": "image", "image": "1.png"} '
+    'or {"type": "image_url", "image_url": {"url": "1.png"}}, and so for `video` and `audio`'
+)
+
+
+class RowFormError(ValueError):
+    """A row has a form that ms-swift does not read; names field, value and expected form."""
+
+
+@dataclass(frozen=True)
+class Medium:
+    """One medium of a row."""
+
+    kind: str
+    """One of `KINDS`."""
+
+    field: str
+    """Where it stands: `images[0]`, `messages[1].content[0]`."""
+
+    value: Any
+    """A path, URL, base64 text, or what else stands there."""
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """A row's prompt in the one form that templates encode: texts with marks, and media."""
+
+    messages: list[dict[str, Any]]
+    """Of which each part that was a medium is its mark (`<image>`) in the text."""
+
+    media: list[Medium] = field(default_factory=list)
+    """In the order of `KINDS`, and in each kind in the order of the marks."""
+
+    def of_kind(self, kind: str) -> list[Medium]:
+        return [medium for medium in self.media if medium.kind == kind]
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Yield each message's text with the field's name; not the token ids of answers."""
+        for number, message in enumerate(self.messages):
+            if isinstance(content := message.get("content"), str):
+                yield f"messages[{number}].content", content
+
+
+def read_row(row: object) -> ReadRow:
+    """Return the messages and media of a row, as ms-swift's template reads them.
+
+    Args:
+        row: a data set's row, or an object with its columns as attributes (a sample, a request).
+
+    Raises:
+        RowFormError: ms-swift would raise.
+    """
+    given = column_of(row, "messages") or ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(m, Mapping) for m in given):
+        raise RowFormError(
+            f'messages: {short(given)}; expected [{{"role": "user", "content": "..."}}, ...]'
+        )
+    messages = [dict(message) for message in given]
+    in_parts = [
+        Medium(kind, f"messages[{number}].content[{place}]", value)
+        for number, message in enumerate(messages)
+        for place, (kind, value) in enumerate(_read_parts(number, message))
+        if value
+    ]
+    with_parts = [message for message in messages if _parts_of(message)]
+    if with_parts:
+        from swift.template.template_inputs import StdTemplateInputs
+
+        StdTemplateInputs.remove_messages_media(with_parts)
+    read = ReadRow(messages)
+    for kind, name in zip(KINDS, COLUMNS, strict=True):
+        parts = [medium for medium in in_parts if medium.kind == kind]
+        column = [Medium(kind, *named) for named in _read_column(name, column_of(row, name))]
+        if parts and column:
+            raise RowFormError(
+                f"{name}: holds {len(column)}, and `content` has parts of type {kind} that hold "
+                f"{len(parts)}; expected media in one of the two (parts without a value stand for "
+                "those of the column)"
+            )
+        read.media.extend(parts or column)
+    if not read.media and any("<img>" in text for _, text in read.texts()):
+        from swift.template import Template
+
+        inputs = SimpleNamespace(images=[], messages=messages)
+        Template._replace_image_tags(inputs)
+        read.media.extend(Medium("image", "messages", path) for path in inputs.images)
+    return read
+
+
+def column_of(row: object, name: str) -> Any:
+    """Return a column of a row, or an attribute of what has its columns as attributes."""
+    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
+
+
+def _read_column(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a column of media holds, one by one, with the field's name."""
+    if isinstance(value, (list, tuple)):
+        yield from ((f"{name}[{number}]", item) for number, item in enumerate(value))
+    elif value is not None:
+        yield name, value
+
+
+def _parts_of(message: Mapping[str, Any]) -> list[Any]:
+    """Return the parts of a message's content; [] for a text, the token ids of an answer, and what
+    a tool says, which ms-swift writes down as JSON."""
+    content = message.get("content")
+    is_tools = message.get("role") in ("tool", "tool_response", "tool_call")
+    if not isinstance(content, list) or is_tools or (content and isinstance(content[0], int)):
+        return []
+    return content
+
+
+def _read_parts(number: int, message: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield kind and value of each part of a message's content; a text has neither."""
+    parts = _parts_of(message)
+    if parts and number == 0 and message.get("role") == "system":
+        raise RowFormError(
+            "messages[0].content: is a list of parts; expected text, since it is the system's"
+        )
+    for place, part in enumerate(parts):
+        where = f"messages[{number}].content[{place}]"
+        if isinstance(part, Mapping) and "role" in part and "content" in part:
+            raise RowFormError(
+                f"{where}: is a message, so that a column of another name (`prompt`, as in TRL) "
+                "holds messages; expected them in the column `messages`: rename it with "
+                """--columns '{"prompt": "messages"}'"""
+            )
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str):
+            raise RowFormError(f"{where}: is {short(part)}; {EXPECTED_PARTS}")
+        value, name = part.get(kind), kind.removesuffix("_url")
+        if kind == "text":
+            if not isinstance(value, str):
+                raise RowFormError(f"{where}: `text` is {short(value)}; expected text")
+            yield "", None
+        elif name not in KINDS:
+            raise RowFormError(f"{where}: has the type {short(kind)}; {EXPECTED_PARTS}")
+        elif isinstance(value, Mapping) and "url" not in value:
+            raise RowFormError(f"{where}: `{kind}` is {short(value)}; {EXPECTED_PARTS}")
+        else:
+            yield name, value["url"] if isinstance(value, Mapping) else value
+
+
+def source_of(value: Any) -> Any:
+    """Return the content or the path of a medium that ms-swift's preprocessors put into a
+    dictionary; other values as they are."""
+    if isinstance(value, Mapping) and value and set(value) <= {"bytes", "path"}:
+        return value.get("bytes") or value.get("path")
+    return value
+
+
+# --- addresses of files ---
+
+
+@cache
+def read_file_urls() -> None:
+    """Let ms-swift read `file:///1.png` as the path that it is, as qwen_vl_utils does of videos.
+
+    Symptom: `UnidentifiedImageError` in the first rollout.
+    Upstream: ms-swift 4.6, template/vision_utils.py (`load_file`) takes it for base64. All media of
+    all templates pass through `StdTemplateInputs` (template/template_inputs.py), in training and in
+    the engines.
+    Can go when `load_file` reads it.
+    """
+    from swift.template.template_inputs import StdTemplateInputs
+
+    upstream = StdTemplateInputs.__post_init__
+
+    @wraps(upstream)
+    def __post_init__(self: StdTemplateInputs) -> None:
+        upstream(self)
+        for name in COLUMNS:
+            if media := getattr(self, name):
+                setattr(self, name, [_path_of(medium) for medium in media])
+
+    patch(StdTemplateInputs, __post_init__=__post_init__)
+
+
+def _path_of(medium: Any) -> Any:
+    """Return the path of a file's URL, and what is none as it is."""
+    if isinstance(medium, dict) and isinstance(medium.get("path"), str):
+        return {**medium, "path": _path_of(medium["path"])}
+    if isinstance(medium, list):  # the frames of a video
+        return [_path_of(frame) for frame in medium]
+    return medium.strip().removeprefix(FILE) if _is_file_url(medium) else medium
+
+
+def _is_file_url(medium: Any) -> bool:
+    return isinstance(medium, str) and medium.lstrip().startswith(FILE)
+
+
+# --- values in messages ---
+
+LONGEST_SHOWN = 255
+"""Characters: no file's name is longer. A longer string is content."""
+
+
+def short(value: object) -> str:
+    """Return a value as a message shows it: names whole, content by its beginning and size."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"<{len(value)} bytes>"
+    if isinstance(value, Mapping) and set(value) <= {"bytes", "path"}:
+        return short(value.get("path") or value.get("bytes"))
+    if isinstance(value, str):
+        cut = len(value) > LONGEST_SHOWN
+        return f"{value[:60]!r}... ({len(value)} characters)" if cut else repr(value)
+    if value is None:
+        return "null"
+    text = re.sub(r"\s+", " ", repr(value))
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:60]}..."
