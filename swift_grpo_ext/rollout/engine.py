@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import requests
 import swift.infer_engine
 import torch
-from PIL import UnidentifiedImageError
+import vllm.exceptions
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -30,6 +31,7 @@ from swift.utils import get_logger
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from swift_grpo_ext.checks.rows import RowError, encoding_fault
 from swift_grpo_ext.media import paths
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import RequestError, note_failure
@@ -48,6 +50,7 @@ from swift_grpo_ext.upstream.encoding import (
     tool_calls,
 )
 from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.rows import read_file_urls
 from swift_grpo_ext.upstream.upright import load_upright
 
 if TYPE_CHECKING:
@@ -65,7 +68,14 @@ CPU_EXTENSION = "swift_grpo_ext.weights.receiver.CPUWeightSyncWorkerExtension"
 
 METADATA = f"{wire.KEY}.metadata"
 STOPS = f"{wire.KEY}.stops"
-"""Keys that an encoded request has inside the engine: metadata, and what ends completions."""
+REQUEST = f"{wire.KEY}.request"
+"""Keys that an encoded request has inside the engine: metadata, what ends completions, and what it
+was."""
+
+
+REFUSALS = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
+"""What vLLM refuses a prompt with: 0.32 has a class of its own. What else it raises is its own
+fault."""
 
 
 class RolloutEngine(GRPOVllmEngine):
@@ -88,6 +98,7 @@ class RolloutEngine(GRPOVllmEngine):
         supply_video_loader()
         self._positions = keep_positions()
         load_upright()
+        read_file_urls()
         if self._serves:
             paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
@@ -149,37 +160,50 @@ class RolloutEngine(GRPOVllmEngine):
         def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
             nonlocal is_encoded
             is_encoded = True
-            kwargs["inputs"][METADATA] = metadata
+            kwargs["inputs"] |= {METADATA: metadata, REQUEST: infer_request}
             return pre_infer_hook(kwargs) if pre_infer_hook else kwargs
 
         hooks: dict[str, Any] = {"adapter_request": adapter_request, "pre_infer_hook": attach}
         try:
             return await super().infer_async(infer_request, request_config, **hooks)
         except Exception as e:
-            if not is_encoded and self._is_callers_fault(e):
+            if not is_encoded or isinstance(e, REFUSALS):
                 with self._noted():  # a scheduler asks here
-                    raise RequestError(str(e)) from e
+                    self._refuse(infer_request, e)
             raise
 
-    def _is_callers_fault(self, error: Exception) -> bool:
-        """Return whether an error in encoding is the request's own fault.
+    def _refuse(self, request: Any, error: Exception) -> NoReturn:
+        """Raise what names the row of a request that cannot be encoded, or that vLLM refuses.
 
-        A file that this machine cannot read may be on another's.
+        Args:
+            request: ms-swift's, as an object or a dictionary.
+
+        Raises:
+            RequestError: by a server, where the request itself is at fault. A file that this
+                machine does not have, and an address that it cannot reach, may be another's.
+            RowError: else.
         """
-        is_file = isinstance(error, OSError) and not isinstance(error, UnidentifiedImageError)
-        return self._serves and not is_file
+        if isinstance(error, (RowError, RequestError)):
+            raise error
+        named = RowError(request, encoding_fault(request, error))
+        is_elsewhere = isinstance(error, OSError) and (
+            error.errno is not None or isinstance(error, requests.RequestException)
+        )
+        if self._serves and not is_elsewhere:
+            raise RequestError(str(named)) from named
+        raise named from error
 
     def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
-        try:
-            batched_inputs, errors = super()._batch_encode(infer_requests, strict)
-        except Exception as e:
-            if self._is_callers_fault(e):
-                raise RequestError(str(e)) from e
-            raise
+        # Never strictly: the first error would not say whose it is.
+        batched_inputs, errors = super()._batch_encode(infer_requests, False)
+        if strict and errors:
+            number, error = errors[0]
+            self._refuse(infer_requests[number], error)
         failed = {i for i, _ in errors}
         encoded = (request for i, request in enumerate(infer_requests) if i not in failed)
         for inputs, request in zip(batched_inputs, encoded, strict=True):
             inputs[METADATA] = wire.read_metadata(wire.data_dict_of(request))
+            inputs[REQUEST] = request
         return batched_inputs, errors
 
     def _add_request(
@@ -217,7 +241,10 @@ class RolloutEngine(GRPOVllmEngine):
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         add_video_metadata(inputs)
         with vllm_repairs.drawn_by(self.engine, self._address(metadata)):
-            return super()._add_request(inputs, generation_config, request_id, adapter_request)
+            try:
+                return super()._add_request(inputs, generation_config, request_id, adapter_request)
+            except REFUSALS as e:
+                self._refuse(inputs.get(REQUEST), e)
 
     def _address(self, metadata: RequestMetadata | None) -> int | None:
         """Return which of this engine's replicas a request names."""

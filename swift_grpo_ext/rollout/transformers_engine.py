@@ -31,6 +31,7 @@ from swift.infer_engine.protocol import (
 from torch.distributed.fsdp import FSDPModule
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from swift_grpo_ext.checks.rows import RowError, encoding_fault
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.stops.rule import Stops
 from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops
@@ -78,6 +79,15 @@ class RolloutTransformersEngine(TransformersEngine):
     @cached_property
     def _template_stops(self) -> TemplateStops:
         return TemplateStops(self.template)
+
+    def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
+        batched_inputs, errors = super()._batch_encode(infer_requests, False)
+        if strict and errors:
+            number, error = errors[0]
+            raise RowError(
+                infer_requests[number], encoding_fault(infer_requests[number], error)
+            ) from error
+        return batched_inputs, errors
 
     def _infer(
         self,

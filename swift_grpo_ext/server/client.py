@@ -134,6 +134,8 @@ class RolloutServers:
             for number, (url, *of_server) in zip(numbers, zip(*lists, strict=True), strict=True)
         ]
         self._dropped: list[Server] = []
+        self.max_model_len: int | None = None
+        """A prompt and its completion have so many tokens at most, on each server."""
         for server in self._servers:
             server.session.headers[wire.TIMEOUT_HEADER] = f"{timeout:g}"
             for scheme in ("http://", "https://"):
@@ -341,6 +343,8 @@ class RolloutServers:
                     f"{' '.join(self._new_special_tokens) or '(none)'}: the same ids would be "
                     "other tokens. Give both the same, in the same order."
                 )
+            lengths = filter(None, (self.max_model_len, ours.get("max_model_len")))
+            self.max_model_len = min(lengths, default=None)
             is_over = not (wait and ours["starting"]) or time.monotonic() > deadline
             if ours["replicas"] or is_over:
                 return int(ours["replicas"]), [str(ours["instance"]), *ours["members"]]

@@ -275,6 +275,7 @@ async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[st
         "members": [connection.name for connection in self.connections],
         "starting": self.restarts.num_awaited,
         "new_special_tokens": self.args.new_special_tokens,
+        "max_model_len": self.args.vllm_max_model_len or self.args.model_info.max_model_len,
     }
     return {**await _upstream_engine_type(self), wire.KEY: ours}
 

@@ -8,21 +8,30 @@ leaves whole and another comes whole (docs/promises.md, M1).
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from swift.infer_engine.protocol import RolloutInferRequest
 from swift.utils import get_logger
 
-from swift_grpo_ext.checks.rows import encoding_error, question_of
+from swift_grpo_ext.checks.rows import (
+    RowError,
+    encoding_error,
+    encoding_fault,
+    question_of,
+    row_fault,
+)
+from swift_grpo_ext.media.encode import replaced
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOSample
+    from swift.rl_core.data import GRPOSample, OnPolicySample
     from swift.template import Template
 
 logger = get_logger()
@@ -48,6 +57,7 @@ def replace_failing_prompts(
     seed: int,
     template: Template,
     ranks: RankGroup,
+    max_tokens: int | None = None,
 ) -> tuple[list[Row], list[int]]:
     """Put other prompts in the place of those that cannot be encoded, by whole groups.
 
@@ -58,6 +68,7 @@ def replace_failing_prompts(
         rows: this rank's, in order.
         others: the data set from which other prompts come.
         round_: the round that is about to be generated.
+        max_tokens: that the engines take, prompt and completion together; None where not known.
         seed: `--seed`, which decides with the round in what order other rows are tried.
 
     Returns:
@@ -73,7 +84,7 @@ def replace_failing_prompts(
     distinct = dict(zip(zip(group_of, map(prompt_hash, rows), strict=True), rows, strict=True))
     failed_here: dict[int, tuple[str, Row]] = {}
     for (group, _), row in distinct.items():
-        if group not in failed_here and (error := encoding_error(template, row)):
+        if group not in failed_here and (error := encoding_error(template, row, max_tokens)):
             failed_here[group] = error, row
     # Of a group on several ranks the first rank's row counts.
     of_ranks = reversed(ranks.all_gather(failed_here))
@@ -86,7 +97,7 @@ def replace_failing_prompts(
         numbers = cycle(candidate_order(seed, round_, len(others)))
         for group in sorted(failed):
             for number in islice(numbers, MAX_CANDIDATES):
-                if not encoding_error(template, others[number]):
+                if not encoding_error(template, others[number], max_tokens):
                     found[group] = others[number]
                     break
     found = ranks.all_gather(found)[0]
@@ -95,7 +106,7 @@ def replace_failing_prompts(
         raise NoReplacementError(
             f"{len(failed)} prompts of the generation batch cannot be encoded, and for "
             f"{len(missing)} of them {MAX_CANDIDATES} other rows were tried in vain "
-            f"({causes}). Correct the data set, or raise --max_length."
+            f"({causes}). Correct the data set, or raise --max_length or --vllm_max_model_len."
         )
     for group, (error, row) in sorted(failed.items()) if ranks.rank == 0 else ():
         logger.warning(
@@ -107,6 +118,44 @@ def replace_failing_prompts(
     pairs = zip(rows, group_of, strict=True)
     whole = [copy.deepcopy(found[group]) if group in found else row for row, group in pairs]
     return whole, sorted(failed)
+
+
+def named_request(
+    sample: OnPolicySample | RolloutInferRequest,
+    samples2requests: Callable[[list[Any]], list[RolloutInferRequest]],
+    placeholders: Collection[str],
+) -> RolloutInferRequest:
+    """Return the request of a sample, whose row is looked at before; a later turn is its own.
+
+    Args:
+        samples2requests: ms-swift's.
+        placeholders: the tokens that stand for media inside the model.
+
+    Raises:
+        RowError: the row has a fault that its headers and texts show.
+    """
+    if isinstance(sample, RolloutInferRequest):
+        return samples2requests([sample])[0]
+    if fault := row_fault(sample, placeholders):
+        raise RowError(sample, fault)
+    try:
+        return samples2requests([sample])[0]
+    except Exception as e:  # ms-swift's conversion raises dacite's kinds
+        raise RowError(sample, encoding_fault(sample, e)) from e
+
+
+@contextmanager
+def named_rows(template: Template) -> Iterator[None]:
+    """Have what `template` cannot encode within the block raise `RowError`, which names the row."""
+
+    def encode(upstream: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return upstream(inputs, *args, **kwargs)
+        except Exception as e:  # templates, processors and readers of media raise many kinds
+            raise RowError(inputs, encoding_fault(inputs, e)) from e
+
+    with replaced(template, "encode", encode):
+        yield
 
 
 def candidate_order(seed: int, round_: Round, num_rows: int) -> list[int]:

@@ -58,9 +58,17 @@ from swift_grpo_ext.training.batch import (
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
 from swift_grpo_ext.training.idle_rounds import IdleRounds
-from swift_grpo_ext.training.prompts import replace_failing_prompts, tell_duplicates, tell_uneven
+from swift_grpo_ext.training.prompts import (
+    named_request,
+    named_rows,
+    replace_failing_prompts,
+    tell_duplicates,
+    tell_uneven,
+)
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
+from swift_grpo_ext.upstream.placeholders import placeholder_texts
+from swift_grpo_ext.upstream.rows import read_file_urls
 from swift_grpo_ext.weights.layout import (
     StateDict,
     checkpoint_buffers,
@@ -101,6 +109,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
             connect_client(client, kwargs["args"].rollout_timeout)
         config, template = kwargs["args"], kwargs["template"]
         check_template_stops(config, template)
+        read_file_urls()
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings(config)
         router_replay.install(config.router_replay_mode)
@@ -165,6 +174,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
             self._servers = connect_servers(self.vllm_client, self.args)
         self._weights = WeightSync(self.ranks, self._servers)
+        engine = self._servers or getattr(self, "engine", None)
+        lengths = self.ranks.all_gather(getattr(engine, "max_model_len", None))
+        self._max_model_len = min(filter(None, lengths), default=None)
 
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext.rollout import engine
@@ -243,6 +255,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
                 seed=self.args.seed,
                 template=self.template,
                 ranks=self.ranks,
+                max_tokens=self._max_model_len,
             )
         self._rewards.replaced(round_, replaced)
         self._metrics[self._mode]["prompts/replaced"].append(float(len(replaced)))
@@ -302,13 +315,16 @@ class RolloutGRPOTrainer(GRPOTrainer):
         else:
             config = self._get_request_config()
             samples2requests = super().samples2requests  # `generate` gives them their metadata
+            placeholders = placeholder_texts(self.template)
             colocated = int(self.vllm_mode == "colocate")
             num_engines = sum(self._servers.replicas) if self._servers else colocated
             self._canary.generate(samples, config, num_engines, self._draw_canary)
             outputs, uneven = generate(
                 sample_ids,
                 prompts,
-                make_request=lambda position: samples2requests([samples[position]])[0],
+                make_request=lambda position: named_request(
+                    samples[position], samples2requests, placeholders
+                ),
                 make_metadata=partial(self._settings.metadata, packed=not is_multi_turn),
                 sharing=self._sharing(is_global_inputs),
                 call_engine=self._call_engine,
@@ -408,7 +424,8 @@ class RolloutGRPOTrainer(GRPOTrainer):
         check_counts(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
         media = self._media.in_training(self.template, joins_late=self._encoder_cache.is_on)
-        with media, only_sampled_tokens(self.template, samples), own_prompts:
+        named = named_rows(self.template)
+        with media, only_sampled_tokens(self.template, samples), own_prompts, named:
             batches = super()._prepare_batch_inputs(samples)
         self._logps.end_round()
         metrics = self._media.end_round()

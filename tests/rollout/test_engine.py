@@ -33,7 +33,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT
+from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import PackedResponse
 from swift_grpo_ext.rollout.wire import RequestMetadata
@@ -217,6 +217,45 @@ def test_a_request_that_cannot_be_encoded_leaves_the_others_their_metadata(make:
     batch, errors = engine._batch_encode([*asked, request(None)], strict=False)
     assert [i for i, _ in errors] == [0]
     assert [inputs[engine_module.METADATA] for inputs in batch] == [metadata_of(1, count=2), None]
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("serves", [False, True])
+def test_what_cannot_be_encoded_is_named(
+    make: Any, serves: bool, use_async: bool, assets: Path, tmp_path: Path
+) -> None:
+    """A file that is cut in its middle has a header that is whole; vLLM names no row either."""
+    digit = sorted((assets / "digits").rglob("*.png"))[0]
+    Image.open(digit).convert("RGB").save(whole := tmp_path / "whole.jpg")
+    (cut := tmp_path / "cut.jpg").write_bytes(whole.read_bytes()[:-200])
+    vllm = RecordingVllm(["a"] * 4)
+    engine = make(vllm, serves=serves, use_async=use_async)
+
+    def refused(asked: list[Any]) -> str:
+        infer = lambda *args: asyncio.run(engine.async_infer(*args, use_tqdm=False))  # noqa: E731
+        infer = infer if use_async else partial(engine.infer, use_tqdm=False)
+        with pytest.raises(ValueError, match="the row that asks") as raised:
+            infer(asked, config())
+        assert isinstance(raised.value, RequestError) is serves
+        return str(raised.value)
+
+    for metadata in (metadata_of(), None):
+        good, bad = request(metadata, str(whole)), request(metadata, str(whole), str(cut))
+        text = refused([good, bad])
+        assert f"'Hi' cannot be encoded (images[1]: {str(cut)!r} is not an image that can" in text
+        assert "image file is truncated" in text
+        assert text.endswith("or have such prompts replaced with --truncation_strategy delete.")
+    bad.messages = [{"role": "user", "content": [{"type": "image", "image": str(cut)}]}]
+    bad.images = []
+    assert f"(messages[0].content[0]: {str(cut)!r} is not an image" in refused([bad])
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("The decoder prompt (length 600) is longer than the maximum")
+
+    vllm.add_request = refuse  # type: ignore[method-assign]
+    text = refused([request(metadata_of(), str(whole))])
+    assert "(ValueError: The decoder prompt (length 600)" in text
+    assert f"it shows images[0] {str(whole)!r})" in text
 
 
 def test_a_request_without_metadata_is_ms_swifts(make: Any) -> None:
@@ -442,7 +481,7 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool, tmp_path: P
             if use_async
             else partial(engine.infer, asked, config(), use_tqdm=False)
         )
-        with pytest.raises((ValueError, OSError), match="file"):
+        with pytest.raises(ValueError, match=r"asks 'Hi' cannot be encoded \(images\[0\]: '"):
             infer()
         worker.send(None)  # as ms-swift's loop does
         worker.recv()
@@ -453,8 +492,9 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool, tmp_path: P
 
     for metadata in (metadata_of(), metadata_of(packed=False), None):
         corrupt, absent = (answer([request(metadata, path)]) for path in paths)
-        assert corrupt[FAILURE].startswith("UnidentifiedImageError: cannot identify image file")
-        assert absent[FAILURE].startswith("FileNotFoundError: ")
+        named = "RowError: the row that asks 'Hi' cannot be encoded (images[0]: "
+        assert corrupt[FAILURE].startswith(f"{named}{paths[0]!r} is not an image that can be read")
+        assert absent[FAILURE].startswith(f"{named}'absent.png' does not exist). Correct the row")
         assert (corrupt[REQUEST_FAULT], absent[REQUEST_FAULT]) == (True, False)
     assert answer([request(metadata_of(), paths[0])], serves=False) is None
 

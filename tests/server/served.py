@@ -178,6 +178,7 @@ class Deployed(SwiftRolloutDeploy):
             vllm_enable_lora=False,
             multi_turn_scheduler=None,
             new_special_tokens=[],
+            vllm_max_model_len=512,
         )
         self.app = FastAPI()
         self.use_async_engine, self.use_gym_env = use_async, False

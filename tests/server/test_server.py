@@ -502,6 +502,7 @@ def test_what_a_server_says_of_itself() -> None:
         "instance": routes.INSTANCE,
         "replicas": 1,
         "new_special_tokens": ["<a>", "<b>"],
+        "max_model_len": 512,
         "members": ["7.0"],
         "starting": 0,
     }
