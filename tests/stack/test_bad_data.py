@@ -4,32 +4,68 @@ from __future__ import annotations
 
 import base64
 import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
+from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.row import to_rows
 from swift_grpo_ext.sampling.seeding import SampleId
+from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
     GROUP_SIZE,
     LORA,
+    client_argv,
     logged_steps,
     read_records,
+    server_argv,
     train,
     write_lines,
+    write_video,
 )
+
+Row = dict[str, Any]
 
 pytestmark = pytest.mark.stack
 
-STEPS = 6
 PROMPTS = BATCH // GROUP_SIZE
 
 
+@dataclass
+class Kinds:
+    """A data set of all kinds of rows, and the names of its good and its bad ones."""
+
+    rows: Path
+    good: set[str]
+    bad: set[str]
+    steps: int
+    """So that the first epoch is met whole."""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address of a server, and the folder of its files."""
+    folder = tmp_path_factory.mktemp("served")
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", folder
+        server.shutdown()
+
+
 @pytest.fixture
-def kinds(assets: Path, tmp_path: Path) -> tuple[Path, set[str], set[str]]:
-    """A data set of all kinds of rows, and the questions of its good and its bad ones."""
-    digit = sorted((assets / "digits").rglob("*.png"))[0]
+def kinds(assets: Path, url: tuple[str, Path], tmp_path: Path) -> Kinds:
+    digits = sorted((assets / "digits").rglob("*.png"))[:4]
+    digit = digits[0]
     image, content = Image.open(digit).convert("RGB"), digit.read_bytes()
     spaces = tmp_path / "with spaces" / "数字 七.png"
     spaces.parent.mkdir()
@@ -43,57 +79,100 @@ def kinds(assets: Path, tmp_path: Path) -> tuple[Path, set[str], set[str]]:
     Image.new("RGB", (1, 1), "white").save(tmp_path / "pixel.png")
     (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "cut.png").write_bytes(content[:-200])
+    image.save(tmp_path / "whole.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:-200])
     Image.new("RGB", (20_000, 28)).save(tmp_path / "wide.png")
-    good = {
-        "spaces": str(spaces),
-        **{name: str(tmp_path / name) for name in ("cmyk.jpg", "16bit.png", "animated.gif")},
-        **{name: str(tmp_path / name) for name in ("exif.jpg", "pixel.png")},
-        "base64": base64.b64encode(content).decode(),
-        "data URL": f"data:image/png;base64,{base64.b64encode(content).decode()}",
-    }
-    bad = {
-        **{name: str(tmp_path / name) for name in ("none.png", "text.png", "cut.png", "wide.png")},
-        "dead URL": "http://127.0.0.1:9/digit.png",
-        "too long": str(digit),
-        "two marks": str(digit),
-    }
-    more = {"too long": " again" * 300, "two marks": "<image>"}
-    rows = [
-        {
-            "messages": [{"role": "user", "content": f"<image>{name}?{more.get(name, '')}"}],
-            "solution": name,
-            "images": [shown],
-        }
-        for name, shown in (good | bad).items()
+    video = write_video(list(map(str, digits)), tmp_path / "digits.mp4")
+    address, served = url
+    image.save(served / "1.png")
+    base64_text = base64.b64encode(content).decode()
+
+    def asks(name: str, *images: str, text: str = "", mark: str = "<image>", **columns: Any) -> Row:
+        messages: list[Any] = [{"role": "user", "content": f"{mark}{name}?{text}"}]
+        shown: Row = {"images": [*images]} if images else {}
+        return {"messages": messages, "solution": name, **shown, **columns}
+
+    def in_parts(name: str, *parts: Row) -> Row:
+        content = [*parts, {"type": "text", "text": f"{name}?"}]
+        return {"messages": [{"role": "user", "content": content}], "solution": name}
+
+    files = ("cmyk.jpg", "16bit.png", "animated.gif", "exif.jpg", "pixel.png")
+    lost = ("none.png", "text.png", "cut.png", "cut.jpg", "wide.png")
+    good = [
+        asks("text alone", mark=""),  # whose columns are null
+        asks("spaces", str(spaces)),
+        *(asks(name, str(tmp_path / name)) for name in files),
+        asks("base64", base64_text),
+        asks("data URL", f"data:image/png;base64,{base64_text}"),
+        asks("URL", f"{address}/1.png"),
+        asks("file URL", f"file://{digit}"),
+        asks("one path", images=str(digit)),
+        asks("a video", mark="<video>", videos=[str(video)]),
+        in_parts("a part", {"type": "image", "image": str(digit)}),
+        in_parts("a part of a URL", {"type": "image_url", "image_url": {"url": str(digit)}}),
+        in_parts("inline", {"type": "image", "image": f"data:image/png;base64,{base64_text}"}),
     ]
-    return write_lines(tmp_path / "rows.jsonl", rows), set(good), set(bad)
+    bad = [
+        *(asks(name, str(tmp_path / name)) for name in lost),
+        asks("dead URL", "http://127.0.0.1:9/digit.png"),
+        asks("no such URL", f"{address}/none.png"),
+        asks("too long", str(digit), text=" again" * 1200),
+        asks("beyond the engine", str(digit), text=" again" * 600),
+        asks("two marks", str(digit), text="<image>"),
+        asks("list in a text", images=str([str(digit)])),
+        asks("placeholder", str(digit), text="<|image_pad|>"),
+        in_parts("cut part", {"type": "image", "image": str(tmp_path / "cut.jpg")}),
+        in_parts("no type", {"image": str(digit)}),
+    ]
+    rows = write_lines(tmp_path / "rows.jsonl", [*good, *bad])
+    names = [{row["solution"] for row in of_kind} for of_kind in (good, bad)]
+    return Kinds(rows, *names, steps=-(-len(good + bad) // PROMPTS))
 
 
+@pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_bad_rows_leave_as_whole_groups(
-    assets: Path, kinds: tuple[Path, set[str], set[str]], tmp_path: Path
+    mode: str, assets: Path, kinds: Kinds, tmp_path: Path
 ) -> None:
-    rows, good, bad = kinds
-    argv = ["--truncation_strategy", "delete", "--max_length", "200", "--reward_funcs", "name"]
-    samples = train(assets, rows, tmp_path / "run", *argv, *LORA, steps=STEPS)
+    argv = ["--truncation_strategy", "delete", "--max_length", "1000", "--reward_funcs", "name"]
+    with ExitStack() as stack:
+        if mode == "server":
+            server = rollout_server(
+                *server_argv(assets),
+                log=tmp_path / "server.log",
+                env={"SWIFT_ALLOW_INTERNAL_URL": "1"},
+            )
+            argv += client_argv(stack.enter_context(server))
+        samples = train(assets, kinds.rows, tmp_path / "run", *argv, *LORA, steps=kinds.steps)
 
-    assert len(samples) == STEPS * BATCH
+    assert len(samples) == kinds.steps * BATCH
     prompts: dict[tuple[int, int], set[str]] = {}
     for name, sample in samples.items():
         sample_id = SampleId.parse(name)
         prompts.setdefault((sample_id.step, sample_id.group), set()).add(sample["solution"])
     assert all(len(of_group) == 1 for of_group in prompts.values())
     drawn = set().union(*prompts.values())
-    assert drawn == good  # the first epoch has five batches of three
+    assert drawn == kinds.good
 
     log = (tmp_path / "run/log").read_text(encoding="utf-8")
-    assert {row for row in good | bad if f"'<image>{row}?" in log} == bad
-    counts = [step["prompts/replaced"] for step in logged_steps(tmp_path / "run/run")]
-    assert len(counts) == STEPS
+    named = {
+        row
+        for row in kinds.good | kinds.bad
+        if any(f"the row that asks '{mark}{row}?" in log for mark in ("", "<image>", "<video>"))
+    }
+    assert named == kinds.bad
+    steps = logged_steps(tmp_path / "run/run")
+    counts = [step["prompts/replaced"] for step in steps]
+    assert len(counts) == kinds.steps
     assert sum(counts) == log.count("takes the place of the whole group") > 0
+    assert max(step["rollout_gap/mean"] for step in steps) < 1e-5
+    # Each picture stands by its name, or a digest; none in the prompt's text.
+    logged = to_rows(read_samples(tmp_path / "run/run"))
+    assert max(len(row.prompt) for row in logged) < 1000
+    assert {len(row.media) for row in logged} == {0, 1}
 
     # (reward - mean of its group) / (standard deviation of its group + 1e-4), by hand
     advantages = read_records(tmp_path / "run/record", "advantages")
-    assert len(advantages) == STEPS * BATCH
+    assert len(advantages) == kinds.steps * BATCH
     for found in advantages:
         sample_id = SampleId.parse(found["name"])
         rewards = [float(i**2 * (1 + sample_id.group) + sample_id.step) for i in range(GROUP_SIZE)]
