@@ -91,7 +91,7 @@ def check_rows(
     of_prompts: dict[str, list[int]] = {}
     for i in numbers:
         row = read(i)
-        has_media = has_media or shows_media(row)
+        has_media = has_media or bool(media_of(row))
         if fault := row_fault(row, placeholders):
             bad.append(f"in the row that asks {question_of(row)!r}, {fault}")
             if not deletes_bad_rows:
@@ -195,31 +195,23 @@ def _count_duplicates(dataset: Sequence[Row], alike: Iterable[Sequence[int]]) ->
     for numbers in alike:
         if len(numbers) > 1 and left > 0:
             rows = [dataset[i] for i in numbers]
-            sizes = (len(source_of(m.value)) for row in rows for m in _contents(row))
-            left -= sum(sizes)
+            sources = (source_of(medium.value) for row in rows for medium in media_of(row))
+            left -= sum(len(source) for source in sources if isinstance(source, (bytes, str)))
             total += count_duplicates(prompt_hash(prompt_of(row)) for row in rows)
         else:
             total += len(numbers) - 1
     return total
 
 
-def _contents(row: Row) -> list[Medium]:
-    try:
-        media = read_row(row).media
-    except RowFormError:
-        return []
-    return [medium for medium in media if isinstance(source_of(medium.value), (bytes, str))]
-
-
 # --- one row ---
 
 
-def shows_media(row: object) -> bool:
-    """Return whether a row holds media, in whatever form."""
+def media_of(row: object) -> list[Medium]:
+    """Return a row's media, in whatever form; [] where they have one that ms-swift cannot read."""
     try:
-        return bool(read_row(row).media)
+        return read_row(row).media
     except RowFormError:
-        return True  # so it seems
+        return []
 
 
 def prompt_of(row: Row) -> dict[str, Any]:
@@ -240,11 +232,15 @@ def question_of(row: object) -> str:
     """
     row = prompt_of(row) if isinstance(row, Mapping) else row
     try:
-        messages = read_row(row).messages
+        messages: Any = read_row(row).messages
     except RowFormError:
         messages = column_of(row, "messages")
     *_, last = messages if messages and isinstance(messages, (list, tuple)) else [None]
-    return str(last.get("content", "") if isinstance(last, Mapping) else last or "")[:60]
+    content = last.get("content", "") if isinstance(last, Mapping) else last or ""
+    if isinstance(content, list):  # parts in a form that ms-swift does not read
+        dicts = [part for part in content if isinstance(part, Mapping)]
+        content = "".join(str(part.get("text") or part.get("content") or "") for part in dicts)
+    return str(content)[:60]
 
 
 def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:

@@ -157,8 +157,12 @@ def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> fl
         max_tokens: length limit of a completion.
     """
     contents = [message.get("content") for message in request.get("messages") or ()]
-    words = sum(len(content) for content in contents if isinstance(content, str))
-    parts = sum(len(content) for content in contents if isinstance(content, list))  # or token ids
-    media = sum(len(request.get(kind) or ()) for kind in ("images", "videos", "audios"))
-    prompt = words / CHARACTERS_PER_TOKEN + parts + TOKENS_PER_MEDIUM * media
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [*contents, *(part.get("text") for part in parts if isinstance(part, Mapping))]
+    words = sum(len(text) for text in texts if isinstance(text, str))
+    ids = sum(isinstance(part, int) for part in parts)  # of an answer
+    kinds = (part.get("type") for part in parts if isinstance(part, Mapping) and len(part) > 1)
+    media = sum(kind != "text" for kind in kinds)
+    media += sum(len(request.get(kind) or ()) for kind in ("images", "videos", "audios"))
+    prompt = words / CHARACTERS_PER_TOKEN + ids + TOKENS_PER_MEDIUM * media
     return prompt + count * max_tokens

@@ -22,7 +22,7 @@ from swift.template.vision_utils import rescale_image
 from swift.trainers import disable_gradient_checkpointing
 from swift.utils import get_logger
 
-from swift_grpo_ext.checks.rows import shows_media
+from swift_grpo_ext.checks.rows import media_of
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
@@ -231,8 +231,8 @@ class WeightCanary:
 
     def _choose(self, samples: Sequence[OnPolicySample]) -> OnPolicySample:
         """Return one sample, the same on all ranks."""
-        offered = next(filter(shows_media, samples), samples[0])
-        of_ranks = self._ranks.all_gather(shows_media(offered))
+        offered = next(filter(media_of, samples), samples[0])
+        of_ranks = self._ranks.all_gather(bool(media_of(offered)))
         chosen = of_ranks.index(True) if any(of_ranks) else 0
         prompt = None
         if self._ranks.rank == chosen:  # only one rank's sample travels, with its images

@@ -19,7 +19,7 @@ from swift.dataset import load_dataset
 from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import GRPOSample
 
-from swift_grpo_ext.checks.rows import RowError, prompt_of, row_fault
+from swift_grpo_ext.checks.rows import RowError, prompt_of, question_of, row_fault
 from swift_grpo_ext.tools.check.encoding import RowEncoder, make_encoder
 from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.training.prompts import named_request
@@ -313,9 +313,21 @@ def test_faults_that_show_when_a_row_is_met(
         assert expected in str(encoder.refusal(rows[0]))
         fault = fault_in_a_round(encoder, rows[0])
         # Of lengths vLLM speaks, in its own words.
-        assert expected in fault or "is longer than the maximum model length" in fault
+        assert expected in fault or "maximum" in fault
 
     assert wrong(met(folder, url), tmp_path, check) == {}
+
+
+def test_a_row_of_any_form_is_named_by_its_question() -> None:
+    [trl], [answered] = asks(), asks()
+    answered["messages"] = [*answered["messages"], {"role": "assistant", "content": "7"}]
+    [unreadable] = parts({"image": "1.png"})
+    for row in (trl, answered, *parts({"type": "image", "image": "1.png"})):
+        assert question_of(row) == "<image>Which?"
+    assert question_of({"messages": [{"role": "user", "content": trl["messages"]}]}) == (
+        "<image>Which?"
+    )
+    assert question_of(unreadable) == "Which?"
 
 
 def test_content_in_a_file_of_rows(encoder: RowEncoder, folder: Path, tmp_path: Path) -> None:

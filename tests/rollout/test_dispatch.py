@@ -56,6 +56,11 @@ def test_every_request_is_served_once_and_no_replica_waits_longer_than_one(
     assert max(ends) - min(ends) <= max(costs) / min(capacities) + 1e-9
 
 
+PARTS = [
+    {"type": "text", "text": "词" * 400},
+    {"type": "image_url", "image_url": {"url": "a.png"}},
+    {"type": "image"},  # which stands for the column's
+]
 PROMPT: dict[str, Any] = {"messages": [{"role": "user", "content": "词" * 400}]}
 
 
@@ -67,6 +72,7 @@ PROMPT: dict[str, Any] = {"messages": [{"role": "user", "content": "词" * 400}]
         ({"messages": [{"role": "user", "content": [1] * 400}]}, 1, 0, 400),
         ({"images": ["a.png", {"path": "b.png"}], "videos": ["c.mp4"]}, 1, 0, 3000),
         ({**PROMPT, "audios": ["a.mp3"]}, 2, 5, 1110),
+        ({"messages": [{"content": PARTS}], "images": ["b.png"]}, 1, 0, 2100),
     ],
 )
 def test_costs_by_example(

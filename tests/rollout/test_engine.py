@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import swift.infer_engine
+from PIL import Image
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import (
     RequestConfig,
@@ -232,10 +233,17 @@ def test_what_cannot_be_encoded_is_named(
     engine = make(vllm, serves=serves, use_async=use_async)
 
     def refused(asked: list[Any]) -> str:
-        infer = lambda *args: asyncio.run(engine.async_infer(*args, use_tqdm=False))  # noqa: E731
-        infer = infer if use_async else partial(engine.infer, use_tqdm=False)
-        with pytest.raises(ValueError, match="the row that asks") as raised:
-            infer(asked, config())
+        def infer() -> Any:
+            if not use_async:
+                return engine.infer(asked, config(), use_tqdm=False)
+            return asyncio.run(engine.async_infer(asked, config(), use_tqdm=False))
+
+        # In a thread: ms-swift's requests side by side leave theirs in inference mode.
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(ValueError, match="the row that asks") as raised,
+        ):
+            pool.submit(infer).result()
         assert isinstance(raised.value, RequestError) is serves
         return str(raised.value)
 

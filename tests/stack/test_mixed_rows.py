@@ -84,7 +84,7 @@ def test_rows_of_all_forms(mode: str, assets: Path, tmp_path: Path) -> None:
         rows = mixed_rows(assets, tmp_path, url)
         argv = [
             *("--per_device_train_batch_size", str(GROUP_SIZE * len(rows)), *LORA, *LONG),
-            *("--learning_rate", "2e-3", "--temperature", "1.0"),
+            *("--learning_rate", "2e-3"),
         ]
         path = write_lines(tmp_path / "rows.jsonl", rows)
         if mode == "colocate":

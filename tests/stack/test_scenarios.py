@@ -173,8 +173,7 @@ def test_images_that_a_scheduler_adds(assets: Path, rows: Path, tmp_path: Path) 
     repeated = ("--multi_turn_scheduler", "look_closer_repeated", "--max_turns", "2")
     finished = run_training(assets, rows, tmp_path / "a", *repeated, *LORA, steps=1)
     assert finished.returncode == 0, finished.cause
-    samples = recorded(tmp_path / "a")
-    assert all(len(sample["images"]) == 2 for sample in samples.values())
+    assert all(len(sample["turns"]) == 2 for sample in recorded(tmp_path / "a").values())
     [step] = logged_steps(tmp_path / "a/run")
     assert 0 < step["rollout_gap/max"] < 1e-5
     forgotten = ("--multi_turn_scheduler", "look_closer", "--max_turns", "2")

@@ -31,10 +31,10 @@ from swift_grpo_ext.checks.rows import (
     check_rows,
     encoding_error,
     encoding_fault,
+    media_of,
     prompt_of,
     question_of,
     row_fault,
-    shows_media,
 )
 from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.positions import PositionCounter
@@ -57,7 +57,6 @@ from swift_grpo_ext.training.batch import (
 )
 from swift_grpo_ext.upstream.models import repair_models
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
-from swift_grpo_ext.upstream.rows import RowFormError, read_row
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOSample
@@ -128,7 +127,7 @@ def check_data(run: Run) -> Findings:
                 deletes_bad_rows=deletes,
                 placeholders=encoder.placeholder_texts if encoder else (),
             )
-        with_media = sum(map(shows_media, rows))
+        with_media = sum(bool(media_of(row)) for row in rows)
         text = f"{with_media} of the first {len(rows)} rows hold images, videos or audios."
         yield note(name, text)
         if encoder is not None:
@@ -176,10 +175,7 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
 
 def named(row: Row) -> str:
     """Return how a message calls a row: by its question and what it shows."""
-    try:
-        given = Counter(f"{medium.kind}s" for medium in read_row(row).media)
-    except RowFormError:
-        given = Counter()
+    given = Counter(f"{medium.kind}s" for medium in media_of(row))
     shows = ", ".join(f"{kind}: {given[kind]}" for kind in MEDIA if given[kind])
     return f"the row that asks {question_of(prompt_of(row))!r} ({shows or 'no media'})"
 

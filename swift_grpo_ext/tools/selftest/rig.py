@@ -15,7 +15,7 @@ from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.utils import aggressive_empty_cache, set_expandable_segments
 from swift.utils import remove_response
 
-from swift_grpo_ext.checks.rows import MEDIA, prompt_of
+from swift_grpo_ext.checks.rows import media_of, prompt_of
 from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.rollout.generate import generate
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
@@ -79,7 +79,7 @@ class Rig:
         """Return the rows with the longest texts, and those with most media."""
         rows = self.rows()
         by_text = sorted(rows, key=lambda row: -len(str(row.get("messages"))))
-        by_media = sorted(rows, key=lambda row: -sum(len(row.get(kind) or ()) for kind in MEDIA))
+        by_media = sorted(rows, key=lambda row: -len(media_of(row)))
         return [*by_media[:count], *by_text[:count]]
 
     def ids(self, step: int, num_groups: int, group_size: int | None = None) -> list[SampleId]:
