@@ -20,16 +20,32 @@ pytestmark = pytest.mark.stack
 STOP = "</digit>"
 
 
+def unequal_rows(assets: Path) -> list[dict[str, Any]]:
+    """Rows as users have them: prompts of unequal lengths, one of text alone, one with two images;
+    and one, with most media, that the template refuses."""
+    rows = digits(assets, range(8))
+    for number, row in enumerate(rows):
+        row["messages"][0]["content"] += " Look twice." * number
+    rows[3]["messages"][0]["content"], rows[3]["images"] = "What is 3 + 4?", []
+    rows[4]["messages"][0]["content"] = "<image><image>Which digits are these?"
+    rows[4]["images"] = rows[4]["images"] + rows[5]["images"]
+    rows[6]["messages"][0]["content"] = "<image>" * 3
+    rows[6]["images"] = [str(assets / "digits/none.png")] * 3
+    return rows
+
+
 @pytest.fixture(scope="module")
 def found(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results by name, of the healthy stack and of each fault, all on one engine."""
     folder = tmp_path_factory.mktemp("selftest")
-    rows = write_lines(folder / "rows.jsonl", digits(assets, range(8)))
+    rows = write_lines(folder / "rows.jsonl", unequal_rows(assets))
     argv = [
         *(str(PRESET), "--model", str(assets / "tiny_vlm"), "--dataset", str(rows), *HOT),
         *("--num_generations", "4", "--per_device_train_batch_size", "16"),
         *("--stop_words", STOP, "--output_dir", str(folder / "run"), "--add_version", "false"),
         *("--sample_log", "none", "--max_steps", "1", "--freeze_vit", "true"),
+        # Fewer tokens than a grammar's text has.
+        *("--truncation_strategy", "delete", "--max_completion_length", "8"),
     ]
     output = folder / "found.json"
     command = [sys.executable, "-m", "tests.stack.selftest_faults", str(output), *argv]
@@ -47,7 +63,10 @@ def test_a_healthy_stack_holds(found: dict[str, Any]) -> None:
     weights = healthy["weights"]["values"]
     moved = weights["the change moved log-probabilities by (nats)"]
     assert moved >= 4 * weights["limit (nats)"]
-    assert healthy["logits"]["values"]["samples"] == 4
+    assert healthy["prompts"]["values"]["refused by the template"] == 1
+    logits = healthy["logits"]["values"]
+    shortest, _, longest = logits["completions (tokens)"].partition(" to ")
+    assert (logits["samples"], int(shortest) < int(longest)) == (4, True)
     assert found["again"]["weights"]["status"] == "holds", "a fault left something behind"
 
 
@@ -61,10 +80,11 @@ def test_a_fault_is_found(check: str, found: dict[str, Any]) -> None:
 
 @pytest.mark.extra
 def test_the_command_with_a_server(assets: Path, tmp_path: Path) -> None:
-    rows = write_lines(tmp_path / "rows.jsonl", digits(assets, range(8)))
+    rows = write_lines(tmp_path / "rows.jsonl", unequal_rows(assets))
     settings = yaml.safe_load(PRESET.read_text(encoding="utf-8"))
     settings |= {"model": str(assets / "tiny_vlm"), "dataset": str(rows), "temperature": 2.0}
     settings |= {"num_generations": 4, "stop_words": [STOP], "vllm_mode": "server"}
+    settings |= {"truncation_strategy": "delete"}
     output, train = tmp_path / "out", tmp_path / "train.yaml"
     with rollout_server(*server_argv(assets), log=tmp_path / "server.log") as port:
         settings |= {"vllm_server_host": ["127.0.0.1"], "vllm_server_port": [port]}

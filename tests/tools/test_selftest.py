@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.diversity.sample import Origin, Sample
+from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.tools.selftest import command, worker
-from swift_grpo_ext.tools.selftest.checks import shared_noise, spread
+from swift_grpo_ext.tools.selftest import checks, command, worker
+from swift_grpo_ext.tools.selftest.checks import ends_before, shared_noise, spread
 from swift_grpo_ext.tools.selftest.command import CHANGED, last_error, plan, read_training
 from swift_grpo_ext.tools.selftest.outcome import (
     ALL,
@@ -28,7 +33,10 @@ from swift_grpo_ext.tools.selftest.outcome import (
     Result,
     flips,
 )
+from swift_grpo_ext.tools.selftest.rig import Rig
+from swift_grpo_ext.training.batch import gap_limit
 from swift_grpo_ext.weights.checksums import WeightUpdateError
+from tests.ranks import ThreadRanks, run_rank_groups
 
 
 def sample(index: int, ids: list[int], logprobs: list[float] | None) -> Sample:
@@ -83,6 +91,118 @@ def test_a_known_change_touches_both_tensors_of_adapters() -> None:
         some = spread([f"{number}{t}" for number in range(7 * num_layers) for t in "AB"])
         assert {name[-1] for name in some} == {"A", "B"}
         assert len(some) == num_changed
+
+
+# --- what there is nothing to see of ---
+
+
+def rig_of(rows: list[dict[str, Any]], refused: Sequence[str], ranks: Any = None) -> Rig:
+    """A rig without an engine, whose template refuses some prompts."""
+
+    def encode(_: Any, row: dict[str, Any]) -> None:
+        if (text := row["messages"][0]["content"]) in refused:
+            raise ValueError(f"{text} is bad")
+
+    template = type("Template", (), {"encode": encode})()
+    rig = Rig.__new__(Rig)
+    rig.refused = set()
+    rig.trainer = cast(
+        "Any", SimpleNamespace(train_dataset=rows, template=template, ranks=ranks or RankGroup())
+    )
+    return rig
+
+
+def prompts(*texts: str) -> list[dict[str, Any]]:
+    return [{"messages": [{"role": "user", "content": text}]} for text in texts]
+
+
+def test_prompts_that_the_template_refuses_are_looked_past() -> None:
+    """A training replaces them; a check that met one would say nothing of all others."""
+    rows = prompts("the longest of all", "one", "two", "one", "three", "longer")
+    rig = rig_of(rows, ["the longest of all", "two"])
+    assert rig.prompts == prompts("one", "three", "longer")
+    assert rig.hardest_prompts(1) == [*prompts("one"), *prompts("longer")]
+    assert len(rig.refused) == 2
+    with pytest.raises(NotTriedError, match=r"refuses every prompt, the first one: .* one is bad"):
+        _ = rig_of(prompts("one"), ["one"]).prompts
+
+
+def test_all_ranks_look_at_the_same_prompts() -> None:
+    """Where one of them has no luck with a URL, they would generate for each other's."""
+
+    def work(ranks: ThreadRanks) -> list[dict[str, Any]]:
+        return rig_of(prompts("a", "b", "c"), ["a"] if ranks.rank else [], ranks).usable(
+            prompts("a", "b", "c"), 2
+        )
+
+    assert run_rank_groups(2, work) == [prompts("a", "b")] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "stop_token_ids", "is_ended"),
+    [
+        ("It is 7", [ord("7")], True),  # what the grammar spells holds a stop token
+        ("It is 7. </answer>", [ord("7")], False),
+        ("It is 7. </answer>", [ord(">")], False),
+        ("It is 7", [], False),  # a stop string was cut: the fault that the check looks for
+        ("", [5], False),
+    ],
+)
+def test_a_stop_token_may_end_a_text_before_its_stop_string(
+    text: str, stop_token_ids: list[int], is_ended: bool
+) -> None:
+    rig = rig_of([], [])
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    rig.trainer.template.tokenizer = tokenizer
+    rig.trainer.args = SimpleNamespace(stop_words=["</answer>"], stop_token_ids=stop_token_ids)
+    drawn = OnPolicySample([], response_token_ids=[[ord(c) for c in text]])
+    assert ends_before(rig, "</answer>", drawn) == is_ended
+
+
+@pytest.mark.parametrize(
+    ("bits", "temperature", "gap", "is_fault"),
+    [
+        (32, 1.0, 0.0, False),
+        (32, 1.0, 0.002, True),
+        (32, 0.25, 0.002, False),  # logits are divided by it, and so is their rounding
+        # Measured in bfloat16, at a largest logit of 66.
+        (16, 1.0, 0.251, False),
+        (16, 1.0, 0.6, True),
+        (32, 1.0, float("nan"), True),
+    ],
+)
+def test_passes_agree_within_completions(
+    bits: int, temperature: float, gap: float, is_fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of unequal lengths: elsewhere ms-swift computes something, and we compute nothing."""
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
+
+    class Logps:
+        agree = limit = None
+
+        def __init__(self, args: Any, *_: Any, **__: Any) -> None:
+            self.is_upstream = args.logits_shim == "off"
+
+    def compute(*_: Any) -> tuple[torch.Tensor, None]:
+        values = torch.where(mask.bool(), -1.0, -18.8 if trainer._logps.is_upstream else 0.0)
+        values[0, 1] += 0.0 if trainer._logps.is_upstream else gap
+        return values, None
+
+    args = SimpleNamespace(logits_shim="auto")
+    trainer = cast("Any", SimpleNamespace())
+    trainer.args, trainer.temperature, trainer.model, trainer.template = args, temperature, 0, 0
+    trainer._encoder_cache, trainer._logps = SimpleNamespace(towers=()), Logps(args)
+    trainer._gap_limit = gap_limit(bits, temperature)
+    trainer._get_per_token_logps_and_entropies = compute
+    rig = cast("Any", SimpleNamespace(trainer=trainer, bits=bits))
+    batch = SimpleNamespace(completion_mask=mask)
+    drawn = [SimpleNamespace(response_token_ids=[[7] * n], response_loss_mask=[]) for n in (3, 4)]
+    monkeypatch.setattr(checks, "unequal_samples", lambda _: drawn)
+    monkeypatch.setattr(checks, "encoded_batch", lambda *_: ({}, batch))
+    monkeypatch.setattr(checks, "CompletionLogps", Logps)
+    values, faults = checks.check_logits(rig)
+    assert bool(faults) == is_fault
+    assert values["completions (tokens)"] == "3 to 4"
 
 
 # --- in the process ---

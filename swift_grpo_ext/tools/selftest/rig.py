@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy, deepcopy
 from functools import cached_property, partial
@@ -15,12 +15,13 @@ from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.utils import aggressive_empty_cache, set_expandable_segments
 from swift.utils import remove_response
 
-from swift_grpo_ext.checks.rows import media_of, prompt_of
+from swift_grpo_ext.checks.rows import encoding_error, media_of, prompt_of
 from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.rollout.generate import generate
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.tools.selftest.outcome import NotTriedError
 
 if TYPE_CHECKING:
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
@@ -45,6 +46,9 @@ class Rig:
 
     def __init__(self, trainer: RolloutGRPOTrainer) -> None:
         self.trainer = trainer
+        self.refused = set[str]()
+        """Hashes of prompts that were looked at and that the template refuses."""
+
         # As the training does before its first step: number types of mixed precision, no DDP yet.
         trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.train()
@@ -73,14 +77,37 @@ class Rig:
     def prompts(self) -> list[Row]:
         """A few different prompts."""
         different = {prompt_hash(prompt_of(row)): row for row in reversed(self.rows())}
-        return list(different.values())[-NUM_PROMPTS:]
+        return self.usable(reversed(different.values()), NUM_PROMPTS)
 
     def hardest_prompts(self, count: int) -> list[Row]:
-        """Return the rows with the longest texts, and those with most media."""
+        """Return the rows with most media, and those with the longest texts."""
         rows = self.rows()
         by_text = sorted(rows, key=lambda row: -len(str(row.get("messages"))))
         by_media = sorted(rows, key=lambda row: -len(media_of(row)))
-        return [*by_media[:count], *by_text[:count]]
+        return [*self.usable(by_media, count), *self.usable(by_text, count)]
+
+    def usable(self, rows: Iterable[Row], count: int) -> list[Row]:
+        """Return the first `count` rows whose prompts the template encodes, the same on all ranks.
+
+        A training replaces the others, or names them and ends: no check can tell more of them.
+
+        Raises:
+            NotTriedError: it encodes none.
+        """
+        given, numbers, reason = list(rows), list[int](), ""
+        for number, row in enumerate(given):
+            if len(numbers) == count:
+                break
+            if error := encoding_error(self.trainer.template, row):
+                reason = reason or error
+                self.refused.add(prompt_hash(prompt_of(row)))
+            else:
+                numbers.append(number)
+        # Another rank may have other luck with a URL, and would generate something else.
+        numbers, *_ = self.trainer.ranks.all_gather(numbers)
+        if not numbers:
+            raise NotTriedError(f"the template refuses every prompt, the first one: {reason}")
+        return [given[number] for number in numbers]
 
     def ids(self, step: int, num_groups: int, group_size: int | None = None) -> list[SampleId]:
         """Name the samples of a round."""
