@@ -94,7 +94,6 @@ class Batch:
 
 
 UNEQUAL = ((9, 4, 0, 0), (3, 6, 0, 0), (5, 2, 3, 3))
-EQUAL = ((5, 6, 0, 0), (5, 6, 0, 0))
 
 
 def run(
@@ -184,14 +183,14 @@ def test_what_is_left_alone_is_said(
     monkeypatch.setattr(logps.logger, "warning", warned.append)
     template = SimpleNamespace(padding_free=False, sequence_parallel_size=parallel)
     ours = CompletionLogps(config_of(**{"logps_chunk_size": 8, **flags}), template)
-    model, batch = build("Qwen2"), Batch(EQUAL).grpo_batch()
+    model, batch = build("Qwen2"), Batch(UNEQUAL).grpo_batch()
     assert (ours.restrict(model, batch) is model) == (parallel > 1)
     assert [told in text for text in warned] == ([True] if told else [])
 
 
 def test_one_shim_for_each_model() -> None:
     template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
-    ours, batch = CompletionLogps(config_of(), template), Batch(EQUAL).grpo_batch()
+    ours, batch = CompletionLogps(config_of(), template), Batch(UNEQUAL).grpo_batch()
     policy, reference = build("Qwen2", lora=True), build("Qwen2")
     shim = ours.restrict(policy, batch).shim
     assert ours.restrict(policy, batch).shim is shim

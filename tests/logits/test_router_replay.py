@@ -44,16 +44,27 @@ def make_model() -> Qwen3MoeForCausalLM:
     return model
 
 
-def some_experts(seed: int, ids: torch.Tensor) -> torch.Tensor:
-    """Other experts for each token of a batch than it would choose, but for its last."""
+def some_ids(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of 7 and 5 tokens, and its attention mask."""
+    ids = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    ids[1, 5:] = mask[1, 5:] = 0
+    return ids, mask
+
+
+def some_experts(seed: int, mask: torch.Tensor) -> torch.Tensor:
+    """Other experts for each token of a batch than it would choose, but for each row's last."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (*ids.shape, SIZES["num_hidden_layers"], E)
+    shape = (*mask.shape, SIZES["num_hidden_layers"], E)
     experts = torch.rand(shape, generator=generator).argsort(-1)[..., :K].to(torch.int16)
-    experts[:, -1] = NOT_GIVEN
+    followed = torch.nn.functional.pad(mask[:, 1:], (0, 1))
+    experts[followed == 0] = NOT_GIVEN
     return experts
 
 
-def forced(model: Qwen3MoeForCausalLM, ids: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+def forced(
+    model: Qwen3MoeForCausalLM, batch: tuple[torch.Tensor, torch.Tensor], experts: torch.Tensor
+) -> torch.Tensor:
     """The logits of a model whose routers are told what to choose by their own top k."""
     handles = []
     for name, (_, router) in routers_of(model).items():
@@ -70,36 +81,37 @@ def forced(model: Qwen3MoeForCausalLM, ids: torch.Tensor, experts: torch.Tensor)
             return logits, probs.gather(1, wanted), wanted
 
         handles.append(router.register_forward_hook(prefer))
-    logits: torch.Tensor = model(input_ids=ids).logits
+    logits: torch.Tensor = model(*batch).logits
     for handle in handles:
         handle.remove()
     return logits
 
 
 def test_the_given_experts_are_used() -> None:
-    model, ids = make_model(), torch.arange(14).reshape(2, 7)
-    experts = some_experts(1, ids)
-    plain, expected = model(input_ids=ids).logits, forced(model, ids, experts)
+    model, ids = make_model(), some_ids()
+    experts = some_experts(1, ids[1])
+    plain, expected = model(*ids).logits, forced(model, ids, experts)
     assert (plain - expected).abs().max() > 0.1
     assert list(routers_of(model)) == ["model.layers.0", "model.layers.2"]
     replay = RouterReplay(model)
     assert torch.equal(logits_of(replay, model, ids, None), plain)
     assert replay.end_round(lambda counts: [counts]) == 1.0  # nothing was replayed
     assert torch.allclose(logits_of(replay, model, ids, experts), expected, atol=1e-5)
-    share = replay.end_round(lambda counts: [counts, (0, 2 * 12 * K)])
+    share = replay.end_round(lambda counts: [counts, (0, 2 * 10 * K)])
     assert 0 < share < 0.5
     given_all = torch.full_like(experts, NOT_GIVEN)
     assert torch.equal(logits_of(replay, model, ids, given_all), plain)
-    assert torch.equal(model(input_ids=ids).logits, plain)  # a pass of its own
+    assert torch.equal(model(*ids).logits, plain)  # a pass of its own
 
 
 def logits_of(
     replay: RouterReplay,
     model: Qwen3MoeForCausalLM,
-    ids: torch.Tensor,
+    ids: tuple[torch.Tensor, torch.Tensor],
     experts: torch.Tensor | None,
 ) -> torch.Tensor:
-    with replay.given(model, {"input_ids": ids, "routed_experts": experts}) as inputs:
+    batch = {"input_ids": ids[0], "attention_mask": ids[1], "routed_experts": experts}
+    with replay.given(model, batch) as inputs:
         assert "routed_experts" not in inputs
         logits: torch.Tensor = model(**inputs).logits
     return logits
@@ -114,8 +126,9 @@ def test_gradients_are_those_of_the_given_experts() -> None:
             model.gradient_checkpointing_enable()
         replay, losses = RouterReplay(model), []
         for seed in (1, 2):
-            ids = torch.randint(64, (2, 7), generator=torch.Generator().manual_seed(seed))
-            losses.append(logits_of(replay, model, ids, some_experts(seed, ids)).square().mean())
+            ids, mask = some_ids(seed)
+            logits = logits_of(replay, model, (ids, mask), some_experts(seed, mask))
+            losses.append(logits[mask.bool()].square().mean())
         sum(losses).backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     plain, recomputed = gradients
@@ -126,17 +139,17 @@ def test_gradients_are_those_of_the_given_experts() -> None:
 
 
 def test_other_models_get_no_experts() -> None:
-    model, other, ids = make_model(), make_model(), torch.arange(14).reshape(2, 7)
+    model, other, ids = make_model(), make_model(), some_ids()
     replay = RouterReplay(model)
-    plain = other(input_ids=ids).logits
-    assert torch.equal(logits_of(replay, other, ids, some_experts(1, ids)), plain)
+    plain = other(*ids).logits
+    assert torch.equal(logits_of(replay, other, ids, some_experts(1, ids[1])), plain)
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no router .* Leave the flag out"):
         RouterReplay(model, Qwen3ForCausalLM(Qwen3Config(**SIZES)))
     with (
         pytest.raises(RouterReplayError, match=r"Qwen3MoeForCausalLM does not hand its layers"),
-        replay.given(model, {"routed_experts": some_experts(1, ids)}),
+        replay.given(model, {"routed_experts": some_experts(1, ids[1])}),
     ):
-        model.get_input_embeddings()(ids)  # a pass that asks no layer
+        model.get_input_embeddings()(ids[0])  # a pass that asks no layer
 
 
 # --- batches ---

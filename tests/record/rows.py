@@ -31,6 +31,21 @@ def sample_id(step: int = 0, phase: Any = "train", **place: int) -> SampleId:
     return replace(ROW.sample_id, step=step, phase=phase, **place)
 
 
+def row_of(name: SampleId, **changes: Any) -> SampleRow:
+    """A row whose prompt and completion are longer or shorter than those of its neighbours."""
+    words = name.step + 2 * name.group + name.index + name.turn
+    length = 1 + (3 * words + 2) % 5
+    made = replace(
+        ROW,
+        sample_id=name,
+        token_ids=[*range(7, 6 + length), 151643],
+        logprobs=[-0.125 * i for i in range(length)],
+        text="seven" * length,
+        prompt="Which digit?" + " Look twice." * (words % 3),
+    )
+    return replace(made, **changes)
+
+
 def write_session(
     run_dir: Path,
     rows: Sequence[SampleRow],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from swift_grpo_ext.record.reader import read_group, read_samples
 from swift_grpo_ext.sampling.seeding import Phase, SampleId
-from tests.record.rows import ROW, sample_id, write_session
+from tests.record.rows import row_of, sample_id, write_session
 
 Session = tuple[int, list[SampleId]]
 """Step that it starts at, and the samples that it writes."""
@@ -18,7 +17,7 @@ Session = tuple[int, list[SampleId]]
 def write(run_dir: Path, sessions: list[Session]) -> None:
     """Write rows whose seed is the number of their session."""
     for session, (start_step, sample_ids) in enumerate(sessions):
-        rows = [replace(ROW, sample_id=p, seed=session) for p in sample_ids]
+        rows = [row_of(p, seed=session) for p in sample_ids]
         write_session(run_dir, rows, session=session, start_step=start_step)
 
 
@@ -69,7 +68,7 @@ def test_a_round_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
-    write_session(tmp_path, [replace(ROW, sample_id=p) for p in train(0, 1, 2, 9) + evaluate(1)])
+    write_session(tmp_path, [row_of(p) for p in train(0, 1, 2, 9) + evaluate(1)])
     table = read_samples(tmp_path, columns=["phase", "step"], steps=range(1, 3))
     found = [tuple(row.values()) for row in table.to_pylist()]
     assert found == [("eval", 1), ("train", 1), ("train", 2)]
@@ -78,9 +77,9 @@ def test_phase_and_steps_are_chosen(tmp_path: Path) -> None:
 
 
 def test_a_group_comes_from_all_ranks(tmp_path: Path) -> None:
-    write_session(tmp_path, [replace(ROW, sample_id=sample_id(3))])
+    write_session(tmp_path, [row_of(sample_id(3))])
     rows = [
-        replace(ROW, sample_id=sample_id(4, group=group, index=index, turn=turn), rank=index // 2)
+        row_of(sample_id(4, group=group, index=index, turn=turn), rank=index // 2)
         for group in (0, 1)
         for index in range(4)
         for turn in (0, 1)

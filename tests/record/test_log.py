@@ -26,7 +26,7 @@ from swift_grpo_ext.record.reader import index_samples, read_rewards, read_sampl
 from swift_grpo_ext.record.rewards import REWARDS, RewardRow
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SAMPLES, SampleRow, make_table, to_rows
 from swift_grpo_ext.record.session import claim_session, next_session
-from tests.record.rows import ROW, sample_id, write_session
+from tests.record.rows import ROW, row_of, sample_id, write_session
 
 
 def read_rows(run_dir: Path) -> list[SampleRow]:
@@ -40,7 +40,7 @@ def open_log(run_dir: Path, **options: Any) -> SampleLog:
 def write_steps(log: SampleLog, *steps: int, **changes: Any) -> None:
     """Append a row for each step, each in a file of its own."""
     for step in steps:
-        log.append([replace(ROW, sample_id=sample_id(step), **changes)])
+        log.append([row_of(sample_id(step), **changes)])
         log.flush()
 
 
@@ -85,10 +85,14 @@ def test_how_exact_log_probabilities_are(tmp_path: Path) -> None:
 
 
 def test_any_parquet_reader_reads_the_files_and_ours_keeps_the_order(tmp_path: Path) -> None:
-    write_session(tmp_path, [replace(ROW, sample_id=sample_id(1))], session=2, start_step=1)
+    write_session(tmp_path, [row_of(sample_id(1))], session=2, start_step=1)
     (tmp_path / "samples/.unfinished.tmp").write_bytes(b"PAR1")
     [row] = pandas.read_parquet(tmp_path / "samples").to_dict("records")
-    assert (row["session"], row["step"], row["logprobs"].tolist()) == (2, 1, ROW.logprobs)
+    assert (row["session"], row["step"], row["logprobs"].tolist()) == (
+        2,
+        1,
+        row_of(sample_id(1)).logprobs,
+    )
     assert read_samples(tmp_path).schema == SAMPLES.schema
     [file] = record_files(SAMPLES.folder(tmp_path))
     row_group = pq.read_metadata(file.path).row_group(0)
@@ -98,7 +102,7 @@ def test_any_parquet_reader_reads_the_files_and_ours_keeps_the_order(tmp_path: P
     assert "RLE_DICTIONARY" in encodings["media.list.element"]
     assert "RLE_DICTIONARY" not in encodings["seed"]
     table = read_samples(tmp_path, columns=["text", "step"])
-    assert table.to_pylist() == [{"text": "seven", "step": 1}]
+    assert table.to_pylist() == [{"text": row_of(sample_id(1)).text, "step": 1}]
     with pytest.raises(KeyError, match="reward"):
         read_samples(tmp_path, columns=["step", "reward"])
 
@@ -140,7 +144,7 @@ def test_rounds_join_the_newest_file_until_it_is_large(
     before = index_samples(tmp_path)
     write_steps(log, 2, 3)
     write_steps(log, 4, text="7" * 60_000)
-    log.append([replace(ROW, sample_id=sample_id(step)) for step in (5, 6)])  # one call
+    log.append([row_of(sample_id(step)) for step in (5, 6)])  # one call
     log.flush()
     write_steps(open_log(tmp_path, session=1, start_step=7), 7)
     files = record_files(SAMPLES.folder(tmp_path))
@@ -253,7 +257,8 @@ def test_what_a_sample_takes_beside_its_tokens(tmp_path: Path, num_samples: int)
 
 def test_a_bad_row_is_an_error(tmp_path: Path) -> None:
     log = open_log(tmp_path)
-    log.append([ROW, replace(ROW, sample_id=sample_id(3, index=5), logprobs=[-1.0])])
+    bad = row_of(sample_id(3, index=5), token_ids=[1, 2, 3], logprobs=[-1.0])
+    log.append([ROW, bad])
     counts = "train round 3.0, group 0, sample 5: 3 tokens and 1 log-probabilities"
     with pytest.raises(ValueError, match=counts):
         log.flush()
@@ -333,7 +338,7 @@ def test_a_damaged_file_is_named_and_left_out_whole(
 ) -> None:
     log = open_log(tmp_path)
     write_steps(log, 0, 1, 2)
-    write_session(tmp_path, [replace(ROW, sample_id=sample_id(3))], rank=1)
+    write_session(tmp_path, [row_of(sample_id(3))], rank=1)
     [file, _] = record_files(SAMPLES.folder(tmp_path))
     whole = file.path.read_bytes()
     row_group = pq.read_metadata(file.path).row_group(1)

@@ -65,17 +65,24 @@ def record(
     *,
     num_ranks: int = 1,
 ) -> None:
-    """Record two tokens of each sample, or other outputs."""
+    """Record up to three tokens of each sample, or other outputs; prompts too differ in length."""
+    lengths = [2 - number % 3 for number in range(len(sample_ids))]
     if outputs is None:
         outputs = [
-            output([number, 5], str(name), rollout_logprobs=[[-0.5, -0.25]])
-            for number, name in enumerate(sample_ids)
+            output(
+                [number, *[5] * length],
+                str(name),
+                rollout_logprobs=[[-0.5, *[-0.25] * length]],
+            )
+            for number, (name, length) in enumerate(zip(sample_ids, lengths, strict=True))
         ]
     num = len(sample_ids)
+    samples = [
+        replace(SAMPLE, messages=[{"role": "user", "content": "几?" * (3 - length)}])
+        for length in lengths
+    ]
     prompts = [f"print {number}" for number in range(num)]
-    recorder.record(
-        sample_ids, [SAMPLE] * num, prompts, outputs, num_ranks=num_ranks, weight_version=3
-    )
+    recorder.record(sample_ids, samples, prompts, outputs, num_ranks=num_ranks, weight_version=3)
     recorder.flush()
 
 
@@ -193,7 +200,7 @@ def test_what_the_sample_log_keeps(kept: str, tmp_path: Path) -> None:
     recorder.listeners.append(heard.extend)
     recorder.open(start_step=0)
     record(recorder, ids(0))
-    assert [row.logprobs for row in heard] == [[-0.5, -0.25]]  # the monitor needs them
+    assert [row.logprobs for row in heard] == [[-0.5, -0.25, -0.25]]  # the monitor needs them
     if kept == "tokens":
         assert read(tmp_path) == [replace(heard[0], logprobs=None)]
     else:

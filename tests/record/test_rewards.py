@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from swift_grpo_ext.record.rewards import REWARDS, RewardRecorder, RewardRow, tr
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.ranks import Gather, run_ranks
-from tests.record.rows import ROW, sample_id, write_session
+from tests.record.rows import row_of, sample_id, write_session
 
 FUNCTIONS, WEIGHTS = ["accuracy", "format"], [1.0, 0.5]
 
@@ -47,7 +47,7 @@ def record(
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     name = sample_id(3, number=1, group=2, index=5)
     log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
-    log.append([replace(ROW, sample_id=name)])
+    log.append([row_of(name)])
     RewardRecorder(FUNCTIONS, WEIGHTS).record(
         log,
         [Sample(name, is_truncated=True)],
@@ -135,7 +135,7 @@ def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
     def write(session: int, *steps: int) -> None:
         names = [sample_id(step) for step in steps]
         log = SampleLog(tmp_path, session=session, start_step=steps[0], rank=0)
-        log.append([replace(ROW, sample_id=name) for name in names])
+        log.append([row_of(name) for name in names])
         rows = record(RewardRecorder(FUNCTIONS, WEIGHTS), names, [[session, 0.0]] * len(steps))
         log.append(rows, REWARDS)
         log.flush()
@@ -145,7 +145,7 @@ def test_a_resumed_session_replaces_scores_with_samples(tmp_path: Path) -> None:
     write(1, 1)
     assert scores() == [(0, 0.0), (1, 1.0)]
     # Samples that were drawn anew and not scored yet have no score of before.
-    write_session(tmp_path, [replace(ROW, sample_id=sample_id(1))], session=2, start_step=1)
+    write_session(tmp_path, [row_of(sample_id(1))], session=2, start_step=1)
     assert scores() == [(0, 0.0)]
 
 
