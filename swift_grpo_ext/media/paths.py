@@ -12,7 +12,9 @@ Adaptation: ms-swift makes its list of media from a request, and the same rules 
 before a replica gets the request. Only a string that begins as ms-swift fetches it counts as a URL;
 what can be a path is one (`data:/../..` names a file). The header of each picture that is there is
 read, and none is decoded. Replicas fetch what a request names: there, each hop of a fetch is judged
-too (a public address may send on to a private one), and the picture that came.
+too (a public address may send on to a private one), and what came. ms-swift's loaders fetch by
+requests, httpx (transformers' `load_video`), and libav (`qwen_vl_utils.fetch_video`): none of them
+gets a URL, and none of them a playlist, whose addresses libav would fetch.
 Can go when `swift rollout` asks `SafeMediaPath` and `SafeUrlFetcher`.
 """
 
@@ -22,22 +24,26 @@ Can go when `swift rollout` asks `SafeMediaPath` and `SafeUrlFetcher`.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
+from dataclasses import asdict
 from functools import cache, wraps
 from io import BytesIO
-from types import SimpleNamespace
+from itertools import product
+from pathlib import Path
+from string import ascii_letters, digits
+from tempfile import TemporaryDirectory, mkstemp
 from typing import Any
+from urllib.parse import urlsplit
 
-import requests
 import swift.utils
 from PIL import Image
-from swift.template import vision_utils
-from swift.template.template_inputs import StdTemplateInputs
+from swift.template import Template, vision_utils
+from swift.template.template_inputs import StdTemplateInputs, TemplateInputs
 
 from swift_grpo_ext.upstream.patches import patch
 
@@ -50,7 +56,18 @@ HEADER_CHARACTERS = (2**16, 2**24)
 """Starts of base64 in which most pictures say their size, and in which all others do, behind the
 largest of colour profiles: 0.1 and 25 ms, where a video of 300 MB takes seconds."""
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
+PROBED_BYTES = 2**20
+"""Start of a medium by which ffmpeg finds out what it is (libavformat/format.c, PROBE_BUF_MAX)."""
+
+URLS = ("http://", "https://")
+
+_PLAYLIST = re.compile(rb"\A\s*#EXTM3U|\A\s*ffconcat|<MPD|^c=IN IP", re.IGNORECASE | re.MULTILINE)
+"""What ffmpeg knows HLS, lists of files, DASH and SDP by."""
+
+_NOT_BASE64 = bytes(set(range(256)) - set(ascii_letters.encode() + digits.encode() + b"+/"))
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:,[^:]*)?:(//)?")
+"""Of a URL, and of ffmpeg's with options (`subfile,,start,0,,:`)."""
 
 
 def check_media(request: Mapping[str, Any]) -> None:
@@ -59,7 +76,8 @@ def check_media(request: Mapping[str, Any]) -> None:
     Raises:
         ValueError: beginning with the field, for a file outside the directories that
             `SWIFT_MEDIA_ALLOWED_DIRS` lists (where it is set), a private address (unless
-            `SWIFT_ALLOW_INTERNAL_URL` is set), a picture that is too large.
+            `SWIFT_ALLOW_INTERNAL_URL` is set), another protocol than http and https, a playlist, a
+            picture that is too large.
     """
     for field, text in _media(request):
         try:
@@ -69,7 +87,7 @@ def check_media(request: Mapping[str, Any]) -> None:
 
 
 def _check(text: str) -> None:
-    if text.startswith(("http://", "https://")):
+    if text.startswith(URLS):
         if hasattr(swift.utils, "SafeUrlFetcher"):
             swift.utils.SafeUrlFetcher.check_url(text)
         return
@@ -78,14 +96,35 @@ def _check(text: str) -> None:
             swift.utils.SafeMediaPath.check(path)
     # As ms-swift opens it (template/vision_utils.py, `load_file`).
     path = vision_utils._check_path(text)
+    scheme = _SCHEME.match(text)
+    if scheme and scheme[1].lower() not in ("data", "file") and not os.path.isfile(path or ""):
+        raise _unsupported(text, scheme)
     if path is not None:
-        _check_pixels(path)
+        path = path.removeprefix("file://")
+        if os.path.isfile(path):
+            with suppress(OSError), Path(path).open("rb") as file:
+                _check_start(file.read(PROBED_BYTES))
+            _check_pixels(path)
         return
     content = text.partition(";base64,")[2] if text.startswith("data:") else text
-    for part in (content[:length] for length in HEADER_CHARACTERS):
-        with suppress(binascii.Error):  # the replica says what is wrong with it
-            if _check_pixels(BytesIO(base64.b64decode(part))):
-                return
+    for length in HEADER_CHARACTERS:
+        # What is no base64 is left out, as ms-swift's own decoder does.
+        start = content[:length].encode("ascii", "ignore").translate(None, _NOT_BASE64)
+        decoded = base64.b64decode(start[: len(start) // 4 * 4])
+        _check_start(decoded)
+        if _check_pixels(BytesIO(decoded)):
+            return
+
+
+def _check_start(content: bytes) -> None:
+    """Raise `ValueError` for a medium that names others: ffmpeg, within the loaders of videos and
+    audios, would fetch these by itself, from any address."""
+    text = content[:PROBED_BYTES].partition(b"\0")[0]
+    if found := _PLAYLIST.search(text):
+        raise ValueError(
+            f"a playlist ({found[0].decode().strip()!r}), which names further addresses; expected "
+            "the medium itself"
+        )
 
 
 def _check_pixels(picture: BytesIO | str) -> bool:
@@ -94,8 +133,6 @@ def _check_pixels(picture: BytesIO | str) -> bool:
     Raises:
         ValueError: it has more pixels than Pillow's limit.
     """
-    if isinstance(picture, str) and not os.path.isfile(picture):
-        return False
     try:
         with Image.open(picture) as image:
             width, height = image.size
@@ -114,32 +151,61 @@ def _check_pixels(picture: BytesIO | str) -> bool:
 
 @cache
 def check_redirects() -> None:
-    """Let ms-swift judge each address that this process, of a replica, fetches media from, and
-    Pillow refuse a picture that would take gigabytes, whose size it knows before it decodes it."""
+    """Let the templates of this process, of a replica, encode files in the place of URLs: each is
+    fetched here alone, judged at each hop and by what came. And let Pillow refuse a picture that
+    would take gigabytes, whose size it knows before it decodes it."""
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     if not hasattr(swift.utils, "SafeUrlFetcher"):
         return
+    from swift.infer_engine import InferRequest
 
-    class CheckedSession(requests.Session):
-        def send(self, request: requests.PreparedRequest, **kwargs: Any) -> requests.Response:
-            swift.utils.SafeUrlFetcher.check_url(request.url)
-            response = super().send(request, **kwargs)
-            try:
-                _check_pixels(BytesIO(response.content))
-            except ValueError as e:
-                raise ValueError(f"{request.url}: {e}") from e
-            return response
+    upstream = Template.encode
 
-    load_audio = vision_utils._load_audio_librosa
+    @wraps(upstream)
+    def encode(self: Template, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(inputs, InferRequest):
+            inputs = asdict(inputs)
+        is_made = isinstance(inputs, TemplateInputs)
+        inputs = deepcopy(inputs) if is_made else TemplateInputs.from_dict(inputs)
+        parts = (inputs.chosen, inputs.rejected, *inputs.positive, *inputs.negative)
+        with TemporaryDirectory(prefix="swift_grpo_ext_") as folder:
+            for part, kind in product(filter(None, parts), KINDS):
+                setattr(part, kind, _fetched(getattr(part, kind), kind, folder))
+            return upstream(self, inputs, *args, **kwargs)
 
-    @wraps(load_audio)
-    def load(audio: Any, *args: Any, **kwargs: Any) -> Any:
-        # Else ffmpeg would fetch, in its own way, what the session has refused.
-        is_url = isinstance(audio, str) and audio.strip().startswith("http")
-        return load_audio(vision_utils.load_file(audio) if is_url else audio, *args, **kwargs)
+    patch(Template, encode=encode)
 
-    checked = SimpleNamespace(**{**vars(requests), "Session": CheckedSession})
-    patch(vision_utils, requests=checked, _load_audio_librosa=load)
+
+def _fetched(value: Any, field: str, folder: str) -> Any:
+    """Return media, in whose places of URLs, however nested, stand files in `folder`.
+
+    Raises:
+        ValueError: beginning with the field, for what may not be fetched.
+        requests.RequestException: nothing came.
+    """
+    if isinstance(value, (list, tuple)):
+        return [_fetched(item, field, folder) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _fetched(item, field, folder) for name, item in value.items()}
+    if not isinstance(value, str) or not value.strip().startswith(URLS):
+        return value
+    url, seconds = value.strip(), float(os.getenv("SWIFT_TIMEOUT", "20"))  # as of `load_file`
+    try:
+        content = swift.utils.SafeUrlFetcher.read(url, timeout=seconds if seconds > 0 else None)
+        _check_start(content)
+        _check_pixels(BytesIO(content))
+    except ValueError as e:
+        raise ValueError(f"{field}: {url}: {e}") from e
+    file, name = mkstemp(dir=folder, suffix=_suffix(url))
+    with os.fdopen(file, "wb") as opened:
+        opened.write(content)
+    return name
+
+
+def _suffix(url: str) -> str:
+    """Return what some loaders know the kind of a file by."""
+    found = re.search(r"\.[A-Za-z0-9]{1,5}$", urlsplit(url).path)
+    return found[0] if found else ""
 
 
 def _media(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -180,7 +246,7 @@ def _paths(text: str) -> list[str]:
     """
     scheme = _SCHEME.match(text)
     if scheme and scheme[1].lower() not in ("http", "https", "data", "file"):
-        raise ValueError(f"Refusing to read {text[:60]!r}: {scheme[0]} is not supported.")
+        raise _unsupported(text, scheme)
     if len(text) > LONGEST_PATH:
         return []
     name = text[scheme.end() :] if scheme and scheme[1].lower() == "file" else text
@@ -197,3 +263,8 @@ def _paths(text: str) -> list[str]:
     except ValueError:
         return [name]
     return []
+
+
+def _unsupported(text: str, scheme: re.Match[str]) -> ValueError:
+    """Return the error for a protocol: ffmpeg has dozens, all of which go somewhere."""
+    return ValueError(f"Refusing to read {text[:60]!r}: {scheme[0]} is not supported.")

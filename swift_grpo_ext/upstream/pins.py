@@ -293,9 +293,11 @@ swift.pipelines.infer.rollout:WeightSyncWorkerExtension
     update_named_param: self name dtype shape
 swift.utils:SafeMediaPath
     check: cls path since 4.6
+swift.utils:SafeUrlFetcher
+    check_url: cls url since 4.6
+    read: cls url kwargs since 4.6
 swift.template.vision_utils
     load_file: path
-    _load_audio_librosa: audio sampling_rate mono
 """)
 """Names that `swift rollout` is extended at."""
 
@@ -325,8 +327,6 @@ swift.pipelines.infer.rollout
     GRPOVllmEngine Pipe broadcast_tensor_for_vllm_weight_sync synchronize
 swift.infer_engine
     GRPOVllmEngine
-swift.template.vision_utils
-    requests
 """)
 """Attributes that are replaced by a subclass of what stands there, or by its like."""
 

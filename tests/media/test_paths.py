@@ -6,16 +6,29 @@ import base64
 import io
 import ipaddress
 import threading
+import wave
+from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
+import qwen_vl_utils
 import swift.utils
+import transformers.audio_utils
+import transformers.image_utils
+import transformers.video_utils
 from fastapi.testclient import TestClient
 from PIL import Image, ImageFile
-from swift.template import vision_utils
+from swift.model import get_processor
+from swift.template import Template, get_template, vision_utils
+from swift.template.template_inputs import StdTemplateInputs
 
+from swift_grpo_ext.media import paths
 from swift_grpo_ext.media.paths import LONGEST_PATH, VARIABLE, check_media, check_redirects
 from tests.server import served
 from tests.server.served import Deployed, Replica
@@ -132,43 +145,232 @@ def picture(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-class Moved(BaseHTTPRequestHandler):
-    """Sends `/moved` on to the same server under another name."""
+# --- what a replica fetches ---
+
+
+class Site(BaseHTTPRequestHandler):
+    """Sends `/moved` on to the same server under another name, by way of `/further`."""
 
     def do_GET(self) -> None:
-        self.send_response(302 if self.path == "/moved" else 200)
-        if self.path == "/moved":
-            self.send_header("Location", f"http://localhost:{self.server.server_port}/secret")  # type: ignore[attr-defined]
+        server: Any = self.server
+        server.asked.append(self.path)
+        there = f"http://{{}}:{server.server_port}/{{}}"
+        moved = {
+            "/moved": there.format("127.0.0.1", "further"),
+            "/further": there.format("localhost", "secret"),
+        }
+        found = server.content.get(self.path.partition("?")[0])
+        if self.path in moved:
+            self.send_response(302)
+            self.send_header("Location", moved[self.path])
+        else:
+            self.send_response(404 if found is None else 200)
         self.end_headers()
-        self.wfile.write({"/large": picture(300, 300), "/there": b"content"}.get(self.path, b""))
+        self.wfile.write(found or b"")
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("load", ["load_file", "load_image", "load_audio"])
-def test_a_replica_judges_what_it_fetches(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("requests", "_load_audio_librosa"):
-        monkeypatch.setattr(vision_utils, name, getattr(vision_utils, name))
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server by whose number alone it may be asked, in a replica's process."""
     monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+    monkeypatch.setattr(Template, "encode", Template.encode)
     check_redirects.__wrapped__()
-    options = {"sampling_rate": 16000} if load == "load_audio" else {}
-    server = HTTPServer(("127.0.0.1", 0), Moved)
+    server: Any = HTTPServer(("127.0.0.1", 0), Site)
+    server.asked, server.content = [], {}
+    server.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert vision_utils.load_file(f"{url}/there").read() == b"content"
-        with pytest.raises(ValueError, match="the host 'localhost' is not listed"):
-            getattr(vision_utils, load)(f"{url}/moved", **options)
-        with pytest.raises(ValueError, match=rf"{url}/large: Image size \(90000 pixels\) exceeds"):
-            getattr(vision_utils, load)(f"{url}/large", **options)
-        # A file's, too, before it is decoded.
-        with pytest.raises(Image.DecompressionBombWarning):
-            Image.open(io.BytesIO(picture(300, 300)))
-    finally:
-        server.shutdown()
-        server.server_close()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def processor(assets: Path) -> Any:
+    return get_processor(str(assets / "tiny_vlm"), model_type="qwen2_5_vl")
+
+
+LOADERS: dict[str, dict[str, Callable[[str], Any]]] = {
+    "images": {
+        "ms-swift": vision_utils.load_image,
+        "transformers": transformers.image_utils.load_image,
+        "qwen_vl_utils": lambda image: qwen_vl_utils.fetch_image({"image": image}),
+    },
+    "videos": {
+        "ms-swift, httpx": lambda video: vision_utils.load_video_hf([video]),
+        "ms-swift, decord": vision_utils.load_video_internvl,
+        "ms-swift, opencv": vision_utils.load_vllm_video,
+        "transformers": transformers.video_utils.load_video,
+        "qwen_vl_utils": lambda video: qwen_vl_utils.fetch_video({"video": video}),
+        "libav": av.open,
+    },
+    "audios": {
+        "ms-swift": lambda audio: vision_utils.load_audio(audio, 16000),
+        "transformers": transformers.audio_utils.load_audio,
+    },
+}
+
+
+def encode(processor: Any, load: Callable[[str], Any], **media: Any) -> list[Any]:
+    """What a template's loader makes of media, one after the other."""
+    template, loaded = get_template(processor, template_type="qwen2_5_vl"), []
+    template.set_mode("vllm")
+
+    def load_all(inputs: StdTemplateInputs) -> dict[str, Any]:
+        for value in (*inputs.images, *inputs.videos, *inputs.audios):
+            for item in value if isinstance(value, list) else [value]:
+                loaded.append(load(item["path"] if isinstance(item, dict) else item))
+        return {}
+
+    template._encode_truncated = load_all
+    template.encode({"messages": [{"role": "user", "content": "?"}], **media})
+    return loaded
+
+
+def in_each_form(kind: str, text: str) -> list[dict[str, Any]]:
+    name = kind.removesuffix("s")
+    part = {"type": f"{name}_url", f"{name}_url": {"url": text}}
+    return [
+        {kind: text},
+        {kind: [f" {text}\n"]},
+        {kind: [[text]]},
+        {kind: [{"bytes": None, "path": text}]},
+        {"messages": [{"role": "user", "content": [part]}]},
+    ]
+
+
+@pytest.mark.parametrize(("kind", "of"), [(kind, of) for kind in LOADERS for of in LOADERS[kind]])
+def test_a_replica_judges_each_hop_of_what_it_fetches(
+    kind: str, of: str, site: Any, processor: Any
+) -> None:
+    for media in in_each_form(kind, f"{site.url}/moved"):
+        with pytest.raises(ValueError, match=rf"^{kind}: .*the host 'localhost' is not listed"):
+            encode(processor, LOADERS[kind][of], **media)
+        assert site.asked == ["/moved", "/further"]
+        site.asked.clear()
+
+
+def test_what_a_replica_fetches_is_what_a_file_is(
+    site: Any, processor: Any, tmp_path: Path
+) -> None:
+    """For each loader; once, and the files are gone thereafter."""
+    Image.new("RGB", (60, 30), "red").save(tmp_path / "image.png")
+    write_video(tmp_path / "video.mp4")
+    with wave.open(str(tmp_path / "audio.wav"), "wb") as audio:
+        audio.setparams((1, 2, 16000, 0, "NONE", ""))
+        audio.writeframes(bytes(range(200)) * 160)
+    names: list[str] = []
+    files = ("image.png", "video.mp4", "audio.wav")
+    for file, (kind, loaders) in zip(files, LOADERS.items(), strict=True):
+        site.content[f"/{file}"] = (tmp_path / file).read_bytes()
+        for of, load in loaders.items():
+            if of == "libav" or (kind == "audios" and find_spec("librosa") is None):
+                continue
+            for media in in_each_form(kind, f"{site.url}/{file}?size=1"):
+                [(name, fetched)] = encode(processor, partial(with_name, load), **media)
+                names.append(name)
+                assert repr_of(fetched) == repr_of(load(str(tmp_path / file))), (kind, of)
+    assert len(site.asked) == len(names)
+    assert not [name for name in names if Path(name).exists()]
+
+
+def with_name(load: Callable[[str], Any], name: str) -> tuple[str, Any]:
+    return name, load(name)
+
+
+def repr_of(loaded: Any) -> Any:
+    """All numbers of what was loaded."""
+    if isinstance(loaded, (list, tuple)):
+        return [repr_of(item) for item in loaded]
+    is_array = hasattr(loaded, "__array__") or isinstance(loaded, Image.Image)
+    return np.asarray(loaded).tolist() if is_array else repr(loaded)
+
+
+def write_video(path: Path) -> None:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for k in range(8):
+            pixels = np.full((48, 64, 3), 30 * k, dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def test_a_replica_fetches_no_more_than_it_may(
+    site: Any, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures of too many pixels, and media of too many bytes, which ms-swift bounds."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 299 * 300)
+    monkeypatch.setenv("SWIFT_MAX_DOWNLOAD_SIZE_MB", "0.5")
+    site.content = {"/large": picture(300, 300), "/long": bytes(600_000)}
+    for path, words in (("large", r"Image size \(90000 pixels\) exceeds"), ("long", "larger than")):
+        with pytest.raises(ValueError, match=rf"^videos: {site.url}/{path}: .*{words}"):
+            encode(processor, print, videos=[f"{site.url}/{path}"])
+    # A file's, too, before it is decoded.
+    with pytest.raises(Image.DecompressionBombWarning):
+        Image.open(io.BytesIO(picture(300, 300)))
+
+
+PLAYLISTS = {
+    "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}/secret\n#EXT-X-ENDLIST\n",
+    "concat": "ffconcat version 1.0\nfile '{}/secret'\n",
+    "dash": "<?xml version='1.0'?>\n<MPD><BaseURL>{}/secret</BaseURL></MPD>",
+    "sdp": "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\nc=IN IP4 127.0.0.1\r\nm=video 5004 RTP/AVP 96\r\n",
+}
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+def test_a_playlist_is_no_medium(name: str, site: Any, processor: Any, tmp_path: Path) -> None:
+    """decord fetches what one names, with no rule at all."""
+    content = PLAYLISTS[name].format(site.url).encode()
+    site.content["/list.mp4"] = content
+    (tmp_path / "list.mp4").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^videos: {site.url}/list.mp4: a playlist"):
+        encode(processor, vision_utils.load_video_internvl, videos=[f"{site.url}/list.mp4"])
+    assert site.asked == ["/list.mp4"]
+    encoded = base64.b64encode(content).decode()
+    path = str(tmp_path / "list.mp4")
+    for text in (encoded, f"data:video/mp4;base64,{encoded}", path, f"file://{path}"):
+        for field in ("videos", "audios"):
+            with pytest.raises(ValueError, match=rf"^{field}: a playlist"):
+                check_media({field: [text]})
+
+
+def test_base64_is_read_as_ms_swift_decodes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which passes over line breaks and the like, also beyond the part that is looked at."""
+    monkeypatch.setattr(paths, "HEADER_CHARACTERS", (64, 128))
+    encoded = base64.b64encode(PLAYLISTS["hls"].encode() * 9).decode()
+    for text in (f"{encoded[:9]}\n{encoded[9:]}", f"{encoded[:9]}-{encoded[9:]}"):
+        assert vision_utils.load_file(text).read().startswith(b"#EXTM3U")
+        with pytest.raises(ValueError, match=r"^videos: a playlist"):
+            check_media({"videos": [text]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rtsp://10.0.0.1/a",
+        "HTTP://10.0.0.1/a.mp4",
+        "http:/10.0.0.1/a.mp4",
+        "concat:http://10.0.0.1/a|",
+        "subfile,,start,0,end,9,,:http://10.0.0.1/a",
+        "async:cache:http://10.0.0.1/a",
+        "tcp://10.0.0.1:80",
+    ],
+)
+def test_protocols_are_refused_without_a_list_of_folders(text: str) -> None:
+    """ffmpeg knows dozens, which ms-swift's own list of files does not stop where it is not set."""
+    for request in in_each_place(text):
+        with pytest.raises(ValueError, match=r"Refusing to (read|fetch)"):
+            check_media(request)
+
+
+def test_a_file_of_such_a_name_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train:1.png").write_bytes(picture(3, 3))
+    check_media({"images": ["train:1.png"]})
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
