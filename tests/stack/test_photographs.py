@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ from PIL import Image
 from PIL.ExifTags import Base
 
 from tests.stack import rounds
-from tests.stack.processes import rollout_server
+from tests.stack.conftest import once
+from tests.stack.processes import ROOT, rollout_server
 from tests.stack.rounds import client_argv, logged_steps, server_argv, train
 
-pytestmark = pytest.mark.stack
+sys.path.insert(0, str(ROOT / "scripts"))
+from tiny_vlm.families import FAMILIES, make_family
 
-LEARNING = ("--learning_rate", "1e-4", "--temperature", "1.0")
-"""Slowly: the tiny model's logits grow with faster steps, and their rounding does."""
+pytestmark = pytest.mark.stack
 
 ROWS = {
     "<image>Upright?": (6,),
@@ -27,6 +29,16 @@ ROWS = {
     "<image>Upside down?": (4,),
 }
 """Questions, and the orientations of what they show."""
+
+NO_CACHE = '{"kv_cache_memory_bytes": 134217728, "mm_processor_cache_gb": 0}'
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Of a random Qwen2.5-VL: both sides agree to 1e-6 there, and the trained digits' to 1e-4."""
+    family = FAMILIES["qwen2_5_vl"]
+    model = once(tmp_path_factory, "upright", lambda folder: make_family(family, folder, seed=0))
+    return ("--model", str(model), "--learning_rate", "2e-3", "--temperature", "1.0")
 
 
 @pytest.fixture
@@ -49,40 +61,32 @@ def rows(assets: Path, tmp_path: Path) -> Path:
 def assert_seen_alike(folder: Path) -> None:
     steps = logged_steps(folder / "run")
     assert len(steps) == 3
-    gaps = {name: [step[f"rollout_gap/{name}"] for step in steps] for name in ("mean", "canary")}
-    assert max(*gaps["mean"], *gaps["canary"]) < 1e-5, gaps
+    gaps = [step[f"rollout_gap/{of}"] for step in steps for of in ("mean", "canary")]
+    assert max(gaps) < 1e-5, gaps
     log = (folder / "log").read_text(encoding="utf-8")
     assert "EXIF" not in log
     assert "rank 0 does not sample" not in log
 
 
 @pytest.mark.parametrize(
-    "argv",
+    "more",
     [
         (),
         pytest.param(("--media_cache_gb", "0"), marks=pytest.mark.extra),
-        pytest.param(("--vllm_engine_kwargs", "NO_CACHE"), marks=pytest.mark.extra),
+        pytest.param(("--vllm_engine_kwargs", NO_CACHE), marks=pytest.mark.extra),
     ],
-    ids=lambda argv: argv[0] if argv else "default",
+    ids=lambda more: more[0] if more else "default",
 )
-def test_colocated(argv: tuple[str, ...], assets: Path, rows: Path, tmp_path: Path) -> None:
+def test_colocated(
+    more: tuple[str, ...], argv: tuple[str, ...], assets: Path, rows: Path, tmp_path: Path
+) -> None:
     """Whoever holds processed images, or none: vLLM looks for marks again in what it lacks."""
-    no_cache = '{"kv_cache_memory_bytes": 134217728, "mm_processor_cache_gb": 0}'
-    argv = tuple(no_cache if value == "NO_CACHE" else value for value in argv)
-    train(assets, rows, tmp_path / "run", *LEARNING, *argv)
+    train(assets, rows, tmp_path / "run", *argv, *more)
     assert_seen_alike(tmp_path / "run")
 
 
 @pytest.mark.extra
-def test_served(assets: Path, rows: Path, tmp_path: Path) -> None:
-    with rollout_server(*server_argv(assets), log=tmp_path / "server.log") as port:
-        train(assets, rows, tmp_path / "run", *LEARNING, *client_argv(port))
-    assert_seen_alike(tmp_path / "run")
-
-
-@pytest.mark.extra
-def test_without_vllm(assets: Path, rows: Path, tmp_path: Path) -> None:
-    preset = rounds.without_vllm(tmp_path)
-    finished = rounds.run_training(assets, rows, tmp_path / "run", *LEARNING, preset=preset)
-    assert finished.returncode == 0, finished.cause
+def test_served(argv: tuple[str, ...], assets: Path, rows: Path, tmp_path: Path) -> None:
+    with rollout_server(*server_argv(assets), *argv[:2], log=tmp_path / "server.log") as port:
+        train(assets, rows, tmp_path / "run", *argv, *client_argv(port))
     assert_seen_alike(tmp_path / "run")
