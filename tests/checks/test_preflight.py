@@ -317,3 +317,23 @@ TEXT = [{"messages": QUESTION}, {"messages": []}]
 )
 def test_data_sets(rows: Any, eval_rows: Any, changes: dict[str, Any], expected: str) -> None:
     assert_says(preflight.check_datasets(arguments(**changes), rows, eval_rows), expected)
+
+
+def test_placeholders_in_questions_are_refused_before_a_model_is_loaded(assets: Path) -> None:
+    """They passed `check` and the rollout, and the first training forward ended the run."""
+    args = arguments()
+    args.model_dir, args.template = str(assets / "tiny_vlm"), "qwen2_5_vl"
+    args.model_meta = SimpleNamespace(is_multimodal=True)
+    args.model_info = SimpleNamespace(config=None)
+    typed = {"role": "user", "content": "<image><|vision_start|><|image_pad|><|vision_end|>Which?"}
+    rows: Any = [*GOOD, {"messages": [typed], "images": ["http://x"]}]
+    refused = (
+        "error: --dataset: in the row that asks '<image><|vision_start|>...holds '<|image_pad|>'"
+    )
+    assert_says(preflight.check_datasets(args, rows, None), refused)
+
+
+def test_one_rank_of_a_machine_looks_at_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, expected in (("0", "error: --dataset: in the row"), ("1", None)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert_says(preflight.check_datasets(arguments(), BAD, None), expected)
