@@ -77,6 +77,9 @@ class Family:
     videos_fail: str = ""
     """How upstream ends a training with videos, where it does."""
 
+    shapes_fail: tuple[str, ...] = ()
+    """What prompts show (`SHAPES` of tests/stack/test_families.py) where upstream fails."""
+
     dtype: str = "float32"
     """Both sides compute in it."""
 

@@ -139,10 +139,10 @@ def probe_config(config: RequestConfig, max_tokens: int = MAX_TOKENS) -> Request
     return config
 
 
-def shrink_images(sample: OnPolicySample) -> None:
-    """Scale a sample's images down to `PIXELS`, wherever they stand; those of parts of `content`
-    move to `images`. What cannot be read or scaled stays as it is: other ranks wait for this one.
-    Where objects have places in the images, all stay as they are."""
+def shrink_media(sample: OnPolicySample) -> None:
+    """Take a sample's videos out, and scale its images down to `PIXELS`, wherever they stand; those
+    of parts of `content` move to `images`. What cannot be read or scaled stays as it is: other
+    ranks wait for this one. Where objects have places in the images, all stay as they are."""
     if sample.objects:
         return
     try:
@@ -152,6 +152,10 @@ def shrink_images(sample: OnPolicySample) -> None:
     sample.messages = read.messages
     for kind, name in zip(KINDS, COLUMNS, strict=True):
         setattr(sample, name, [medium.value for medium in read.of_kind(kind)])
+    sample.videos = []  # thousands of tokens each
+    for message in sample.messages:
+        if isinstance(text := message.get("content"), str):
+            message["content"] = text.replace("<video>", "")
     for i, image in enumerate(sample.images):
         try:
             full = Template._load_image(image, load_images=True)
@@ -170,10 +174,10 @@ def shrink_images(sample: OnPolicySample) -> None:
 class WeightCanary:
     """Says whether engines sample with the trainer's weights; every rank calls each method.
 
-    The prompt is the run's first with media, or its first where no rank begins with any, and its
-    images are small. It is always the same, so that a prefix or encoder cache that outlived an
-    update is seen as well as an engine that takes weights and does not use them. An update that
-    changes less than rounding does is not told from none.
+    The prompt is the run's first with images, or its first where no rank begins with any; its
+    images are small, and videos are left out. It is always the same, so that a prefix or encoder
+    cache that outlived an update is seen as well as an engine that takes weights and does not use
+    them. An update that changes less than rounding does is not told from none.
 
     Args:
         action: `--rollout_mismatch`: what to do about a gap.
@@ -231,13 +235,17 @@ class WeightCanary:
 
     def _choose(self, samples: Sequence[OnPolicySample]) -> OnPolicySample:
         """Return one sample, the same on all ranks."""
-        offered = next(filter(media_of, samples), samples[0])
-        of_ranks = self._ranks.all_gather(bool(media_of(offered)))
+
+        def shows(sample: OnPolicySample) -> bool:
+            return any(medium.kind != "video" for medium in media_of(sample))
+
+        offered = next(filter(shows, samples), samples[0])
+        of_ranks = self._ranks.all_gather(shows(offered))
         chosen = of_ranks.index(True) if any(of_ranks) else 0
         prompt = None
         if self._ranks.rank == chosen:  # only one rank's sample travels, with its images
             prompt = deepcopy(offered)
-            shrink_images(prompt)
+            shrink_media(prompt)
         return self._ranks.all_gather(prompt)[chosen]
 
     def judge(self, trainer: RolloutGRPOTrainer, step: int) -> float | None:

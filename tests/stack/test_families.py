@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import to_rows
+from swift_grpo_ext.tools.check.encoding import make_encoder
+from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.training.batch import gap_limit
 from tests.stack import rounds
 from tests.stack.conftest import once
@@ -241,6 +244,55 @@ def test_other_media(kind: str, family: Family, model: Path, assets: Path, tmp_p
     tokens = {i for sample in samples.values() for i in sample["token_ids"]}
     assert not tokens.intersection(configured_placeholders(model))
     note(family, kind, gap=assert_agrees(family, tmp_path))
+
+
+SHAPES: dict[str, tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]] = {
+    "tall": ("<image>What?", ((56, 280),), ()),
+    "wide": ("What\n<image>?", ((280, 56),), ()),
+    "two images in a row": ("<image><image>Both?", ((112, 112), (56, 280)), ()),
+    "a long video": ("<video>What?", (), ((40, 56, 56),)),
+    "a video and an image in a row": ("<video><image>And here?", ((56, 140),), ((24, 56, 84),)),
+    "two videos in a row": ("<video><video>Both?", (), ((24, 56, 84), (24, 56, 84))),
+    "two videos of unequal length": ("<video> and <video>?", (), ((40, 56, 56), (8, 56, 84))),
+}
+"""By what a prompt shows: its words, width and height of its images, and frames, width and height
+of its videos: more frames than patches on a side."""
+
+
+def test_shapes(family: Family, model: Path, tmp_path: Path) -> None:
+    """Rollout and training agree in tokens and positions, or a fault of upstream is named."""
+    random = np.random.default_rng(0)
+
+    def image(width: int, height: int) -> str:
+        path = tmp_path / f"{random.integers(2**32)}.png"
+        Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(path)
+        return str(path)
+
+    def video(frames: int, width: int, height: int) -> str:
+        path = tmp_path / f"{random.integers(2**32)}.mp4"
+        return str(rounds.write_video([image(width, height) for _ in range(frames)], path))
+
+    if not family.images:
+        pytest.skip("words are all that it takes")
+    names = ("model_type", family.model_type or family.name), ("template", family.template)
+    settings = {"model": str(model), "vllm_max_model_len": 8192, "max_length": 8000, **dict(names)}
+    encoder = make_encoder(Run(training=settings))
+    assert encoder is not None
+    wrong = {}
+    for name, (words, images, videos) in SHAPES.items():
+        if videos and not family.videos:
+            continue
+        media = {"images": [image(*one) for one in images], "videos": [video(*v) for v in videos]}
+        row = {"messages": [{"role": "user", "content": words}], **media}
+        try:
+            found = encoder.encode(row)
+        except Exception as e:
+            wrong[name] = f"{type(e).__name__}: {e}"
+            continue
+        if found.differences or found.misplaced:
+            wrong[name] = found.misplaced or str(found.differences)
+    note(family, "shapes", wrong=sorted(wrong))
+    assert wrong.keys() == set(family.shapes_fail), wrong
 
 
 def test_served(family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_images_that_a_scheduler_adds(assets: Path, rows: Path, tmp_path: Path) 
     assert finished.returncode == 1
     assert re.search(
         r"train round 0\.0, group 0, sample 0 in turn 2: the rollout saw a prompt of \d+ tokens "
-        r"that training does not begin with; .*'<\|image_pad\|>.*`rollout_infos\['images'\]`",
+        r"that training does not begin with; .*<\|vision_start\|>.*`rollout_infos\['images'\]`",
         finished.output,
     )
 

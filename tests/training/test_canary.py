@@ -168,6 +168,20 @@ def test_large_images_of_the_prompt_are_scaled_down(tmp_path: Path) -> None:
     assert asked({"bbox": [[1500, 0, 2000, 500]]}) == images
 
 
+def test_videos_are_left_out() -> None:
+    """An update would pay for thousands of tokens; rows with images come first."""
+    clip, image = sample("<video>What?"), sample("<image>Which?")
+    clip.videos, image.images = ["a.mp4", "b.mp4"], ["a.png"]
+    for rows, words in (([clip, image], "<image>Which?"), ([clip], "What?")):
+        engines, canary = (
+            Engines(),
+            make(SimpleNamespace(rank=0, size=1, all_gather=lambda value: [value])),
+        )
+        canary.generate(rows, RequestConfig(), 1, engines)
+        assert [asked for asked, _, _ in engines.asked] == [words]
+    assert clip.videos == ["a.mp4", "b.mp4"]
+
+
 @pytest.mark.parametrize("form", ["null", "part", "url"])
 def test_the_prompt_has_media_in_any_form(form: str, tmp_path: Path) -> None:
     """A column that is null, as rows of text have where others have images; images in parts."""
