@@ -17,7 +17,7 @@ pytestmark = pytest.mark.stack
 CASES = {
     "missing image": (
         ("--dataset", "{folder}/rows.jsonl"),
-        r"--dataset: in the row .*Which digit.* images\[0\]: '.*none\.png' does not exist\. Correct",
+        r"--dataset: in the row .*Which.* images\[0\]: '.*none\.png' does not exist\. Correct",
     ),
     "unknown flag": (
         ("--logit_shim", "off"),
