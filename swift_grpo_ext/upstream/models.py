@@ -1,5 +1,5 @@
-"""Repairs of what ms-swift gives to models of transformers, forwards and batches, each with the
-symptom that it cures. A release without the names of a repair is left as it is.
+"""Repairs of what ms-swift gives to models of transformers: forwards, batches, encoded rows. Each
+names the symptom that it cures. A release without the names of a repair is left as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.patches import patch, repair
 
 if TYPE_CHECKING:
+    from swift.template.template_inputs import StdTemplateInputs
+    from swift.template.templates.internvl import InternvlhfTemplate
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -27,6 +29,7 @@ def repair_models() -> None:
     repair_gemma4()
     place_glm_ocr_images()
     place_what_follows_videos()
+    join_internvl_videos()
 
 
 @repair(pins.GEMMA4_FORWARD)
@@ -204,3 +207,62 @@ def get_rope_index(
 
 def _listed(values: torch.Tensor | Sequence[Any] | None) -> list[Any]:
     return [] if values is None else torch.as_tensor(values).tolist()
+
+
+@repair(pins.INTERNVL_VIDEOS)
+def join_internvl_videos() -> None:
+    """Let ms-swift's template of InternVL, and Intern-S1, encode rows of several videos.
+
+    Symptom: in training, `stack expects each tensor to be equal size` where a row's videos differ
+    in length or size; where they do not, `Number of elements of source < number of ones in mask`.
+    Upstream: ms-swift 4.6, template/templates/internvl.py:246: one array holds all videos of a row,
+    and of each but the first a frame is left out (`start` is one too far). vLLM 0.32 takes videos
+    one by one (interns1.py:395).
+    Can go when the template does so too.
+    """
+    from swift.template.templates.internvl import InternvlhfTemplate
+
+    encode = InternvlhfTemplate._encode
+
+    @wraps(encode)
+    def _encode(self: InternvlhfTemplate, inputs: StdTemplateInputs) -> dict[str, Any]:
+        return (encode_videos if len(inputs.videos) > 1 else encode)(self, inputs)
+
+    patch(InternvlhfTemplate, _encode=_encode)
+
+
+def encode_videos(template: InternvlhfTemplate, inputs: StdTemplateInputs) -> dict[str, Any]:
+    """Encode a row as `InternvlhfTemplate` does, each of its videos by itself."""
+    from swift.template.templates.internvl import InternvlTemplate
+    from swift.template.vision_utils import load_video_hf
+    from transformers.image_utils import make_flat_list_of_images
+    from transformers.video_utils import make_batched_videos
+
+    processor, tiles_of_images = template.processor, ()
+    if inputs.images:
+        images = make_flat_list_of_images(inputs.images)
+        made = processor.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
+        tiles_of_images = made["pixel_values"].split([int(n) for n in made["num_patches"]])
+    tiles = {-100: iter(tiles_of_images), -200: iter(load_video_hf(inputs.videos)[0])}
+    encoded: dict[str, Any] = super(InternvlTemplate, template)._encode(inputs)
+    ids = encoded["input_ids"]
+    places = [i for i, token_id in enumerate(ids) if token_id in tiles]
+    context = "<IMG_CONTEXT>" * processor.image_seq_length
+    pixels, tokens = [], []
+    for place in places:
+        shown = next(tiles[ids[place]])
+        if ids[place] == -200:
+            videos = make_batched_videos([shown])
+            made = processor.video_processor(videos=videos, return_tensors="pt")
+            [shown] = made["pixel_values_videos"]
+            text = "".join(f"Frame{n + 1}: <img>{context}</img>\n" for n in range(len(shown)))
+        else:
+            text = context * len(shown)
+        pixels.append(shown.to(template.model_info.torch_dtype))
+        tokens.append(processor.encode(text, add_special_tokens=False))
+    extended = template._extend_tokens(
+        ids, encoded["labels"], encoded.get("loss_scale"), places, tokens.__getitem__
+    )
+    encoded["input_ids"], encoded["labels"], encoded["loss_scale"] = extended
+    encoded["pixel_values"] = torch.cat(pixels)
+    return encoded

@@ -268,7 +268,14 @@ transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VLModel
     get_rope_index: self input_ids mm_token_type_ids image_grid_thw video_grid_thw
         second_per_grid_ts
 """)
-"""Repairs of ms-swift's and transformers' models; releases without these names need none."""
+INTERNVL_VIDEOS = _pins("""
+swift.template.templates.internvl:InternvlhfTemplate
+    _encode: self inputs
+    _extend_tokens: input_ids labels loss_scale replace_idx_list get_new_tokens
+swift.template.templates.internvl
+    InternvlTemplate
+""")
+"""Repairs of models and templates of ms-swift and transformers; others need none."""
 
 SERVER = _pins("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
@@ -343,5 +350,5 @@ OPTIONAL = {
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
-OF_MODELS = (*GEMMA4_FORWARD, *GLM_OCR_POSITIONS, *QWEN_POSITIONS)
+OF_MODELS = (*GEMMA4_FORWARD, *GLM_OCR_POSITIONS, *INTERNVL_VIDEOS, *QWEN_POSITIONS)
 UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *OF_MODELS, *REPLACED)

@@ -43,6 +43,7 @@ PROMPTS = {
         f"Here:\n<image>\n{QUESTION} <image> Both?",
     ),
     "videos": (f"<video>{QUESTION}", f"{QUESTION}\n<video>", "<video>\nAnd here?\n<image>"),
+    "two videos": (f"<video>{QUESTION}<video>", "<video><video>", "<video>\n<image>And?<video>"),
     "audio": (f"<audio>{QUESTION}", f"{QUESTION}\n<audio>", "<audio>\nAnd here?\n<image>"),
     "words": ("One?", "Two?", "Three?"),
 }
@@ -108,14 +109,15 @@ def configured_placeholders(folder: Path) -> list[int]:
 
 
 def write_rows(assets: Path, path: Path, prompts: Sequence[str]) -> Path:
-    """Each prompt with images and tones of its own; a video shows four images, one a second."""
+    """Each prompt with images and tones of its own; a video shows four images, one a second, and a
+    second one six."""
     images = [row["images"][0] for row in rounds.digits(assets, range(8))]
-    video = str(rounds.write_video(images[:4], path.with_name("digits.mp4")))
+    videos = [str(rounds.write_video(images[:n], path.with_name(f"{n}.mp4"))) for n in (4, 6)]
     rows = []
     for i, prompt in enumerate(prompts):
         row: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "solution": "1"}
         row["images"] = images[i : i + prompt.count("<image>")]
-        row["videos"] = [video] * prompt.count("<video>")
+        row["videos"] = videos[: prompt.count("<video>")]
         if "<audio>" in prompt:
             import soundfile  # which the set-up has not
 
@@ -293,6 +295,15 @@ def test_shapes(family: Family, model: Path, tmp_path: Path) -> None:
             wrong[name] = found.misplaced or str(found.differences)
     note(family, "shapes", wrong=sorted(wrong))
     assert wrong.keys() == set(family.shapes_fail), wrong
+
+
+def test_two_videos_in_a_row(family: Family, model: Path, assets: Path, tmp_path: Path) -> None:
+    """They are of unequal lengths."""
+    if not family.videos:
+        pytest.skip("not made for videos")
+    argv = (*FROZEN, "--vllm_max_model_len", "2048")
+    samples_of(start(family, model, assets, tmp_path, *argv, shown="two videos"), tmp_path)
+    assert_agrees(family, tmp_path)
 
 
 def test_served(family: Family, model: Path, whole: Path, assets: Path, tmp_path: Path) -> None:

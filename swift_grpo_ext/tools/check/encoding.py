@@ -312,7 +312,6 @@ class RowEncoder:
         there can be one. It is ms-swift's own (template/base.py, `_get_model`), by its type."""
         from swift.model import get_model_processor
 
-        repair_models()
         info = self.template.model_info
         try:
             with torch.device("meta"):
@@ -423,6 +422,7 @@ class RowEncoder:
 def make_encoder(run: Run) -> RowEncoder | None:
     """Return what encodes rows for a run; None where a side's model or template is not known here,
     which `check_template` says."""
+    repair_models()
     folders: dict[Side, Path] = {}
     templates: dict[Side, Template] = {}
     for side, _ in run.sides:

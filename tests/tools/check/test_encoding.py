@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
-from swift_grpo_ext.tools.check.encoding import Difference, check_data, differences
+from swift_grpo_ext.tools.check.encoding import (
+    Difference,
+    RowEncoder,
+    check_data,
+    differences,
+    make_encoder,
+)
 from swift_grpo_ext.tools.check.settings import Run
 from tests.stack import rounds
 from tests.stack.processes import ROOT
@@ -199,6 +207,58 @@ def test_sides_that_differ(image: str, tmp_path: Path) -> None:
         "'<|image|>' (151343 x 16). Give `swift rollout` the settings of the training"
     )
     assert " end after 487 tokens." in room
+
+
+def seen(
+    encoder: RowEncoder, row: dict[str, Any], known: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the pixels that vLLM and training make of a row, in the row's order.
+
+    Args:
+        known: of media that vLLM was shown before, which it sends its core but once.
+    """
+    assert encoder.encode(row).differences == []
+    features = encoder._core.add_request.call_args.args[0].mm_features
+    for feature in features:
+        if feature.data is not None:
+            [known[feature.identifier]] = (
+                values for name, values in feature.data.get_data().items() if "pixel" in name
+            )
+    features = sorted(features, key=lambda feature: feature.mm_position.offset)
+    answered = {**row, "messages": [*row["messages"], {"role": "assistant", "content": "7"}]}
+    of_training = encoder.template.encode(answered)["pixel_values"]
+    return torch.cat([known[feature.identifier] for feature in features]), of_training
+
+
+def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
+    """InternVL, whose template of ms-swift joins a row's videos."""
+    family = FAMILIES["internvl"]
+    tokenizer = make_tokenizer(family)
+    config = make_config(family, tokenizer)
+    config.architectures = ["InternVLForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    make_processor(family, tokenizer).save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "model_type": "internvl", "template": "internvl_hf"}
+    settings |= {"torch_dtype": "float32", "vllm_max_model_len": 2048}
+    encoder = make_encoder(Run(training=settings))
+    assert encoder is not None
+    short, long = (
+        str(rounds.write_video([image] * frames, tmp_path / f"{frames}.mp4")) for frames in (2, 5)
+    )
+    wide = str(tmp_path / "wide.png")
+    Image.open(image).crop((0, 0, 112, 56)).save(wide)
+    known: dict[str, torch.Tensor] = {}
+    for question, media, num_tiles in (
+        ("<video>?", {"videos": [long]}, 5),
+        ("<video>Or <video>?", {"videos": [short, long]}, 7),
+        ("<video><video>", {"videos": [short, short]}, 4),
+        ("<video><image><video>?", {"videos": [long, short], "images": [wide]}, 10),
+        ("<image>?<image>", {"images": [image, wide]}, 8),
+    ):
+        row = {"messages": [{"role": "user", "content": question}], **media}
+        of_vllm, of_training = seen(encoder, row, known)
+        assert len(of_training) == num_tiles
+        assert torch.equal(of_vllm, of_training.to(of_vllm.dtype))
 
 
 @pytest.mark.parametrize(
