@@ -6,12 +6,27 @@ only to its own rank.
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from ipaddress import ip_address
+from threading import Thread
 from typing import Any, TypeVar
 
+import psutil
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable by which gloo knows where to listen; else by the host's name."""
+
+SECONDS_TO_CONNECT = 300.0
+"""For the ranks of all nodes, which begin within seconds of one another."""
 
 
 class RolloutError(RuntimeError):
@@ -100,10 +115,89 @@ def training_ranks(timeout_seconds: float) -> RankGroup:
 
     Args:
         timeout_seconds: `--ddp_timeout`, for an exchange.
+
+    Raises:
+        ConnectionError: the ranks do not reach one another; names the setting.
     """
     if not dist.is_initialized():
         return RankGroup()
     if dist.get_backend() == "gloo":
         return MainRankGroup()
-    timeout = timedelta(seconds=timeout_seconds)
-    return MainRankGroup(dist.new_group(backend="gloo", timeout=timeout))
+    with _listening_to_all_nodes():
+        return MainRankGroup(_connected(timedelta(seconds=timeout_seconds)))
+
+
+def _connected(timeout: timedelta) -> dist.ProcessGroup:
+    """Return the group of all ranks. gloo's own bound is that of each of its tries, and a rank that
+    is not reached notices nothing."""
+    seconds = min(SECONDS_TO_CONNECT, timeout.total_seconds())
+    made: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(dist.new_group(backend="gloo", timeout=timeout))
+        except Exception as e:
+            made.set_exception(e)
+
+    Thread(target=make, name="gloo", daemon=True).start()
+    try:
+        return made.result(seconds)
+    except (RuntimeError, FutureTimeoutError) as e:
+        listens_at = os.environ.get(INTERFACE) or f"what the name {socket.gethostname()} stands for"
+        cause = str(e) or f"no answer within {seconds:g} s"
+        raise ConnectionError(
+            f"The training's ranks do not reach one another over gloo ({cause}). This one listens "
+            f"at {listens_at}. Set {INTERFACE} on each node to the network interface that reaches "
+            f"the other nodes (`ip route get {os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}`)."
+        ) from e
+
+
+@contextmanager
+def _listening_to_all_nodes() -> Iterator[None]:
+    """Have gloo listen, on each of several nodes, at the interface that reaches the others.
+
+    It would take the one that the host's name stands for, which Debian's /etc/hosts says is
+    127.0.1.1: ranks of other nodes could not connect.
+    """
+    size_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if os.environ.get(INTERFACE) or size_here >= dist.get_world_size():
+        yield
+        return
+    address = address_to(os.environ.get("MASTER_ADDR", ""))
+    store, key = dist.distributed_c10d._get_default_store(), "swift_grpo_ext/second_node"
+    if dist.get_rank() == size_here:  # the first rank of the second node
+        store.set(key, address or "")
+    if address is None:  # on the first node, whose own name says where it is for itself
+        store.wait([key], timedelta(seconds=SECONDS_TO_CONNECT))
+        address = address_to(store.get(key).decode())
+    if (interface := interface_of(address)) is None:
+        yield
+        return
+    os.environ[INTERFACE] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop(INTERFACE)
+
+
+def address_to(host: str) -> str | None:
+    """Return this machine's address by which it sends to `host`; None where that is itself alone,
+    or unknown. Nothing is sent."""
+    with suppress(OSError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(
+            host, 9, type=socket.SOCK_DGRAM
+        ):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                address = str(probe.getsockname()[0])
+                if not ip_address(address.partition("%")[0]).is_loopback:
+                    return address
+    return None
+
+
+def interface_of(address: str | None) -> str | None:
+    """Return the name of the network interface that has an address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [known.address for known in addresses]:
+            return name
+    return None

@@ -1,20 +1,31 @@
 """Rows to the ranks that ask, samples back to their own rank, failures to all: over real processes.
 
-Three processes of one gloo group do everything once, and write down what each of them saw.
+Three processes of one gloo group do everything once, and write down what each of them saw. Two
+nodes are two network namespaces, whose hosts' name stands for 127.0.1.1, as Debian has it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from swift_grpo_ext.rollout import rank_group
 from swift_grpo_ext.rollout.rank_group import (
+    INTERFACE,
     MainRankGroup,
     RankGroup,
     TensorParallelGroup,
@@ -101,8 +112,8 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
 
     fakes: dict[str, Any] = {
         "is_initialized": lambda: True,
-        "get_rank": lambda _group: 0,
-        "get_world_size": lambda _group: 2,
+        "get_rank": lambda _group=None: 0,
+        "get_world_size": lambda _group=None: 2,
         "new_group": new_group,
     }
     for name, fake in fakes.items():
@@ -113,3 +124,154 @@ def test_objects_of_training_ranks_go_over_gloo(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(ranks, MainRankGroup)
         assert (ranks.rank, ranks.size, ranks.drives_engine) == (0, 2, True)
         assert made == timeouts
+
+
+# --- several nodes ---
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[str, str]]:
+    """The names of two network namespaces, joined by the interfaces NAMEv of 10.99.73.1 and .2. The
+    first is `main`."""
+    names = (f"gloo{os.getpid()}a", f"gloo{os.getpid()}b")
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("makes network namespaces, as root with iproute2")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    folders = [Path("/etc/netns", name) for name in names]
+    had_folder = folders[0].parent.is_dir()
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            veths = [f"{name}v" for name in names]
+            ends = ("netns", names[0], "type", "veth", "peer", "name", veths[1], "netns", names[1])
+            ip("link", "add", veths[0], *ends)
+        except (subprocess.CalledProcessError, OSError) as e:
+            pytest.skip(f"no network namespaces here ({e})")
+        for k, (name, veth) in enumerate(zip(names, veths, strict=True)):
+            ip("-n", name, "addr", "add", f"10.99.73.{k + 1}/24", "dev", veth)
+            for link in ("lo", veth):
+                ip("-n", name, "link", "set", link, "up")
+            folders[k].mkdir(parents=True)
+            main = "10.99.73.1" if k else "127.0.1.1"
+            (folders[k] / "hosts").write_text(f"127.0.1.1 {socket.gethostname()}\n{main} main\n")
+        yield names
+    finally:
+        for name, folder in zip(names, folders, strict=True):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        if not had_folder and folders[0].parent.is_dir():
+            folders[0].parent.rmdir()
+
+
+OF_NODE = """
+import json, os, sys, time
+import torch.distributed as dist
+from datetime import timedelta
+from swift_grpo_ext.rollout import rank_group
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+interface = os.environ.pop("GLOO_SOCKET_IFNAME")
+dist.get_backend = lambda: "nccl"  # the default group's, which gloo takes the place of here
+if sys.argv[1:]:
+    os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[1]
+rank_group.SECONDS_TO_CONNECT = 5.0 if sys.argv[1:] else 60.0
+start = time.monotonic()
+try:
+    seen = rank_group.training_ranks(60.0).all_gather(interface)
+except Exception as e:
+    seen = f"{type(e).__name__}: {e}"
+seconds = time.monotonic() - start
+print(json.dumps([seen, os.environ.get("GLOO_SOCKET_IFNAME"), seconds]), flush=True)
+os._exit(0)  # a group that was not made may hold a thread
+"""
+
+
+def run_nodes(nodes: tuple[str, str], *words: str) -> list[Any]:
+    """What the only rank of each node saw, what it found set thereafter, and its seconds."""
+    running = []
+    for rank, node in enumerate(nodes):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "main",
+            "MASTER_PORT": "29573",
+            INTERFACE: f"{node}v",
+        }
+        argv = ["ip", "netns", "exec", node, sys.executable, "-c", OF_NODE, *words]
+        running.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def test_nodes_reach_one_another_by_the_interface_of_the_main_one(nodes: tuple[str, str]) -> None:
+    """The first node knows itself by its loopback address, and asks how the second reaches it."""
+    interfaces = [f"{node}v" for node in nodes]
+    for seen, is_set, _ in run_nodes(nodes):
+        assert (seen, is_set) == (interfaces, None)
+
+
+def test_nodes_that_do_not_reach_one_another_say_so(nodes: tuple[str, str]) -> None:
+    """Each within its bound, by the setting, which stays the user's."""
+    for seen, is_set, seconds in run_nodes(nodes, "lo"):
+        assert seen.startswith("ConnectionError: The training's ranks do not reach one another")
+        assert "This one listens at lo. Set GLOO_SOCKET_IFNAME on each node" in seen
+        assert (is_set, seconds < 30) == ("lo", True)
+
+
+def test_an_interface_is_chosen_by_the_address_it_sends_from() -> None:
+    names = psutil.net_if_addrs()
+    by_address = {a.address: n for n in names for a in names[n] if a.family == socket.AF_INET}
+    for address, name in by_address.items():
+        assert rank_group.interface_of(address) == name
+        is_own = address.startswith("127.")
+        assert rank_group.address_to(address) == (None if is_own else address)
+    assert rank_group.address_to("no such host") is rank_group.interface_of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "here", "given", "chosen"),
+    [
+        (0, "2", None, "second's"),  # the first node's ranks know loopback alone
+        (1, "2", None, "second's"),
+        (2, "2", None, "own"),
+        (3, "2", None, "own"),
+        (0, "4", None, None),  # a single node
+        (0, None, None, None),
+        (2, "2", "ib0", "ib0"),
+    ],
+)
+def test_gloo_listens_elsewhere_on_several_nodes_alone(
+    rank: int,
+    here: str | None,
+    given: str | None,
+    chosen: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+    own = {"main": None if rank < 2 else "10.0.0.2", "10.0.0.2": "10.0.0.1"}
+    interfaces = {"10.0.0.2": "own", "10.0.0.1": "second's", None: None}
+    if rank < 2:
+        store.set("swift_grpo_ext/second_node", "10.0.0.2")
+    for name, value in ((INTERFACE, given), ("LOCAL_WORLD_SIZE", here), ("MASTER_ADDR", "main")):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(rank_group, "address_to", own.get)
+    monkeypatch.setattr(rank_group, "interface_of", interfaces.get)
+    with rank_group._listening_to_all_nodes():
+        assert os.environ.get(INTERFACE) == chosen
+    assert os.environ.get(INTERFACE) == given
+    if rank == 2 and given is None:
+        assert store.get("swift_grpo_ext/second_node") == b"10.0.0.2"
