@@ -62,17 +62,14 @@ async def receive(request: Request) -> None:
         TooLargeError: names size and limit. What there is of it has been read, and forgotten: a
             client that is cut off while it sends would not read the answer.
     """
-    length, size = request.headers.get("Content-Length", ""), 0
     parts: list[bytes] = []
-    is_too_large = length.isdigit() and int(length) > MAX_BYTES
+    size = 0
     async for part in request.stream():
         size += len(part)
-        is_too_large = is_too_large or size > MAX_BYTES
-        if is_too_large:
+        parts.append(part)
+        if size > MAX_BYTES:
             parts.clear()
-        else:
-            parts.append(part)
-    if is_too_large:
+    if size > MAX_BYTES:
         raise TooLargeError(
             f"a body of {size:,} bytes; expected at most {MAX_BYTES:,}, an eighth of the server's "
             "memory. Draw fewer samples in a round, shrink their images or videos, or add servers."
