@@ -32,8 +32,8 @@ from tests.logits.test_shared_prompt import ROWS, Group, make_pass, positions_of
 from tests.ranks import start_two_processes
 
 STEPS = 2
-LENGTH = 12
-"""Positions of each of a rank's two rows."""
+LENGTHS = (12, 9)
+"""Positions of rank 0's two rows; rank 1's second has one more."""
 
 WAIT = timedelta(seconds=120)
 """A collective that only one rank takes part in fails after it; a busy machine may hold one up."""
@@ -173,10 +173,14 @@ def compare(rank: int, case: Case) -> dict[str, Any]:
 def batch(rank: int, count: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Make inputs, the mask of `count` positions scattered over both rows, and the tokens there."""
     torch.manual_seed(rank)
-    input_ids = torch.randint(3, 150, (2, LENGTH))
-    mask = torch.zeros(2 * LENGTH, dtype=torch.bool)
+    longest, shorter = LENGTHS
+    attention_mask = torch.ones(2, longest, dtype=torch.int64)
+    attention_mask[1, shorter + rank :] = 0
+    input_ids = torch.randint(3, 150, (2, longest)) * attention_mask
+    mask = torch.zeros(2 * longest, dtype=torch.bool)
     mask[3 * torch.arange(count) + 2] = True
-    return {"input_ids": input_ids}, mask.view(2, LENGTH), input_ids.flatten()[mask]
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    return inputs, mask.view(2, longest), input_ids.flatten()[mask]
 
 
 def plain_logps(model: Any, inputs: dict[str, Tensor], mask: Tensor, targets: Tensor) -> Tensor:
