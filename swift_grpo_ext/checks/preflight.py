@@ -182,7 +182,7 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
 def check_ranges(args: Arguments) -> Findings:
     """Refuse values of our flags that are out of range; parsers know types and choices."""
     rules = {
-        "rollout_timeout": (args.rollout_timeout > 0, "a number of seconds above 0"),
+        "rollout_timeout": (args.rollout_timeout >= 1, "a number of seconds, 1 or more"),
         "logps_chunk_size": (
             re.fullmatch("auto|[0-9]+", str(args.logps_chunk_size)),
             "a number of positions, 0 for no chunks, or `auto`",

@@ -87,8 +87,8 @@ def test_the_first_error_is_raised_after_the_warnings(
     [
         ({}, None),
         (SERVER, None),
-        ({"rollout_timeout": 0.0}, "error: --rollout_timeout 0.0: expected a number of seconds"),
-        ({"rollout_timeout": 0.001, "media_cache_gb": 0.0, "sample_log_gb": 0.0}, None),
+        ({"rollout_timeout": 0.5}, "error: --rollout_timeout 0.5: expected a number of seconds"),
+        ({"rollout_timeout": 1.0, "media_cache_gb": 0.0, "sample_log_gb": 0.0}, None),
         ({"logps_chunk_size": -1}, "error: --logps_chunk_size -1: expected a number of positions"),
         ({"logps_chunk_size": 0}, None),
         ({"logps_chunk_size": "auto", "diversity_alarm_p": 0.999}, None),
