@@ -27,6 +27,7 @@ from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.checks.former_flags import flag_hint
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
+from swift_grpo_ext.record.session import check_output_dir
 from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
@@ -52,7 +53,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
         if self.rlhf_type == "grpo":
             check_model_tokens(self)
             check_stop_settings(self)
-            enforce(preflight.check_output_dir(self))
+            enforce(check_output_dir(self))
             enforce(preflight.check_model(self))
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))

@@ -1,8 +1,8 @@
 """Checks in `swift rlhf` and `swift rollout` before a model is loaded: bad input ends early.
 
 In the order in which they run: `check_process` and `check_arguments` as soon as the arguments are
-parsed, `check_output_dir`, `check_model` and `check_datasets` once ms-swift knows the folder and
-the model and has loaded the data. Each takes the arguments of `swift rlhf` or of `swift rollout`
+parsed, `check_model` and `check_datasets` once ms-swift knows the model and has loaded the
+data. Each takes the arguments of `swift rlhf` or of `swift rollout`
 and yields findings.
 `swift-grpo-ext check` asks `check_arguments` too, with the arguments that a YAML file gives.
 """
@@ -16,7 +16,6 @@ import re
 import socket
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,6 @@ from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows
 from swift_grpo_ext.checks.resume import check_resume
 from swift_grpo_ext.checks.rows import check_rows
 from swift_grpo_ext.flags import DiversityFlags, flag_names
-from swift_grpo_ext.record.session import reason_against
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
@@ -311,14 +309,6 @@ def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
 
 
 # --- once the model is known, and the data loaded ---
-
-
-def check_output_dir(args: RLHFArguments) -> Findings:
-    """Refuse a folder that another training writes its record to; the first rank looks."""
-    if args.sample_log != "none" and os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):  # the record warns of a folder that cannot be read
-            if reason := reason_against(args.output_dir):
-                yield error(f"output_dir {args.output_dir}", reason)
 
 
 def check_model(args: Arguments) -> Findings:

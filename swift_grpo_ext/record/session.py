@@ -15,10 +15,15 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from swift_grpo_ext.checks.finding import Findings, error
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.rewards import REWARDS
 from swift_grpo_ext.record.row import SAMPLES
+
+if TYPE_CHECKING:
+    from swift.arguments import RLHFArguments
 
 LOCK_NAME = re.compile(r"\.session-(\d+)\.lock")
 
@@ -54,6 +59,14 @@ def claim_session(run_dir: str | os.PathLike[str]) -> int:
             for unfinished in table.folder(run_dir).glob(".session-*.tmp"):
                 unfinished.unlink()  # of a process that was killed
     return number
+
+
+def check_output_dir(args: RLHFArguments) -> Findings:
+    """Refuse a folder that another training writes its record to; the first rank looks."""
+    if args.sample_log != "none" and os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):  # the record warns of a folder that cannot be read
+            if reason := reason_against(args.output_dir):
+                yield error(f"output_dir {args.output_dir}", reason)
 
 
 def next_session(run_dir: str | os.PathLike[str]) -> int:

@@ -64,14 +64,14 @@ def test_an_envelope_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("message", "version"),
     [
-        *(({**WIRE, "version": version}, version) for version in (3, "4", None)),
+        *(({**WIRE, "version": version}, version) for version in (4, "5", None)),
         (["version"], None),
     ],
 )
 def test_another_version_is_refused_with_the_remedy(message: Any, version: Any) -> None:
     told = (
         rf"a request speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
-        r"4: load the same version of the plugin in `swift rlhf` and `swift rollout`"
+        r"5: load the same version of the plugin in `swift rlhf` and `swift rollout`"
     )
     with pytest.raises(WireError, match=told):
         read_metadata({wire.KEY: message})

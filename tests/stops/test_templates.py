@@ -15,7 +15,7 @@ from swift.rlhf_trainers.utils import encode_sample
 from swift.template import StdTemplateInputs, get_template
 
 from swift_grpo_ext.rollout.generate import to_rollout_output
-from swift_grpo_ext.rollout.wire import Completion
+from swift_grpo_ext.rollout.wire import Completion, Prompt
 from swift_grpo_ext.stops.rule import Stops
 from swift_grpo_ext.stops.templates import (
     TemplateStops,
@@ -66,7 +66,7 @@ def test_training_sees_the_sampled_tokens_and_no_end_of_turn(
         stop_reason=reason,
     )
     sample = OnPolicySample(messages=[{"role": "user", "content": "Which </search>?"}])
-    sample.apply_rollout_output(rollout_output=to_rollout_output(completion, [1, 2, 3]))
+    sample.apply_rollout_output(rollout_output=to_rollout_output(completion, Prompt([1, 2, 3])))
     encoded = encode_sample(sample, trained)
     assert encoded["input_ids"][-len(SEARCH) :] == SEARCH
     assert labels_of(encoded) == SEARCH

@@ -97,17 +97,24 @@ def test_a_known_change_touches_both_tensors_of_adapters() -> None:
 
 
 def rig_of(rows: list[dict[str, Any]], refused: Sequence[str], ranks: Any = None) -> Rig:
-    """A rig without an engine, whose template refuses some prompts."""
+    """A rig without an engine, whose template refuses some prompts; it takes 16 tokens at most,
+    and a letter is one."""
 
-    def encode(_: Any, row: dict[str, Any]) -> None:
+    def encode(_: Any, row: dict[str, Any]) -> dict[str, Any]:
         if (text := row["messages"][0]["content"]) in refused:
             raise ValueError(f"{text} is bad")
+        return {"input_ids": list(range(len(text)))}
 
-    template = type("Template", (), {"encode": encode})()
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda ids: list(map(str, ids)))
+    names = {"placeholder_tokens": [], "special_tokens": [], "tokenizer": tokenizer}
+    template = type("Template", (), {"encode": encode, **names})()
     rig = Rig.__new__(Rig)
     rig.refused = set()
     rig.trainer = cast(
-        "Any", SimpleNamespace(train_dataset=rows, template=template, ranks=ranks or RankGroup())
+        "Any",
+        SimpleNamespace(
+            train_dataset=rows, template=template, ranks=ranks or RankGroup(), _max_model_len=16
+        ),
     )
     return rig
 
@@ -117,9 +124,10 @@ def prompts(*texts: str) -> list[dict[str, Any]]:
 
 
 def test_prompts_that_the_template_refuses_are_looked_past() -> None:
-    """A training replaces them; a check that met one would say nothing of all others."""
+    """A training replaces them; a check that met one would say nothing of all others. So are those
+    that the engine has no room for."""
     rows = prompts("the longest of all", "one", "two", "one", "three", "longer")
-    rig = rig_of(rows, ["the longest of all", "two"])
+    rig = rig_of(rows, ["two"])
     assert rig.prompts == prompts("one", "three", "longer")
     assert rig.hardest_prompts(1) == [*prompts("one"), *prompts("longer")]
     assert len(rig.refused) == 2

@@ -15,7 +15,7 @@ from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.rollout.generate import to_rollout_output
-from swift_grpo_ext.rollout.wire import Completion
+from swift_grpo_ext.rollout.wire import Completion, Prompt
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training import canary as canary_module
 from swift_grpo_ext.training.batch import Gap
@@ -46,7 +46,7 @@ class Engines:
         self.asked.append((sample.messages[-1]["content"], list(ids), config))
         values: dict[str, Any] = {"text": "a", "logprobs": [-1.0], "finish_reason": "stop"}
         drawn = (Completion(token_ids=[1], replica=f"engine {i.group}", **values) for i in ids)
-        return [to_rollout_output(completion, [2]) for completion in drawn]
+        return [to_rollout_output(completion, Prompt([2])) for completion in drawn]
 
 
 def judged(

@@ -98,7 +98,7 @@ class Rig:
         for number, row in enumerate(given):
             if len(numbers) == count:
                 break
-            if error := encoding_error(self.trainer.template, row):
+            if error := encoding_error(self.trainer.template, row, self.trainer._max_model_len):
                 reason = reason or error
                 self.refused.add(prompt_hash(prompt_of(row)))
             else:
