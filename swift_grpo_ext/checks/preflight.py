@@ -388,4 +388,3 @@ def _placeholders(args: RLHFArguments) -> list[str]:
         tokenizer=tokenizer,
     )
     return placeholder_texts(template)
-    yield from check_duplicates(train_dataset, setting="dataset")

@@ -65,7 +65,6 @@ from swift_grpo_ext.training.prompts import (
     tell_duplicates,
     tell_uneven,
 )
-from swift_grpo_ext.training.prompts import replace_failing_prompts, tell_duplicates, tell_uneven
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.upstream.placeholders import placeholder_texts

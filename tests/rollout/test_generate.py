@@ -116,7 +116,9 @@ class RecordingEngine:
             self.requests.append((content, metadata.sample_id, metadata.count))
         return [
             [
-                ServedSample(completion(text=f"{r.messages[0]['content']}{m.seed_of(k)}"), Prompt([1, 2]))
+                ServedSample(
+                    completion(text=f"{r.messages[0]['content']}{m.seed_of(k)}"), Prompt([1, 2])
+                )
                 for k in range(m.count)
             ]
             for r, m in zip(requests, metadatas, strict=True)
