@@ -58,14 +58,18 @@ def made() -> str:
     for name, family in FAMILIES.items():
         runs: Mapping[str, Any] = results.get(name, {})
         if "whole" not in runs:
-            rows.append([f"`{name}`", family.dtype, *["not run"] * 7])
+            rows.append([f"`{name}`", family.dtype, *["not run"] * 8])
             continue
         whole = runs["whole"]
         prompts = "equal: the rollout's line breaks" if whole["line_breaks"] else "equal"
         gaps = [_gap(family, other, runs) for other in OTHER_RUNS]
         stops = f"{whole['stopped']} of {whole['samples']}"
-        rows.append([f"`{name}`", family.dtype, prompts, f"{whole['gap']:.0e}", *gaps, stops])
-    names = ("all weights", "LoRA, 2 ranks", "server", "videos", "audio", "stops")
+        shapes = ""
+        if "shapes" in runs:
+            shapes = f"not {', '.join(wrong)}" if (wrong := runs["shapes"]["wrong"]) else "equal"
+        row = [f"`{name}`", family.dtype, prompts, f"{whole['gap']:.0e}", *gaps, stops, shapes]
+        rows.append(row)
+    names = ("all weights", "LoRA, 2 ranks", "server", "videos", "audio", "stops", "shapes")
     trained = markdown(("model type", "in", "prompts", *names), rows)
     return f"{trained}\n\n{markdown(('model type', 'no run'), OTHERS.items())}"
 
