@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -82,11 +84,16 @@ def test_rows_of_all_forms(mode: str, assets: Path, tmp_path: Path) -> None:
     env = {"SWIFT_ALLOW_INTERNAL_URL": "true"}
     with web(tmp_path) as url:
         rows = mixed_rows(assets, tmp_path, url)
-        argv = [
-            *("--per_device_train_batch_size", str(GROUP_SIZE * len(rows)), *LORA, *LONG),
-            *("--learning_rate", "2e-3"),
-        ]
         path = write_lines(tmp_path / "rows.jsonl", rows)
+        # Another file of another form: one image in a column `image`, as bytes.
+        content = (tmp_path / "1.png").read_bytes()
+        inline = {"query": "<image>As bytes?", "image": {"bytes": content, "path": None}}
+        inline["solution"] = "1"
+        pq.write_table(pa.Table.from_pylist([inline]), tmp_path / "inline.parquet")
+        argv = [
+            *("--per_device_train_batch_size", str(GROUP_SIZE * (len(rows) + 1)), *LORA, *LONG),
+            *("--learning_rate", "2e-3", "--dataset", str(path), str(tmp_path / "inline.parquet")),
+        ]
         if mode == "colocate":
             finished = run_training(assets, path, tmp_path / "a", *argv, steps=2, env=env)
         else:
