@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import requests
 import swift.infer_engine
 import torch
-import vllm.exceptions
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -73,9 +72,13 @@ REQUEST = f"{wire.KEY}.request"
 was."""
 
 
-REFUSALS = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
-"""What vLLM refuses a prompt with: 0.32 has a class of its own. What else it raises is its own
-fault."""
+try:  # vLLM 0.32 has a class of its own for what it refuses
+    from vllm.exceptions import VLLMClientError
+except ImportError:
+    VLLMClientError = ValueError
+
+REFUSALS = (ValueError, VLLMClientError)
+"""What vLLM refuses a prompt with. What else it raises is its own fault."""
 
 
 class RolloutEngine(GRPOVllmEngine):
