@@ -164,13 +164,7 @@ def test_bad_rows_leave_as_whole_groups(
     counts = [step["prompts/replaced"] for step in steps]
     assert len(counts) == kinds.steps
     assert sum(counts) == log.count("takes the place of the whole group") > 0
-    # What the two sides make of an EXIF orientation is the matter of another test.
-    rows_of: dict[int, set[str]] = {}
-    for name, sample in samples.items():
-        rows_of.setdefault(SampleId.parse(name).step, set()).add(sample["solution"])
-    gaps = {number: step["rollout_gap/mean"] for number, step in enumerate(steps)}
-    apart = {n: rows_of[n] for n, gap in gaps.items() if gap > 1e-5}
-    assert [names for names in apart.values() if "exif.jpg" not in names] == []
+    assert max(step["rollout_gap/mean"] for step in steps) < 1e-5
     # Each picture stands by its name, or a digest; none in the prompt's text.
     logged = to_rows(read_samples(tmp_path / "run/run"))
     assert max(len(row.prompt) for row in logged) < 1000
