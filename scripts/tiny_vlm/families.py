@@ -78,7 +78,7 @@ class Family:
     """How upstream ends a training with videos, where it does."""
 
     shapes_fail: tuple[str, ...] = ()
-    """What prompts show (`SHAPES` of tests/stack/test_families.py) where upstream fails."""
+    """Upstream fails at prompts that show this (`SHAPES` of tests/stack/test_families.py)."""
 
     dtype: str = "float32"
     """Both sides compute in it."""

@@ -108,7 +108,7 @@ FORMER = {
     "sapo_temperature_pos": "tau_pos",
     "sapo_temperature_neg": "tau_neg",
 }
-"""By former flag: the flag of ms-swift 4 that takes its place, or a remedy."""
+"""A former flag has the flag of ms-swift 4 that takes its place here, or a remedy."""
 
 
 def flag_hint(name: str, known: Collection[str]) -> str:

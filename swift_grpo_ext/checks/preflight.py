@@ -1,10 +1,9 @@
 """Checks in `swift rlhf` and `swift rollout` before a model is loaded: bad input ends early.
 
 In the order in which they run: `check_process` and `check_arguments` as soon as the arguments are
-parsed, `check_model` and `check_datasets` once ms-swift knows the model and has loaded the
-data. Each takes the arguments of `swift rlhf` or of `swift rollout`
-and yields findings.
-`swift-grpo-ext check` asks `check_arguments` too, with the arguments that a YAML file gives.
+parsed, `check_model` and `check_datasets` once ms-swift knows the model and has loaded the data.
+Each takes the arguments of `swift rlhf` or of `swift rollout` and yields findings. `swift-grpo-ext
+check` asks `check_arguments` too, with the arguments that a YAML file gives.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def check_rows(
     numbers, read = _chosen(len(dataset)), _reader(dataset)
     has_media = False
     bad: list[str] = []
-    of_prompts: dict[str, list[int]] = {}
+    numbers_by_prompt: dict[str, list[int]] = {}
     for i in numbers:
         row = read(i)
         has_media = has_media or bool(media_of(row))
@@ -97,7 +97,7 @@ def check_rows(
             if not deletes_bad_rows:
                 break
         if tells_duplicates:
-            of_prompts.setdefault(prompt_hash(_cut_content(prompt_of(row))), []).append(i)
+            numbers_by_prompt.setdefault(prompt_hash(_cut_content(prompt_of(row))), []).append(i)
     if bad and not deletes_bad_rows:
         yield error(
             setting,
@@ -119,7 +119,7 @@ def check_rows(
             'If they should: add the column, e.g. {"messages": [...], "images": ["digit.png"]}, or '
             "map yours with --columns.",
         )
-    if duplicates := _count_duplicates(dataset, of_prompts.values()):
+    if duplicates := _count_duplicates(dataset, numbers_by_prompt.values()):
         yield warning(
             setting,
             f"{duplicates} of {len(numbers)} rows repeat a prompt that stands earlier in the data "

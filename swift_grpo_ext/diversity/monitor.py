@@ -75,7 +75,7 @@ class DiversityMonitor(TrainerCallback):
         )
         self._pending: deque[list[Sample]] = deque()  # appended to by the thread that generates
         self._unscored: list[Sample] = []
-        """Of rank 0 with `--async_generate`: samples of rounds that may not be whole yet."""
+        """Rank 0 keeps samples here whose rounds may not be whole yet (`--async_generate`)."""
 
         self._waiting: list[RoundRecord | int] = []
         """Lines that rank 0 has not written yet; none unless the disk fails."""

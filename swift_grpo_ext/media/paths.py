@@ -62,12 +62,12 @@ PROBED_BYTES = 2**20
 URLS = ("http://", "https://")
 
 _PLAYLIST = re.compile(rb"\A\s*#EXTM3U|\A\s*ffconcat|<MPD|^c=IN IP", re.IGNORECASE | re.MULTILINE)
-"""What ffmpeg knows HLS, lists of files, DASH and SDP by."""
+"""By these beginnings ffmpeg knows HLS, lists of files, DASH and SDP."""
 
 _NOT_BASE64 = bytes(set(range(256)) - set(ascii_letters.encode() + digits.encode() + b"+/"))
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:,[^:]*)?:(//)?")
-"""Of a URL, and of ffmpeg's with options (`subfile,,start,0,,:`)."""
+"""This matches the protocol of a URL, and ffmpeg's with options (`subfile,,start,0,,:`)."""
 
 
 def check_media(request: Mapping[str, Any]) -> None:

@@ -245,9 +245,9 @@ class SampleLog:
         files: list[tuple[RecordFile, os.stat_result]] = []
         unchanging: dict[Path, os.stat_result] = {}
         for table in (SAMPLES, REWARDS):
-            of_table = record_files(table.folder(self._run_dir))
-            newest = {file.rank: file for file in of_table if file.session == self._session}
-            for file in of_table:
+            table_files = record_files(table.folder(self._run_dir))
+            newest = {file.rank: file for file in table_files if file.session == self._session}
+            for file in table_files:
                 with suppress(FileNotFoundError):  # another rank has removed it
                     status = self._unchanging.get(file.path) or file.path.stat()
                     files.append((file, status))

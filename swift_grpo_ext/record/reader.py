@@ -333,8 +333,8 @@ class TableIndex:
         changed = {group.round for group in set(before).symmetric_difference(groups or ())}
         for name in changed:
             self._of_rounds[name].pop(file, None)
-            if of_round := [group for group in groups or () if group.round == name]:
-                self._of_rounds[name][file] = of_round
+            if found := [group for group in groups or () if group.round == name]:
+                self._of_rounds[name][file] = found
         return changed
 
     def _count(self, changed: set[RoundName]) -> None:

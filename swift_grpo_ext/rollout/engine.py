@@ -35,7 +35,6 @@ from swift_grpo_ext.media import paths
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import RequestError, note_failure
 from swift_grpo_ext.rollout.generate import PackedResponse
-from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.positions import keep_positions
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
 from swift_grpo_ext.stops.rule import Ending, Stops
@@ -49,6 +48,7 @@ from swift_grpo_ext.upstream.encoding import (
     tool_calls,
 )
 from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import read_file_urls
 from swift_grpo_ext.upstream.upright import load_upright
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-__all__ = ["mask_models", "mask_placeholders", "placeholder_ids"]
-
 SHARE_OF_LOWEST = 1 / 16
 """Share of a type's lowest number: far enough from it for a temperature of 1/16, and 0 times it is
 0, as entropies need, where 0 times minus infinity is not a number."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from cachetools import LRUCache
@@ -82,7 +83,8 @@ def keep_positions() -> LRUCache[str, Positions]:
         return kept
     from vllm.v1.engine.input_processor import InputProcessor
 
-    process, counters = InputProcessor.process_inputs, dict[int, PositionCounter]()
+    process = InputProcessor.process_inputs
+    counters = WeakKeyDictionary[InputProcessor, PositionCounter]()
 
     @wraps(process)
     def process_inputs(
@@ -91,9 +93,9 @@ def keep_positions() -> LRUCache[str, Positions]:
         request = process(self, request_id, *args, **kwargs)
         if request.mm_features and request.prompt_token_ids:
             try:
-                counter = counters.get(id(self)) or PositionCounter(self.model_config)
-                counters[id(self)] = counter
-                found = counter.positions(request.prompt_token_ids, request.mm_features)
+                if self not in counters:
+                    counters[self] = PositionCounter(self.model_config)
+                found = counters[self].positions(request.prompt_token_ids, request.mm_features)
                 if found is not None:
                     kept[request_id] = found
             except Exception as e:  # of a model that reads more than its configuration

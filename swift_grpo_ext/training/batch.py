@@ -22,9 +22,9 @@ from swift.infer_engine.protocol import RequestConfig
 from swift.utils import get_logger
 
 from swift_grpo_ext.media.encode import before_collating
-from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.positions import Positions
 from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch, GRPOSample

@@ -23,7 +23,6 @@ from swift.trainers import disable_gradient_checkpointing
 from swift.utils import get_logger
 
 from swift_grpo_ext.checks.rows import media_of
-from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.batch import (
@@ -34,6 +33,7 @@ from swift_grpo_ext.training.batch import (
     rollouts_own_prompts,
 )
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, RowFormError, read_row
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 

@@ -12,12 +12,8 @@ from peft import LoraConfig, get_peft_model
 from swift.utils import get_logger
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from swift_grpo_ext.rollout.placeholders import (
-    mask_fused_loss,
-    mask_models,
-    mask_placeholders,
-    placeholder_ids,
-)
+from swift_grpo_ext.rollout.placeholders import mask_fused_loss, mask_models, mask_placeholders
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 VOCAB = 64
 

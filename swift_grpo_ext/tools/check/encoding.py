@@ -36,7 +36,6 @@ from swift_grpo_ext.checks.rows import (
     question_of,
     row_fault,
 )
-from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.rollout.positions import PositionCounter
 from swift_grpo_ext.tools.check.lookup import (
     LOCAL,
@@ -56,7 +55,7 @@ from swift_grpo_ext.training.batch import (
     with_text_of,
 )
 from swift_grpo_ext.upstream.models import repair_models
-from swift_grpo_ext.upstream.placeholders import placeholder_texts
+from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_texts
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOSample

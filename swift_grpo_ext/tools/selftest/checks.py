@@ -22,7 +22,6 @@ from swift_grpo_ext.diversity.collision import PromptMemory, collision_test, for
 from swift_grpo_ext.diversity.sample import Sample, surprisal_bits
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.shared_prompt import WORTH
-from swift_grpo_ext.rollout.placeholders import placeholder_ids
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
@@ -35,6 +34,7 @@ from swift_grpo_ext.training.batch import (
     trained_ids,
 )
 from swift_grpo_ext.training.canary import encoded_batch, probe_config, sample_gap
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 Finding = tuple[dict[str, Any], list[str]]
 """The values that a check measured, and the faults that it found; none where the promise holds."""

@@ -80,8 +80,8 @@ class RunView(Follower):
         it to folders of their own.
         """
         args = read_args(self.run_dir)
-        of_training = [r for name, r in self.snapshot.rounds.items() if name.phase == "train"]
-        newest = [(r, r.stored[0][0].file) for r in of_training]
+        training_rounds = [r for name, r in self.snapshot.rounds.items() if name.phase == "train"]
+        newest = [(r, r.stored[0][0].file) for r in training_rounds]
         # Of the newest round, some ranks may have to write their part still.
         seen = {
             rank
