@@ -94,13 +94,13 @@ def _check(text: str) -> None:
     if os.environ.get(VARIABLE) and hasattr(swift.utils, "SafeMediaPath"):
         for path in _paths(text):
             swift.utils.SafeMediaPath.check(path)
-    # As ms-swift opens it (template/vision_utils.py, `load_file`).
-    path = vision_utils._check_path(text)
+    # As ms-swift opens it (template/vision_utils.py, `load_file`), to which every fourth URL of a
+    # file is base64.
+    path = vision_utils._check_path(text.removeprefix("file://"))
     scheme = _SCHEME.match(text)
     if scheme and scheme[1].lower() not in ("data", "file") and not os.path.isfile(path or ""):
         raise _unsupported(text, scheme)
     if path is not None:
-        path = path.removeprefix("file://")
         if os.path.isfile(path):
             with suppress(OSError), Path(path).open("rb") as file:
                 _check_start(file.read(PROBED_BYTES))

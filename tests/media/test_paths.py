@@ -326,13 +326,16 @@ def test_a_playlist_is_no_medium(name: str, site: Any, processor: Any, tmp_path:
     """decord fetches what one names, with no rule at all."""
     content = PLAYLISTS[name].format(site.url).encode()
     site.content["/list.mp4"] = content
-    (tmp_path / "list.mp4").write_bytes(content)
     with pytest.raises(ValueError, match=rf"^videos: {site.url}/list.mp4: a playlist"):
         encode(processor, vision_utils.load_video_internvl, videos=[f"{site.url}/list.mp4"])
     assert site.asked == ["/list.mp4"]
     encoded = base64.b64encode(content).decode()
-    path = str(tmp_path / "list.mp4")
-    for text in (encoded, f"data:video/mp4;base64,{encoded}", path, f"file://{path}"):
+    texts = [encoded, f"data:video/mp4;base64,{encoded}"]
+    for length in range(1, 5):  # a URL's characters in fours would be base64, too
+        path = tmp_path / f"{'a' * length}.mp4"
+        path.write_bytes(content)
+        texts += [str(path), f"file://{path}"]
+    for text in texts:
         for field in ("videos", "audios"):
             with pytest.raises(ValueError, match=rf"^{field}: a playlist"):
                 check_media({field: [text]})
