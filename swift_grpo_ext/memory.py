@@ -1,22 +1,28 @@
-"""How much memory this process may still take: of the machine, and of its container."""
+"""How much memory there is for this process: of the machine, and of its container."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 ROOT = Path("/")
-"""Where `proc` and `sys` are."""
+"""`proc` and `sys` are in this folder."""
 
 NAMES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By the controller in `/proc/self/cgroup` (none in version 2): the files with the limit and with
-what is used, and the entry of `memory.stat` with what the kernel would give back first."""
+"""A controller in `/proc/self/cgroup` (none in version 2) has these files with the limit and with
+what is used, and this entry of `memory.stat` with what the kernel would give back first."""
+
+
+def total_bytes() -> int:
+    """Return the memory of this machine, or of this process's container where that has less."""
+    return min([int(psutil.virtual_memory().total), *_limits_of_containers()])
 
 
 def free_bytes() -> int:
@@ -27,12 +33,26 @@ def free_bytes() -> int:
     container's limit (https://docs.kernel.org/admin-guide/cgroup-v2.html), and so is one whose
     container lies in a limited one.
     """
-    free = min([int(psutil.virtual_memory().available), *_free_of_containers()])
+    free = min([int(psutil.virtual_memory().available), *_free_in_containers()])
     return max(free, 0) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _free_of_containers() -> Iterator[int]:
-    """Say what the limit of each control group leaves that this process is in."""
+def _limits_of_containers() -> Iterator[int]:
+    for folder, (limit, _, _) in _control_groups():
+        with suppress(OSError, ValueError):  # no such group; "max", which is no limit
+            yield int((folder / limit).read_text(encoding="utf-8"))
+
+
+def _free_in_containers() -> Iterator[int]:
+    for folder, (limit, used, given_back) in _control_groups():
+        with suppress(OSError, ValueError):
+            most, now = ((folder / name).read_text(encoding="utf-8") for name in (limit, used))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield int(most) - int(now) + int(stat.get(given_back, 0))
+
+
+def _control_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the folder of each control group that this process may be in, and its `NAMES`."""
     try:
         lines = (ROOT / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux
@@ -44,15 +64,6 @@ def _free_of_containers() -> Iterator[int]:
             # Where a container sees its own group as the top one, the path may lead nowhere.
             own = top / path.lstrip("/")
             for folder in (own, *own.parents):
-                yield from _free_of(folder, *NAMES[controller])
+                yield folder, NAMES[controller]
                 if folder == top:
                     break
-
-
-def _free_of(folder: Path, limit: str, used: str, given_back: str) -> Iterator[int]:
-    try:
-        most, now = ((folder / name).read_text(encoding="utf-8") for name in (limit, used))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        yield int(most) - int(now) + int(stat.get(given_back, 0))
-    except (OSError, ValueError):  # no such group; "max", which is no limit
-        return

@@ -1,4 +1,4 @@
-"""What is free for a process: of the machine, of its container, and of what ranks share."""
+"""What a process has: of the machine, of its container, and of what ranks share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ GIB = 1 << 30
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """64 GiB are free on it; returns where its `proc` and `sys` are."""
+    """64 of its 128 GiB are free; returns where its `proc` and `sys` are."""
     monkeypatch.setattr(memory, "ROOT", tmp_path)
-    free = SimpleNamespace(available=64 * GIB)
+    free = SimpleNamespace(available=64 * GIB, total=128 * GIB)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     return tmp_path
@@ -42,7 +42,7 @@ def test_without_a_container(machine: Path) -> None:
     assert memory.free_bytes() == 64 * GIB
     belongs(machine, "0::/user.slice")
     make_group(machine / "sys/fs/cgroup/user.slice", "max", 5 * GIB, 0)
-    assert memory.free_bytes() == 64 * GIB
+    assert (memory.free_bytes(), memory.total_bytes()) == (64 * GIB, 128 * GIB)
 
 
 @pytest.mark.parametrize("path", ["/", "/../../pod/container", "/docker/1"])
@@ -52,7 +52,7 @@ def test_a_container_of_version_2_and_its_ranks(
     """It sees its own group as the top one. Cached files are given back before anybody dies."""
     belongs(machine, f"0::{path}")
     make_group(machine / "sys/fs/cgroup", 32 * GIB, 20 * GIB, 12 * GIB)
-    assert memory.free_bytes() == 24 * GIB
+    assert (memory.free_bytes(), memory.total_bytes()) == (24 * GIB, 32 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert memory.free_bytes() == 3 * GIB
     make_group(machine / "sys/fs/cgroup", 8 * GIB, 9 * GIB, 0)
@@ -65,4 +65,4 @@ def test_a_container_in_a_container_of_version_1(machine: Path) -> None:
     make_group(top, 2**63 - 4096, 40 * GIB, 0, version=1)
     make_group(top / "pod", 30 * GIB, 26 * GIB, GIB, version=1)
     make_group(top / "pod/job", 16 * GIB, 4 * GIB, 0, version=1)
-    assert memory.free_bytes() == 5 * GIB
+    assert (memory.free_bytes(), memory.total_bytes()) == (5 * GIB, 16 * GIB)

@@ -27,7 +27,6 @@ from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.sampling.prompt_hash import PROMPT_FIELDS, count_duplicates, prompt_hash
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from swift_grpo_ext.upstream.rows import (
-    COLUMNS,
     KINDS,
     LONGEST_SHOWN,
     Medium,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-MEDIA = COLUMNS
 MAX_IMAGES_OPENED = 20_000
 """Rows of a larger data set that are chosen at random and looked at."""
 

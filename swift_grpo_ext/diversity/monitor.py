@@ -147,8 +147,8 @@ class DiversityMonitor(TrainerCallback):
         arrived = [s for _ in range(len(self._pending)) for s in self._pending.popleft()]
         scores = {row.sample_id: row.reward for row in rows}
         gathered = self.trainer.ranks.gather((arrived, scores)) or ()
-        samples = [sample for of_rank, _ in gathered for sample in of_rank]
-        all_scores = {name: reward for _, of_rank in gathered for name, reward in of_rank.items()}
+        samples = [sample for rank_samples, _ in gathered for sample in rank_samples]
+        all_scores = {name: reward for _, known in gathered for name, reward in known.items()}
         if self.args.async_generate:
             samples = self._whole_rounds(samples, all_scores)
         if samples:

@@ -46,9 +46,9 @@ from swift.template import Template, vision_utils
 from swift.template.template_inputs import StdTemplateInputs, TemplateInputs
 
 from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.rows import COLUMNS
 
 VARIABLE = "SWIFT_MEDIA_ALLOWED_DIRS"
-KINDS = ("images", "videos", "audios")
 LONGEST_PATH = 4096
 """Linux's PATH_MAX. A longer string is base64."""
 
@@ -62,7 +62,7 @@ PROBED_BYTES = 2**20
 URLS = ("http://", "https://")
 
 _PLAYLIST = re.compile(rb"\A\s*#EXTM3U|\A\s*ffconcat|<MPD|^c=IN IP", re.IGNORECASE | re.MULTILINE)
-"""By these beginnings ffmpeg knows HLS, lists of files, DASH and SDP."""
+"""ffmpeg knows HLS, lists of files, DASH and SDP by these beginnings."""
 
 _NOT_BASE64 = bytes(set(range(256)) - set(ascii_letters.encode() + digits.encode() + b"+/"))
 
@@ -169,7 +169,7 @@ def check_redirects() -> None:
         inputs = deepcopy(inputs) if is_made else TemplateInputs.from_dict(inputs)
         parts = (inputs.chosen, inputs.rejected, *inputs.positive, *inputs.negative)
         with TemporaryDirectory(prefix="swift_grpo_ext_") as folder:
-            for part, kind in product(filter(None, parts), KINDS):
+            for part, kind in product(filter(None, parts), COLUMNS):
                 setattr(part, kind, _fetched(getattr(part, kind), kind, folder))
             return upstream(self, inputs, *args, **kwargs)
 
@@ -212,13 +212,13 @@ def _media(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield every medium of a request, by ms-swift's own reading of it, with its field's name."""
     # `rejected_images` and the like are media of further inputs.
     for name, value in request.items():
-        if name.endswith(KINDS):
+        if name.endswith(COLUMNS):
             yield from ((name, text) for text in _texts(value))
     try:
         inputs = StdTemplateInputs.from_dict({"messages": request.get("messages") or []})
     except Exception as e:
         raise ValueError(f"messages: cannot be read ({type(e).__name__}: {e})") from e
-    for kind in KINDS:
+    for kind in COLUMNS:
         yield from (("messages", text) for text in _texts(getattr(inputs, kind)))
     contents = (message.get("content") for message in inputs.messages)
     for content in (inputs.system, *contents):

@@ -132,10 +132,10 @@ class SampleLog:
         bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes // num_ranks
         self._file_bytes = min(FILE_BYTES, bound // PARTS)
         self._newest: dict[str, _Newest] = {}
-        """By table."""
+        """The newest file of each table, by the table's name."""
 
         self._unchanging: dict[Path, os.stat_result] = {}
-        """Of the files that are written no more, so that a round asks the disk for few."""
+        """Files that are written no more are asked of the disk once."""
 
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []

@@ -259,14 +259,14 @@ class TableIndex:
         self._versions: dict[RecordFile, Version] = {}
         self._groups: dict[RecordFile, list[RowGroup]] = {}
         self._newest: dict[tuple[int, int], RecordFile] = {}
-        """By session and rank."""
+        """The newest file of a session and rank."""
 
         self._of_rounds: defaultdict[RoundName, dict[RecordFile, list[RowGroup]]]
         self._of_rounds = defaultdict(dict)
         """Those that do not count, too."""
 
         self._start_steps: dict[int, int] = {}
-        """Of the sessions that have rows."""
+        """Those of the sessions that have rows."""
 
     def refresh(self) -> bool:
         """Look for what is new; return whether the folder is there.

@@ -18,6 +18,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from swift_grpo_ext.upstream.rows import COLUMNS
+
 Worker = TypeVar("Worker", bound=Hashable)
 T = TypeVar("T")
 
@@ -163,6 +165,6 @@ def estimate_cost(request: Mapping[str, Any], count: int, max_tokens: int) -> fl
     ids = sum(isinstance(part, int) for part in parts)  # of an answer
     kinds = (part.get("type") for part in parts if isinstance(part, Mapping) and len(part) > 1)
     media = sum(kind != "text" for kind in kinds)
-    media += sum(len(request.get(kind) or ()) for kind in ("images", "videos", "audios"))
+    media += sum(len(request.get(name) or ()) for name in COLUMNS)
     prompt = words / CHARACTERS_PER_TOKEN + ids + TOKENS_PER_MEDIUM * media
     return prompt + count * max_tokens

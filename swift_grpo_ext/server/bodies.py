@@ -14,19 +14,18 @@ import asyncio
 import json
 import reprlib
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from json.decoder import JSONArray, scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
-from pathlib import Path
 from typing import Any
 
-import psutil
 from fastapi import Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+
+from swift_grpo_ext import memory
 
 SHARE_OF_MEMORY = 8
 """A body is in memory up to 6 times on its way to a replica: bytes, text, values, and pickled."""
@@ -43,16 +42,7 @@ class TooLargeError(ValueError):
     """A body is larger than the limit."""
 
 
-def _memory_bytes() -> int:
-    """Return the memory that this machine, or this container, has."""
-    limits = [psutil.virtual_memory().total]
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups, versions 2 and 1
-        with suppress(OSError, ValueError):  # "max" is none
-            limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
-    return min(limits)
-
-
-MAX_BYTES = _memory_bytes() // SHARE_OF_MEMORY
+MAX_BYTES = memory.total_bytes() // SHARE_OF_MEMORY
 
 
 async def receive(request: Request) -> None:

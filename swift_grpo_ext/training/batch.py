@@ -2,8 +2,7 @@
 
 Templates of ms-swift write media in one way for training and in another for vLLM: a placeholder may
 be a negative number in training. That is no difference. Where line breaks beside media differ, or
-the rollout's prompt was cut, training is given the rollout's text (docs/promises.md, M3). Then the
-gap of log-probabilities at equal weights is measured (M5).
+the rollout's prompt was cut, training is given the rollout's text (docs/promises.md, M3).
 """
 
 from __future__ import annotations
@@ -11,19 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, groupby
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from swift.infer_engine.protocol import RequestConfig
 from swift.utils import get_logger
 
 from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.positions import Positions
-from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:
@@ -41,22 +35,8 @@ Span = tuple[bool, list[int]]
 SHOWN = 5
 """Tokens that a message shows of each side."""
 
-SPIKES = 32
-"""A few tokens may be so many limits apart, in all: `most_explained`."""
-
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "dropout_p")
 """Attributes from which transformers' layers call functional dropout."""
-
-WHOLE: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "structured_outputs_regex": (None, ""),
-}
-"""Values of ms-swift's flags with which rollouts come from the whole distribution, as in training.
-None leaves the choice to the model's own generation settings."""
-
 
 REMEDY = (
     "Give `swift rollout` the settings of the training: --template, --system, --max_length, "
@@ -103,6 +83,15 @@ def _flatten(values: Any) -> Iterator[Any]:
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
 
 
+def kind_of_row(sample: GRPOSample) -> str:
+    """Return what a row shows, in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
+    kinds = []
+    for name in ("image", "video", "audio"):
+        number = len(getattr(sample, f"{name}s", None) or ())
+        kinds += [name if number == 1 else f"{name}s"] if number else []
+    return "+".join(kinds) or "text"
+
+
 def check_counts(samples: Sequence[GRPOSample]) -> None:
     """Raise `DisagreementError` for a sample that lacks a log-probability for a token (M6)."""
     for sample in samples:
@@ -136,8 +125,8 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
                 continue
             sample = waiting.popleft()
             # A later turn's prompt holds what was sampled before.
-            of_rollout = getattr(sample, "rollout_prompt_ids", None) or ()
-            prompt = () if is_conversation(sample) else of_rollout
+            seen = getattr(sample, "rollout_prompt_ids", None) or ()
+            prompt = () if is_conversation(sample) else seen
             was_cut = may_be_cut(prompt, max_length)
             changed = with_text_of(
                 prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
@@ -401,187 +390,7 @@ def is_conversation(sample: GRPOSample) -> bool:
     return bool(turns) and isinstance(turns[0], (list, tuple)) and len(turns) > 1
 
 
-# --- the gap between log-probabilities ---
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """The distance, in nats, of two log-probabilities of each of some tokens."""
-
-    total: float = 0.0
-    """Sum of absolute differences."""
-
-    count: int = 0
-    """Number of tokens."""
-
-    largest: float = 0.0
-
-    @property
-    def mean(self) -> float:
-        """The mean difference in nats; 0 where there was no token."""
-        return self.total / self.count if self.count else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.mean:.3g} nats in the mean of {self.count} tokens, {self.largest:.3g} at most"
-        )
-
-    def __add__(self, other: Gap) -> Gap:
-        largest = float(np.maximum(self.largest, other.largest))  # NaN where one of them is
-        return Gap(self.total + other.total, self.count + other.count, largest)
-
-
-def gaps_between(
-    rollout_BT: torch.Tensor, training_BT: torch.Tensor, mask_BT: torch.Tensor
-) -> list[Gap]:
-    """Compare log-probabilities of samples, in nats, where `mask_BT` is true."""
-    if not mask_BT.numel():
-        return [Gap()] * len(mask_BT)
-    difference = (training_BT - rollout_BT).abs().float().masked_fill(~mask_BT, 0)
-    columns = difference.sum(1), mask_BT.sum(1).float(), difference.amax(1)
-    return [Gap(total, int(count), most) for total, count, most in torch.stack(columns, 1).tolist()]
-
-
-def gap_limit(bits: int, temperature: float = 1.0) -> float:
-    """Return the mean gap, in nats, above which something is wrong rather than imprecise.
-
-    A log-probability is a difference of logits, of which large models have some around 2^4. A float
-    of 16 bits that keeps 8 of them as its mantissa (bfloat16) rounds those to steps of 2^-4, by
-    2^-5 at most; layers before add to it, and averaging over tokens takes from it. Twice a step is
-    beyond that. 32 bits round to 2^-19 there; their limit is that of kernels that sum in different
-    orders, with a wide margin. Other weights, another prompt or dropout lie well above both: with
-    LoRA's default dropout of 0.05 single ratios were off by 0.7 to 1 nats.
-
-    Args:
-        bits: of the less precise of both sides' numbers.
-        temperature: of the sampling. Logits are divided by it, and their rounding with them; one
-            above 1 leaves the limit as it is.
-    """
-    return (0.125 if bits <= 16 else 0.01) / min(temperature or 1.0, 1.0)
-
-
-def kind_of_row(sample: GRPOSample) -> str:
-    """Return what a row shows, in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
-    kinds = []
-    for name in ("image", "video", "audio"):
-        number = len(getattr(sample, f"{name}s", None) or ())
-        kinds += [name if number == 1 else f"{name}s"] if number else []
-    return "+".join(kinds) or "text"
-
-
-def most_explained(limit: float, count: int) -> float:
-    """Return the largest mean gap, in nats, that rounding explains in so many tokens.
-
-    The mean over few tokens lies further from 0: in 16 bits an expert that is chosen otherwise
-    moves a token by whole nats (two by 2 nats each are `SPIKES` limits).
-
-    Args:
-        limit: for very many tokens (`gap_limit`).
-    """
-    return limit * (1 + SPIKES / max(count, 1))
-
-
-def measure_rollout_gap(
-    micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]],
-    args: RolloutGRPOConfig,
-    ranks: RankGroup,
-    limit: float,
-    step: int,
-) -> dict[str, float]:
-    """Measure the gap between log-probabilities at rollout and in training over all ranks, for
-    each engine and each kind of row (M5).
-
-    Args:
-        micro_batches: this rank's of a round, each with its samples; without samples where
-            sequence parallelism mixes them.
-        limit: the mean gap, in nats, that rounding explains in many tokens.
-        step: the optimizer step, for the message.
-
-    Returns:
-        Metrics by name; none where there were no log-probabilities of rollouts.
-
-    Raises:
-        DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
-    """
-    of_groups: dict[tuple[str, str], Gap] = {}
-    worst = (0.0, "")
-    for samples, batch in micro_batches:
-        rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
-        if rollout is None or training is None:
-            continue
-        gaps = gaps_between(rollout, training, batch.completion_mask.bool())
-        for row, gap in enumerate(gaps):
-            group = ("", "")
-            if samples:
-                sample = samples[row]
-                engine = str((sample.rollout_infos or {}).get("replica", ""))
-                group = (engine, kind_of_row(sample))
-                excess = gap.mean / most_explained(limit, gap.count)
-                worst = max(worst, (excess, f"{sample.sample_id} ({group[1]}): {gap}"))
-            of_groups[group] = of_groups.get(group, Gap()) + gap
-    gathered = ranks.all_gather((of_groups, worst))
-    groups: dict[tuple[str, str], Gap] = {}
-    for of_rank, _ in gathered:
-        for group, gap in of_rank.items():
-            groups[group] = groups.get(group, Gap()) + gap
-    whole = sum(groups.values(), Gap())
-    if not whole.count:
-        return {}
-    # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
-    asked = [name for name in WHOLE if hasattr(RequestConfig(), name)]
-    is_shifted = any(getattr(args, name) not in WHOLE[name] for name in asked)
-    # Rollouts come from another distribution, or from the weights of a step before.
-    is_expected = is_shifted or args.async_generate
-    beyond = {
-        group: gap
-        for group, gap in groups.items()
-        if isnan(gap.mean) or (gap.mean > most_explained(limit, gap.count) and not is_expected)
-    }
-    if beyond:
-        _tell_gap(beyond, groups, args, limit, step)
-    elif (sample := max(of_rank for _, of_rank in gathered))[0] > 1 and not is_expected:
-        logger.warning_once(
-            f"Step {step}: log-probabilities of single samples lie further apart between rollout "
-            f"and training than rounding explains, the furthest of {sample[1]}. Its row is seen "
-            "otherwise on the two sides, or numbers overflow. (Said once.)",
-            hash_id="sample_gap",
-        )
-    metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
-    of_kinds: dict[str, Gap] = {}
-    for (_, kind), gap in groups.items():
-        of_kinds[kind] = of_kinds.get(kind, Gap()) + gap
-    if len(of_kinds) > 1:
-        metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in of_kinds.items()}
-    return metrics
-
-
-def _tell_gap(
-    beyond: Mapping[tuple[str, str], Gap],
-    groups: Mapping[tuple[str, str], Gap],
-    args: RolloutGRPOConfig,
-    limit: float,
-    step: int,
-) -> None:
-    """Say which engines and rows have a gap that nothing explains, and what that points to."""
-    names = [" ".join(filter(None, (e, k and f"rows of {k}"))) for e, k in beyond]
-    found = "; ".join(f"{n or 'all'}: {gap}" for n, gap in zip(names, beyond.values(), strict=True))
-    cause = (
-        "Rollouts and training do not see the same weights or prompts, use numbers of other "
-        "precision (quantization, --vllm_engine_kwargs), or choose other experts "
-        "(--router_replay_mode R3)."
-    )
-    engines, kinds = ({group[i] for group in beyond} for i in (0, 1))
-    if kinds < {kind for _, kind in groups}:
-        cause = "Other rows agree: such media are read, placed or encoded otherwise on one side."
-    elif engines < {engine for engine, _ in groups}:
-        cause = "Other engines agree: this one has other weights, or a cache of older ones."
-    text = (
-        f"Step {step}: log-probabilities of the rollout and of training lie further apart than the "
-        f"{limit:g} nats in the mean that rounding explains. {found}. {cause}"
-    )
-    if args.rollout_mismatch == "stop":
-        raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
-    logger.warning_once(f"{text} (Said once.)", hash_id="rollout_gap")
+# --- dropout ---
 
 
 def switch_off_dropout(model: torch.nn.Module) -> int:

@@ -27,11 +27,10 @@ from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.batch import (
     DisagreementError,
-    Gap,
     check_prompt_of,
-    gaps_between,
     rollouts_own_prompts,
 )
+from swift_grpo_ext.training.gap import Gap, gaps_between
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, RowFormError, read_row
@@ -108,11 +107,11 @@ def sample_gaps(
     )
     with torch.no_grad(), checkpointing:
         logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
-    of_rollout = batch.rollout_per_token_logps
-    if of_rollout is None:
+    rollout = batch.rollout_per_token_logps
+    if rollout is None:
         return [None] * len(samples)
     placeholders = placeholder_ids(trainer.template)
-    compared = gaps_between(of_rollout, logps, batch.completion_mask.bool())
+    compared = gaps_between(rollout, logps, batch.completion_mask.bool())
     gaps: list[Gap | None] = []
     for row, sample in enumerate(samples):
         try:
@@ -240,8 +239,8 @@ class WeightCanary:
             return any(medium.kind != "video" for medium in media_of(sample))
 
         offered = next(filter(shows, samples), samples[0])
-        of_ranks = self._ranks.all_gather(shows(offered))
-        chosen = of_ranks.index(True) if any(of_ranks) else 0
+        offers = self._ranks.all_gather(shows(offered))
+        chosen = offers.index(True) if any(offers) else 0
         prompt = None
         if self._ranks.rank == chosen:  # only one rank's sample travels, with its images
             prompt = deepcopy(offered)

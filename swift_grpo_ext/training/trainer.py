@@ -50,13 +50,12 @@ from swift_grpo_ext.stops.templates import check_template_stops, record_stop_rea
 from swift_grpo_ext.training.batch import (
     check_counts,
     check_training_batch,
-    gap_limit,
-    measure_rollout_gap,
     rollouts_own_prompts,
     switch_off_dropout,
 )
 from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
+from swift_grpo_ext.training.gap import gap_limit, measure_rollout_gap
 from swift_grpo_ext.training.idle_rounds import IdleRounds
 from swift_grpo_ext.training.prompts import (
     named_request,
@@ -444,9 +443,9 @@ class RolloutGRPOTrainer(GRPOTrainer):
             # ms-swift 4.6 says so of every run without a teacher, and then refuses what cannot have
             # one: `--loss_type real` and `fipo`, `--off_policy_sequence_mask_delta`.
             self._has_teacher = any(b.teacher_per_token_logps is not None for b in grpo_batches)
-        of_chunks = list(zip(chunks, grpo_batches, strict=True))
+        micro_batches = list(zip(chunks, grpo_batches, strict=True))
         metrics |= measure_rollout_gap(
-            of_chunks, self.args, self.ranks, self._gap_limit, self.state.global_step
+            micro_batches, self.args, self.ranks, self._gap_limit, self.state.global_step
         )
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)

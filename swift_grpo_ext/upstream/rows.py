@@ -40,7 +40,7 @@ class Medium:
     """One of `KINDS`."""
 
     field: str
-    """Where it stands: `images[0]`, `messages[1].content[0]`."""
+    """The place where it stands: `images[0]`, `messages[1].content[0]`."""
 
     value: Any
     """A path, URL, base64 text, or what else stands there."""
@@ -51,10 +51,10 @@ class ReadRow:
     """A row's prompt in the one form that templates encode: texts with marks, and media."""
 
     messages: list[dict[str, Any]]
-    """Of which each part that was a medium is its mark (`<image>`) in the text."""
+    """Each part that was a medium is its mark (`<image>`) in the text."""
 
     media: list[Medium] = field(default_factory=list)
-    """In the order of `KINDS`, and in each kind in the order of the marks."""
+    """Media stand in the order of `KINDS`, and in each kind in the order of the marks."""
 
     def of_kind(self, kind: str) -> list[Medium]:
         return [medium for medium in self.media if medium.kind == kind]

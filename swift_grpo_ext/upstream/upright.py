@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from swift.template.template_inputs import StdTemplateInputs
 
 MARKS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
-"""Where Pillow keeps an orientation in `Image.info` (Image.py, `getexif`)."""
+"""Pillow keeps an orientation under these keys of `Image.info` (Image.py, `getexif`)."""
 
 WAS_TURNED = "swift_grpo_ext.was_turned"
 """A key of the `info` of images that `upright` has turned."""

@@ -25,7 +25,7 @@ from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import to_rows
 from swift_grpo_ext.tools.check.encoding import make_encoder
 from swift_grpo_ext.tools.check.settings import Run
-from swift_grpo_ext.training.batch import gap_limit
+from swift_grpo_ext.training.gap import gap_limit
 from tests.stack import rounds
 from tests.stack.conftest import once
 from tests.stack.processes import ROOT, Finished, rollout_server

@@ -34,7 +34,7 @@ from swift_grpo_ext.tools.selftest.outcome import (
     flips,
 )
 from swift_grpo_ext.tools.selftest.rig import Rig
-from swift_grpo_ext.training.batch import gap_limit
+from swift_grpo_ext.training.gap import gap_limit
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 from tests.ranks import ThreadRanks, run_rank_groups
 

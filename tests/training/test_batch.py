@@ -1,46 +1,32 @@
-"""What the rollout saw and drew against what training sees, sample by sample and as a gap."""
+"""What the rollout saw and drew against what training sees, sample by sample."""
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from swift.infer_engine.protocol import RequestConfig
 
-from swift_grpo_ext.config import RolloutGRPOConfig
-from swift_grpo_ext.rollout.rank_group import RankGroup
-from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.batch import (
     DisagreementError,
-    Gap,
     check_counts,
     check_prompt_of,
     check_training_batch,
-    gap_limit,
     kind_of_row,
-    measure_rollout_gap,
     rollouts_own_prompts,
     switch_off_dropout,
     with_text_of,
 )
-from tests.arguments import training_arguments
-from tests.ranks import run_rank_groups
+from tests.training.samples import arguments, batch, sample
 
-NAN = float("nan")
 PAD, SOFT = 90, 91
 WORDS = {10: "\n", 11: "\n\n", 12: "\n\n\n", 1: "a", 2: "b", 3: "ab"}
 
 
 def decode(ids: list[int]) -> str:
     return "".join(WORDS.get(i, f"<{i}>") for i in ids)
-
-
-def arguments(**changes: Any) -> RolloutGRPOConfig:
-    return training_arguments(**{"vllm_mode": "server", "temperature": 1.0, **changes})
 
 
 def template(max_length: int | None = None) -> Any:
@@ -50,34 +36,6 @@ def template(max_length: int | None = None) -> Any:
         placeholder_tokens=[PAD, SOFT],
         tokenizer=SimpleNamespace(decode=decode),
         data_collator=list,
-    )
-
-
-def sample(
-    turns: Any = ((5, 6),), logprobs: Any = ((-0.5, -1.0),), mask: Any = (), **fields: Any
-) -> Any:
-    """A sample as ms-swift has it: lists for each turn."""
-    values: dict[str, Any] = {
-        "sample_id": SampleId(phase="train", step=3, number=0, group=2, index=1),
-        "response_token_ids": [list(turn) for turn in turns],
-        "rollout_logprobs": [list(turn) for turn in logprobs],
-        "response_loss_mask": [list(turn) for turn in mask],
-        "rollout_prompt_ids": [1, 2, 3],
-        "encoded": {"input_ids": torch.tensor([[1, 2, 3, 5, 6]])},
-    }
-    return SimpleNamespace(**(values | fields))
-
-
-def batch(
-    rollout: Any = ((-0.5, -1.0),), training: Any = ((-0.5, -1.0),), mask: Any = ((1, 1),)
-) -> Any:
-    def tensor(rows: Any) -> Any:
-        return None if rows is None else torch.tensor(rows)
-
-    return SimpleNamespace(
-        rollout_per_token_logps=tensor(rollout),
-        old_per_token_logps=tensor(training),
-        completion_mask=torch.tensor(mask),
     )
 
 
@@ -369,145 +327,6 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
     assert "otherwise, from token 4" in warnings[-1]
 
 
-# --- the gap (M5) ---
-
-
-def test_gaps_add_up_and_nan_is_the_largest_wherever_it_stands() -> None:
-    one, other = Gap(6.0, 2, 5.0), Gap(4.0, 2, 3.0)
-    whole = one + other
-    assert (whole, other + one, whole.mean) == (Gap(10.0, 4, 5.0), whole, 2.5)
-    assert Gap().mean == 0
-    nan = Gap(NAN, 1, NAN)
-    for whole in (one + nan, nan + one):
-        assert math.isnan(whole.mean)
-        assert math.isnan(whole.largest)
-
-
-@pytest.mark.parametrize(
-    ("bits", "temperature", "limit"),
-    [
-        (32, 1.0, 0.01),
-        (16, 1.0, 0.125),
-        (8, 1.0, 0.125),
-        (32, 0.25, 0.04),  # rounding errors of logits are divided by it too
-        (32, 3.0, 0.01),  # above 1 the limit keeps its margin
-        (32, 0.0, 0.01),
-    ],
-)
-def test_limits(bits: int, temperature: float, limit: float) -> None:
-    assert gap_limit(bits, temperature) == limit
-
-
-FAR = {"rollout": ((-0.5, -1.0),), "training": ((-0.3, -1.4),)}  # 0.2 and 0.4 nats
-HAS_MIN_P = pytest.mark.skipif(
-    not hasattr(RequestConfig(), "min_p"), reason="ms-swift 4.4 has no such flag"
-)
-
-
-def drawn(engine: str = "rank 0", **media: int) -> Any:
-    """A sample of an engine whose row shows so many of each medium."""
-    shown = {name: ["x"] * number for name, number in media.items()}
-    return sample(rollout_infos={"replica": engine}, **shown)
-
-
-def measure(*batches: Any, ranks: Any = None, limit: float = 0.25, **changes: Any) -> Any:
-    """Measure the gap of batches, each alone or with its samples."""
-    args = arguments(**{"rollout_mismatch": "warn", **changes})
-    pairs = [b if isinstance(b, tuple) else ([], b) for b in batches]
-    return measure_rollout_gap(pairs, args, ranks or RankGroup(), limit, step=7)
-
-
-def test_the_gap_is_that_of_all_ranks(warnings: list[str]) -> None:
-    """Absolute differences of completion tokens only; a rank without any changes nothing."""
-    batches = [
-        [batch(rollout=((-1.0, -1.0),), training=((-1.5, -9.0),), mask=((1, 0),))],
-        [batch(**FAR), batch(rollout=((-1.0, 0.0),), training=((-0.9, 0.0),))],
-        [batch(rollout=None), batch(training=None)],
-        [batch(mask=((0, 0),))],
-    ]
-    results = run_rank_groups(4, lambda ranks: measure(*batches[ranks.rank], ranks=ranks))
-    expected = {"rollout_gap/mean": (0.5 + 0.2 + 0.4 + 0.1) / 5, "rollout_gap/max": 0.5}
-    assert results == [pytest.approx(expected)] * 4
-    assert measure(*batches[2]) == {}
-    assert warnings == []
-
-
-def batch_of(*nats: float, count: int = 64) -> Any:
-    """A batch of rows whose log-probabilities lie so many nats apart."""
-    training = [[-each] * count for each in nats]
-    mask = [[1] * count] * len(nats)
-    return batch(rollout=[[0.0] * count] * len(nats), training=training, mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("nats", "count", "is_told"),
-    [
-        (0.29, 2**12, True),
-        (0.26, 2**12, True),
-        (0.25, 2**12, False),
-        (0.38, 64, True),
-        (0.37, 64, False),
-        (1.26, 8, True),
-        (1.24, 8, False),
-    ],
-)
-def test_few_tokens_may_lie_further_apart(
-    nats: float, count: int, is_told: bool, warnings: list[str]
-) -> None:
-    """0.25 nats and 32 times as much over all tokens: experts that are chosen otherwise."""
-    for _ in range(2):
-        measure(batch_of(nats, count=count))
-    assert len(warnings) == is_told
-    if is_told:
-        [warning] = warnings
-        assert "Step 7: log-probabilities" in warning
-        assert f"the 0.25 nats in the mean that rounding explains. all: {nats:.3g}" in warning
-        assert f"of {count} tokens, {nats:.3g} at most" in warning
-        assert "do not see the same weights or prompts" in warning
-
-
-def test_rows_of_one_kind_are_named_wherever_they_are() -> None:
-    """In the mean of the round nothing is seen: the videos are one row in eight. What lies apart
-    on one rank stops all."""
-    rows = [drawn(videos=1), *(drawn(images=1) for _ in range(3)), *(drawn() for _ in range(4))]
-    batches = [(rows, batch_of(1.5, *[0.0] * 7)), (rows[1:], batch_of(*[0.01] * 7))]
-
-    def of_rank(ranks: RankGroup) -> str:
-        with pytest.raises(DisagreementError) as raised:
-            measure(batches[ranks.rank], ranks=ranks, rollout_mismatch="stop")
-        return str(raised.value)
-
-    first, second = run_rank_groups(2, of_rank)
-    assert first == second
-    assert "rank 0 rows of video: 1.5 nats in the mean of 64 tokens" in first
-    assert "image" not in first
-    assert "Other rows agree: such media" in first
-    metrics = measure(*batches)
-    assert metrics["rollout_gap/mean"] < 0.25
-    kinds = {"rollout_gap/video": 1.5, "rollout_gap/text": 0.005, "rollout_gap/image": 0.005}
-    assert {name: metrics[name] for name in kinds} == pytest.approx(kinds)
-
-
-def test_one_engine_of_several_is_named(warnings: list[str]) -> None:
-    rows = [drawn("server 0 replica 0"), drawn("server 0 replica 1"), drawn("server 1 replica 0")]
-    measure((rows, batch_of(0.0, 0.9, 0.0)))
-    [warning] = warnings
-    assert "server 0 replica 1 rows of text: 0.9 nats" in warning
-    assert "replica 0" not in warning.replace("server 0 replica 1", "")
-    assert "Other engines agree: this one has other weights" in warning
-
-
-def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
-    """Of 64 rows of one kind; a NaN always stops."""
-    rows = [drawn(images=2) for _ in range(64)]
-    for nats in (0.37, 4.0, 4.0):
-        measure((rows, batch_of(nats, *[0.01] * 63)), rollout_mismatch="stop")
-    [warning] = warnings
-    assert "the furthest of train round 3.0, group 2, sample 1 (images): 4 nats" in warning
-    with pytest.raises(DisagreementError, match="nan nats"):
-        measure((rows, batch_of(NAN, *[0.01] * 63)), rollout_mismatch="stop", top_p=0.5)
-
-
 @pytest.mark.parametrize(
     ("media", "kind"),
     [
@@ -520,31 +339,6 @@ def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
 )
 def test_kinds_of_rows(media: dict[str, Any], kind: str) -> None:
     assert kind_of_row(sample(**media)) == kind
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_warnings"),
-    [
-        # Rollouts from a part of the vocabulary, or with older weights, lie apart by design (R4).
-        ({"top_p": 0.9}, 0),
-        ({"top_p": None}, 0),
-        ({"top_k": 20}, 0),
-        pytest.param({"min_p": 0.3}, 0, marks=HAS_MIN_P),
-        ({"repetition_penalty": 1.1}, 0),
-        ({"structured_outputs_regex": r"\d"}, 0),
-        ({"async_generate": True}, 0),
-        # Settings that cut nothing hide nothing.
-        ({"top_p": 1}, 1),
-        ({"top_k": 0}, 1),
-        ({"top_k": -1}, 1),
-        ({"structured_outputs_regex": ""}, 1),
-    ],
-)
-def test_a_healthy_run_gets_no_alarm(
-    changes: dict[str, Any], num_warnings: int, warnings: list[str]
-) -> None:
-    assert measure(batch_of(0.4), **changes)["rollout_gap/max"] == pytest.approx(0.4)
-    assert len(warnings) == num_warnings
 
 
 # --- dropout ---

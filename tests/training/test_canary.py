@@ -18,8 +18,8 @@ from swift_grpo_ext.rollout.generate import to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion, Prompt
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training import canary as canary_module
-from swift_grpo_ext.training.batch import Gap
 from swift_grpo_ext.training.canary import COMPLETIONS, MAX_TOKENS, ROUND, WeightCanary, sample_gaps
+from swift_grpo_ext.training.gap import Gap
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 from tests.ranks import ThreadRanks, run_rank_groups
 

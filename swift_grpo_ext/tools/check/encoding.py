@@ -25,7 +25,6 @@ import torch
 
 from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
 from swift_grpo_ext.checks.rows import (
-    MEDIA,
     Row,
     RowError,
     check_rows,
@@ -56,6 +55,7 @@ from swift_grpo_ext.training.batch import (
 )
 from swift_grpo_ext.upstream.models import repair_models
 from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_texts
+from swift_grpo_ext.upstream.rows import COLUMNS
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOSample
@@ -175,7 +175,7 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
 def named(row: Row) -> str:
     """Return how a message calls a row: by its question and what it shows."""
     given = Counter(f"{medium.kind}s" for medium in media_of(row))
-    shows = ", ".join(f"{kind}: {given[kind]}" for kind in MEDIA if given[kind])
+    shows = ", ".join(f"{kind}: {given[kind]}" for kind in COLUMNS if given[kind])
     return f"the row that asks {question_of(prompt_of(row))!r} ({shows or 'no media'})"
 
 
@@ -475,7 +475,7 @@ def make_engine(
 
 def describe_media(inputs: Mapping[str, Any], request: EngineCoreRequest) -> list[str]:
     """Say what a request shows: `image 1 of 28x28 (4 tokens from token 15 on)`."""
-    sizes = {kind: map(size_of, inputs.get(kind) or ()) for kind in MEDIA}
+    sizes = {kind: map(size_of, inputs.get(kind) or ()) for kind in COLUMNS}
     numbers: Counter[str] = Counter()
     described = []
     for feature in request.mm_features or ():

@@ -28,12 +28,12 @@ from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
 from swift_grpo_ext.training.batch import (
     DisagreementError,
-    Gap,
     check_prompt_of,
     logprobs_of,
     trained_ids,
 )
 from swift_grpo_ext.training.canary import encoded_batch, probe_config, sample_gap
+from swift_grpo_ext.training.gap import Gap
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 Finding = tuple[dict[str, Any], list[str]]

@@ -174,14 +174,19 @@ def test_rows_that_are_wrong(settings: dict[str, Any], image: str, tmp_path: Pat
     ]
 
 
-def test_sides_that_differ(image: str, tmp_path: Path) -> None:
-    """The sides have other system prompts and sizes of images; no weights are there."""
-    family = FAMILIES["glm4v"]
+def write_without_weights(name: str, architecture: str, folder: Path) -> None:
+    """Write a family's configuration and processor."""
+    family = FAMILIES[name]
     tokenizer = make_tokenizer(family)
     config = make_config(family, tokenizer)
-    config.architectures = ["Glm4vForConditionalGeneration"]
-    config.save_pretrained(tmp_path)
-    make_processor(family, tokenizer).save_pretrained(tmp_path)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    make_processor(family, tokenizer).save_pretrained(folder)
+
+
+def test_sides_that_differ(image: str, tmp_path: Path) -> None:
+    """The sides have other system prompts and sizes of images; no weights are there."""
+    write_without_weights("glm4v", "Glm4vForConditionalGeneration", tmp_path)
     video = rounds.write_video([image] * 4, tmp_path / "digits.mp4")
     rows = write_rows(
         tmp_path,
@@ -232,12 +237,7 @@ def seen(
 
 def test_videos_and_images_of_unequal_sizes(image: str, tmp_path: Path) -> None:
     """InternVL, whose template of ms-swift joins a row's videos."""
-    family = FAMILIES["internvl"]
-    tokenizer = make_tokenizer(family)
-    config = make_config(family, tokenizer)
-    config.architectures = ["InternVLForConditionalGeneration"]
-    config.save_pretrained(tmp_path)
-    make_processor(family, tokenizer).save_pretrained(tmp_path)
+    write_without_weights("internvl", "InternVLForConditionalGeneration", tmp_path)
     settings = {"model": str(tmp_path), "model_type": "internvl", "template": "internvl_hf"}
     settings |= {"torch_dtype": "float32", "vllm_max_model_len": 2048}
     encoder = make_encoder(Run(training=settings))

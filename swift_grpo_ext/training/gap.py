@@ -1,0 +1,225 @@
+"""The gap between log-probabilities of rollout and training at equal weights (docs/promises.md).
+
+It is judged for each engine and each kind of row: an engine with older weights, or a kind of media
+that one side reads otherwise, disappears in the mean of a round.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from swift.infer_engine.protocol import RequestConfig
+from swift.utils import get_logger
+
+from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.training.batch import DisagreementError, kind_of_row
+
+if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOBatch, GRPOSample
+
+    from swift_grpo_ext.config import RolloutGRPOConfig
+
+logger = get_logger()
+
+Group = tuple[str, str]
+"""An engine's name and a kind of row."""
+
+SPIKES = 32
+"""A few tokens may be so many limits apart, in all: `most_explained`."""
+
+WHOLE: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "structured_outputs_regex": (None, ""),
+}
+"""Values of ms-swift's flags with which rollouts come from the whole distribution, as in training.
+None leaves the choice to the model's own generation settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The distance, in nats, of two log-probabilities of each of some tokens."""
+
+    total: float = 0.0
+    """Sum of absolute differences."""
+
+    count: int = 0
+    """Number of tokens."""
+
+    largest: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean difference in nats; 0 where there was no token."""
+        return self.total / self.count if self.count else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mean:.3g} nats in the mean of {self.count} tokens, {self.largest:.3g} at most"
+        )
+
+    def __add__(self, other: Gap) -> Gap:
+        largest = float(np.maximum(self.largest, other.largest))  # NaN where one of them is
+        return Gap(self.total + other.total, self.count + other.count, largest)
+
+
+def gaps_between(
+    rollout_BT: torch.Tensor, training_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> list[Gap]:
+    """Compare log-probabilities of samples, in nats, where `mask_BT` is true."""
+    if not mask_BT.numel():
+        return [Gap()] * len(mask_BT)
+    difference = (training_BT - rollout_BT).abs().float().masked_fill(~mask_BT, 0)
+    columns = difference.sum(1), mask_BT.sum(1).float(), difference.amax(1)
+    return [Gap(total, int(count), most) for total, count, most in torch.stack(columns, 1).tolist()]
+
+
+def gap_limit(bits: int, temperature: float = 1.0) -> float:
+    """Return the mean gap, in nats, above which something is wrong rather than imprecise.
+
+    A log-probability is a difference of logits, of which large models have some around 2^4. A float
+    of 16 bits that keeps 8 of them as its mantissa (bfloat16) rounds those to steps of 2^-4, by
+    2^-5 at most; layers before add to it, and averaging over tokens takes from it. Twice a step is
+    beyond that. 32 bits round to 2^-19 there; their limit is that of kernels that sum in different
+    orders, with a wide margin. Other weights, another prompt or dropout lie well above both: with
+    LoRA's default dropout of 0.05 single ratios were off by 0.7 to 1 nats.
+
+    Args:
+        bits: of the less precise of both sides' numbers.
+        temperature: of the sampling. Logits are divided by it, and their rounding with them; one
+            above 1 leaves the limit as it is.
+    """
+    return (0.125 if bits <= 16 else 0.01) / min(temperature or 1.0, 1.0)
+
+
+def most_explained(limit: float, count: int) -> float:
+    """Return the largest mean gap, in nats, that rounding explains in so many tokens.
+
+    The mean over few tokens lies further from 0: in 16 bits an expert that is chosen otherwise
+    moves a token by whole nats (two by 2 nats each are `SPIKES` limits).
+
+    Args:
+        limit: for very many tokens (`gap_limit`).
+    """
+    return limit * (1 + SPIKES / max(count, 1))
+
+
+def measure_rollout_gap(
+    micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]],
+    args: RolloutGRPOConfig,
+    ranks: RankGroup,
+    limit: float,
+    step: int,
+) -> dict[str, float]:
+    """Measure the gap between log-probabilities at rollout and in training over all ranks, for
+    each engine and each kind of row (M5).
+
+    Args:
+        micro_batches: this rank's of a round, each with its samples; without samples where
+            sequence parallelism mixes them.
+        limit: the mean gap, in nats, that rounding explains in many tokens.
+        step: the optimizer step, for the message.
+
+    Returns:
+        Metrics by name; none where there were no log-probabilities of rollouts.
+
+    Raises:
+        DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
+    """
+    gathered = ranks.all_gather(_measure_here(micro_batches, limit))
+    groups, kinds = defaultdict[Group, Gap](Gap), defaultdict[str, Gap](Gap)
+    for rank_groups, _ in gathered:
+        for (engine, kind), gap in rank_groups.items():
+            groups[engine, kind] += gap
+            kinds[kind] += gap
+    whole = sum(kinds.values(), Gap())
+    if not whole.count:
+        return {}
+    is_expected = _is_expected(args)
+    beyond = {
+        group: gap
+        for group, gap in groups.items()
+        if isnan(gap.mean) or (gap.mean > most_explained(limit, gap.count) and not is_expected)
+    }
+    excess, sample = max(worst for _, worst in gathered)
+    if beyond:
+        _tell_groups(beyond, groups, args, limit, step)
+    elif excess > 1 and not is_expected:
+        logger.warning_once(
+            f"Step {step}: log-probabilities of single samples lie further apart between rollout "
+            f"and training than rounding explains, the furthest of {sample}. Its row is seen "
+            "otherwise on the two sides, or numbers overflow. (Said once.)",
+            hash_id="sample_gap",
+        )
+    metrics = {"rollout_gap/mean": whole.mean, "rollout_gap/max": whole.largest}
+    if len(kinds) > 1:
+        metrics |= {f"rollout_gap/{kind}": gap.mean for kind, gap in kinds.items()}
+    return metrics
+
+
+def _measure_here(
+    micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]], limit: float
+) -> tuple[dict[Group, Gap], tuple[float, str]]:
+    """Return the gap of each of this rank's groups, and by how many times the furthest sample lies
+    beyond what rounding explains, with its name."""
+    groups = defaultdict[Group, Gap](Gap)
+    worst = (0.0, "")
+    for samples, batch in micro_batches:
+        rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
+        if rollout is None or training is None:
+            continue
+        gaps = gaps_between(rollout, training, batch.completion_mask.bool())
+        if not samples:
+            groups["", ""] += sum(gaps, Gap())
+            continue
+        for sample, gap in zip(samples, gaps, strict=True):
+            engine, kind = (sample.rollout_infos or {}).get("replica", ""), kind_of_row(sample)
+            groups[str(engine), kind] += gap
+            excess = gap.mean / most_explained(limit, gap.count)
+            worst = max(worst, (excess, f"{sample.sample_id} ({kind}): {gap}"))
+    return groups, worst
+
+
+def _is_expected(args: RolloutGRPOConfig) -> bool:
+    """Return whether rollouts come from another distribution, or from the weights of a step
+    before."""
+    # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
+    asked = [name for name in WHOLE if hasattr(RequestConfig(), name)]
+    return args.async_generate or any(getattr(args, name) not in WHOLE[name] for name in asked)
+
+
+def _tell_groups(
+    beyond: Mapping[Group, Gap],
+    groups: Mapping[Group, Gap],
+    args: RolloutGRPOConfig,
+    limit: float,
+    step: int,
+) -> None:
+    """Say which engines and rows have a gap that nothing explains, and what that points to."""
+    names = [" ".join(filter(None, (e, k and f"rows of {k}"))) for e, k in beyond]
+    found = "; ".join(f"{n or 'all'}: {gap}" for n, gap in zip(names, beyond.values(), strict=True))
+    cause = (
+        "Rollouts and training do not see the same weights or prompts, use numbers of other "
+        "precision (quantization, --vllm_engine_kwargs), or choose other experts "
+        "(--router_replay_mode R3)."
+    )
+    engines, kinds = ({group[i] for group in beyond} for i in (0, 1))
+    if kinds < {kind for _, kind in groups}:
+        cause = "Other rows agree: such media are read, placed or encoded otherwise on one side."
+    elif engines < {engine for engine, _ in groups}:
+        cause = "Other engines agree: this one has other weights, or a cache of older ones."
+    text = (
+        f"Step {step}: log-probabilities of the rollout and of training lie further apart than the "
+        f"{limit:g} nats in the mean that rounding explains. {found}. {cause}"
+    )
+    if args.rollout_mismatch == "stop":
+        raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
+    logger.warning_once(f"{text} (Said once.)", hash_id="rollout_gap")
