@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,13 +169,20 @@ class EchoEngine:
         return fault.action == "corrupt"
 
 
+def _let_go_of_files(but: int) -> None:
+    """Hold none of the parent's connections open. The numbers stay taken: loggers and streams of
+    the parent would write into what a socket of the replica would get one of."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (int(file.name) for file in Path("/proc/self/fd").iterdir()):
+        if number > 2 and number != but:
+            os.dup2(nowhere, number)
+
+
 def run_echo(
     fault: Fault | None, worker: Any, args: Any, rank: int, port: int, connection: Any
 ) -> None:
     """A worker of ms-swift with an engine that echoes; in a forked process."""
-    pipe = connection._connection.fileno()
-    for end in (pipe, os.sysconf("SC_OPEN_MAX")):
-        os.closerange(3 if end == pipe else pipe + 1, end)
+    _let_go_of_files(but=connection._connection.fileno())
     rollout.get_world_group = lambda: SimpleNamespace(rank=0)
     SwiftRolloutDeploy.get_infer_engine = lambda *_, **__: EchoEngine(connection._connection, fault)
     rollout.get_rollout_engine_type = lambda _, engine: engine

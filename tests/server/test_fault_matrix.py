@@ -3,11 +3,14 @@ name, within its bound (F1 to F4)."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +150,19 @@ def test_faults(cell: tuple[str, Fault, tuple[int, ...], str]) -> None:
         assert outcome == expected
     else:
         assert [bool(re.search(error, str(end))) for end in outcome] == [True] * RANKS, outcome
+
+
+def test_no_logger_of_this_process_writes_to_a_replicas_sockets() -> None:
+    """Whatever numbers its files have: a line in a store's socket would end every weight update."""
+    logger = logging.getLogger("vllm")  # which tells that there is no NCCL
+    with ExitStack() as files:
+        for _ in range(16):
+            file = files.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            handler = logging.StreamHandler(file)
+            logger.addHandler(handler)
+            files.callback(logger.removeHandler, handler)
+        outcome, *_ = run((1,), None, TIMEOUT)
+    assert [len(tokens) for tokens in outcome] == [24] * RANKS, outcome
 
 
 # --- replicas come back (F4) ---
