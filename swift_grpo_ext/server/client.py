@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json
 import time
@@ -286,6 +287,7 @@ class RolloutServers:
                 alone.base_urls, alone.hosts = [server.url], [server.host]
                 alone.sessions, alone.group_ports = [server.session], [server.group_port]
                 connect(alone, self._timeout)
+                atexit.unregister(alone.close_communicator)  # the whole client's closes every group
             except (RequestError, WireError):
                 raise
             except Exception as e:  # of a store, or ms-swift's own: it has no kinds of its own

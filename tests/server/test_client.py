@@ -98,6 +98,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> MakeClient:
             hosts=hosts,
             group_ports=list(range(len(servers))),
             pynccl_comms=[f"group {i}" for i in range(len(servers))],
+            close_communicator=list,
         )
 
     return make
