@@ -1,4 +1,4 @@
-"""What a process has: of the machine, of its container, and of what ranks share."""
+"""A process has what its machine, its container and the other ranks leave it."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.sampling.prompt_hash import PROMPT_FIELDS, count_duplicates, prompt_hash
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from swift_grpo_ext.upstream.rows import (
+    FILE,
     KINDS,
     LONGEST_SHOWN,
     Medium,
@@ -370,7 +371,7 @@ def media_content(medium: object) -> Path | IO[bytes] | None:
     if medium.startswith("data:"):
         return io.BytesIO(base64.b64decode(medium.partition(";base64,")[2]))
     # `Path.expanduser` raises where there is no such user, whose name a file may have.
-    path = Path(os.path.expanduser(medium.removeprefix("file://")))  # noqa: PTH111
+    path = Path(os.path.expanduser(medium.removeprefix(FILE)))  # noqa: PTH111
     if len(medium) > LONGEST_SHOWN and not path.suffix:  # no file's name is longer: base64
         return io.BytesIO(base64.b64decode(medium))
     root = os.environ.get("ROOT_IMAGE_DIR")  # ms-swift's own setting, for relative paths

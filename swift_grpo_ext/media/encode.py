@@ -49,6 +49,7 @@ from swift.utils import get_logger
 from swift_grpo_ext import memory
 from swift_grpo_ext.flags import BYTES_PER_GB, RolloutFlags
 from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
+from swift_grpo_ext.upstream.rows import FILE
 
 if TYPE_CHECKING:
     from swift.infer_engine import InferEngine
@@ -409,7 +410,7 @@ def source_key(source: Any, round_: int) -> Any:
         return [source_key(item, round_) for item in source]
     if not isinstance(source, str):
         return source
-    text = source.strip().removeprefix("file://")
+    text = source.strip().removeprefix(FILE)
     with suppress(OSError, ValueError):
         # None for base64; a name that is no file's as it is.
         if path := vision_utils._check_path(text):

@@ -46,7 +46,7 @@ from swift.template import Template, vision_utils
 from swift.template.template_inputs import StdTemplateInputs, TemplateInputs
 
 from swift_grpo_ext.upstream.patches import patch
-from swift_grpo_ext.upstream.rows import COLUMNS
+from swift_grpo_ext.upstream.rows import COLUMNS, FILE
 
 VARIABLE = "SWIFT_MEDIA_ALLOWED_DIRS"
 LONGEST_PATH = 4096
@@ -96,7 +96,7 @@ def _check(text: str) -> None:
             swift.utils.SafeMediaPath.check(path)
     # As ms-swift opens it (template/vision_utils.py, `load_file`), to which every fourth URL of a
     # file is base64.
-    path = vision_utils._check_path(text.removeprefix("file://"))
+    path = vision_utils._check_path(text.removeprefix(FILE))
     scheme = _SCHEME.match(text)
     if scheme and scheme[1].lower() not in ("data", "file") and not os.path.isfile(path or ""):
         raise _unsupported(text, scheme)

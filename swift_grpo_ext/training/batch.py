@@ -19,6 +19,7 @@ from swift.utils import get_logger
 from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.positions import Positions
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
+from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, column_of
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch, GRPOSample
@@ -86,9 +87,9 @@ def _flatten(values: Any) -> Iterator[Any]:
 def kind_of_row(sample: GRPOSample) -> str:
     """Return what a row shows, in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
     kinds = []
-    for name in ("image", "video", "audio"):
-        number = len(getattr(sample, f"{name}s", None) or ())
-        kinds += [name if number == 1 else f"{name}s"] if number else []
+    for kind, column in zip(KINDS, COLUMNS, strict=True):
+        number = len(column_of(sample, column) or ())
+        kinds += [kind if number == 1 else column] if number else []
     return "+".join(kinds) or "text"
 
 

@@ -170,8 +170,8 @@ class EchoEngine:
 
 
 def _let_go_of_files(but: int) -> None:
-    """Hold none of the parent's connections open. The numbers stay taken: loggers and streams of
-    the parent would write into what a socket of the replica would get one of."""
+    """Hold none of the parent's connections open, and keep the numbers of all its files taken: a
+    socket of the replica would get one, and what the parent's loggers write to it."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (int(file.name) for file in Path("/proc/self/fd").iterdir()):
         if number > 2 and number != but:

@@ -1,4 +1,4 @@
-"""What the rollout saw and drew against what training sees, sample by sample."""
+"""Training sees what the rollout saw and drew, sample by sample, or the run stops."""
 
 from __future__ import annotations
 

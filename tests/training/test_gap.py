@@ -143,7 +143,7 @@ def test_one_engine_of_several_is_named(warnings: list[str]) -> None:
 
 
 def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
-    """Of 64 rows of one kind; a NaN always stops."""
+    """One of 64 rows of a kind disappears in their mean; a NaN always stops."""
     rows = [drawn(images=2) for _ in range(64)]
     for nats in (0.37, 4.0, 4.0):
         measure((rows, batch_of(nats, *[0.01] * 63)), rollout_mismatch="stop")
