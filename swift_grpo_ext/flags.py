@@ -32,6 +32,11 @@ class RolloutFlags:
     weight update. A server has 2.5 times as long, and the training 3 times. `swift rollout` reads
     it too. The lesser value of both sides counts."""
 
+    tool_timeout: float = 1800.0
+    """Seconds that a multi-turn scheduler (its tools, its environment) has between two turns of a
+    conversation; beyond them the run ends and names it. `--rollout_timeout` does not count them.
+    `swift rollout` reads it for a scheduler of its own."""
+
     media_cache_gb: float = 4.0
     """Gigabytes of memory, in each training process, for decoded and processed images and videos,
     kept by content for rollout, training and later epochs; a half of the process's share of what

@@ -14,7 +14,7 @@ def test_values_are_shown_as_they_are_typed() -> None:
 def test_what_the_help_says_of_a_flag() -> None:
     infos = {info.name: info for info in flag_infos()}
     assert list(infos) == flag_names()
-    assert len(infos) == 15
+    assert len(infos) == 16
     for info in infos.values():
         assert len(info.help) > 20, info.name
         assert info.help.endswith("."), info.name

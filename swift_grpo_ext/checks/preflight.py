@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = get_logger()
 
-SERVER_FLAGS = ("rollout_timeout",)
+SERVER_FLAGS = ("rollout_timeout", "tool_timeout")
 DIVERSITY_FLAGS = tuple(f.name for f in fields(DiversityFlags))
 ENGINE_FLAGS_OF_SERVERS = (
     *("vllm_data_parallel_size", "vllm_pipeline_parallel_size", "vllm_enable_expert_parallel"),
@@ -189,6 +189,7 @@ def check_ranges(args: Arguments) -> Findings:
             "a probability between 0 and 1, such as 1e-6",
         ),
     }
+    rules["tool_timeout"] = (args.tool_timeout > 0, "a number of seconds, more than 0")
     for name in ("media_cache_gb", "encoder_cache_gb", "sample_log_gb"):
         is_size = 0 <= getattr(args, name) < float("inf")
         rules[name] = (is_size, "a number of gigabytes, 0 or more")
@@ -305,6 +306,8 @@ def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
             yield warning(name, text, "Leave it out, or give it to `swift rollout`.")
         elif name in DIVERSITY_FLAGS and "diversity" not in (args.callbacks or ()):
             yield warning(name, "is read by nothing without --callbacks diversity.")
+        elif name == "tool_timeout" and not args.multi_turn_scheduler:
+            yield warning(name, "is read by nothing without --multi_turn_scheduler.")
 
 
 # --- once the model is known, and the data loaded ---

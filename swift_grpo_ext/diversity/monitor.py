@@ -128,6 +128,8 @@ class DiversityMonitor(TrainerCallback):
         is_colocated = not self.args.use_vllm or self.args.vllm_mode == "colocate"
         samples = []
         for row in rows:
+            if row.sample_id.turn and not row.token_ids:
+                continue  # its prompt had no room for an answer: it is no copy of other such turns
             if not row.replica and is_colocated:
                 # ms-swift's own rollouts do not name the engine; colocated, the rank does.
                 size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from swift_grpo_ext.record.log import FILE_NAME, RecordFile
 from swift_grpo_ext.record.rewards import REWARDS
-from swift_grpo_ext.record.row import ROUND_COLUMNS, SAMPLES, SampleRow, Table, to_rows
+from swift_grpo_ext.record.row import ADDED, ROUND_COLUMNS, SAMPLES, SampleRow, Table, to_rows
 from swift_grpo_ext.sampling.seeding import Phase
 
 logger = logging.getLogger(__name__)
@@ -386,7 +386,7 @@ def _read_row_groups(
             for group in of_file:
                 rows = source.read_row_group(group.position, columns=names)
                 rows.validate(full=True)
-                tables[group] = rows.cast(pa.schema(fields))
+                tables[group] = _with_added(rows, fields).cast(pa.schema(fields))
         except FileNotFoundError:  # a bounded record has removed it since
             continue
         except DAMAGE as e:
@@ -395,6 +395,15 @@ def _read_row_groups(
         failed.pop(file, None)
         read |= tables
     return read
+
+
+def _with_added(rows: pa.Table, fields: Sequence[pa.Field]) -> pa.Table:
+    """Return rows with the columns that their file is too old to have, in the order of `fields`."""
+    for place, column in enumerate(fields):
+        if column.name in ADDED and column.name not in rows.column_names:
+            empty = pa.nulls(rows.num_rows, column.type)
+            rows = rows.add_column(place, column, empty if column.nullable else empty.fill_null(0))
+    return rows
 
 
 def version_of(path: Path) -> Version:

@@ -5,30 +5,25 @@ Text that UTF-8 cannot hold (a lone half of a surrogate pair) is kept as its esc
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swift_grpo_ext.flags import BYTES_PER_GB
+from swift_grpo_ext.media.pictures import utf8
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.record.session import RunInUseError, claim_session
+from swift_grpo_ext.rollout.conversation import Turn
 from swift_grpo_ext.rollout.rank_group import RankGroup
-from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
-from swift_grpo_ext.upstream.rows import COLUMNS, RowFormError, column_of, read_row
+from swift_grpo_ext.sampling.seeding import sample_seed
 
 if TYPE_CHECKING:
-    from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
     from swift.rl_core.data import OnPolicySample
 
 logger = logging.getLogger(__name__)
-
-LONGEST_NAME = 2048
-"""Characters; a longer string is a medium's content, not its path or URL."""
 
 
 class SampleRecorder:
@@ -104,10 +99,8 @@ class SampleRecorder:
 
     def record(
         self,
-        sample_ids: Sequence[SampleId],
-        samples: Sequence[OnPolicySample | RolloutInferRequest],
-        prompts: Sequence[str],
-        outputs: Sequence[RolloutOutput],
+        samples: Sequence[OnPolicySample],
+        turns_of_samples: Sequence[Sequence[Turn]],
         *,
         num_ranks: int,
         weight_version: int,
@@ -115,43 +108,49 @@ class SampleRecorder:
         """Write down what was generated, by a thread; `flush` waits for it.
 
         Args:
-            samples: ms-swift's, or the requests of a later turn, with messages and media.
-            prompts: hashes of the samples' prompts.
-            outputs: the answers. All turns of a conversation that a server led are one completion.
+            samples: ms-swift's, with the answers.
+            turns_of_samples: of each, its turns in their order; one that is no conversation has
+                one.
             num_ranks: how many ranks' samples these are, in order, this rank's first.
             weight_version: optimizer steps behind the weights that generated them.
         """
-        if len(outputs) != len(samples):
-            return  # a server's scheduler made several training samples of one: none has a name
         rows = []
-        generated = zip(sample_ids, samples, prompts, outputs, strict=True)
-        for number, (sample_id, sample, prompt, output) in enumerate(generated):
-            choice = output.response.choices[0]
-            token_ids, logprobs = _tokens(output)
-            stop_reason = output.rollout_infos.get("stop_reason")
-            text = choice.message.content if isinstance(choice.message.content, str) else ""
-            messages, media = _prompt_of(sample)
-            row = SampleRow(
-                sample_id=sample_id,
-                seed=None if self._run_seed is None else sample_seed(self._run_seed, sample_id),
-                rank=self._ranks.rank + number * num_ranks // len(samples),
-                replica=str(output.rollout_infos.get("replica", "")),
-                weight_version=weight_version,
-                finish_reason=choice.finish_reason,
-                stop_reason=None if stop_reason is None else _utf8(str(stop_reason)),
-                token_ids=token_ids,
-                logprobs=logprobs,
-                text=_utf8(text),
-                fingerprint=prompt,
-                prompt=_utf8(json.dumps(messages, ensure_ascii=False, default=repr)),
-                media=[media_name(each) for each in media],
-            )
-            rows.append(row)
+        for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
+            rank = self._ranks.rank + number * num_ranks // len(samples)
+            masks = masks_of(sample, turns)
+            for turn, mask in zip(turns, masks, strict=True):
+                rows.append(self._row(turn, mask, rank, weight_version))
         if self.log is not None:
             without_logprobs = self._kept == "tokens"  # the listeners get them all the same
             self.log.append([replace(r, logprobs=None) for r in rows] if without_logprobs else rows)
         for listener in self.listeners:
             listener(rows)
+
+    def _row(
+        self, turn: Turn, mask: list[bool] | None, rank: int, weight_version: int
+    ) -> SampleRow:
+        completion, sample_id = turn.completion, turn.sample_id
+        stop_reason = completion.stop_reason
+        pictures = [picture.webp for picture in turn.media]
+        return SampleRow(
+            sample_id=sample_id,
+            seed=None if self._run_seed is None else sample_seed(self._run_seed, sample_id),
+            rank=rank,
+            replica=completion.replica,
+            weight_version=weight_version,
+            finish_reason=completion.finish_reason,
+            stop_reason=None if stop_reason is None else utf8(str(stop_reason)),
+            token_ids=list(completion.token_ids),
+            logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            text=utf8(completion.text),
+            fingerprint=turn.fingerprint,
+            prompt=utf8(json.dumps(turn.messages, ensure_ascii=False, default=repr)),
+            media=[picture.name for picture in turn.media],
+            pictures=pictures if any(pictures) else None,
+            mask=mask,
+            engine_seconds=turn.engine_seconds,
+            tool_seconds=turn.tool_seconds,
+        )
 
     def flush(self) -> None:
         """Wait until all samples and scores are on disk.
@@ -168,45 +167,23 @@ class SampleRecorder:
             self.log.finish()
 
 
-def _tokens(output: RolloutOutput) -> tuple[list[int], list[float] | None]:
-    """Return the token ids of a completion, over all turns, and their log-probabilities."""
-    choice = output.response.choices[0]
-    token_ids = list(chain(*output.response_token_ids)) or list(choice.token_ids or ())
-    if output.rollout_logprobs:
-        logprobs = list(chain(*output.rollout_logprobs))
-    else:
-        logprobs = [token["logprob"] for token in (choice.logprobs or {}).get("content") or ()]
-    # A conversation's tokens include those that the environment put between the turns, which were
-    # not sampled and have no log-probabilities.
-    return token_ids, logprobs if logprobs and len(logprobs) == len(token_ids) else None
+def masks_of(sample: OnPolicySample, turns: Sequence[Turn]) -> list[list[bool] | None]:
+    """Return for each turn whether its tokens are trained on: None where all are, or where nobody
+    knows, since the scheduler has joined turns."""
+    ids, masks = sample.response_token_ids or [], sample.response_loss_mask or []
+    answered = [turn for turn in turns if len(turn.completion.token_ids)]
+    if not len(ids) == len(masks) == len(answered):
+        return [None] * len(turns)
+    found = dict(zip(map(id, answered), zip(ids, masks, strict=True), strict=True))
+    return [_mask_of(turn, *found[id(turn)]) if id(turn) in found else None for turn in turns]
 
 
-def _prompt_of(sample: OnPolicySample | RolloutInferRequest) -> tuple[Any, list[Any]]:
-    """Return a sample's messages, with marks where parts of `content` were media, and all media."""
-    try:
-        read = read_row(sample)
-    except RowFormError:  # of a scheduler that has requests of its own
-        columns = (column_of(sample, name) or () for name in COLUMNS)
-        return sample.messages, list(chain(*columns))
-    return read.messages, [medium.value for medium in read.media]
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
-
-
-def media_name(media: Any) -> str:
-    """Return a path or URL as it is, a digest of content or pixels, the frames' names of frames."""
-    if isinstance(media, dict):
-        media = media.get("path") or media.get("bytes")
-    if isinstance(media, str) and len(media) <= LONGEST_NAME:
-        return _utf8(media)
-    if isinstance(media, (list, tuple)):
-        return " ".join(map(media_name, media))
-    if isinstance(media, str):
-        media = media.encode("utf-8", errors="backslashreplace")
-    if hasattr(media, "tobytes"):  # a PIL image, an array; its `repr` holds its address or is cut
-        form = [getattr(media, name, None) for name in ("mode", "size", "shape", "dtype")]
-        media = repr(form).encode() + media.tobytes()
-    content = media if isinstance(media, bytes) else repr(media).encode()
-    return f"blake2b:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+def _mask_of(turn: Turn, ids: Sequence[int], mask: Sequence[int]) -> list[bool] | None:
+    """Return which of a turn's tokens stand in the answer that a scheduler left, and count."""
+    sampled = list(turn.completion.token_ids)
+    start = next((i for i in range(len(ids)) if list(ids[i : i + 1]) == sampled[:1]), 0)
+    kept = [
+        bool(m) and i == own for own, i, m in zip(sampled, ids[start:], mask[start:], strict=False)
+    ]
+    kept += [False] * (len(sampled) - len(kept))
+    return None if all(kept) else kept

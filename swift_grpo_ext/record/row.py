@@ -65,14 +65,22 @@ SAMPLES = make_table(
         "fingerprint": pa.utf8(),
         "prompt": pa.utf8(),
         "media": pa.list_(pa.utf8()),
+        "pictures": pa.list_(pa.binary()),
+        "mask": pa.list_(pa.bool_()),
+        "engine_seconds": pa.float32(),
+        "tool_seconds": pa.float32(),
     },
-    nullable=("seed", "finish_reason", "stop_reason", "logprobs"),
+    nullable=("seed", "finish_reason", "stop_reason", "logprobs", "pictures", "mask"),
 )
+
+
+ADDED = ("pictures", "mask", "engine_seconds", "tool_seconds")
+"""Columns that files of version 0.1.0 lack: they are read as null, and as 0 seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRow:
-    """One completion."""
+    """One completion; of a conversation, one turn."""
 
     sample_id: SampleId
     """Its position in the run, which names it."""
@@ -103,10 +111,24 @@ class SampleRow:
     """The hash of the prompt, media included: 32 hex digits."""
 
     prompt: str
-    """The prompt's messages as JSON."""
+    """The prompt's messages as JSON; of a later turn, those that came since the turn before."""
 
     media: Sequence[str]
-    """The prompt's images, videos and audios by path or URL, never by content."""
+    """Images, videos and audios of these messages by path or URL; what has none, by the digest of
+    its content."""
+
+    pictures: Sequence[bytes | None] | None = None
+    """For each of a later turn's `media`: a small picture (WebP) of an image that has no path. None
+    where there is none."""
+
+    mask: Sequence[bool] | None = None
+    """Whether each token was trained on; None where all were."""
+
+    engine_seconds: float = 0.0
+    """From the request to the answer. A colocated engine answers a round's samples together."""
+
+    tool_seconds: float = 0.0
+    """In the scheduler, between the answer before and the request."""
 
     @property
     def num_tokens(self) -> int:

@@ -13,9 +13,12 @@ goes to that worker, unless that one is lost or has failed.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import monotonic
 from typing import Any, TypeVar
 
 from swift_grpo_ext.upstream.rows import COLUMNS
@@ -52,6 +55,54 @@ FAILURE = "swift_grpo_ext.failure"
 REQUEST_FAULT = "swift_grpo_ext.request_fault"
 """Beside it where the request itself is at fault."""
 
+
+class Activity:
+    """What this process, a replica, does for conversations that a scheduler leads in it."""
+
+    def __init__(self) -> None:
+        self._conversations: set[asyncio.Task[Any]] = set()
+        self._num_asked, self._answered = 0, 0.0
+
+    @contextmanager
+    def in_conversation(self) -> Iterator[None]:
+        """Be one, in a task of its own.
+
+        Raises:
+            RequestError: nobody waits for it any more.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._conversations.add(task)
+        try:
+            yield
+        except asyncio.CancelledError as e:
+            raise RequestError("the training that asked for the conversations has left") from e
+        finally:
+            self._conversations.discard(task)
+
+    def give_up(self) -> None:
+        """End all conversations, from a thread beside theirs. A tool that is at work goes on, and
+        nobody hears of it."""
+        for task in list(self._conversations):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    @contextmanager
+    def in_engine(self) -> Iterator[None]:
+        self._num_asked += 1
+        try:
+            yield
+        finally:
+            self._num_asked -= 1
+            self._answered = monotonic()
+
+    def is_alive(self, since: float) -> bool:
+        """Return whether conversations go on: the engine has answered since then, or is not
+        asked, since all of them are in the scheduler."""
+        return bool(self._conversations) and (not self._num_asked or self._answered >= since)
+
+
+activity = Activity()
+
 noted_failure: dict[str, Any] = {}
 """What this process, a replica, answers in place of None to the command that it is at."""
 
@@ -59,8 +110,8 @@ noted_failure: dict[str, Any] = {}
 def note_failure(error: Exception) -> None:
     """Have this replica's answer say why it failed."""
     is_fault = isinstance(error, RequestError)
-    cause = error.__cause__ if is_fault else error
-    noted_failure.update({FAILURE: f"{type(cause).__name__}: {cause}", REQUEST_FAULT: is_fault})
+    failure = str(error) if is_fault else f"{type(error).__name__}: {error}"
+    noted_failure.update({FAILURE: failure, REQUEST_FAULT: is_fault})
 
 
 def dispatch(

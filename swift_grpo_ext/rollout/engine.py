@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import requests
 import swift.infer_engine
@@ -22,10 +24,12 @@ from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
+    ChatMessage,
     RequestConfig,
     RolloutOutput,
     serialize_ndarray,
 )
+from swift.template import MaxLengthError
 from swift.utils import get_logger
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -33,10 +37,12 @@ from vllm.sampling_params import RequestOutputKind
 from swift_grpo_ext.checks.rows import RowError, encoding_fault
 from swift_grpo_ext.media import paths
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.dispatch import RequestError, note_failure
+from swift_grpo_ext.rollout.conversation import Conversation, attach_packed, turn_of
+from swift_grpo_ext.rollout.dispatch import RequestError, activity, note_failure
 from swift_grpo_ext.rollout.generate import PackedResponse
 from swift_grpo_ext.rollout.positions import keep_positions
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
+from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.stops.rule import Ending, Stops
 from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_stop_reason
 from swift_grpo_ext.upstream import pins, vllm_repairs
@@ -55,6 +61,7 @@ from swift_grpo_ext.upstream.upright import load_upright
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
     from swift.infer_engine.utils import AdapterRequest
+    from swift.template import Template
     from vllm.logprobs import SampleLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -68,8 +75,10 @@ CPU_EXTENSION = "swift_grpo_ext.weights.receiver.CPUWeightSyncWorkerExtension"
 METADATA = f"{wire.KEY}.metadata"
 STOPS = f"{wire.KEY}.stops"
 REQUEST = f"{wire.KEY}.request"
-"""Keys that an encoded request has inside the engine: metadata, what ends completions, and what it
-was."""
+CUT = f"{wire.KEY}.cut"
+NO_ROOM = f"{wire.KEY}.no_room"
+"""Keys that an encoded request has inside the engine: metadata, what ends completions, what it was,
+its length where `--max_length` has cut it, and whether it is a turn that has no room."""
 
 
 try:  # vLLM 0.32 has a class of its own for what it refuses
@@ -79,6 +88,39 @@ except ImportError:
 
 REFUSALS = (ValueError, VLLMClientError)
 """What vLLM refuses a prompt with. What else it raises is its own fault."""
+
+TOO_LONG = re.compile(r"max(imum|_| )+model[_ ]len|maximum context length|max_length")
+"""In the refusal of a prompt that is too long, by vLLM or by ms-swift's template."""
+
+
+def is_later_turn(metadata: RequestMetadata | None) -> TypeGuard[RequestMetadata]:
+    return metadata is not None and metadata.sample_id.turn > 0
+
+
+def is_about_length(error: Exception) -> bool:
+    return isinstance(error, REFUSALS) and TOO_LONG.search(str(error)) is not None
+
+
+def note_cuts(template: Template) -> bool:
+    """Have the template of an engine say of an encoded prompt that it was cut, under `CUT`, where
+    that is so, and return whether it is to refuse such prompts instead.
+
+    ms-swift cuts the turns of a conversation as it cuts prompts (4.6, template/base.py), and
+    training sees all of them.
+    """
+    cut = template._truncate
+
+    def noted(input_ids: list[int], labels: Any, encoded: Any, *args: Any, **kwargs: Any) -> Any:
+        length = len(input_ids)
+        result = cut(input_ids, labels, encoded, *args, **kwargs)
+        encoded[CUT] = length
+        return result
+
+    template._truncate = noted
+    refuses = template.truncation_strategy == "raise"
+    if refuses:
+        template.truncation_strategy = "left"
+    return refuses
 
 
 class RolloutEngine(GRPOVllmEngine):
@@ -105,6 +147,9 @@ class RolloutEngine(GRPOVllmEngine):
         if self._serves:
             paths.check_redirects()
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
+        self._refuses_cuts = note_cuts(self.template)
+        if self._serves:
+            vllm_repairs.end_with_core(self.engine)
         self._template_stops = TemplateStops(self.template)
         # Not for the constructor of `SamplingParams`, which would cut it off at -100.
         self._placeholder_bias = dict.fromkeys(placeholder_ids(self.template), float("-inf"))
@@ -136,6 +181,7 @@ class RolloutEngine(GRPOVllmEngine):
             yield
         except Exception as e:
             if self._serves:
+                vllm_repairs.end_if_dead(e)
                 note_failure(e)
             raise
 
@@ -147,12 +193,13 @@ class RolloutEngine(GRPOVllmEngine):
         adapter_request: AdapterRequest | None = None,
         pre_infer_hook: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> Any:
-        data_dict = _data_of_sample.get() or wire.data_dict_of(infer_request)
+        led = _led.get()
+        data_dict = led.data_dict if led else wire.data_dict_of(infer_request)
         metadata = wire.read_metadata(data_dict)
         if metadata is not None and data_dict is not None:  # the scheduler's next request
             wire.write_metadata(data_dict, metadata.next_turn())
         if metadata is not None and request_config is not None and (request_config.n or 1) > 1:
-            raise ValueError(
+            raise RequestError(
                 f"--multi_turn_scheduler: its `run` asked for n={request_config.n} completions in "
                 "one request: their seeds would be those of other samples. Expected: one request "
                 "each, with n=1; requests side by side are served together."
@@ -167,13 +214,29 @@ class RolloutEngine(GRPOVllmEngine):
             return pre_infer_hook(kwargs) if pre_infer_hook else kwargs
 
         hooks: dict[str, Any] = {"adapter_request": adapter_request, "pre_infer_hook": attach}
+        began = time.monotonic()
         try:
-            return await super().infer_async(infer_request, request_config, **hooks)
+            with activity.in_engine():
+                response = await super().infer_async(infer_request, request_config, **hooks)
         except Exception as e:
-            if not is_encoded or isinstance(e, REFUSALS):
-                with self._noted():  # a scheduler asks here
+            if not is_later_turn(metadata) or not is_about_length(e):
+                if led is not None:
+                    led.engine_failure = e
+                if not is_encoded or isinstance(e, REFUSALS):
                     self._refuse(infer_request, e)
-            raise
+                raise
+            response = self._no_room(metadata, infer_request.uuid or "")
+        if led is not None and metadata is not None and not metadata.packed:
+            led.note(infer_request, metadata, response, began)
+        return response
+
+    def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
+        """Leave a prompt that has no room for a completion to vLLM, which refuses it where its row
+        is known."""
+        try:
+            super().set_default_max_tokens(request_config, inputs)
+        except ValueError:
+            request_config.max_tokens = 1
 
     def _refuse(self, request: Any, error: Exception) -> NoReturn:
         """Raise what names the row of a request that cannot be encoded, or that vLLM refuses.
@@ -193,7 +256,7 @@ class RolloutEngine(GRPOVllmEngine):
             error.errno is not None or isinstance(error, requests.RequestException)
         )
         if self._serves and not is_elsewhere:
-            raise RequestError(str(named)) from named
+            raise RequestError(f"{type(named).__name__}: {named}") from named
         raise named from error
 
     def _batch_encode(self, infer_requests: Sequence[Any], strict: bool) -> Any:
@@ -243,11 +306,25 @@ class RolloutEngine(GRPOVllmEngine):
             generation_config.spaces_between_special_tokens = False
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         add_video_metadata(inputs)
+        add = super()._add_request
         with vllm_repairs.drawn_by(self.engine, self._address(metadata)):
             try:
-                return super()._add_request(inputs, generation_config, request_id, adapter_request)
+                if CUT in inputs and (self._refuses_cuts or is_later_turn(metadata)):
+                    raise MaxLengthError(
+                        f"Current length of row({inputs[CUT]}) is larger than the "
+                        f"max_length({self.template.max_length})."
+                    )
+                return add(inputs, generation_config, request_id, adapter_request)
             except REFUSALS as e:
-                self._refuse(inputs.get(REQUEST), e)
+                if not is_later_turn(metadata) or not is_about_length(e):
+                    self._refuse(inputs.get(REQUEST), e)
+                if self.use_async_engine:
+                    raise  # to `infer_async`
+                # vLLM's loop wants a request for each: one that it is done with at once.
+                inputs[NO_ROOM] = True
+                generation_config.max_tokens, generation_config.n = 1, 1
+                token = {"input_ids": [self.template.tokenizer.eos_token_id]}
+                return add(token, generation_config, request_id, adapter_request)
 
     def _address(self, metadata: RequestMetadata | None) -> int | None:
         """Return which of this engine's replicas a request names."""
@@ -267,6 +344,8 @@ class RolloutEngine(GRPOVllmEngine):
         args = (result, inputs, request_config, request_id)
         if metadata is None:
             return super()._create_chat_completion_response(*args)
+        if inputs.get(NO_ROOM):
+            return self._no_room(metadata, request_id)
         ended = []
         for output in result.outputs:
             ending = self._take_ending(output, inputs[STOPS])
@@ -278,19 +357,13 @@ class RolloutEngine(GRPOVllmEngine):
             choices: list[ChatCompletionResponseChoice] = []
             for choice, (output, ending, text) in zip(response.choices, ended, strict=True):
                 if text != choice.message.content:
-                    calls = tool_calls(self, text, inputs["template_inputs"])
+                    calls = tool_calls(self.template, text, inputs["template_inputs"].tools)
                     choice.message.content, choice.message.tool_calls = text, calls
                 ended_by = {"finish_reason": output.finish_reason, "stop_reason": ending.reason}
                 choices.append(StoppedChoice(**{**vars(choice), **ended_by}))
             response.choices = choices
             return response
-        replica = f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
-        if self._replicas:
-            # Where the request named none, vLLM has chosen one for each sample and does not say
-            # which.
-            address = self._address(metadata)
-            last = self._replicas[-1]
-            replica = f"replicas 0 to {last}" if address is None else f"replica {address}"
+        replica = self._name(metadata)
         completions = []
         for output, ending, text in ended:
             completions.append(
@@ -316,6 +389,35 @@ class RolloutEngine(GRPOVllmEngine):
             completions=completions,
         )
 
+    def _name(self, metadata: RequestMetadata) -> str:
+        """Return the name of the replica that draws a request, as far as it is known."""
+        if not self._replicas:
+            return f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
+        # Where the request named none, vLLM has chosen one for each sample and does not say which.
+        address = self._address(metadata)
+        return f"replicas 0 to {self._replicas[-1]}" if address is None else f"replica {address}"
+
+    def _no_room(self, metadata: RequestMetadata, request_id: str) -> ChatCompletionResponse:
+        """Return the answer to a later turn whose prompt leaves no room for one: it has no token,
+        and has ended as "length"."""
+        common = {"model": self.model_name, "usage": self._get_usage_info(0, 0), "id": request_id}
+        if not metadata.packed:
+            message = ChatMessage(role="assistant", content="")
+            choice = StoppedChoice(0, message, finish_reason="length", token_ids=[])
+            return ChatCompletionResponse(**common, choices=[choice], prompt_token_ids=[])
+        completions = [
+            Completion(
+                text="",
+                token_ids=[],
+                logprobs=[],
+                finish_reason="length",
+                seed=metadata.seed_of(k),
+                replica=self._name(metadata),
+            )
+            for k in range(metadata.count)
+        ]
+        return PackedResponse(**common, choices=[], prompt_token_ids=[], completions=completions)
+
     def _take_ending(self, output: CompletionOutput, stops: Stops) -> Ending:
         """Find where one of vLLM's completions ends, and remove all tokens behind that."""
         token_ids = list(output.token_ids)
@@ -338,12 +440,9 @@ class RolloutEngine(GRPOVllmEngine):
         self, tasks: Sequence[Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any
     ) -> Any:
         """Await a server's schedulers, of which each sample has a task."""
-        tasks = [_in_conversation(task) for task in tasks]
-        outputs = await super()._batch_infer_stream(tasks, *args, **kwargs)
-        for output in outputs:
-            for one in output if isinstance(output, list) else [output]:
-                record_stop_reason(one)
-        return outputs
+        tasks = [_in_conversation(task, self._name) for task in tasks]
+        with self._noted():
+            return await super()._batch_infer_stream(tasks, *args, **kwargs)
 
     def _packed_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
         """Return the outputs; on a server, packed responses become plain arrays for the wire."""
@@ -376,21 +475,89 @@ class RolloutEngine(GRPOVllmEngine):
         vllm_repairs.reload_weights(model_runner, weights)
 
 
-_data_of_sample: ContextVar[dict[str, Any] | None] = ContextVar("data_of_sample", default=None)
-"""The `data_dict` of the sample whose conversation a task holds; its metadata is that of the next
-turn. Schedulers may ask with requests that they made themselves, which have no metadata, and with
-copies of one request side by side."""
+@dataclass
+class _Led:
+    """A conversation that a server's scheduler leads, one in each task."""
+
+    data_dict: dict[str, Any] | None
+    """The sample's; its metadata is that of the next turn. Schedulers may ask with requests that
+    they made themselves, which have no metadata, and with copies of one request side by side."""
+
+    name: Callable[[RequestMetadata], str]
+    """Names the replica."""
+
+    conversation: Conversation = field(default_factory=Conversation)
+    responses: list[ChatCompletionResponse] = field(default_factory=list)
+    answered: float = field(default_factory=time.monotonic)
+    """When the last answer came."""
+
+    engine_failure: Exception | None = None
+
+    def note(
+        self,
+        request: RolloutInferRequest,
+        metadata: RequestMetadata,
+        response: ChatCompletionResponse,
+        began: float,
+    ) -> None:
+        infos = {"seed": metadata.seed, "replica": self.name(metadata)}
+        output = record_stop_reason(RolloutOutput(response=response, rollout_infos=infos))
+        now = time.monotonic()
+        turn = turn_of(
+            output,
+            metadata.sample_id,
+            prompt_hash(request),
+            engine_seconds=now - began,
+            tool_seconds=began - self.answered,
+        )
+        self.conversation.note(request, turn)
+        self.responses.append(response)
+        self.answered = now
+
+    def close(self, made: Any) -> None:
+        """Give what the scheduler made its turns: an output of several those whose answer it is."""
+        outputs = made if isinstance(made, list) else [made]
+        for output in outputs:
+            record_stop_reason(output)
+            pairs = zip(self.conversation.turns, self.responses, strict=True)
+            turns = [t for t, r in pairs if len(outputs) == 1 or r is output.response]
+            if turns:
+                attach_packed(output, turns)
 
 
-async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
+_led: ContextVar[_Led | None] = ContextVar("led", default=None)
+
+
+async def _in_conversation(
+    task: Coroutine[Any, Any, Any], name: Callable[[RequestMetadata], str]
+) -> Any:
     """Await one of `_batch_infer_stream`'s coroutines, each of which runs in a context of its own.
 
     All of ms-swift's have the sample's request as a local `infer_request` (4.6, rollout/
     multi_turn.py, `_infer_async_single`; `infer_async` of the engine).
     """
     request = inspect.getcoroutinelocals(task).get("infer_request")
-    _data_of_sample.set(request and wire.data_dict_of(request))
-    return await task
+    data_dict = request and wire.data_dict_of(request)
+    metadata = wire.read_metadata(data_dict)
+    if metadata is None or metadata.packed or metadata.count > 1:  # no scheduler leads it
+        return await task
+    led = _Led(data_dict, name)
+    _led.set(led)
+    with activity.in_conversation():
+        try:
+            made = await task
+        except (RequestError, RowError):
+            raise
+        except Exception as e:
+            if e is led.engine_failure:
+                raise
+            turn = len(led.responses) + 1
+            raise RuntimeError(
+                f"{replace(metadata.sample_id, turn=0)} in turn {turn}: the server's "
+                f"--multi_turn_scheduler failed, {type(e).__name__}: {e}"
+            ) from e
+    led.close(made)
+    return made
 
 
 def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list[float] | None:

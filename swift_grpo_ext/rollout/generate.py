@@ -27,9 +27,11 @@ from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
 from swift_grpo_ext.rollout.wire import Completion, Numbers, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
+from swift_grpo_ext.upstream.encoding import tool_calls
 
 if TYPE_CHECKING:
     from swift.rl_core.data import OnPolicySample
+    from swift.template import Template
 
     from swift_grpo_ext.config import RolloutGRPOConfig
 
@@ -260,6 +262,22 @@ def to_rollout_output(completion: Completion, prompt: Prompt) -> RolloutOutput:
     infos = {"seed": completion.seed, "replica": completion.replica}
     output = RolloutOutput(response=response, rollout_logprobs=logprobs, rollout_infos=infos)
     return record_stop_reason(output)
+
+
+def give_to_scheduler(output: RolloutOutput, template: Template, tools: Any) -> None:
+    """Put into an output's choice what ms-swift's schedulers read there: log-probabilities with
+    their tokens, and tool calls.
+
+    Args:
+        tools: of the row.
+    """
+    [choice] = output.response.choices
+    if output.rollout_logprobs:
+        [logprobs] = output.rollout_logprobs
+        pairs = zip(choice.token_ids or (), logprobs, strict=True)
+        decode = template.tokenizer.decode
+        choice.logprobs = {"content": [{"token": decode([i]), "logprob": p} for i, p in pairs]}
+    choice.message.tool_calls = tool_calls(template, choice.message.content, tools)
 
 
 def _as_list(numbers: Numbers | None) -> list[Any]:

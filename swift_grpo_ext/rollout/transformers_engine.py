@@ -154,10 +154,10 @@ class RolloutTransformersEngine(TransformersEngine):
             text = self._template_stops.text(token_ids, ending, row_inputs)
             token_ids = token_ids[: ending.num_tokens]
             own_logprobs = logprobs and logprobs[i][: ending.num_tokens]
-            tools = tool_calls(self, text, row_inputs)
+            calls = tool_calls(self.template, text, row_inputs.tools)
             choice = StoppedChoice(
                 index=0,
-                message=ChatMessage(role="assistant", content=text, tool_calls=tools),
+                message=ChatMessage(role="assistant", content=text, tool_calls=calls),
                 # Nothing but a stop ends a row before all of them, and then it is known.
                 finish_reason="length" if ending.reason is None else "stop",
                 stop_reason=ending.reason,

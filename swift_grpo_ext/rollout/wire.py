@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
 KEY = "swift_grpo_ext"
-VERSION = 5
+VERSION = 6
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 """HTTP requests that rest on weights name the start of the server that was given them."""
 
@@ -35,6 +35,10 @@ this training has the server's lease. A replica that takes longer is ended: nobo
 
 MIN_TIMEOUT = 1.0
 """Seconds. A healthy replica that is idle answers in less."""
+
+STATUS_HEADER = "X-Swift-Grpo-Ext-Status"
+"""Asks for an answer that begins at once: blanks while it is made, then its status, a line break
+and its content. Conversations take as long as their tools."""
 
 MESSAGE_HEADER = "X-Swift-Grpo-Ext-Message"
 """Names a request; its answer has the same name (docs/promises.md, F1)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,14 @@ import torch
 from swift.utils import get_logger
 
 from swift_grpo_ext.media.encode import before_collating
+from swift_grpo_ext.rollout.conversation import prompt_of
 from swift_grpo_ext.rollout.positions import Positions
+from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, column_of
 
 if TYPE_CHECKING:
+    from swift.infer_engine.protocol import RolloutOutput
     from swift.rl_core.data import GRPOBatch, GRPOSample
     from swift.template import Template
 
@@ -53,6 +57,12 @@ TURNS_REMEDY = (
     "images of a conversation in `rollout_infos['images']` (videos, audios alike), and to keep "
     "earlier turns as the engine saw them; --max_length must hold all turns. "
     "--rollout_mismatch warn trains all the same."
+)
+
+KEPT_TOKENS = "The template has to keep a completion's tokens as they are."
+KEPT_TURNS = (
+    "The scheduler has to leave each answer in the messages, and to return `response_token_ids` "
+    "and `response_loss_mask` where it changes one."
 )
 
 POSITIONS_REMEDY = (
@@ -126,8 +136,8 @@ def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> I
                 continue
             sample = waiting.popleft()
             # A later turn's prompt holds what was sampled before.
-            seen = getattr(sample, "rollout_prompt_ids", None) or ()
-            prompt = () if is_conversation(sample) else seen
+            prompts = rollout_prompts(sample)
+            prompt = prompts[0].token_ids if len(prompts) == 1 else ()
             was_cut = may_be_cut(prompt, max_length)
             changed = with_text_of(
                 prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
@@ -268,7 +278,7 @@ def check_training_batch(
     positions = positions_in_training(samples, model_inputs)
     for sample, placed in zip(samples, positions, strict=True):
         try:
-            check_prompt_of(sample, template, placeholders, REMEDY)
+            check_prompts_of(sample, template, placeholders, REMEDY)
             check_positions_of(sample, placed)
         except DisagreementError as e:
             if args.rollout_mismatch == "stop":
@@ -286,23 +296,46 @@ def check_training_batch(
         if num_sampled not in (count, count + 1):
             raise DisagreementError(
                 f"{sample.sample_id}: {num_sampled} tokens were sampled, and {count} would "
-                "be trained on. The template has to keep a completion's tokens as they are."
+                f"be trained on. {KEPT_TURNS if is_conversation(sample) else KEPT_TOKENS}"
             )
 
 
-def check_prompt_of(
+def with_answer(sample: GRPOSample, output: RolloutOutput) -> GRPOSample:
+    """Return a copy of a sample with its completion, of one turn, as the training encodes it."""
+    answered = deepcopy(sample)
+    answered.apply_rollout_output(rollout_output=output)
+    answered.rollout_prompts = [prompt_of(output)]
+    return answered
+
+
+def rollout_prompts(sample: GRPOSample) -> list[Prompt]:
+    """Return the prompt of each turn that was answered, as far as it is known."""
+    prompts: list[Prompt] = getattr(sample, "rollout_prompts", None) or []
+    return [prompt for prompt in prompts if prompt.token_ids]
+
+
+def check_prompts_of(
     sample: GRPOSample, template: Template, placeholders: Collection[int], remedy: str = ""
 ) -> None:
     """Raise `DisagreementError` where an encoded sample does not begin with the prompt that its
-    rollout saw, if that is known.
+    rollout saw, if that is known: with that of each turn.
 
     Args:
         placeholders: ids that stand for media; in training negative ones do too.
         remedy: the message's last sentence.
     """
-    rollout = getattr(sample, "rollout_prompt_ids", None) or ()
-    if not rollout:
-        return
+    for turn, prompt in enumerate(rollout_prompts(sample), 1):
+        _check_prompt(sample, turn, prompt.token_ids, template, placeholders, remedy)
+
+
+def _check_prompt(
+    sample: GRPOSample,
+    turn: int,
+    rollout: list[int],
+    template: Template,
+    placeholders: Collection[int],
+    remedy: str,
+) -> None:
     training = torch.as_tensor(sample.encoded["input_ids"]).flatten().tolist()
     ours = spans_of(rollout, placeholders)
     theirs = spans_of(training, placeholders)[: len(ours)]
@@ -328,7 +361,7 @@ def check_prompt_of(
     words = [repr(decode([i for i in ids if i >= 0])) for ids in (seen, trained)]
     where, remedy = ("", remedy)
     if is_conversation(sample):
-        where, remedy = (f" in turn {len(sample.response_token_ids)}", remedy and TURNS_REMEDY)
+        where, remedy = (f" in turn {turn}", remedy and TURNS_REMEDY)
     raise DisagreementError(
         f"{sample.sample_id}{where}: the rollout saw a prompt of {len(rollout)} tokens that "
         f"training does not begin with; they differ from token {first} on ({seen} against "
@@ -362,11 +395,12 @@ def check_positions_of(sample: GRPOSample, placed: torch.Tensor | None) -> None:
     Args:
         placed: [3, tokens] in time, height and width, as training has them.
     """
-    if misplaced := first_misplaced(getattr(sample, "rollout_positions", None), placed):
-        raise DisagreementError(
-            f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and training place "
-            f"the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
-        )
+    for prompt in rollout_prompts(sample):
+        if misplaced := first_misplaced(prompt.positions, placed):
+            raise DisagreementError(
+                f"{sample.sample_id}, a row of {kind_of_row(sample)}: the rollout and training "
+                f"place the same tokens otherwise, {misplaced}. {POSITIONS_REMEDY}"
+            )
 
 
 def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> str:
@@ -387,8 +421,7 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
 
 def is_conversation(sample: GRPOSample) -> bool:
     """Return whether a sample has several turns, of which the last prompt holds the others."""
-    turns = sample.response_token_ids
-    return bool(turns) and isinstance(turns[0], (list, tuple)) and len(turns) > 1
+    return len(rollout_prompts(sample)) > 1
 
 
 # --- dropout ---

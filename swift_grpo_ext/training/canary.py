@@ -27,8 +27,9 @@ from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.batch import (
     DisagreementError,
-    check_prompt_of,
+    check_prompts_of,
     rollouts_own_prompts,
+    with_answer,
 )
 from swift_grpo_ext.training.gap import Gap, gaps_between
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
@@ -115,7 +116,7 @@ def sample_gaps(
     gaps: list[Gap | None] = []
     for row, sample in enumerate(samples):
         try:
-            check_prompt_of(sample, trainer.template, placeholders)
+            check_prompts_of(sample, trainer.template, placeholders)
         except DisagreementError:
             gaps.append(None)
         else:
@@ -227,10 +228,7 @@ class WeightCanary:
             for index in range(COMPLETIONS)
         ]
         for output in engines(self._prompt, ids, probe_config(config)):
-            sample = deepcopy(self._prompt)
-            sample.apply_rollout_output(rollout_output=output)
-            sample.rollout_prompt_ids = output.response.prompt_token_ids
-            self._generated.append(sample)
+            self._generated.append(with_answer(self._prompt, output))
 
     def _choose(self, samples: Sequence[OnPolicySample]) -> OnPolicySample:
         """Return one sample, the same on all ranks."""

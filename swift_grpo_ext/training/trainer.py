@@ -5,6 +5,7 @@ Each hook takes what it needs from ms-swift, and hands it to a collaborator, whe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
@@ -36,17 +38,14 @@ from swift_grpo_ext.rollout.generate import (
     to_rollout_outputs,
 )
 from swift_grpo_ext.rollout.placeholders import mask_models
-from swift_grpo_ext.rollout.rank_group import (
-    RankGroup,
-    TensorParallelGroup,
-    training_ranks,
-)
+from swift_grpo_ext.rollout.rank_group import RankGroup, TensorParallelGroup, training_ranks
+from swift_grpo_ext.rollout.scheduler import tell_no_room, watch
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.stops.templates import check_template_stops, record_stop_reason
+from swift_grpo_ext.stops.templates import check_template_stops
 from swift_grpo_ext.training.batch import (
     check_counts,
     check_training_batch,
@@ -64,6 +63,7 @@ from swift_grpo_ext.training.prompts import (
     tell_duplicates,
     tell_uneven,
 )
+from swift_grpo_ext.training.turns import Turns, give_turns, servers_turns
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
@@ -77,7 +77,7 @@ from swift_grpo_ext.weights.layout import (
 from swift_grpo_ext.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
+    from swift.infer_engine.protocol import RequestConfig, RolloutOutput
     from swift.rl_core.data import GRPOBatch, GRPOSample
     from torch.utils.data import DataLoader, Dataset
 
@@ -136,6 +136,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         self._idle_rounds = IdleRounds()
+        self._turns = Turns(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
         switch_off_dropout(self.model)
@@ -187,6 +188,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
         return super()._prepare_vllm_engine()
 
     # --- a round begins: its name, its prompts ---
+
+    def _prepare_scheduler(self) -> None:
+        watch(getattr(self.args, "multi_turn_scheduler", None), self.args.tool_timeout)
+        super()._prepare_scheduler()
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
         upstream = super()._get_train_sampler(train_dataset)
@@ -307,6 +312,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         # An environment asks each sample its own question, and each turn is another prompt.
         is_multi_turn = bool(self.multi_turn_scheduler)
         prompts = [prompt_hash(s) if is_multi_turn else s.prompt_hash for s in samples]
+        began = time.monotonic()
         if not self._settings.generates or self.enable_server_multi_turn:
             outputs = super()._rollout(samples, request_config, is_global_inputs)
         elif is_global_inputs and self.ranks.rank > 0:
@@ -324,22 +330,15 @@ class RolloutGRPOTrainer(GRPOTrainer):
                 make_request=lambda position: named_request(
                     samples[position], samples2requests, placeholders
                 ),
-                make_metadata=partial(self._settings.metadata, packed=not is_multi_turn),
+                make_metadata=partial(self._settings.metadata, packed=True),
                 sharing=self._sharing(is_global_inputs),
                 call_engine=self._call_engine,
             )
             if not is_multi_turn:
                 tell_uneven(uneven)
-        for output in outputs:
-            record_stop_reason(output)
-        self._recorder.record(
-            sample_ids,
-            samples,
-            prompts,
-            outputs,
-            num_ranks=self.ranks.size if is_global_inputs else 1,
-            weight_version=self._last_loaded_step if self.args.use_vllm else self.state.global_step,
-        )
+        if self.enable_server_multi_turn:
+            return outputs  # whose turns come with them
+        self._turns.note(samples, outputs, sample_ids, prompts, time.monotonic() - began)
         return outputs
 
     def _draw_canary(
@@ -397,23 +396,41 @@ class RolloutGRPOTrainer(GRPOTrainer):
         pairs = zip(outputs, metadatas, strict=True)
         return [to_rollout_outputs(output, metadata, replica) for output, metadata in pairs]
 
-    def _engine_infer(self, *args: Any, **kwargs: Any) -> Any:
+    def _engine_infer(
+        self,
+        infer_requests: list[RolloutInferRequest],
+        request_config: RequestConfig | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._servers is not None and request_config is not None:
+            with profiling_context(self, "generate"), self._disable_sp_context():
+                return self._servers.converse(infer_requests, request_config)
         if self.vllm_mode == "server":
-            return super()._engine_infer(*args, **kwargs)
+            return super()._engine_infer(infer_requests, request_config, **kwargs)
         with self._media.in_rollout(self.engine):
-            return super()._engine_infer(*args, **kwargs)
+            return super()._engine_infer(infer_requests, request_config, **kwargs)
 
     # --- the training batch ---
 
     def _postprocess_rollout_outputs(
         self, samples: list[GRPOSample], outputs: list[RolloutOutput]
     ) -> list[GRPOSample]:
-        for output in outputs:
-            record_stop_reason(output)
+        if self.enable_server_multi_turn:
+            turns_of_outputs = servers_turns(samples, outputs, self._settings.run_seed)
+        else:
+            turns_of_outputs = self._turns.take(samples, outputs)
         results = super()._postprocess_rollout_outputs(samples, outputs)
-        for sample, output in zip(results, outputs, strict=True):
-            sample.rollout_prompt_ids = output.response.prompt_token_ids
-            sample.rollout_positions = getattr(output.response, "prompt_positions", None)
+        is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
+        for sample, turns in zip(results, turns_of_outputs, strict=True):
+            give_turns(sample, turns, is_conversation=is_conversation)
+        if is_conversation:
+            tell_no_room(outputs, self.template.max_length, self._max_model_len)
+        self._recorder.record(
+            results,
+            turns_of_outputs,
+            num_ranks=self.ranks.size if self.args.async_generate else 1,
+            weight_version=self._last_loaded_step if self.args.use_vllm else self.state.global_step,
+        )
         return results
 
     def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> list[dict[str, Any]]:

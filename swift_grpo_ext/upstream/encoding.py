@@ -29,17 +29,17 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from swift.infer_engine.infer_engine import InferEngine
 
 from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
-    from swift.infer_engine.infer_engine import InferEngine
     from swift.infer_engine.protocol import RolloutInferRequest
     from swift.rl_core.data import OnPolicySample
     from swift.template import Template
-    from swift.template.template_inputs import StdTemplateInputs
 
 DEFAULT_FPS = 2.0
 """qwen_vl_utils' own (vision_process.FPS)."""
@@ -105,11 +105,15 @@ def load_video(path: str, num_frames: int = -1) -> tuple[Any, dict[str, Any]]:
     return frames, asdict(metadata) | {"do_sample_frames": True}
 
 
-def tool_calls(engine: InferEngine, text: str, template_inputs: StdTemplateInputs) -> Any:
-    """Return the tool calls in a completion's text as ms-swift's `engine` reads them, or None."""
-    takes = inspect.signature(engine._get_toolcall).parameters
-    extra = {"template_inputs": template_inputs} if "template_inputs" in takes else {}
-    return engine._get_toolcall(text, **extra)
+def tool_calls(template: Template, text: str, tools: Any = None) -> Any:
+    """Return the tool calls in a completion's text as ms-swift's engines read them, or None.
+
+    Args:
+        tools: of the row.
+    """
+    takes = inspect.signature(InferEngine._get_toolcall).parameters
+    extra = {"template_inputs": SimpleNamespace(tools=tools)} if "template_inputs" in takes else {}
+    return InferEngine._get_toolcall(SimpleNamespace(template=template), text, **extra)
 
 
 @contextmanager

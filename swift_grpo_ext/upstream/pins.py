@@ -74,8 +74,8 @@ swift.rlhf_trainers:GRPOTrainer
     _get_per_token_logps_and_entropies: self model model_inputs grpo_batch
     _template_context: self template
     _get_request_config _load_best_model _move_adapter_to_vllm
-        _prepare_resample_data_iterator _prepare_rollout_params _prepare_vllm
-        _prepare_vllm_engine: self
+        _prepare_resample_data_iterator _prepare_rollout_params _prepare_scheduler
+        _prepare_vllm _prepare_vllm_engine: self
     _get_train_sampler: self train_dataset
     _load_from_checkpoint: self resume_from_checkpoint model
     _load_state_dict_to_vllm: self state_dict
@@ -115,6 +115,12 @@ swift.infer_engine:TransformersEngine
 swift.infer_engine.infer_engine:InferEngine
     _get_logprobs: self logprobs_list token_ids top_logprobs
     _get_toolcall: self response template_inputs | self response
+swift.rollout.multi_turn:MultiTurnScheduler
+    check_finished on_turn_end step: self infer_request response_choice current_turn
+    get_response_token_data: self infer_request response_choice since 4.5
+    on_trajectory_start: self requests
+    restore_assistant_message_snapshots: snapshots since 4.5
+    snapshot_and_materialize_assistant_messages: self infer_request since 4.5
 swift.template.base:Template
     _add_dynamic_eos: input_ids labels loss_scale suffix_tokens_id
     _get_response_prefix encode: self inputs
@@ -171,6 +177,9 @@ swift.infer_engine.vllm_engine:VllmEngine
     inner_model_executor
 swift.infer_engine.infer_engine:InferEngine
     _batch_encode: self infer_requests strict
+    set_default_max_tokens: self request_config inputs
+swift.template.base:Template
+    _truncate: self input_ids labels encoded truncation_strategy
 vllm.lora.worker_manager:LRUCacheWorkerLoRAManager
     add_adapter: self lora_request
 """)
@@ -288,7 +297,10 @@ swift.pipelines.infer.rollout:SwiftRolloutDeploy
 swift.pipelines.infer.rollout
     llm_worker: args data_parallel_rank master_port connection
     llm_worker_entry: args kwargs
+    get_rollout_engine_type: args engine
     InitCommunicatorRequest
+vllm.v1.engine.exceptions
+    EngineDeadError
 swift.pipelines.infer.rollout:StatelessProcessGroup
     create: host port rank world_size data_expiration_seconds store_timeout
 swift.pipelines.infer.rollout:WeightSyncWorkerExtension

@@ -7,18 +7,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial, wraps
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import count
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from swift.utils import get_logger
 
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
@@ -28,7 +32,10 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = get_logger()
 
 
 def repair_cpu_engine() -> None:
@@ -344,6 +351,44 @@ def leave_out_broken_plugins() -> None:
         groups = [group for group in entry_points().groups if group.startswith("vllm.")]
         names = {e.name for group in groups for e in entry_points(group=group)} - {"swift_uembed"}
         os.environ["VLLM_PLUGINS"] = ",".join(sorted(names))
+
+
+# --- a server's replica ---
+
+SECONDS_TO_CLOSE = 1.0
+
+
+def end_with_core(engine: AsyncLLM | LLMEngine) -> None:
+    """Have this process end when a process of its engine does, however that came.
+
+    Symptom: after `VLLM::EngineCore` was killed (for its memory, or by CUDA), the worker above it
+    lives on and answers `/health`, and a weight update waits for it without end.
+    Upstream: vLLM 0.32, v1/engine/core_client.py: it is said with the next request, if any;
+    ms-swift 4.6, pipelines/infer/rollout.py, watches its workers, not their engines. Can go when a
+    worker ends with its engine.
+    """
+    resources = getattr(engine.engine_core, "resources", None)  # none where it has no processes
+    manager = getattr(resources, "engine_manager", None)
+    sentinels = [process.sentinel for process in getattr(manager, "processes", ())]
+
+    def end() -> None:
+        connection.wait(sentinels)
+        time.sleep(SECONDS_TO_CLOSE)  # for a worker that is closing it
+        logger.error("A process of vLLM's engine has ended: this replica ends with it.")
+        os._exit(1)
+
+    if sentinels:
+        threading.Thread(target=end, daemon=True).start()
+
+
+def end_if_dead(error: Exception) -> None:
+    """End this process where an engine says that its process has ended: an answer would be that of
+    a replica that goes on."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if isinstance(error, EngineDeadError):
+        logger.error("vLLM's engine is dead: this replica ends with it.")
+        os._exit(1)
 
 
 # --- an async engine with several replicas ---

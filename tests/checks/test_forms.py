@@ -58,7 +58,9 @@ def url(folder: Path) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
+    with server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWIFT_ALLOW_INTERNAL_URL", "1")  # for servers' checks, if a test made them
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -88,6 +88,7 @@ def test_the_first_error_is_raised_after_the_warnings(
         ({}, None),
         (SERVER, None),
         ({"rollout_timeout": 0.5}, "error: --rollout_timeout 0.5: expected a number of seconds"),
+        ({"tool_timeout": 0.0}, "error: --tool_timeout 0.0: expected a number of seconds, more"),
         ({"rollout_timeout": 1.0, "media_cache_gb": 0.0, "sample_log_gb": 0.0}, None),
         ({"logps_chunk_size": -1}, "error: --logps_chunk_size -1: expected a number of positions"),
         ({"logps_chunk_size": 0}, None),
@@ -143,7 +144,18 @@ def test_arguments(changes: dict[str, Any], expected: str | None) -> None:
     [
         (SERVER, ["logits_shim"], "warning: --logits_shim: is ignored by `swift rollout`; `swift"),
         (SERVER, ["rollout_timeout", *preflight.ENGINE_FLAGS_OF_SERVERS], None),
-        ({}, [name for name in flag_names() if not name.startswith("diversity")], None),
+        ({}, [n for n in flag_names() if not n.startswith(("diversity", "tool"))], None),
+        (
+            {},
+            ["tool_timeout"],
+            "warning: --tool_timeout: is read by nothing without --multi_turn_s",
+        ),
+        (
+            SERVER,
+            ["tool_timeout"],
+            "warning: --tool_timeout: is read by nothing without --multi_tu",
+        ),
+        ({"multi_turn_scheduler": "any"}, ["tool_timeout"], None),
         ({}, ["diversity_action"], "warning: --diversity_action: is read by nothing without --cal"),
         ({"callbacks": ["a", "diversity"]}, ["diversity_action", "diversity_alarm_p"], None),
         ({}, ["vllm_max_lora_rank"], "warning: --vllm_max_lora_rank: is read by nothing in this"),

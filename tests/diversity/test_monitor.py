@@ -7,6 +7,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,19 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
     assert run.trainer._metrics["eval"]["diversity/unique_ratio"] == [1.0]
     assert len(run.logged["diversity/unique_ratio"]) == 2
     assert said == []
+
+
+def test_turns_without_an_answer_are_no_copies_of_one_another(tmp_path: Path) -> None:
+    """Their prompts had no room; the sample counts by the turn before."""
+    run = Run(tmp_path)
+    unanswered = [
+        replace(s, origin=replace(s.origin, sample_id=replace(s.origin.sample_id, turn=1)))
+        for s in group_of([], [], [], [])
+    ]
+    run.step([*group_of([1], [2], [3], [4]), *unanswered], [1.0, 0.0, 0.0, 0.0])
+    [record] = run.records
+    assert (record.num_samples, record.metrics["unique_ratio"]) == (4, 1.0)
+    assert record.metrics["correct_answers"] == 1.0
 
 
 def test_rounds_are_analyzed_beside_the_step(

@@ -21,11 +21,13 @@ from swift.infer_engine.protocol import (
 )
 from swift.rl_core.data import OnPolicySample
 
+from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.recorder import SampleRecorder, media_name
+from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.rollout.conversation import Conversation, Turn, turn_of
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.ranks import ThreadRanks, run_rank_groups
@@ -82,8 +84,16 @@ def record(
         for length in lengths
     ]
     prompts = [f"print {number}" for number in range(num)]
-    recorder.record(sample_ids, samples, prompts, outputs, num_ranks=num_ranks, weight_version=3)
+    answered = zip(sample_ids, samples, prompts, outputs, strict=True)
+    turns = [noted(sample, turn_of(out, name, prompt)) for name, sample, prompt, out in answered]
+    recorder.record(samples, turns, num_ranks=num_ranks, weight_version=3)
     recorder.flush()
+
+
+def noted(sample: OnPolicySample, turn: Turn) -> list[Turn]:
+    conversation = Conversation()
+    conversation.note(sample, turn)
+    return conversation.turns
 
 
 def read(folder: Path) -> list[SampleRow]:
@@ -98,20 +108,13 @@ def read(folder: Path) -> list[SampleRow]:
             output([5, 6], logprobs={"content": [{"logprob": -0.5}, {"logprob": -1.5}]}),
             ("七", [5, 6], [-0.5, -1.5], "", None),
         ),
-        # All turns of a conversation that a server led.
         (
             output(
-                [8],
-                response_token_ids=[[5, 6], [7, 8]],
-                rollout_logprobs=[[-1.0, -2.0], [-3.0, -4.0]],
+                [5, 6],
+                rollout_logprobs=[[-1.0, -2.0]],
                 rollout_infos={"replica": "server 0 replica 1", "stop_reason": 5},
             ),
-            ("七", [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], "server 0 replica 1", "5"),
-        ),
-        # The environment put in a token, which was not sampled and has no log-probability.
-        (
-            output([8], response_token_ids=[[5, 6], [7]], rollout_logprobs=[[-1.0, -2.0]]),
-            ("七", [5, 6, 7], None, "", None),
+            ("七", [5, 6], [-1.0, -2.0], "server 0 replica 1", "5"),
         ),
         # What UTF-8 cannot hold.
         (
@@ -165,9 +168,6 @@ def test_one_rank_writes_for_all(tmp_path: Path) -> None:
     recorder.open(start_step=0)
     assert recorder.log is not None
     assert recorder.log._max_bytes is None  # no bound
-    # A server's scheduler may make several training samples of one, which have no names.
-    record(recorder, ids(6, 7), [output([5])])
-    assert record_files(tmp_path / "samples") == []
     record(recorder, ids(*range(6)), num_ranks=3)
     assert [row.rank for row in read(tmp_path)] == [0, 0, 1, 1, 2, 2]
 
@@ -184,7 +184,8 @@ def test_media_in_parts_are_media_and_no_text(tmp_path: Path) -> None:
     sample = OnPolicySample(messages=[{"role": "user", "content": parts}])
     recorder = SampleRecorder(str(tmp_path), RankGroup(), 42)
     recorder.open(start_step=0)
-    recorder.record(ids(0), [sample], ["print"], [output([5])], num_ranks=1, weight_version=3)
+    turns = noted(sample, turn_of(output([5]), FIRST, "print"))
+    recorder.record([sample], [turns], num_ranks=1, weight_version=3)
     recorder.flush()
     [row] = read(tmp_path)
     assert json.loads(row.prompt) == [{"role": "user", "content": "<image><image>哪个?<video>"}]

@@ -17,6 +17,7 @@ import pytest
 import swift.infer_engine
 from PIL import Image
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
+from swift.infer_engine.infer_engine import InferEngine
 from swift.infer_engine.protocol import (
     RequestConfig,
     RolloutInferRequest,
@@ -70,6 +71,8 @@ def template(assets: Path) -> Any:
 
 class RecordingVllm:
     """Keeps the parameters of each request, and answers with the words of `says`, in order."""
+
+    engine_core = None  # it has no processes of its own
 
     def __init__(self, says: list[str], finish_reason: str = "stop") -> None:
         self.params: list[SamplingParams] = []
@@ -352,15 +355,17 @@ def test_completions_end_where_a_token_stops_them(
     assert completion.routed_experts.tolist() == list(range(num_tokens))
 
 
-def test_schedulers_read_ms_swifts_form_with_our_text(make: Any) -> None:
+def test_schedulers_read_ms_swifts_form_with_our_text(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vllm = RecordingVllm(["a</s>\n"], "length")
     engine = make(vllm)
     looked_at: list[str] = []
 
-    def tool_call(response: str, template_inputs: Any = None) -> None:  # ms-swift 4.4: without
+    def tool_call(self: Any, response: str, template_inputs: Any = None) -> None:  # 4.4: without
         looked_at.append(response)
 
-    engine._get_toolcall = tool_call
+    monkeypatch.setattr(InferEngine, "_get_toolcall", tool_call)
     metadata = metadata_of(packed=False, include_stop_str_in_output=False)
     output = ask(engine, metadata, stop=["</s>"], return_details=True)
     [choice] = output.response.choices

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 
 from swift_grpo_ext.config import RolloutGRPOConfig
+from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.arguments import training_arguments
 
 
 def arguments(**changes: Any) -> RolloutGRPOConfig:
     return training_arguments(**{"vllm_mode": "server", "temperature": 1.0, **changes})
+
+
+def prompts(*of_turns: list[int] | None, positions: Any = None) -> list[Prompt]:
+    """Of each turn, as far as they are known."""
+    return [Prompt(ids, positions) for ids in of_turns if ids]
 
 
 def sample(
@@ -25,7 +31,7 @@ def sample(
         "response_token_ids": [list(turn) for turn in turns],
         "rollout_logprobs": [list(turn) for turn in logprobs],
         "response_loss_mask": [list(turn) for turn in mask],
-        "rollout_prompt_ids": [1, 2, 3],
+        "rollout_prompts": prompts([1, 2, 3]),
         "encoded": {"input_ids": torch.tensor([[1, 2, 3, 5, 6]])},
     }
     return SimpleNamespace(**(values | fields))

@@ -12,14 +12,14 @@ import torch
 from swift_grpo_ext.training.batch import (
     DisagreementError,
     check_counts,
-    check_prompt_of,
+    check_prompts_of,
     check_training_batch,
     kind_of_row,
     rollouts_own_prompts,
     switch_off_dropout,
     with_text_of,
 )
-from tests.training.samples import arguments, batch, sample
+from tests.training.samples import arguments, batch, prompts, sample
 
 PAD, SOFT = 90, 91
 WORDS = {10: "\n", 11: "\n\n", 12: "\n\n\n", 1: "a", 2: "b", 3: "ab"}
@@ -83,8 +83,8 @@ def test_a_batch_without_log_probabilities_names_the_count(count: int, is_good: 
     ],
 )
 def test_notation_is_no_difference(rollout: list[int], training: list[int]) -> None:
-    drawn = sample(rollout_prompt_ids=rollout, encoded={"input_ids": training})
-    check_prompt_of(drawn, template(), {PAD, SOFT})
+    drawn = sample(rollout_prompts=prompts(rollout), encoded={"input_ids": training})
+    check_prompts_of(drawn, template(), {PAD, SOFT})
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_notation_is_no_difference(rollout: list[int], training: list[int]) -> N
     ],
 )
 def test_other_prompts_are_named(rollout: list[int], training: list[int], first: int) -> None:
-    drawn = sample(rollout_prompt_ids=rollout, encoded={"input_ids": training})
+    drawn = sample(rollout_prompts=prompts(rollout), encoded={"input_ids": training})
     message = rf"group 2, sample 1: .* of {len(rollout)} tokens .* from token {first} on.*Do this"
     with pytest.raises(DisagreementError, match=message):
-        check_prompt_of(drawn, template(), {PAD, SOFT}, "Do this.")
+        check_prompts_of(drawn, template(), {PAD, SOFT}, "Do this.")
 
 
 def test_the_cause_is_named_or_warned_of_once(warnings: list[str]) -> None:
     encoded_ids = {"input_ids": [1, PAD, 10, 2, 5, 5, -200, 5]}
-    other = sample(rollout_prompt_ids=[1, PAD, 2], encoded=encoded_ids)
+    other = sample(rollout_prompts=prompts([1, PAD, 2]), encoded=encoded_ids)
     message = r"sample 1: .* from token 2 on \(\[2\] against \[10, 2, 5, 5, -200\], 'b' against "
     message += r"'\\nb<5><5>'\)\. Give `swift rollout`.* --rollout_mismatch warn"
     with pytest.raises(DisagreementError, match=message):
@@ -131,31 +131,35 @@ def test_the_cause_is_named_or_warned_of_once(warnings: list[str]) -> None:
         ([1, 2, 3, 5, 7], [1, 2, 3, 5, 7, 6], None),
         ([1, PAD, 10, 2, 5, 7], [1, PAD, 2, 5, 7, 6], None),  # line breaks beside media
         ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 10, PAD, 10, 7, 6], None),
-        ([1, 2, 3, 9, 7], [1, 2, 3, 5, 7, 6], 3),  # tokenized again
+        ([1, 2, 3, 9, 7], [1, 2, 3, 5, 7, 6], 3),  # tokenized again, or thoughts dropped
         ([1, PAD, 2, 5, PAD, 7], [1, PAD, 2, 5, 7, 6], 4),  # an image that was not repeated
         ([3, 5, 7], [1, 2, 3, 5, 7, 6], 0),  # cut
     ],
 )
-def test_the_last_turn_of_a_conversation(
-    rollout: list[int], training: list[int], first: int | None
+@pytest.mark.parametrize("turn", [2, 3])
+def test_each_turn_of_a_conversation(
+    rollout: list[int], training: list[int], first: int | None, turn: int
 ) -> None:
-    """It holds all that its engine saw; beside media, line breaks may differ in later turns."""
-    turns = {"turns": [(5,), (6,)], "encoded": {"input_ids": training}}
-    talk = sample(rollout_prompt_ids=rollout, **turns)
+    """Training has all that its engine saw; beside media, line breaks may differ in later turns."""
+    others = [training[:1]] * 2
+    of_turns = prompts(*others[: turn - 1], rollout, *others[turn - 1 :])
+    talk = sample(rollout_prompts=of_turns, encoded={"input_ids": training})
     if first is None:
-        check_prompt_of(talk, template(), {PAD, SOFT})
+        check_prompts_of(talk, template(), {PAD, SOFT})
         return
-    message = rf"sample 1 in turn 2: .* from token {first} on.*`rollout_infos\['images'\]`"
+    message = rf"sample 1 in turn {turn}: .* from token {first} on.*`rollout_infos\['images'\]`"
     with pytest.raises(DisagreementError, match=message):
-        check_prompt_of(talk, template(), {PAD, SOFT}, "Do this.")
+        check_prompts_of(talk, template(), {PAD, SOFT}, "Do this.")
 
 
 def test_unknown_prompts_are_left_to_others() -> None:
-    unknown, never_drawn = sample(rollout_prompt_ids=None), sample()
-    del never_drawn.rollout_prompt_ids
+    unknown, never_drawn = sample(rollout_prompts=prompts(None)), sample()
+    del never_drawn.rollout_prompts
     check_training_batch([unknown, never_drawn], batch(), arguments(), template(), {})
     with pytest.raises(DisagreementError):
-        check_training_batch([sample(rollout_prompt_ids=[9])], batch(), arguments(), template(), {})
+        check_training_batch(
+            [sample(rollout_prompts=prompts([9]))], batch(), arguments(), template(), {}
+        )
 
 
 # --- prompts that are made equal (M3) ---
@@ -238,12 +242,11 @@ def test_what_is_collated_has_the_text_that_max_length_left(
 ) -> None:
     """Where the limit explains it: a system prompt that one side lacks stays a difference. Each
     sample has its own; a conversation, and a sample without a rollout, keep theirs."""
-    turns = {"response_token_ids": [[5], [6]]}
     samples = [
-        sample(rollout_prompt_ids=[3, 90, 4]),
-        sample(rollout_prompt_ids=[1, 2, 3, 90, 4]),
-        sample(rollout_prompt_ids=None),
-        sample(rollout_prompt_ids=[3, 90, 4], **turns),
+        sample(rollout_prompts=prompts([3, 90, 4])),
+        sample(rollout_prompts=prompts([1, 2, 3, 90, 4])),
+        sample(rollout_prompts=prompts(None)),
+        sample(rollout_prompts=prompts([3, 90, 4], [3, 90, 4, 5])),
     ]
     for one in samples:
         one.encoded = {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5]}
@@ -268,7 +271,9 @@ def test_a_micro_batch_looks_at_its_own_samples() -> None:
     samples: list[Any] = []
     for _ in range(64):
         own = {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5]}
-        samples.append(Looked(own=own, response_token_ids=[[5]], rollout_prompt_ids=[3, 90, 4]))
+        samples.append(
+            Looked(own=own, response_token_ids=[[5]], rollout_prompts=prompts([3, 90, 4]))
+        )
     made = template(3)
     with rollouts_own_prompts(made, samples):
         for one in samples:
@@ -297,8 +302,9 @@ def test_positions_are_compared(how: str, warnings: list[str]) -> None:
     other = np.array(ROLLOUT)
     other[:, 4] = 4
     ids = [1, PAD, PAD, PAD, 2, 5, 6]
-    rows = {"encoded": {"input_ids": ids}, "rollout_prompt_ids": ids[:5], "videos": ["a"]}
-    samples = [sample(**rows), sample(**rows, rollout_positions=ROLLOUT), sample(**rows)]
+    rows = {"encoded": {"input_ids": ids}, "videos": ["a"]}
+    positions = (None, ROLLOUT, None)
+    samples = [sample(**rows, rollout_prompts=prompts(ids[:5], positions=p)) for p in positions]
 
     def check(positions: torch.Tensor, **changes: Any) -> None:
         inputs: dict[str, Any] = {"position_ids": positions}

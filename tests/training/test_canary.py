@@ -62,7 +62,7 @@ def judged(
     def encoded_batch(rank: Any, samples: Any) -> Any:
         if rank == failing:
             raise OSError("no such image")
-        return [sample.rollout_prompt_ids for sample in samples]
+        return [sample.rollout_prompts[0].token_ids for sample in samples]
 
     def gaps_of(_: Any, samples: Any, batch: Any) -> list[Any]:
         assert batch == [[2]] * COMPLETIONS
@@ -278,7 +278,7 @@ def test_two_prompts_are_not_compared() -> None:
     for one, prompt in zip(samples, ([1, 2], [1, 3]), strict=True):
         one.sample_id, one.response_token_ids = "the canary", [[5]]  # type: ignore[attr-defined]
         one.encoded = {"input_ids": [1, 2, 5]}
-        one.rollout_prompt_ids = prompt  # type: ignore[attr-defined]
+        one.rollout_prompts = [Prompt(prompt)]  # type: ignore[attr-defined]
     batch: Any = SimpleNamespace(
         rollout_per_token_logps=torch.full((2, 2), -1.0),
         completion_mask=torch.tensor([[1, 0], [1, 0]]),

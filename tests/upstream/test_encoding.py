@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from swift.infer_engine.infer_engine import InferEngine
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.pipelines.infer.deploy import SwiftDeploy
 from swift.template import vision_utils
@@ -54,13 +55,19 @@ def test_a_videos_url_is_left_to_ms_swift(monkeypatch: pytest.MonkeyPatch) -> No
     assert given == [(" https://a/b.mp4", 7), ("http://a/b.mp4", -1)]
 
 
-def test_tool_calls_are_read_as_the_release_reads_them() -> None:
-    newer = SimpleNamespace(
-        _get_toolcall=lambda response, template_inputs: (response, template_inputs)
-    )
-    older = SimpleNamespace(_get_toolcall=lambda text: text)
-    assert tool_calls(newer, "text", "inputs") == ("text", "inputs")
-    assert tool_calls(older, "text", "inputs") == "text"
+def test_tool_calls_are_read_as_the_release_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = SimpleNamespace(name="a template")
+
+    def newer(self: Any, response: str, template_inputs: Any) -> Any:
+        return self.template, response, template_inputs.tools
+
+    def older(self: Any, response: str) -> Any:
+        return self.template, response
+
+    monkeypatch.setattr(InferEngine, "_get_toolcall", newer)
+    assert tool_calls(made, "text", ["a tool"]) == (made, "text", ["a tool"])
+    monkeypatch.setattr(InferEngine, "_get_toolcall", older)
+    assert tool_calls(made, "text") == (made, "text")
 
 
 @pytest.mark.skipif(

@@ -17,7 +17,7 @@ from swift_grpo_ext.upstream.patches import patch
 PACKAGE = Path(inspect.getfile(patches)).parents[1]
 UPSTREAM = ("swift", "vllm", "transformers", "torch", "PIL", "peft", "accelerate", "trl")
 REGISTRATIONS = {"TrainerFactory.TRAINER_MAPPING", "TrainerFactory.TRAINING_ARGS_MAPPING"}
-REGISTRATIONS |= {"callbacks_map", "orms"}
+REGISTRATIONS |= {"callbacks_map", "orms", "multi_turns"}
 """Places that ms-swift has for plugins."""
 
 

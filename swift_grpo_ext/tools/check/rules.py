@@ -88,8 +88,9 @@ def check_training(run: Run) -> Findings:
     if run.train("truncation_strategy") != "delete" and prompt:
         yield warning(
             "truncation_strategy",
-            "left cuts prompts for the training that the rollout saw whole, and images with them: "
-            "set delete, which replaces prompts that are too long.",
+            f"left cuts prompts beyond --max_length {prompt} at their beginning, where the system "
+            "prompt and the question stand, and keeps their images: set delete, which replaces "
+            "prompts that are too long.",
         )
     # vLLM takes requests that do not fit: ms-swift cuts their completions short, and only logs it
     # (infer_engine/infer_engine.py, `set_default_max_tokens`).

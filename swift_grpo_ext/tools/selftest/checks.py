@@ -28,7 +28,7 @@ from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
 from swift_grpo_ext.tools.selftest.rig import MAX_TOKENS, Rig
 from swift_grpo_ext.training.batch import (
     DisagreementError,
-    check_prompt_of,
+    check_prompts_of,
     logprobs_of,
     trained_ids,
 )
@@ -56,9 +56,9 @@ def check_prompts(rig: Rig) -> Finding:
     for row in rig.hardest_prompts(NUM_HARDEST):
         [sample] = rig.generate_for_training([row], rig.ids(0, 1, 1), rig.config(1))
         encoded_batch(trainer, [sample])
-        lengths.append(len(sample.rollout_prompt_ids))
+        lengths.append(len(sample.rollout_prompts[0].token_ids))
         try:
-            check_prompt_of(sample, trainer.template, placeholder_ids(trainer.template))
+            check_prompts_of(sample, trainer.template, placeholder_ids(trainer.template))
         except DisagreementError as e:
             faults.append(str(e))
     values = {

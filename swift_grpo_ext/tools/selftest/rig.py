@@ -22,6 +22,7 @@ from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
+from swift_grpo_ext.training.batch import with_answer
 
 if TYPE_CHECKING:
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
@@ -191,7 +192,7 @@ class Rig:
         samples, outputs = self.generate(rows, ids, config=config)
         for sample, sample_id in zip(samples, ids, strict=True):
             sample.sample_id, sample.request_id = sample_id, sample_id.request_id
-        return list(self.trainer._postprocess_rollout_outputs(samples, outputs))
+        return [with_answer(*pair) for pair in zip(samples, outputs, strict=True)]
 
     def update_weights(self) -> None:
         """Give the engines the trainer's weights, verified."""

@@ -1,0 +1,210 @@
+"""Conversations: what the engine saw and gave in each turn, and what a scheduler added in between.
+
+ms-swift leads a conversation in the training (rollout/agent_loop.py, `run_multi_turn`) or in
+`swift rollout` (rollout/multi_turn.py, `MultiTurnScheduler.run`), and keeps of it the messages of
+the last turn and the tokens of all. Both sides note each turn here: training compares what the
+engine saw with what it sees itself, and the record has a row for each.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from swift_grpo_ext.media.pictures import Picture, media_name, picture_of
+from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
+from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.stops.templates import STOP_REASON
+from swift_grpo_ext.upstream.rows import COLUMNS, RowFormError, column_of, read_row
+
+if TYPE_CHECKING:
+    from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
+    from swift.rl_core.data import OnPolicySample
+
+KEY = f"{wire.KEY}.turns"
+"""In `rollout_infos` of what a server's scheduler made: its turns."""
+
+EMPTY = ("", None)
+"""The content of the answer that ms-swift leaves in the messages for a template to go on from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn, as the engine saw it."""
+
+    sample_id: SampleId
+    prompt: Prompt
+    completion: Completion
+    fingerprint: str
+    """The hash of the prompt."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """What was added to the prompt since the answer before; of the first turn, the prompt."""
+
+    media: list[Picture] = field(default_factory=list)
+    """The media that were added with it."""
+
+    engine_seconds: float = 0.0
+    """From the request to the answer. A colocated engine answers all samples of a turn at once."""
+
+    tool_seconds: float = 0.0
+    """In the scheduler, between the answer before and the request."""
+
+
+@dataclass
+class Conversation:
+    """The turns of one sample, and how much of its prompt they have shown."""
+
+    turns: list[Turn] = field(default_factory=list)
+    _num_messages: int = 0
+    _num_media: dict[str, int] = field(default_factory=dict)
+
+    def note(self, request: OnPolicySample | RolloutInferRequest, turn: Turn) -> None:
+        """Note a turn, with what was added for it to `request`, as the engine was asked with it:
+        without the answer."""
+        messages, media = self._added(request)
+        self.turns.append(replace(turn, messages=messages, media=media))
+
+    def _added(
+        self, request: OnPolicySample | RolloutInferRequest
+    ) -> tuple[list[dict[str, Any]], list[Picture]]:
+        """Return the messages and media that have come since the turn before, and count them. All
+        of them have where a scheduler wrote the conversation anew, with fewer."""
+        held = list(request.messages)
+        if held and held[-1]["role"] == "assistant" and held[-1].get("content") in EMPTY:
+            held.pop()
+        start = self._num_messages if self._num_messages <= len(held) else 0
+        self._num_messages = len(held) + 1  # with the answer
+        added = []
+        for column in COLUMNS:
+            values = list(column_of(request, column) or ())
+            known = self._num_media.get(column, 0)
+            added += values[known if known <= len(values) else 0 :]
+            self._num_media[column] = len(values)
+        if not self.turns:
+            return first_prompt(request)
+        messages = [dict(message) for message in held[start:]]
+        with suppress(RowFormError):  # recorded as it is
+            read = read_row({"messages": messages})
+            messages = read.messages
+            added = [*(medium.value for medium in read.media), *added]
+        return messages, [picture_of(medium) for medium in added]
+
+
+def first_prompt(
+    row: OnPolicySample | RolloutInferRequest,
+) -> tuple[list[dict[str, Any]], list[Picture]]:
+    """Return a row's messages, with marks where parts of `content` were media, and all media by
+    name."""
+    try:
+        read = read_row(row)
+        messages, media = read.messages, [medium.value for medium in read.media]
+    except RowFormError:  # of a scheduler that has requests of its own
+        messages = [dict(message) for message in row.messages]
+        media = [m for column in COLUMNS for m in column_of(row, column) or ()]
+    return messages, [Picture(media_name(medium)) for medium in media]
+
+
+def prompt_of(output: RolloutOutput) -> Prompt:
+    """Return the prompt of an output of ms-swift's, as its engine saw it."""
+    positions = getattr(output.response, "prompt_positions", None)
+    return Prompt(list(output.response.prompt_token_ids or ()), positions)
+
+
+def turn_of(
+    output: RolloutOutput,
+    sample_id: SampleId,
+    fingerprint: str,
+    *,
+    engine_seconds: float = 0.0,
+    tool_seconds: float = 0.0,
+) -> Turn:
+    """Return the turn that an output of ms-swift's stands for, of one sample."""
+    [choice], infos = output.response.choices, output.rollout_infos
+    if output.rollout_logprobs:
+        [logprobs] = output.rollout_logprobs
+    else:
+        content = (choice.logprobs or {}).get("content") or ()
+        logprobs = [token["logprob"] for token in content]
+    token_ids = list(choice.token_ids or ())
+    completion = Completion(
+        text=choice.message.content if isinstance(choice.message.content, str) else "",
+        token_ids=token_ids,
+        logprobs=logprobs if logprobs and len(logprobs) == len(token_ids) else None,
+        finish_reason=choice.finish_reason,
+        stop_reason=infos.get(STOP_REASON),
+        seed=infos.get("seed"),
+        replica=str(infos.get("replica", "")),
+    )
+    return Turn(
+        sample_id=sample_id,
+        prompt=prompt_of(output),
+        completion=completion,
+        fingerprint=fingerprint,
+        engine_seconds=engine_seconds,
+        tool_seconds=tool_seconds,
+    )
+
+
+# --- what a server's scheduler made, on its way to the trainer ---
+
+
+def attach_packed(output: RolloutOutput, turns: Sequence[Turn]) -> None:
+    """Have an output bring its turns along, as plain JSON values."""
+    output.rollout_infos[KEY] = {
+        "version": wire.VERSION,
+        "server": "",
+        "turns": [
+            {
+                "sample_id": asdict(turn.sample_id),
+                "fingerprint": turn.fingerprint,
+                "answer": wire.pack_answer([turn.completion], turn.prompt, turn.completion.replica),
+                "messages": json.loads(json.dumps(turn.messages, default=repr)),
+                "media": [
+                    (m.name, m.webp and base64.b64encode(m.webp).decode()) for m in turn.media
+                ],
+                "seconds": (turn.engine_seconds, turn.tool_seconds),
+            }
+            for turn in turns
+        ],
+    }
+
+
+def name_server(output: RolloutOutput, name: str) -> None:
+    """Say of an output's turns which server led them."""
+    output.rollout_infos.get(KEY, {})["server"] = name
+
+
+def take_packed(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
+    """Take the turns from an output that a server made; none where it led it without us.
+
+    Raises:
+        WireError: they are of another version, or malformed.
+    """
+    packed = output.rollout_infos.pop(KEY, None)
+    if packed is None:
+        return []
+    wire.check_version(packed, packed.get("server") or "a server")
+    turns = []
+    for each in packed["turns"]:
+        sample_id = SampleId(**each["sample_id"])
+        metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=run_seed, packed=True)
+        [completion], prompt = wire.unpack_answer(each["answer"], metadata, packed["server"])
+        engine_seconds, tool_seconds = each["seconds"]
+        turn = Turn(
+            sample_id=sample_id,
+            prompt=prompt,
+            completion=completion,
+            fingerprint=each["fingerprint"],
+            messages=each["messages"],
+            media=[Picture(name, webp and base64.b64decode(webp)) for name, webp in each["media"]],
+            engine_seconds=engine_seconds,
+            tool_seconds=tool_seconds,
+        )
+        turns.append(turn)
+    return turns
