@@ -7,20 +7,23 @@ import copy
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import requests
+from pydantic import ValidationError
 from requests.adapters import HTTPAdapter
 from swift.arguments import RLHFArguments
-from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.rlhf_trainers import vllm_client
 from swift.utils import get_current_device, get_logger
 from urllib3.exceptions import NewConnectionError
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.conversation import name_server
 from swift_grpo_ext.rollout.dispatch import (
     NoWorkerError,
     RequestError,
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from swift.rlhf_trainers.vllm_client import VLLMClient, VLLMInferClient
 
 logger = get_logger()
+
+T = TypeVar("T")
 
 CHECKSUMS_PATH = "swift_grpo_ext/weight_receipts/"
 SECONDS_TO_CONNECT = 10.0
@@ -167,44 +172,77 @@ class RolloutServers:
                 sample or the servers, and the causes.
         """
         addresses = [(s, number) for s in self._servers for number in range(s.replicas)]
-        messages, costs, servers = [], [], []
+        messages, servers = [], []
         for request, metadata in zip(requests, metadatas, strict=True):
             server, number = None, None
             if metadata.replica is not None and metadata.replica < len(addresses):
                 server, number = addresses[metadata.replica]
-            fields = asdict(request)
-            wire.write_metadata(fields["data_dict"], replace(metadata, replica=number))
-            try:
-                # Once, since images stand in it: every server that is tried gets these bytes.
-                messages.append(json.dumps(fields, allow_nan=False).encode())
-            except (TypeError, ValueError) as e:
-                raise RolloutError(
-                    f"{metadata.sample_id}: the row cannot be sent to a server ({e}); expected "
-                    "text, finite numbers, lists and objects. Mend or drop the row."
-                ) from e
-            costs.append(estimate_cost(fields, metadata.count, config.max_tokens or 0))
+            messages.append(_message(request, replace(metadata, replica=number), config))
             servers.append(server)
-        end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
 
         def send(server: Server, share: list[int]) -> list[Answer]:
-            body = b'{"infer_requests": [' + b", ".join(messages[i] for i in share) + end
-            answers = self._request(server, "post", "infer/", data=body)
+            answers = self._request(server, "post", "infer/", data=_body(messages, share, config))
             if not isinstance(answers, list) or len(answers) != len(share):
                 count = len(answers) if isinstance(answers, list) else "no list of"
                 raise WorkerError(f"{server.name} gave {count} answers to {len(share)} requests.")
+            return [
+                wire.unpack_answer(answer["rollout_infos"][wire.KEY], metadatas[i], server.name)
+                for i, answer in zip(share, answers, strict=True)
+            ]
+
+        return self._dispatch(messages, send, servers)
+
+    def converse(
+        self, requests: Sequence[RolloutInferRequest], config: RequestConfig
+    ) -> list[RolloutOutput]:
+        """Return what the servers' schedulers make of each request, in the order of the requests;
+        several outputs of one follow one another.
+
+        Raises:
+            RolloutError: a request or a scheduler is at fault, or no server is left that could
+                answer; names the servers and the causes.
+        """
+        metadatas = [wire.read_metadata(request.data_dict) for request in requests]
+        messages = [
+            _message(request, metadata, config)
+            for request, metadata in zip(requests, metadatas, strict=True)
+            if metadata is not None
+        ]
+
+        def send(server: Server, share: list[int]) -> list[list[RolloutOutput]]:
+            body = _body(messages, share, config)
+            answers = self._request(server, "post", "infer/", data=body, is_slow=True)
+            made: dict[str | None, list[RolloutOutput]] = {requests[i].uuid: [] for i in share}
+            for answer in answers:
+                output = RolloutOutput(**answer)
+                name_server(output, server.name)
+                made[output.response.id].append(output)
+            if not all(made.values()):
+                raise WorkerError(f"{server.name} has left out conversations.")
+            return list(made.values())
+
+        return list(chain(*self._dispatch(messages, send)))
+
+    def _dispatch(
+        self,
+        messages: Sequence[Message],
+        send: Callable[[Server, list[int]], Sequence[T]],
+        servers: Sequence[Server | None] = (),
+    ) -> list[T]:
+        """Return the answers to messages; an answer that makes no sense is a server's failure."""
+
+        def sensible(server: Server, share: list[int]) -> Sequence[T]:
             try:
-                return [
-                    wire.unpack_answer(answer["rollout_infos"][wire.KEY], metadatas[i], server.name)
-                    for i, answer in zip(share, answers, strict=True)
-                ]
-            except (WireError, KeyError, TypeError) as e:
+                return send(server, share)
+            except (WireError, ValidationError, KeyError, TypeError, AttributeError) as e:
                 raise WorkerError(f"{server.name} gave an answer that makes no sense: {e}") from e
 
         def workers() -> dict[Server, float]:
             return {server: float(server.replicas) for server in self._servers}
 
         try:
-            return dispatch(costs, workers, send, self._note_failure, servers)
+            costs = [message.cost for message in messages]
+            return dispatch(costs, workers, sensible, self._note_failure, servers)
         except (NoWorkerError, RequestError) as e:
             raise RolloutError(str(e)) from e
 
@@ -352,8 +390,19 @@ class RolloutServers:
                 return int(ours["replicas"]), [str(ours["instance"]), *ours["members"]]
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def _request(self, server: Server, method: str, path: str, data: bytes | None = None) -> Any:
+    def _request(
+        self,
+        server: Server,
+        method: str,
+        path: str,
+        data: bytes | None = None,
+        *,
+        is_slow: bool = False,
+    ) -> Any:
         """Return a server's answer.
+
+        Args:
+            is_slow: it may take any time, as long as the server goes on (`wire.STATUS_HEADER`).
 
         Raises:
             WorkerLostError: it does not answer, or has no replica left.
@@ -362,6 +411,8 @@ class RolloutServers:
         """
         name, number = server.name, uuid.uuid4().hex
         headers = {wire.MESSAGE_HEADER: number, "Content-Type": "application/json"}
+        if is_slow:
+            headers[wire.STATUS_HEADER] = "1"
         url = f"{server.url}/{path}"
         try:
             response = server.session.request(method, url, headers=headers, data=data)
@@ -369,16 +420,51 @@ class RolloutServers:
             raise WorkerLostError(f"{name} does not answer ({type(e).__name__}: {e}).") from e
         if response.headers.get(wire.MESSAGE_HEADER) not in (None, number):
             raise WorkerLostError(f"{name} gave the answer to another request.")
-        status, text = response.status_code, response.text[:2000] if not response.ok else ""
+        status, content = response.status_code, response.content
+        if wire.STATUS_HEADER in response.headers:
+            first, _, content = content.lstrip().partition(b"\n")
+            status = int(first) if first.isdigit() else 503  # it has broken off
+        text = content[:2000].decode(errors="replace") if status != 200 else ""
         if status in CALLERS_FAULTS:
             raise RequestError(f"{name} refused the request ({status}): {text}")
         if status != 200:
             kind = WorkerLostError if status == 503 else WorkerError
             raise kind(f"{name} answered {status}: {text}")
         try:
-            return response.json()
+            return json.loads(content)
         except ValueError as e:
             raise WorkerError(f"{name} answered with no JSON ({e}).") from e
+
+
+@dataclass(frozen=True)
+class Message:
+    """A request as servers get it."""
+
+    body: bytes
+    """Made once, since images stand in it: every server that is tried gets these bytes."""
+
+    cost: float
+    """For the balance."""
+
+
+def _message(
+    request: RolloutInferRequest, metadata: RequestMetadata, config: RequestConfig
+) -> Message:
+    fields = asdict(request)
+    wire.write_metadata(fields["data_dict"], metadata)
+    try:
+        body = json.dumps(fields, allow_nan=False).encode()
+    except (TypeError, ValueError) as e:
+        raise RolloutError(
+            f"{metadata.sample_id}: the row cannot be sent to a server ({e}); expected text, "
+            "finite numbers, lists and objects. Mend or drop the row."
+        ) from e
+    return Message(body, estimate_cost(fields, metadata.count, config.max_tokens or 0))
+
+
+def _body(messages: Sequence[Message], share: Sequence[int], config: RequestConfig) -> bytes:
+    end = b'], "request_config": %b}' % json.dumps(asdict(config)).encode()
+    return b'{"infer_requests": [' + b", ".join(messages[i].body for i in share) + end
 
 
 class _BoundedAdapter(HTTPAdapter):

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
+from math import inf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -42,6 +44,7 @@ from swift_grpo_ext.rollout.dispatch import (
     RequestError,
     WorkerError,
     WorkerLostError,
+    activity,
     dispatch,
     noted_failure,
 )
@@ -50,8 +53,15 @@ from swift_grpo_ext.upstream.patches import patch
 logger = get_logger()
 
 PING = "ping"
+GIVE_UP = "give up"
+"""A command without a reply: nobody waits for the conversations."""
+
+GOES_ON = "goes on"
+"""A reply before the reply: a replica's conversations go on."""
+
+SECONDS_BETWEEN_NOTES = 0.25
 Command = dict[str, Any] | str
-"""What a replica is told: a command of ms-swift's, or `PING`."""
+"""What a replica is told: a command of ms-swift's, `PING` or `GIVE_UP`."""
 
 SECONDS_TO_END = 10.0
 
@@ -71,20 +81,57 @@ class WorkerConnection:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._number: int | None = None
+        self._is_free: threading.Lock | None = None  # made in the worker's process
+        self._is_read: threading.Lock | None = None
+        self._unread: list[tuple[int, Command]] = []
 
     def recv(self) -> Any:
         """Return the next command; a ping gets its answer here."""
+        if self._is_free is None or self._is_read is None:
+            self._is_free, self._is_read = threading.Lock(), threading.Lock()
+            threading.Thread(target=self._tell_of_conversations, daemon=True).start()
         while True:
-            self._number, command = self._connection.recv()
+            with self._is_read:
+                message = self._unread.pop(0) if self._unread else self._connection.recv()
+            self._number, command = message
             noted_failure.clear()
-            if command != PING:
+            if command == PING:
+                self.send(PING)
+            elif command != GIVE_UP:
                 return command
-            self.send(PING)
 
     def send(self, reply: Any) -> None:
         if reply is None and noted_failure:
             reply = dict(noted_failure)
-        self._connection.send((self._number, reply))
+        with self._is_free or nullcontext():
+            self._connection.send((self._number, reply))
+
+    def _tell_of_conversations(self) -> None:
+        """Tell the server that conversations go on, while they do: their tools may take longer than
+        a replica may be silent. End them where nobody waits for them."""
+        with suppress(EOFError, OSError):  # the server has ended
+            while True:
+                began = monotonic()
+                time.sleep(SECONDS_BETWEEN_NOTES)
+                if activity.is_alive(began):
+                    self.send(GOES_ON)
+                if self._is_told_to_give_up():
+                    activity.give_up()
+
+    def _is_told_to_give_up(self) -> bool:
+        """Look at what came while a command is worked at; what is another is kept for `recv`."""
+        assert self._is_read is not None
+        if not self._is_read.acquire(blocking=False):
+            return False  # `recv` waits
+        try:
+            if not self._connection.poll():
+                return False
+            message: tuple[int, Command] = self._connection.recv()
+            if message[1] != GIVE_UP:
+                self._unread.append(message)
+            return message[1] == GIVE_UP
+        finally:
+            self._is_read.release()
 
     def close(self) -> None:
         self._connection.close()
@@ -171,26 +218,39 @@ class ReplicaConnection:
         late = WorkerLostError(f"a replica has not answered for {timeout:g} s (--rollout_timeout)")
         if not self._is_free.acquire(timeout=timeout):
             raise late
-        # Ends a write that the replica does not read, and a reply that stops halfway.
-        ends = threading.Timer(timeout + 1.0, self.process.kill)
-        ends.daemon = True
-        ends.start()
         try:
-            number, written = self.send(command)
-            written.result(deadline - monotonic())
-            if not self._connection.poll(deadline - monotonic()):
-                raise late
-            answered, reply = self._connection.recv()
+            with self._ended_after(timeout):
+                number, written = self.send(command)
+                written.result(deadline - monotonic())
+            while True:
+                with self._ended_after(deadline - monotonic()):
+                    if not self._connection.poll(deadline - monotonic()):
+                        raise late
+                    answered, reply = self._connection.recv()
+                if reply != GOES_ON:
+                    break
+                deadline = monotonic() + timeout
         except FutureTimeoutError as e:
             raise late from e
         except (EOFError, OSError) as e:
             raise WorkerLostError(f"a replica has ended ({type(e).__name__})") from e
         finally:
-            ends.cancel()
             self._is_free.release()
         if answered != number:
             raise WorkerLostError(f"a replica answered message {answered}, expected {number}")
         return reply
+
+    @contextmanager
+    def _ended_after(self, seconds: float) -> Iterator[None]:
+        """End the replica where this takes longer: a write that it does not read, or a reply that
+        stops halfway."""
+        ends = threading.Timer(max(seconds, 0) + 1.0, self.process.kill)
+        ends.daemon = True
+        ends.start()
+        try:
+            yield
+        finally:
+            ends.cancel()
 
 
 class Restarts:
@@ -327,7 +387,8 @@ def infer(
         requests: one with one output each; or slices of them, lists that each go to one replica,
             and have any number of outputs.
         costs: of the requests, for the balance.
-        timeout: seconds that a replica has; twice that for all tries.
+        timeout: seconds that a replica may be silent; twice that for all tries, but of
+            conversations.
         addresses: of the requests, the number of the replica that should do it. An async engine
             finds it in the requests: one worker runs all of its replicas.
 
@@ -335,7 +396,8 @@ def infer(
         NoWorkerError: names what became of the replicas.
         RequestError: a request is at fault.
     """
-    deadline = monotonic() + 2 * timeout
+    # Conversations take as long as they go on.
+    deadline = inf if requests and isinstance(requests[0], list) else monotonic() + 2 * timeout
     method = "async_infer" if server.use_async_engine else "infer"
     by_number: dict[int | None, ReplicaConnection] = dict(enumerate(server.connections))
 

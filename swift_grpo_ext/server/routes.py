@@ -22,10 +22,10 @@ import asyncio
 import math
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Annotated, Any
 
 import numpy as np
@@ -36,21 +36,26 @@ from pydantic import ConfigDict, FailFast, Field
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
+from swift.arguments import RolloutArguments
 from swift.infer_engine.protocol import RequestConfig
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import InitCommunicatorRequest, SwiftRolloutDeploy
+from swift.utils import get_logger
 from typing_extensions import Required, TypedDict
 
 from swift_grpo_ext.media.paths import check_media
 from swift_grpo_ext.rollout import engine, wire
 from swift_grpo_ext.rollout.dispatch import NoWorkerError, RequestError, estimate_cost
+from swift_grpo_ext.rollout.scheduler import watch
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.server import api_key, bodies, replicas
 from swift_grpo_ext.server.lease import Lease
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.patches import patch
+
+logger = get_logger()
 
 CHECKSUMS_PATH = "/swift_grpo_ext/weight_receipts/"
 
@@ -64,6 +69,9 @@ NEED_WEIGHTS = ("/infer", "/update_", "/process_weights_after_loading")
 
 BRING_WEIGHTS = ("/process_weights_after_loading", "/update_adapter")
 """Beginnings of the routes after which replicas hold a trainer's weights."""
+
+
+SECONDS_BETWEEN_BLANKS = 0.25
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,14 @@ def install_where_served() -> None:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
     engine.install()
+    make = rollout.get_rollout_engine_type
+
+    @wraps(make)
+    def watched(args: RolloutArguments, engine: Any) -> Any:
+        watch(args.multi_turn_scheduler, args.tool_timeout)
+        return make(args, engine)
+
+    patch(rollout, get_rollout_engine_type=watched)
     if rollout.GRPOVllmEngine is not engine.RolloutEngine:
         verify(pins.SERVER)
         patch(rollout, GRPOVllmEngine=engine.RolloutEngine)
@@ -171,10 +187,10 @@ class Turns(BaseHTTPMiddleware):
         """Answer a request under its own name (docs/promises.md, F1)."""
         # `request.url` holds the client's `Host`: only the scope's path can be trusted.
         path = request.scope["path"]
-        response = (
+        response: Response = (
             self._refusal(request, path)
             or await self._lease.refusal(request)
-            or await self._answer(request, path, call_next)
+            or await self._begin(request, path, call_next)
         )
         name = request.headers.get(wire.MESSAGE_HEADER)
         if name is not None:
@@ -208,21 +224,28 @@ class Turns(BaseHTTPMiddleware):
             return _refuse(400, detail)
         return None
 
-    async def _answer(
+    async def _begin(
         self, request: Request, path: str, call_next: RequestResponseEndpoint
     ) -> Response:
-        """Read the body, wait for the turn, and return the whole answer that was made in it."""
+        """Read the body, and return the answer; one that is slow is made while it is sent."""
         timeout = float(self._server.args.rollout_timeout)
         if self._lease.is_owners(request):
             timeout = min(timeout, float(request.headers.get(wire.TIMEOUT_HEADER, timeout)))
-        try:
-            await asyncio.wait_for(bodies.receive(request), timeout)
-        except bodies.TooLargeError as e:
-            return _refuse(413, str(e))
-        except asyncio.TimeoutError:
-            return _refuse(408, "the body did not arrive in time")
-        except ClientDisconnect:
-            return _refuse(400, "the client has left")
+        refusal = await _refusal_of_body(request, timeout)
+        if refusal is not None:
+            return refusal
+        answer = self._answer(request, path, call_next, timeout)
+        is_slow = wire.STATUS_HEADER in request.headers
+        return SlowAnswer(answer, request, self._give_up) if is_slow else await answer
+
+    def _give_up(self) -> None:
+        for connection in self._server.connections:
+            connection.send(replicas.GIVE_UP)
+
+    async def _answer(
+        self, request: Request, path: str, call_next: RequestResponseEndpoint, timeout: float
+    ) -> Response:
+        """Wait for the turn, and return the whole answer that was made in it."""
         try:
             # A server answers within 2.5 timeouts: two are for replicas, the rest is the queue's.
             await asyncio.wait_for(self._lock.acquire(), (wire.SERVER_TIMEOUTS - 2.0) * timeout)
@@ -242,6 +265,63 @@ class Turns(BaseHTTPMiddleware):
             self._server.restarts.start_lost()
             self._lock.release()
         return Response(content, response.status_code, dict(response.headers))
+
+
+async def _refusal_of_body(request: Request, timeout: float) -> JSONResponse | None:
+    """Read the body, and return the answer to one that cannot be read."""
+    try:
+        await asyncio.wait_for(bodies.receive(request), timeout)
+    except bodies.TooLargeError as e:
+        return _refuse(413, str(e))
+    except asyncio.TimeoutError:
+        return _refuse(408, "the body did not arrive in time")
+    except ClientDisconnect:
+        return _refuse(400, "the client has left")
+    return None
+
+
+class SlowAnswer(Response):
+    """Is begun before it is made (`wire.STATUS_HEADER`). Once its client has left, nobody makes it.
+
+    Args:
+        answer: makes it.
+        request: its body has been read.
+        give_up: tells the replicas that nobody waits.
+    """
+
+    def __init__(
+        self, answer: Awaitable[Response], request: Request, give_up: Callable[[], None]
+    ) -> None:
+        super().__init__(headers={wire.STATUS_HEADER: "in the content"})
+        del self.headers["Content-Length"]
+        self._answer, self._request, self._give_up = answer, request, give_up
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        def part(body: bytes, *, more: bool = True) -> dict[str, Any]:
+            return {"type": "http.response.body", "body": body, "more_body": more}
+
+        making = asyncio.ensure_future(self._answer)
+        # Not through `receive`, which would take the body from the route.
+        leaving = asyncio.ensure_future(self._request.receive())
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        while not making.done() and not leaving.done():
+            await send(part(b" "))
+            both = {making, leaving}
+            await asyncio.wait(both, timeout=SECONDS_BETWEEN_BLANKS, return_when="FIRST_COMPLETED")
+        if not making.done():
+            logger.warning("A client has left in the middle of its conversations: they are ended.")
+        while not making.done():  # they may have been on their way to a replica
+            self._give_up()
+            await asyncio.wait({making}, timeout=SECONDS_BETWEEN_BLANKS)
+        leaving.cancel()
+        try:
+            response = await making
+            content = b"%d\n%b" % (response.status_code, bytes(response.body))
+        except Exception as e:  # the head says that all is well, and cannot be taken back
+            logger.exception("A request has failed.")
+            content = b"500\n%b" % f"{type(e).__name__}: {e}".encode()
+        await send(part(content, more=False))
 
 
 def _number(text: str) -> float:

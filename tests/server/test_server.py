@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +21,7 @@ from swift.pipelines.infer import rollout
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.dispatch import activity
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.server import replicas, routes
 from swift_grpo_ext.server.client import RolloutServers
@@ -252,6 +255,8 @@ def test_a_bound_that_is_none_is_refused(value: str, headers: dict[str, str]) ->
     """On every route, whoever asks; replicas go on."""
     replica = Replica()
     deployed = Deployed(replica)
+    if headers:
+        TestClient(deployed.app).post(PATH, headers=headers).raise_for_status()
     client = TestClient(deployed.app, headers=headers | {wire.TIMEOUT_HEADER: value})
     for method, path in (
         ("POST", "/get_engine_type/"),
@@ -342,6 +347,26 @@ def test_a_server_that_is_busy_says_so() -> None:
         assert groups_of(first[0]) == [0]
         reset = requests.post(f"{url}/reset_mm_cache/", headers=OWNED, timeout=20)
         assert reset.json() == {"message": "reset_mm_cache is done."}
+
+
+def test_a_slow_answer_begins_at_once_and_is_given_up_with_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = Replica("is late")
+    monkeypatch.setattr(activity, "give_up", slow.goes_on.set)
+    with listening(Deployed(slow)) as url:
+        body, headers = {"infer_requests": [request(0)]}, {wire.STATUS_HEADER: "1"}
+        ask = partial(requests.post, f"{url}/infer/", json=body, headers=headers, timeout=10)
+        answer = ask(stream=True)
+        assert next(answer.iter_content(1)) == b" "
+        assert not slow.goes_on.is_set()
+        answer.close()
+        wait_until(slow.goes_on.is_set)
+        answer = ask()
+        assert answer.headers[wire.STATUS_HEADER]
+        status, _, content = answer.content.lstrip().partition(b"\n")
+        assert status == b"200"
+        assert [one["rollout_infos"]["group"] for one in json.loads(content)] == [0]
 
 
 # --- the caller's fault (F5) ---

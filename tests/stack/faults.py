@@ -2,7 +2,7 @@
 trainers that are killed or wait.
 
 What is to happen comes from the environment variable `FAULTS`, as JSON: a list of faults with the
-step at which a rollout meets them and the replica, with the word `weights`, or with the word
+step at which a rollout meets them, the turn and the replica, with the word `weights`, or the word
 `trainer` and a rank, which meets them between a step's rollout and its training if the reward
 `fate` is asked for. `MAX_RESTARTS` is how often a server starts replicas anew.
 """
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,21 @@ CANARY = 2**31
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
 
-def meet(step: int) -> None:
+def meet(step: int, turn: int) -> None:
     replica = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0")
     for fault in FAULTS:
-        if fault.get("step") == step and str(fault.get("replica", 0)) == replica:
+        is_now = fault.get("step") == step and fault.get("turn", 0) == turn
+        if is_now and str(fault.get("replica", 0)) == replica:
             if "noted" in fault:  # the file that tells when
                 Path(fault["noted"]).write_text(str(time.time()))
             if fault["kind"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault["kind"] == "kill server":
+                server = parent_process()
+                assert server is not None
+                assert server.pid is not None
+                os.kill(server.pid, signal.SIGKILL)
+                time.sleep(60)  # ends with it
             elif fault["kind"] == "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif fault["kind"] == "raise":
@@ -65,7 +73,7 @@ class FailingEngine(engine.RolloutEngine):
         for request in infer_requests:
             metadata = wire.read_metadata(wire.data_dict_of(request))
             if metadata is not None and metadata.sample_id.number != CANARY:
-                meet(metadata.sample_id.step)
+                meet(metadata.sample_id.step, metadata.sample_id.turn)
         return super()._batch_encode(infer_requests, *args, **kwargs)
 
 

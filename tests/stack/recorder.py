@@ -15,7 +15,7 @@ import swift.template.base
 from swift.trainers import TrainerFactory
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from swift_grpo_ext.record.recorder import media_name
+from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from swift_grpo_ext.upstream.rows import read_row
 

@@ -1,0 +1,239 @@
+"""Conversations on servers whose engines, tools and trainers fail in the middle of a turn."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from swift_grpo_ext.sampling.seeding import SampleId
+from tests.stack.conftest import once
+from tests.stack.processes import Finished, free_port, rollout_server
+from tests.stack.rounds import (
+    BATCH,
+    FAULTY,
+    Samples,
+    client_argv,
+    faults,
+    recorded,
+    run_training,
+    server_argv,
+    train,
+)
+
+pytestmark = pytest.mark.stack
+
+ASK_AGAIN = ("--multi_turn_scheduler", "ask_again", "--max_turns", "2")
+EVENTFUL = (
+    *("--multi_turn_scheduler", "eventful", "--max_turns", "2"),
+    *("--vllm_use_async_engine", "true"),
+)
+FATE = ("--reward_funcs", "position", "fate", "--reward_weights", "1.0", "0.0")
+SECONDS = 300
+
+train_with_faults = partial(run_training, plugins=(FAULTY,))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """Two rounds of conversations, colocated on one rank."""
+
+    def make(folder: Path) -> Samples:
+        return train(assets, rows, folder, *ASK_AGAIN, steps=2)
+
+    return recorded(once(tmp_path_factory, "conversations", make))
+
+
+def assert_same_turns(samples: Samples, undisturbed: Samples, step: int) -> None:
+    def turns(of: Samples) -> dict[str, Any]:
+        return {n: s["turns"] for n, s in of.items() if SampleId.parse(n).step == step}
+
+    assert len(turns(samples)) == BATCH
+    assert turns(samples) == turns(undisturbed)
+
+
+def plan(folder: Path, *events: dict[str, Any]) -> dict[str, str]:
+    """What is to happen from now on, and the environment of a server that meets it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(events))
+    return {"TURNS": str(folder)}
+
+
+def health(port: int) -> tuple[int, Any]:
+    with suppress(requests.RequestException):
+        answer = requests.get(f"http://127.0.0.1:{port}/health/", timeout=5)
+        return answer.status_code, answer.json()
+    return 0, None
+
+
+def wait_until(is_so: Callable[[], bool], training: Future[Finished]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert not training.done(), training.result().cause
+        assert time.monotonic() < deadline
+        time.sleep(0.25)
+
+
+@pytest.mark.extra
+def test_an_engine_then_a_server_is_killed(
+    assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
+) -> None:
+    """Server 0 loses its engine in turn 2 of round 0, says so, and is back in round 1, in whose
+    turn 2 server 1 is killed: each time the conversations go on elsewhere."""
+    eventful = server_argv(assets, *EVENTFUL, plugins=["tests/stack/turns.py"])
+    engine_dies = [
+        {"sample": f"train-0.0-{group}-{index}", "turn": 2, "kind": "engine"}
+        for group in range(3)
+        for index in range(4)
+    ]
+    server_dies = [
+        {"sample": f"train-1.0-{group}-{index}", "turn": 2, "kind": "server"}
+        for group in range(3)
+        for index in range(4)
+    ]
+    one, two = plan(tmp_path / "one", *engine_dies), plan(tmp_path / "two", *server_dies)
+    waits = faults({"trainer": "wait", "step": 0, "rank": 0, "folder": str(tmp_path)})
+    with (
+        rollout_server(*eventful, log=tmp_path / "one.log", env=one) as port,
+        rollout_server(*eventful, log=tmp_path / "two.log", env=two) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        argv = (*FATE, *client_argv(port, other), "--rollout_timeout", "120")
+        training = pool.submit(
+            partial(train_with_faults, env=waits, steps=2), assets, rows, tmp_path / "run", *argv
+        )
+        try:
+            wait_until((tmp_path / "one/engine").exists, training)
+            killed = time.time()
+            states = []
+
+            def is_told_lost() -> bool:
+                states.append((time.time() - killed, *health(port)))
+                return states[-1][1] == 503
+
+            wait_until(is_told_lost, training)
+            wait_until((tmp_path / "waiting").exists, training)
+        finally:
+            (tmp_path / "go").touch()
+        finished = training.result()
+    assert finished.returncode == 0, finished.cause
+    samples = recorded(tmp_path / "run")
+    for step in range(2):
+        assert_same_turns(samples, undisturbed, step)
+    assert states[-1][0] < 10
+    log = (tmp_path / "one.log").read_text(encoding="utf-8")
+    assert "this replica ends with it" in log
+    assert "Replica 0 is started anew (1 of 3)" in log
+    assert (tmp_path / "two/server").exists()
+    # Where its conversations had just ended, no request has met the loss before the next update.
+    again = rf"server 0 \(http://127.0.0.1:{port}\) (answers again|is connected anew)"
+    assert re.search(again, finished.output)
+
+
+def test_a_replica_then_the_only_server_is_killed(
+    assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
+) -> None:
+    """The training leads the conversations: in turn 2 of round 0 it loses one replica of two, in
+    that of round 1 the server; the run is resumed from the checkpoint against another."""
+    kinds = faults(
+        {"step": 0, "turn": 1, "replica": 1, "kind": "kill"},
+        {"step": 1, "turn": 1, "kind": "kill server"},
+    )
+    port = free_port()
+    argv = (*ASK_AGAIN, "--save_strategy", "steps", "--save_steps", "1", *client_argv(port))
+    two_replicas = server_argv(assets, "--vllm_data_parallel_size", "2", plugins=[FAULTY])
+    with rollout_server(*two_replicas, log=tmp_path / "server.log", env=kinds, port=port):
+        finished = run_training(assets, rows, tmp_path / "a", *argv, steps=2)
+    assert finished.returncode == 1
+    assert f"server 0 (http://127.0.0.1:{port}) does not answer" in finished.output
+    first = recorded(tmp_path / "a")
+    assert_same_turns(first, undisturbed, 0)
+    assert "A replica is lost" in (tmp_path / "server.log").read_text(encoding="utf-8")
+
+    resume = ("--resume_from_checkpoint", str(tmp_path / "a/run/checkpoint-1"))
+    with rollout_server(*server_argv(assets), log=tmp_path / "anew.log", port=port):
+        finished = run_training(assets, rows, tmp_path / "b", *argv, *resume, steps=2)
+    assert finished.returncode == 0, finished.cause
+    assert_same_turns(recorded(tmp_path / "b"), undisturbed, 1)
+
+
+def test_slow_and_failing_tools_and_a_trainer_that_leaves(
+    assets: Path, rows: Path, undisturbed: Samples, tmp_path: Path
+) -> None:
+    """One server, which meets four trainings, at a --rollout_timeout that its tools exceed."""
+    folder = tmp_path / "turns"
+    slow = {"sample": "train-0.0-1-2", "turn": 1, "kind": "slow", "seconds": 45}
+    fails = {"sample": "train-1.0-2-3", "turn": 1, "kind": "raises"}
+    env = plan(folder, slow, fails)
+    bounds = ("--rollout_timeout", "20", "--tool_timeout", "90")
+    server = server_argv(assets, *EVENTFUL, *bounds, plugins=["tests/stack/turns.py"])
+    waits = faults({"trainer": "wait", "step": 0, "rank": 0, "folder": str(tmp_path)})
+    with (
+        rollout_server(*server, log=tmp_path / "server.log", env=env) as port,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        argv = (*FATE, *client_argv(port), "--rollout_timeout", "120")
+        start = partial(train_with_faults, assets, rows)
+        # A tool takes long; the engine is killed between the rounds; the next round's tool raises.
+        training = pool.submit(start, tmp_path / "a", *argv, env=waits, steps=2)
+        try:
+            wait_until((tmp_path / "waiting").exists, training)
+            assert health(port) == (
+                200,
+                {"status": "ok", "replicas": 1, "waiting_for_weights": 0},
+            )
+            for pid in map(int, (folder / "cores").read_text().split()):
+                psutil.Process(pid).kill()
+            wait_until(lambda: health(port)[0] == 503, training)
+        finally:
+            (tmp_path / "go").touch()
+        finished = training.result()
+        samples = recorded(tmp_path / "a")
+        assert_same_turns(samples, undisturbed, 0)
+        began = float((folder / "slow").read_text())
+        met = [json.loads(line) for line in (folder / "met.jsonl").read_text().splitlines()]
+        meanwhile = {name for at, name, turn in met if at < began + 45 and turn == 2}
+        assert len(meanwhile) == BATCH - 1, "other samples waited"
+        assert finished.returncode == 1
+        assert (
+            "train round 1.0, group 2, sample 3 in turn 1: --multi_turn_scheduler: Eventful.step "
+            "raised LookupError: no such page" in finished.output
+        ), finished.cause
+
+        # A trainer is killed while a tool works; the next one gets the server.
+        plan(folder, {**slow, "kind": "left alone", "seconds": 80})
+        killed = faults({"trainer": "kill", "step": 0, "rank": 0})
+        training = pool.submit(start, tmp_path / "b", *argv, env=killed, steps=1)
+        wait_until((folder / "left alone").exists, training)
+        end_training(tmp_path / "b")
+        left = time.time()
+        assert training.result().returncode != 0
+
+        # A tool does not come back: the run ends in time, and names it.
+        plan(folder, {**slow, "kind": "endless", "seconds": 1000})
+        finished = start(tmp_path / "c", *argv, steps=1)
+        assert float((folder / "endless").read_text()) - left < 60
+        assert finished.returncode == 1
+        assert (
+            "train round 0.0, group 1, sample 2 in turn 1: --multi_turn_scheduler: Eventful.step "
+            "has not returned for 90 s (--tool_timeout)" in finished.output
+        ), finished.cause
+
+
+def end_training(folder: Path) -> None:
+    """Kill the processes that write into a training's log."""
+    log = str(folder / "log")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(file.path == log for file in process.open_files()):
+                process.kill()

@@ -1,0 +1,72 @@
+"""A plugin for tests: conversations of two turns on a server, and what happens in them.
+
+The environment variable `TURNS` names a folder in which tests write `plan.json`: a list of events,
+each with a sample's name, a turn and its kind. Each happens once, over all servers of the folder,
+and leaves a file of its kind there: the time.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
+
+from swift_grpo_ext.rollout import wire
+
+TURNS = 2
+FOLDER = Path(os.environ["TURNS"])
+
+
+class Eventful(MultiTurnScheduler):
+    """Asks a second time, whatever the first answer was, and meets the events of each turn."""
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        is_last = current_turn >= TURNS
+        if is_last:
+            self._meet(infer_request, current_turn)
+        return is_last
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        self._meet(infer_request, current_turn)
+        infer_request.messages.append({"role": "user", "content": "Say it again."})
+        return {"infer_request": infer_request}
+
+    def _meet(self, request: Any, turn: int) -> None:
+        cores = self.infer_engine.engine.engine_core.resources.engine_manager.processes
+        (FOLDER / "cores").write_text(" ".join(str(core.pid) for core in cores))
+        metadata = wire.read_metadata(request.data_dict)
+        assert metadata is not None
+        name = replace(metadata.sample_id, turn=0).request_id
+        with (FOLDER / "met.jsonl").open("a") as f:
+            f.write(json.dumps([time.time(), name, turn]) + "\n")
+        for event in json.loads((FOLDER / "plan.json").read_text()):
+            if (event["sample"], event["turn"]) == (name, turn):
+                try:
+                    with (FOLDER / event["kind"]).open("x") as f:
+                        f.write(str(time.time()))
+                except FileExistsError:
+                    continue
+                self._happen(event)
+
+    def _happen(self, event: dict[str, Any]) -> None:
+        cores = self.infer_engine.engine.engine_core.resources.engine_manager.processes
+        if event["kind"] == "engine":
+            os.kill(cores[0].pid, signal.SIGKILL)
+        elif event["kind"] == "server":
+            server = multiprocessing.parent_process()
+            assert server is not None
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+        elif event["kind"] == "raises":
+            raise LookupError("no such page")
+        time.sleep(event.get("seconds", 0))
+
+
+multi_turns["eventful"] = Eventful
