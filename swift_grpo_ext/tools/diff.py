@@ -11,11 +11,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import pyarrow.compute as pc
 
 from swift_grpo_ext.record.reader import RoundName, RunIndex
 from swift_grpo_ext.record.row import SampleRow, to_rows
@@ -24,7 +27,7 @@ EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
 """Exit statuses."""
 
 COMPARED = ("prompt", "media", "fingerprint", "seed", "weight_version", "token_ids",
-            "finish_reason", "stop_reason", "text")  # fmt: skip
+            "finish_reason", "stop_reason", "text", "mask")  # fmt: skip
 """Columns in the order in which one decides the next. A fingerprint that differs alone says that
 the media's content, tools or boxes differ."""
 
@@ -42,8 +45,8 @@ class Difference:
     """The first value that differs."""
 
     what: str
-    """A column of the record, or `samples` where the rounds hold other samples, or `rounds` where
-    one run lacks the round."""
+    """A column of the record, or `turns` where a conversation goes on in one run alone, or
+    `samples` where the rounds hold other samples, or `rounds` where one run lacks the round."""
 
     values: tuple[Any, Any]
     """The value in each run."""
@@ -54,12 +57,19 @@ class Difference:
     group: int | None = None
     index: int | None = None
     turn: int | None = None
+    """From 0; None where no sample of the round, or of the group, is a conversation. As text, turns
+    count from 1, as in `--max_turns`."""
+
     token: int | None = None
     """The first position in the completion whose token differs, from 0."""
 
     def __str__(self) -> str:
         words = f"{self.phase} round {self.step}.{self.number}"
-        parts = [("group", self.group), ("sample", self.index), ("turn", self.turn or None)]
+        parts = [
+            ("group", self.group),
+            ("sample", self.index),
+            ("turn", None if self.turn is None else self.turn + 1),
+        ]
         for name, value in [*parts, ("token", self.token)]:
             words += "" if value is None else f", {name} {value}"
         one, other = self.values
@@ -79,6 +89,8 @@ class Diff:
     """The number of common rounds before the first difference."""
 
     num_samples: int = 0
+    """All turns of a conversation are one."""
+
     logprob_gap: float = 0.0
     """The largest difference of log-probabilities in nats, over all tokens before the first
     difference. The record rounds each (`record.row`). Up to about 1e-3 in float32 and 0.1 in
@@ -122,7 +134,7 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
         if result.difference is not None:
             return result
         result.num_rounds += 1
-        result.num_samples += one.num_rows
+        result.num_samples += pc.sum(pc.equal(one["turn"], 0)).as_py()
     return result
 
 
@@ -151,11 +163,19 @@ def _compare_samples(
     """Return the first difference of a round's samples, and the largest gap of log-probabilities
     before it, in nats."""
     largest = 0.0
+    turns = [Counter(replace(row.sample_id, turn=0) for row in rows) for rows in (one, other)]
+    has_turns = has_later_turns([*one, *other])
     for a, b in zip_longest(one, other):
         if a is None or b is None or a.sample_id != b.sample_id:
-            counts = len(one), len(other)
-            return Difference(what="samples", values=counts, **name._asdict()), largest
-        difference, gap = compare_sample(a, b)
+            if turns[0].keys() != turns[1].keys():
+                counts = len(turns[0]), len(turns[1])
+                return Difference(what="samples", values=counts, **name._asdict()), largest
+            # The one that goes on comes before the other's next sample.
+            longer = min(row.sample_id for row in (a, b) if row is not None)
+            first = replace(longer, turn=0)
+            values = turns[0][first], turns[1][first]
+            return Difference(what="turns", values=values, **asdict(longer)), largest
+        difference, gap = compare_sample(a, b, has_turns=has_turns)
         if a.fingerprint == b.fingerprint:
             largest = max(largest, gap or 0.0)
         if difference is not None:
@@ -163,10 +183,23 @@ def _compare_samples(
     return None, largest
 
 
-def compare_sample(one: SampleRow, other: SampleRow) -> tuple[Difference | None, float | None]:
-    """Return the first difference of one sample in two runs, and the largest gap of
-    log-probabilities before it, in nats; None where a side has none."""
+def has_later_turns(rows: Iterable[SampleRow]) -> bool:
+    """Return whether some of the samples are conversations."""
+    return any(row.sample_id.turn for row in rows)
+
+
+def compare_sample(
+    one: SampleRow, other: SampleRow, *, has_turns: bool = False
+) -> tuple[Difference | None, float | None]:
+    """Return the first difference of one sample, or turn, in two runs, and the largest gap of
+    log-probabilities before it, in nats; None where a side has none.
+
+    Args:
+        has_turns: the difference names the turn, also if it is the first.
+    """
     place = asdict(one.sample_id)
+    if not has_turns:
+        place["turn"] = None
     end = first_difference(one.token_ids, other.token_ids)
     gap = logprob_gap(one.logprobs, other.logprobs, end)
     column = next((c for c in COMPARED if getattr(one, c) != getattr(other, c)), None)

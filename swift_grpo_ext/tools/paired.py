@@ -25,6 +25,8 @@ from swift_grpo_ext.sampling.seeding import Phase
 from swift_grpo_ext.tools.diff import read_args
 
 SAMPLE = ["phase", "step", "number", "group", "index"]
+TURNS = "turns"
+"""In the place of a reward: how many turns a conversation has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ def read_means(
 
     Args:
         steps: count these rounds only; None for all.
-        reward: a reward function's name; None for the total.
+        reward: a reward function's name, or `turns`; None for the total.
 
     Raises:
         FileNotFoundError: the run has no record.
@@ -93,9 +95,14 @@ def read_means(
         raise ValueError(f"{run_dir} has no scored {phase} round in the steps {steps or 'given'}.")
     if reward is not None:
         functions = sorted({name for row in scores["rewards"] for name, _ in row})
-        if reward not in functions:
-            raise ValueError(f"--reward {reward!r}: {run_dir} has {', '.join(functions)}.")
-        scores["reward"] = [dict(row).get(reward) for row in scores["rewards"]]
+        if reward in functions:
+            scores["reward"] = [dict(row).get(reward) for row in scores["rewards"]]
+        elif reward == TURNS:
+            turns = prompts.groupby(SAMPLE).size().rename(TURNS).reset_index()
+            scores["reward"] = scores[SAMPLE].merge(turns, on=SAMPLE, how="left")[TURNS]
+        else:
+            known = ", ".join([*functions, TURNS])
+            raise ValueError(f"--reward {reward!r}: {run_dir} has {known}.")
     # Each turn of a conversation is a row, and all of them share one score.
     merged = scores.merge(prompts.drop_duplicates(SAMPLE), on=SAMPLE).dropna(subset="reward")
     return merged.groupby("fingerprint")["reward"].mean().astype(float)

@@ -12,7 +12,7 @@ import pytest
 
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.diff import diff, logprob_gap
-from tests.tools.view.runs import Writer, make_rows, score
+from tests.tools.view.runs import Writer, make_conversations, make_rows, score
 
 Place = tuple[int, int]
 """Group and index of a sample."""
@@ -91,6 +91,39 @@ def test_the_first_token_that_differs(
     result = diff(write(tmp_path / "a"), other)
     assert str(result.difference) == f"train round 1.0, group 1, sample 1, {expected}"
     assert result.logprob_gap == (0.25 if logprobs else 0.0)  # of the tokens before
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"text": "b"}, "turn 2: text '第二轮' and 'b'"),
+        ({"mask": None}, "turn 2: mask [True, False] and None"),
+        ({"token_ids": [5, 7]}, "turn 2, token 1: tokens {'id': [6], 'logprob': [-1.0]} and {'id'"),
+        ({"prompt": "[]"}, "turn 2: prompt "),
+        (None, "turn 3: turns 3 and 2"),
+    ],
+)
+def test_the_turn_at_which_two_conversations_part(
+    tmp_path: Path, change: dict[str, Any] | None, expected: str
+) -> None:
+    rows = make_conversations(0)
+    Writer(tmp_path / "a").write(rows)
+    [place] = [i for i, r in enumerate(rows) if (r.sample_id.group, r.sample_id.turn) == (0, 1)]
+    if change is None:
+        del rows[place + 1]
+    else:
+        rows[place] = replace(rows[place], **change)
+    Writer(tmp_path / "b").write(rows)
+    for pair in (("a", "b"), ("b", "a")):
+        difference = str(diff(tmp_path / pair[0], tmp_path / pair[1]).difference)
+        assert difference.startswith("train round 0.0, group 0, sample 1, turn ")
+    difference = str(diff(tmp_path / "a", tmp_path / "b").difference)
+    assert difference.startswith(f"train round 0.0, group 0, sample 1, {expected}")
+    assert diff(tmp_path / "a", tmp_path / "a").num_samples == 4
+    rows[0] = replace(rows[0], seed=7)
+    Writer(tmp_path / "c").write(rows)
+    difference = str(diff(tmp_path / "a", tmp_path / "c").difference)
+    assert difference.startswith("train round 0.0, group 0, sample 0, turn 1: seed ")
 
 
 def test_infinite_log_probabilities_of_one_sign_do_not_differ() -> None:

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.paired import Comparison, compare, pair_by_seed
-from tests.tools.view.runs import Writer, make_rows, score
+from swift_grpo_ext.tools.paired import Comparison, compare, pair_by_seed, read_means
+from tests.tools.view.runs import Writer, make_conversations, make_rows, score
 
 
 def rewards(values: Sequence[float], prompts: str = "abc") -> pd.Series[float]:
@@ -70,6 +70,18 @@ def write(folder: Path, seed: int, of_groups: Sequence[float]) -> str:
         writer.append_scores([score(r, (1 + step) * of_groups[r.sample_id.group]) for r in rows])
     (folder / "args.json").write_text(json.dumps({"seed": seed}), encoding="utf-8")
     return str(folder)
+
+
+def test_turns_of_a_conversation_are_one_sample(tmp_path: Path) -> None:
+    """A prompt is the first turn's, and its mean is over samples, however many turns they have."""
+    rows = make_conversations(0)
+    writer = Writer(tmp_path)
+    writer.write(rows, scored=False)
+    writer.score([row for row in rows if not row.sample_id.turn])
+    means = read_means(str(tmp_path), phase="train", steps=None, reward=None)
+    assert means.to_dict() == {f"{0:032x}": 0.0, f"{1:032x}": 0.5}
+    turns = read_means(str(tmp_path), phase="train", steps=None, reward="turns")
+    assert turns.to_dict() == {f"{0:032x}": 2.0, f"{1:032x}": 2.0}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,10 +18,12 @@ from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.replay import command
 from swift_grpo_ext.tools.replay.command import round_name, setting
 from swift_grpo_ext.tools.replay.run import (
+    LeftOutError,
     ReplayError,
     Run,
+    check_rows,
     find_prompt,
-    first_turns,
+    next_prompt,
     read_run,
     weights_of,
 )
@@ -62,6 +64,7 @@ def test_the_result_as_lines_and_as_json(
     loaded = Mock(load_dataset=lambda: ([], None))
     monkeypatch.setattr("swift_grpo_ext.tools.replay.engine.base_arguments", lambda *_: loaded)
     monkeypatch.setattr("swift_grpo_ext.tools.replay.engine.generate_again", lambda *_: completions)
+    monkeypatch.setattr("swift_grpo_ext.tools.replay.engine.request_columns", dict)
     monkeypatch.setattr(command, "find_prompt", lambda *_: {})
     argv = ["replay", str(tmp_path), "--round", "0.0", "--group", "0"]
     assert main(argv) == 1
@@ -157,24 +160,53 @@ def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
     [
         ({"seed": None}, {}, r"sample 0 has no seed: .*--rollout_seed_mode engine"),
         ({}, {"seed": 7}, r"has the seed \d+, and --seed 7 .*--set seed=N"),
-        (
-            {},
-            {"multi_turn_scheduler": "x", "vllm_mode": "server"},
-            "_scheduler x with .* server: t",
-        ),
         ({"weight_version": 1}, {}, r"steps \[0, 1\]"),
     ],
 )
 def test_samples_that_cannot_be_generated_again(
     changes: dict[str, Any], settings: dict[str, Any], named: str
 ) -> None:
-    first, later = (replace(SEEDED, sample_id=sample_id(turn=turn)) for turn in (0, 1))
-    assert first_turns([first, later], SETTINGS) == [first]
+    check_rows([SEEDED], SETTINGS)
     with pytest.raises(ReplayError, match=named):
-        first_turns([replace(SEEDED, **changes), SEEDED], {**SETTINGS, **settings})
+        check_rows([replace(SEEDED, **changes), SEEDED], {**SETTINGS, **settings})
 
 
 # --- prompts ---
+
+
+def test_a_later_turn_s_prompt_is_what_was_before_and_what_was_added() -> None:
+    """A turn with a crop that has no file, and one that the record does not hold whole, are named;
+    so is what comes after them."""
+    columns = {"messages": MESSAGES, "images": ["7.png"]}
+    first = replace(SEEDED, sample_id=sample_id(index=3), token_ids=[5, 6])
+    added = [{"role": "tool", "content": "<image>七: \\ud83d"}]
+    whole = {
+        "messages": [*MESSAGES, {"role": "assistant", "content": [5, 6]}, *added],
+        **{"images": ["7.png", "crop.png"], "videos": [], "audios": []},
+    }
+    later = replace(
+        first,
+        sample_id=sample_id(index=3, turn=1),
+        prompt=json.dumps(added),
+        media=["crop.png"],
+        fingerprint=prompt_hash(whole),
+    )
+    assert next_prompt(columns, first, later) == whole
+    with pytest.raises(LeftOutError, match="a scheduler changed what stood there, or a server led"):
+        next_prompt(columns, first, replace(later, fingerprint="f" * 32))
+    crop = replace(later, media=["blake2b:0"], pictures=[b"webp"])
+    with pytest.raises(LeftOutError, match="1 of the media that came with it have no path:"):
+        next_prompt(columns, first, crop)
+    prompts = {first.fingerprint: columns}
+    third = replace(later, sample_id=sample_id(index=3, turn=2))
+    asked, notes = command._later_prompts([first, later, third], prompts, dict)
+    assert [(row.sample_id.turn, prompt) for row, prompt in asked] == [(0, columns), (1, whole)]
+    assert notes[0].startswith("train-0.0-0-3 turn 3 is left out: the engine's prompt was another")
+    _, notes = command._later_prompts([first, crop, third], prompts, dict)
+    assert notes[0].startswith("train-0.0-0-3 turn 2 (and those after it) is left out: 1 of")
+    _, notes = command._later_prompts([first, replace(later, token_ids=[])], prompts, dict)
+    assert notes == ["train-0.0-0-3 turn 2 is left out: it has no answer."]
+
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>哪个?"}]
 

@@ -10,14 +10,23 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from swift_grpo_ext.record.reader import read_group
-from swift_grpo_ext.tools.diff import Difference, compare_sample
-from swift_grpo_ext.tools.replay.run import find_prompt, first_turns, read_run, weights_of
+from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.tools.diff import Difference, compare_sample, has_later_turns
+from swift_grpo_ext.tools.replay.run import (
+    LeftOutError,
+    check_rows,
+    find_prompt,
+    next_prompt,
+    read_run,
+    weights_of,
+)
 
 DIFFERENT = (
     "Tokens differ. The log's come first. Where the log-probabilities before them agree "
@@ -53,7 +62,7 @@ class Replayed:
     """A sample that was generated again."""
 
     name: str
-    """Its `request_id`."""
+    """Its `request_id`; of a conversation, with the turn."""
 
     num_tokens: int
     """As the log has it."""
@@ -102,19 +111,23 @@ def _replay(options: argparse.Namespace) -> Replay:
     logged = read_group(
         options.run_dir, phase=options.phase, step=step, number=number, group=options.group
     )
-    rows = first_turns(logged, run.settings)
-    weights = weights_of(run, rows[0].weight_version)
+    check_rows(logged, run.settings)
+    weights = weights_of(run, logged[0].weight_version)
 
-    from swift_grpo_ext.tools.replay.engine import base_arguments, generate_again  # loads vLLM
+    # They load vLLM.
+    from swift_grpo_ext.tools.replay.engine import base_arguments, generate_again, request_columns
 
     train, evaluated = base_arguments(run.settings, run.settings["model"]).load_dataset()
     data = train if options.phase == "train" else evaluated
     prompts = {
         row.fingerprint: find_prompt(row, data or (), run.settings)
-        for row in {row.fingerprint: row for row in rows}.values()
+        for row in {row.fingerprint: row for row in logged if row.sample_id.turn == 0}.values()
     }
+    asked, left_out = _later_prompts(logged, prompts, request_columns)
+    has_turns = has_later_turns(logged)
+    rows = [row for row, _ in asked]
     samples = []
-    for row, completion in zip(rows, generate_again(run, weights, prompts, rows), strict=True):
+    for row, completion in zip(rows, generate_again(run, weights, asked), strict=True):
         again = replace(
             row,
             token_ids=[int(token_id) for token_id in completion.token_ids],
@@ -122,22 +135,18 @@ def _replay(options: argparse.Namespace) -> Replay:
             if completion.logprobs is None
             else [float(logprob) for logprob in completion.logprobs],
         )
-        difference, gap = compare_sample(row, again)
+        difference, gap = compare_sample(row, again, has_turns=has_turns)
+        turn = f" turn {row.sample_id.turn + 1}" if has_turns else ""
         samples.append(
             Replayed(
-                name=row.sample_id.request_id,
+                name=f"{row.sample_id.request_id}{turn}",
                 num_tokens=len(row.token_ids),
                 logprob_gap=gap,
                 difference=difference,
             )
         )
     equal = all(sample.difference is None for sample in samples)
-    notes = [] if equal else [DIFFERENT]
-    if len(logged) > len(rows):
-        notes.append(
-            f"{len(logged) - len(rows)} later turns of these conversations are left out: their "
-            "prompts hold answers of the scheduler or its tools, which the log lacks."
-        )
+    notes = [*([] if equal else [DIFFERENT]), *left_out]
     return Replay(
         run_dir=str(options.run_dir),
         weights=" + ".join(weights),
@@ -146,6 +155,39 @@ def _replay(options: argparse.Namespace) -> Replay:
         samples=samples,
         notes=notes,
     )
+
+
+def _later_prompts(
+    logged: Sequence[SampleRow],
+    prompts: Mapping[str, dict[str, Any]],
+    request_columns: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> tuple[list[tuple[SampleRow, dict[str, Any]]], list[str]]:
+    """Return the turns that can be generated again with their prompts, and notes of the others.
+
+    Args:
+        prompts: of first turns, by fingerprint.
+        request_columns: gives the columns of a row in the form in which a scheduler has them.
+    """
+    asked: list[tuple[SampleRow, dict[str, Any]]] = []
+    notes = []
+    for _, of_sample in groupby(logged, key=lambda row: row.sample_id.index):
+        first, *later = of_sample
+        asked.append((first, prompts[first.fingerprint]))
+        columns, before = request_columns(prompts[first.fingerprint]), first
+        for row in later:
+            name = f"{row.sample_id.request_id} turn {row.sample_id.turn + 1}"
+            if not row.token_ids:
+                notes.append(f"{name} is left out: it has no answer.")
+                break
+            try:
+                columns = next_prompt(columns, before, row)
+            except LeftOutError as e:
+                rest = " (and those after it)" if row is not later[-1] else ""
+                notes.append(f"{name}{rest} is left out: {e}.")
+                break
+            asked.append((row, columns))
+            before = row
+    return asked, notes
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
+from swift_grpo_ext.sampling.prompt_hash import PROMPT_FIELDS
 from swift_grpo_ext.tools.replay.run import Run
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
@@ -31,19 +32,17 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def generate_again(
     run: Run,
     weights: Sequence[str],
-    prompts: Mapping[str, Mapping[str, Any]],
-    rows: Sequence[SampleRow],
+    asked: Sequence[tuple[SampleRow, Mapping[str, Any]]],
 ) -> list[Completion]:
-    """Generate the samples of a group anew, in the order of `rows`.
+    """Generate samples of a group, or turns of them, anew, in their order.
 
     Args:
         weights: a model, and adapters to merge into it, as `weights_of` returns them.
-        prompts: ms-swift's rows by their fingerprints.
-        rows: the samples, as they were logged.
+        asked: the samples, as they were logged, and ms-swift's rows of their prompts.
     """
     settings = run.settings
     requests = []
-    for row in rows:
+    for row, prompt in asked:
         # One request a sample: it has the seed that it had in its group's request.
         metadata = RequestMetadata(
             sample_id=row.sample_id,
@@ -53,7 +52,7 @@ def generate_again(
             stop_token_ids=tuple(settings.get("stop_token_ids") or ()),
             include_stop_str_in_output=settings.get("include_stop_str_in_output", True),
         )
-        request = OnPolicySample.from_row(dict(prompts[row.fingerprint])).to_infer_request()
+        request = OnPolicySample.from_row(dict(prompt)).to_infer_request()
         wire.write_metadata(request.data_dict, metadata)
         requests.append(request)
     # As `GRPOTrainer._prepare_rollout_params` (ms-swift 4.6, rollout_mixin.py).
@@ -67,9 +66,16 @@ def generate_again(
         **{name: settings[name] for name in SAMPLING},
     )
     with _one_model(run, weights) as model:
-        engine = _make_engine(settings, model, base=weights[0], num_samples=len(rows))
+        engine = _make_engine(settings, model, base=weights[0], num_samples=len(asked))
         outputs = engine.infer(requests, config, use_tqdm=False)
         return [output.response.completions[0] for output in outputs]
+
+
+def request_columns(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row in the form in which a scheduler has them in its requests."""
+    request = OnPolicySample.from_row(dict(prompt)).to_infer_request()
+    columns = {name: getattr(request, name, None) for name in PROMPT_FIELDS}
+    return {name: value for name, value in columns.items() if value}
 
 
 def _make_engine(

@@ -1,4 +1,8 @@
-"""A run's settings, the samples that can be generated again, their prompts and weights. Pure."""
+"""A run's settings, the samples that can be generated again, their prompts and weights. Pure.
+
+The prompt of a later turn is that of the turn before, its answer, and what the record says was
+added. It counts where its hash is the record's: nothing was changed that the record does not have.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from swift_grpo_ext.checks.rows import prompt_of
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.upstream.rows import KINDS
 
 
 class ReplayError(ValueError):
@@ -62,12 +67,12 @@ def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
     return Run(folder=Path(folder), settings=settings)
 
 
-def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[SampleRow]:
-    """Return the rows of a group that can be generated again: each sample's first turn.
+def check_rows(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> None:
+    """Refuse a group that cannot be generated again.
 
     Raises:
-        ReplayError: samples have no seeds, or others than `--seed` gives; different weights
-            generated them; or a server led the conversation.
+        ReplayError: samples have no seeds, or others than `--seed` gives; or different weights
+            generated them.
     """
     unseeded = [row for row in rows if row.seed is None]
     if unseeded:
@@ -76,20 +81,13 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
             "(--rollout_seed_mode engine, or --use_vllm false). Train with "
             "--rollout_seed_mode sample."
         )
-    if settings.get("multi_turn_scheduler") and settings.get("vllm_mode") == "server":
-        raise ReplayError(
-            f"--multi_turn_scheduler {settings['multi_turn_scheduler']} with --vllm_mode server: "
-            "the server led the conversation, and the log holds all its turns as one. They depend "
-            "on answers of the scheduler or its tools, which replay cannot repeat."
-        )
-    first = [row for row in rows if row.sample_id.turn == 0]
-    versions = sorted({row.weight_version for row in first})
+    versions = sorted({row.weight_version for row in rows})
     if len(versions) != 1:
         raise ReplayError(
             f"{rows[0].sample_id}: weights of the steps {versions} generated the samples of this "
             "group; expected those of one step."
         )
-    for row in first:
+    for row in rows:
         expected = sample_seed(settings["seed"], row.sample_id)
         if expected != row.seed:
             raise ReplayError(
@@ -97,7 +95,46 @@ def first_turns(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> list[
                 f"args.json gives it {expected}: this part of the run had another --seed (was it "
                 "resumed?). Give that one with --set seed=N."
             )
-    return first
+
+
+class LeftOutError(ValueError):
+    """One turn cannot be generated again; the message says why."""
+
+
+def next_prompt(before: Mapping[str, Any], answer: SampleRow, row: SampleRow) -> dict[str, Any]:
+    """Return the columns of a later turn's prompt.
+
+    Args:
+        before: those of the turn before.
+        answer: that turn.
+        row: the later turn.
+
+    Raises:
+        LeftOutError: the record lacks something of it.
+    """
+    added = json.loads(row.prompt)
+    nameless = [name for name in row.media if name.startswith("blake2b:")]
+    if nameless:
+        raise LeftOutError(
+            f"{len(nameless)} of the media that came with it have no path: the record has their "
+            "digests, and small pictures"
+        )
+    messages = [dict(message) for message in before["messages"]]
+    if messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    messages[-1]["content"] = list(answer.token_ids)
+    prompt = {**before, "messages": [*messages, *added]}
+    left = list(row.media)
+    for kind in KINDS:
+        count = sum(str(message.get("content")).count(f"<{kind}>") for message in added)
+        prompt[f"{kind}s"] = [*(before.get(f"{kind}s") or ()), *left[:count]]
+        left = left[count:]
+    if prompt_hash(prompt) != row.fingerprint:
+        raise LeftOutError(
+            "the engine's prompt was another than the turn before, its answer, and what the record "
+            "says was added: a scheduler changed what stood there, or a server led the conversation"
+        )
+    return prompt
 
 
 def find_prompt(

@@ -1,11 +1,14 @@
-"""One group as a page shows it: its prompt and images, and its completions token by token."""
+"""One group as a page shows it: its prompt and images, and its completions token by token; of a
+conversation, turn by turn with what was said in between."""
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import count, groupby
@@ -21,7 +24,7 @@ from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.tools.diff import read_args
-from swift_grpo_ext.tools.view.runs import Follower, describe
+from swift_grpo_ext.tools.view.runs import Follower, Prompt, describe
 from swift_grpo_ext.upstream.upright import upright
 
 SIDES = {"small": 112, "full": 2048}
@@ -46,6 +49,9 @@ class Piece(NamedTuple):
     gap: float = 0.0
     """The largest |training - rollout| log-probability of the piece's tokens, in nats; 0 below what
     the record keeps."""
+
+    is_masked: bool = False
+    """True where one of its tokens is not trained on."""
 
 
 class RunView(Follower):
@@ -115,27 +121,15 @@ class RunView(Follower):
         Raises:
             KeyError: the record has no such group.
         """
-        samples = self._samples(name, group)
-        prompt = self.snapshot.prompts[samples[0]["fingerprint"]]
+        turns = self._turns(name, group)
+        prompt = self.snapshot.prompts[turns[0]["fingerprint"]]
+        firsts = {turn["fingerprint"] for turn in turns if not turn["turn"]}
         for other, number, index in earlier:
             with suppress(KeyError):
-                beside = self._samples(other, number)
-                samples += [{**s, "is_earlier": True} for s in beside if s["index"] == index]
-        # Without a tokenizer, the characters of the texts tell which beginnings are shared.
-        units = [[*map(ord, s["text"])] if self.decode is None else s["token_ids"] for s in samples]
-        shared = shared_lengths(units)
-        for sample, num_shared in zip(samples, shared, strict=True):
-            if self.decode is not None:
-                sample["pieces"] = pieces(
-                    sample["token_ids"],
-                    sample["logprobs"],
-                    self.decode,
-                    num_shared,
-                    sample["gaps"],
-                )
-            else:
-                beginning, rest = sample["text"][:num_shared], sample["text"][num_shared:]
-                sample["pieces"] = [Piece(beginning, is_shared=True), Piece(rest)]
+                beside = self._turns(other, number)
+                turns += [{**t, "is_earlier": True} for t in beside if t["index"] == index]
+        for position in {turn["turn"] for turn in turns}:
+            self._add_pieces([turn for turn in turns if turn["turn"] == position])
         phase = "" if name.phase == "train" else f" --phase {name.phase}"
         place = f"--round {name.step}.{name.number} --group {group}{phase}"
         return {
@@ -143,47 +137,132 @@ class RunView(Follower):
             "group": group,
             "prompt": prompt.messages,
             "media": prompt.media,
-            "samples": samples,
+            "samples": _samples(turns),
+            "has_turns": any(turn["turn"] for turn in turns),
+            "has_one_prompt": len(firsts) == 1,
+            "has_masks": any(turn["num_masked"] for turn in turns),
             "has_tokens": self.decode is not None,
             "replay": f"swift-grpo-ext replay {shlex.quote(str(self.run_dir))} {place}",
         }
 
-    def _samples(self, name: RoundName, group: int) -> list[dict[str, Any]]:
-        """Return a group's samples by index and turn, with tokens and their gaps by position;
-        raises KeyError where the record has no such group, or cannot be read."""
+    def _add_pieces(self, turns: Sequence[dict[str, Any]]) -> None:
+        """Give the samples of a group, or of them one turn each, the `pieces` of their texts."""
+        # Without a tokenizer, the characters of the texts tell which beginnings are shared.
+        units = [[*map(ord, t["text"])] if self.decode is None else t["token_ids"] for t in turns]
+        for turn, num_shared in zip(turns, shared_lengths(units), strict=True):
+            if self.decode is not None:
+                turn["pieces"] = pieces(
+                    *(turn["token_ids"], turn["logprobs"], self.decode, num_shared, turn["gaps"]),
+                    turn["mask"],
+                )
+            else:
+                beginning, rest = turn["text"][:num_shared], turn["text"][num_shared:]
+                is_masked = bool(turn["num_masked"]) and turn["num_masked"] == turn["num_tokens"]
+                turn["pieces"] = [
+                    Piece(beginning, is_shared=True, is_masked=is_masked),
+                    Piece(rest, is_masked=is_masked),
+                ]
+
+    def _turns(self, name: RoundName, group: int) -> list[dict[str, Any]]:
+        """Return a group's completions by index and turn, with tokens, their gaps by position, and
+        what was said before; raises KeyError where the record has no such group, or cannot be
+        read."""
         snapshot = self.snapshot
         rows = snapshot.rounds[name].rows
         rows = rows.filter(pc.equal(rows["group"], group))
         if not rows.num_rows or snapshot.samples is None or snapshot.scores is None:
             raise KeyError(f"{name} {group}")
-        columns = [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs"]
+        columns = [*SAMPLE_ID_COLUMNS, "token_ids", "logprobs", "mask", "pictures"]
         [tokens] = snapshot.samples.read_rounds([name], columns)
         tokens = tokens.filter(pc.equal(tokens["group"], group))
         if tokens.num_rows != rows.num_rows:  # a file that cannot be read (now), or was removed
             raise KeyError(f"the tokens of {name} group {group} cannot be read: try again")
         gaps = {}
-        # The positions of a conversation's gaps count over all its turns: they are not shown.
-        if name in snapshot.scores.rounds and not any(rows["turn"].to_pylist()):
+        if name in snapshot.scores.rounds:
             [scores] = snapshot.scores.read_rounds([name], ["group", "index", "gaps"])
             scores = scores.filter(pc.equal(scores["group"], group))
             gaps = {row["index"]: dict(row["gaps"] or ()) for row in scores.to_pylist()}
-        return [
-            {
-                **describe(snapshot, row),
-                **of_row,
-                "gaps": gaps.get(row["index"], {}),
+        turns: list[dict[str, Any]] = []
+        for row, of_row in zip(rows.to_pylist(), tokens.to_pylist(), strict=True):
+            described, prompt = describe(snapshot, row), snapshot.prompts[row["fingerprint"]]
+            # Positions of gaps count over all turns of a conversation.
+            start = turns[-1]["end"] if row["turn"] and turns else 0
+            end = start + row["num_tokens"]
+            of_sample = gaps.get(row["index"], {})
+            made = {
+                "start": start,
+                "end": end,
+                "gaps": {at - start: gap for at, gap in of_sample.items() if start <= at < end},
+                "num_masked": sum(not is_trained for is_trained in of_row["mask"] or ()),
+                "said": said(prompt, of_row["pictures"]),
                 "is_earlier": False,
             }
-            for row, of_row in zip(rows.to_pylist(), tokens.to_pylist(), strict=True)
-        ]
+            turns.append({**described, **of_row, **made})
+        return turns
 
-    def medium_name(self, name: RoundName, group: int, number: int) -> str:
-        """Return the name of one medium of a group's prompt; raises KeyError or IndexError."""
+    def medium_name(
+        self, name: RoundName, group: int, number: int, index: int | None = None, turn: int = 0
+    ) -> str:
+        """Return the name of one medium of a group's prompt, or of what was added for one turn;
+        raises KeyError or IndexError."""
         rows = self.snapshot.rounds[name].rows
-        at = pc.index(rows["group"], group).as_py()
+        is_asked = pc.equal(rows["group"], group)
+        if index is not None:
+            is_turn = pc.and_(pc.equal(rows["index"], index), pc.equal(rows["turn"], turn))
+            is_asked = pc.and_(is_asked, is_turn)
+        at = pc.index(is_asked, True).as_py()
         if at < 0 or number < 0:
             raise KeyError(group)
         return self.snapshot.prompts[rows["fingerprint"][at].as_py()].media[number]
+
+
+class Said(NamedTuple):
+    """A message of a prompt, with the media that stand in it."""
+
+    role: str
+    text: str
+    media: list[tuple[int, str, str]]
+    """Number in the prompt, name, and the picture that the record has, as an address (`data:`);
+    empty without one."""
+
+
+def said(prompt: Prompt, pictures: Sequence[bytes | None] | None) -> list[Said]:
+    """Return the messages of a prompt with their media: images by their marks, in order; what no
+    mark stands for is with the last message."""
+    media = []
+    for number, name in enumerate(prompt.media):
+        picture = pictures[number] if pictures else None
+        encoded = base64.b64encode(picture).decode() if picture else ""
+        media.append((number, name, encoded and f"data:image/webp;base64,{encoded}"))
+    messages = []
+    for place, message in enumerate(prompt.messages, 1):
+        text = text_of(message)
+        count = len(media) if place == len(prompt.messages) else text.count("<image>")
+        messages.append(Said(str(message.get("role", "")), text, media[:count]))
+        media = media[count:]
+    return messages
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return what a message says: its text, or JSON of what is none, such as calls of tools."""
+    others = {k: v for k, v in message.items() if k not in ("role", "content", "loss") and v}
+    content = message.get("content")
+    parts = [content] if content not in (None, "") else []
+    parts += [others] if others else []
+    return "\n".join(
+        part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts
+    )
+
+
+def _samples(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each sample once, as its first turn, with its `turns` and their sums."""
+    samples = []
+    for _, of_sample in groupby(turns, key=lambda t: (t["round"], t["group"], t["index"])):
+        own = list(of_sample)
+        sums = ("num_tokens", "engine_seconds", "tool_seconds")
+        total = {f"all_{name}": sum(turn[name] for turn in own) for name in sums}
+        samples.append({**own[0], **total, "turns": own})
+    return samples
 
 
 def shared_lengths(completions: Sequence[Sequence[int]]) -> list[int]:
@@ -201,6 +280,7 @@ def pieces(
     decode: Decode,
     num_shared: int,
     gaps: dict[int, float],
+    mask: Sequence[bool] | None = None,
 ) -> list[Piece]:
     """Return the text of each token; tokens that hold parts of a character only make one piece."""
     parts: list[Piece] = []
@@ -220,6 +300,7 @@ def pieces(
                 is_shared=end <= num_shared,
                 logprob=sum(known) if is_known else None,
                 gap=max(gaps.get(position, 0.0) for position in range(start, end)),
+                is_masked=mask is not None and not all(mask[start:end]),
             )
         )
         start = end

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from swift_grpo_ext.diversity import alarms
@@ -107,8 +108,9 @@ def list_alarms(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
 
 def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
     """Return rewards, lengths and gaps of the record, then the monitor's metrics and its collision
-    test of the training rounds; no curve and no panel without points."""
-    table = snapshot.table
+    test of the training rounds; no curve and no panel without points. All turns of a conversation
+    are one sample."""
+    table = of_samples(snapshot) if snapshot.has_turns else snapshot.table
     columns = {"reward": table["reward"], "length": table["num_tokens"], "gap": table["gap_mean"]}
     for name in snapshot.functions:
         columns[name] = pc.map_lookup(table["rewards"], name, "first")
@@ -133,6 +135,7 @@ def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
             "eval reward": evaluated,
         },
         "length": {"length": recorded["length"]},
+        **(turn_panels(snapshot) if snapshot.has_turns else {}),
         "gap": {"gap": recorded["gap"]},
     }
     training = [record for record in records if record.phase == "train"]
@@ -144,6 +147,43 @@ def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
     panels["collision"] = {"-log10 p": _points(tested)}
     filled = {key: {n: p for n, p in curves.items() if p} for key, curves in panels.items()}
     return {key: curves for key, curves in filled.items() if curves}
+
+
+def of_samples(snapshot: Snapshot) -> pa.Table:
+    """Return a row for each sample: its first turn's, with the tokens of all turns."""
+    names = ["phase", "step", "number", "group", "index"]
+    table = snapshot.table
+    lengths = table.group_by(names).aggregate([("num_tokens", "sum")])
+    firsts = table.filter(pc.equal(table["turn"], 0)).drop_columns(["num_tokens"])
+    # Maps cannot be joined: rows are found by their number.
+    numbers = firsts.select(names).append_column("row", pa.array(range(firsts.num_rows)))
+    joined = numbers.join(lengths, names).sort_by("row")
+    return firsts.append_column("num_tokens", joined["num_tokens_sum"])
+
+
+def turn_panels(snapshot: Snapshot) -> Panels:
+    """Return how many turns the training's conversations have, and how long a turn takes."""
+    table = snapshot.table.filter(pc.equal(snapshot.table["phase"], "train"))
+    steps = table.group_by("step").aggregate(
+        [("engine_seconds", "mean"), ("tool_seconds", "max"), ("turn", "max"), ("turn", "count")]
+    )
+    first = table.filter(pc.equal(table["turn"], 0)).group_by("step").aggregate([("turn", "count")])
+    later = table.filter(pc.greater(table["turn"], 0))
+    tools = later.group_by("step").aggregate([("tool_seconds", "mean")])
+    rows = {row["step"] + 1: row for row in steps.to_pylist()}
+    samples = {row["step"] + 1: row["turn_count"] for row in first.to_pylist()}
+    of_tools = [(row["step"] + 1, row["tool_seconds_mean"]) for row in tools.to_pylist()]
+    return {
+        "turns": {
+            "turns": _points((s, rows[s]["turn_count"] / count) for s, count in samples.items()),
+            "most turns": _points((s, row["turn_max"] + 1) for s, row in rows.items()),
+        },
+        "turn_seconds": {
+            "engine": _points((s, row["engine_seconds_mean"]) for s, row in rows.items()),
+            "tool": _points(of_tools),
+            "slowest tool": _points((s, row["tool_seconds_max"]) for s, row in rows.items()),
+        },
+    }
 
 
 def _points(values: Iterable[tuple[int, float | None]]) -> Points:
@@ -248,11 +288,15 @@ def worst_groups(run: RunView, records: Sequence[RoundRecord]) -> list[dict[str,
         except KeyError:
             continue
         equal: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for sample in sorted(group["samples"], key=lambda s: s["token_ids"]):
-            key = (*sample["token_ids"], sample["is_earlier"])
+        for sample in sorted(group["samples"], key=_tokens):
+            key = (*_tokens(sample), sample["is_earlier"])
             equal.setdefault(key, {**sample, "indices": []})["indices"].append(sample["index"])
         completions = list(equal.values())
         group["samples"] = completions[:MAX_COMPLETIONS]
         group["num_more"] = len(completions) - len(group["samples"])
         shown.append({**group, "verdict": record.verdict})
     return shown
+
+
+def _tokens(sample: dict[str, Any]) -> list[tuple[int, ...]]:
+    return [tuple(turn["token_ids"]) for turn in sample["turns"]]

@@ -227,7 +227,8 @@ def write_page(
         if page == "image":
             name = parse_round(values["round"])
             try:
-                image = run.medium_name(name, values["group"], values["number"])
+                turn = values.get("index"), values.get("turn", 0)
+                image = run.medium_name(name, values["group"], values["number"], *turn)
                 content = image_bytes(image, "small")
             except ValueError:
                 return ""

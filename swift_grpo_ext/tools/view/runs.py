@@ -34,6 +34,7 @@ SAMPLE_COLUMNS = [
     *("phase", "step", "number", "group", "index", "turn", "seed", "rank", "replica"),
     "weight_version",
     *("finish_reason", "stop_reason", "num_tokens", "text", "fingerprint"),
+    *("engine_seconds", "tool_seconds"),
 ]
 SCORE_COLUMNS = [
     *("reward", "rewards", "advantage", "gap_mean", "gap_max", "truncated", "replaced", "fate"),
@@ -96,8 +97,13 @@ class Snapshot:
 
     @cached_property
     def table(self) -> pa.Table:
-        """All samples, in the order of `rounds`."""
+        """All samples, in the order of `rounds`; of a conversation, each turn is a row."""
         return pa.concat_tables([_EMPTY, *(r.rows for r in self.rounds.values())])
+
+    @cached_property
+    def has_turns(self) -> bool:
+        """True if some samples are conversations."""
+        return (pc.max(self.table["turn"]).as_py() or 0) > 0
 
     @cached_property
     def functions(self) -> list[str]:
@@ -305,13 +311,14 @@ def describe(snapshot: Snapshot, row: dict[str, Any]) -> dict[str, Any]:
 
 def list_groups(snapshot: Snapshot, name: RoundName) -> list[dict[str, Any]]:
     """Return the groups of a round as a page shows them: `reward` is the mean of the `rewards` and
-    `spread` their standard deviation, None without any; `distinct` is how many texts differ."""
+    `spread` their standard deviation, None without any; `distinct` is how many texts differ, of
+    conversations the texts of all turns."""
     listed = []
     rows = snapshot.rounds[name].rows.to_pylist()
     for group, of_group in groupby(rows, key=lambda row: row["group"]):
-        samples = list(of_group)
-        prompt = snapshot.prompts[samples[0]["fingerprint"]]
-        rewards = [sample["reward"] for sample in samples]
+        samples = [list(turns) for _, turns in groupby(of_group, key=lambda row: row["index"])]
+        prompt = snapshot.prompts[samples[0][0]["fingerprint"]]
+        rewards = [turns[0]["reward"] for turns in samples]
         known = [reward for reward in rewards if reward is not None]
         listed.append(
             {
@@ -320,7 +327,7 @@ def list_groups(snapshot: Snapshot, name: RoundName) -> list[dict[str, Any]]:
                 "prompt": str(prompt.messages[-1]["content"])[:160],
                 "num_media": len(prompt.media),
                 "samples": len(samples),
-                "distinct": len({sample["text"] for sample in samples}),
+                "distinct": len({tuple(turn["text"] for turn in turns) for turns in samples}),
                 "rewards": rewards,
                 "reward": float(np.mean(known)) if known else None,
                 "spread": float(np.std(known)) if known else None,

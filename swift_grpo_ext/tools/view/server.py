@@ -49,7 +49,9 @@ def make_app(run: RunView, token: str) -> Starlette:
         try:
             if name == "image":  # by round, group and number: what the run's record names
                 place = parse_round(query["round"]), int(query["group"]), int(query["number"])
-                content = image_bytes(run.medium_name(*place), query["size"])
+                index = int(query["index"]) if "index" in query else None
+                medium = run.medium_name(*place, index, int(query.get("turn", 0)))
+                content = image_bytes(medium, query["size"])
                 return Response(content, media_type="image/png", headers=HEADERS)
             values = {
                 "samples": lambda: pages.samples_values(run, query),

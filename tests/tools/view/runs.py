@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,43 @@ def make_rows(step: int, *, num_groups: int = 2, phase: str = "train") -> list[S
         for group in range(num_groups)
         for index in range(2)
     ]
+
+
+def make_conversations(step: int) -> list[SampleRow]:
+    """Rows of a round: of each group, sample 0 has one turn, sample 1 has three. The tool gives
+    a crop that has no file, and words that UTF-8 cannot hold; then there is no room."""
+    Image.new("RGB", (8, 4), "blue").save(crop := BytesIO(), "webp")
+    rows = []
+    for row in make_rows(step):
+        rows.append(replace(row, engine_seconds=2.0))
+        if row.sample_id.index:
+            group = row.sample_id.group
+            second = replace(
+                row,
+                sample_id=replace(row.sample_id, turn=1),
+                token_ids=[5, 6],
+                logprobs=[-0.5, -1.0],
+                text="第二轮",
+                fingerprint=f"turn {step}.{group}.1",
+                prompt=json.dumps([{"role": "tool", "content": "<image>看这里 \\ud83d"}]),
+                media=["blake2b:0"],
+                pictures=[crop.getvalue()],
+                mask=[True, False],
+                engine_seconds=1.0,
+                tool_seconds=3.0,
+            )
+            third = replace(
+                row,
+                sample_id=replace(row.sample_id, turn=2),
+                **{"token_ids": [], "logprobs": None, "text": "", "media": []},
+                finish_reason="length",
+                fingerprint=f"turn {step}.{group}.2",
+                prompt=json.dumps([{"role": "tool", "content": None, "tool_calls": [{"f": "找"}]}]),
+                engine_seconds=0.0,
+                tool_seconds=1.0,
+            )
+            rows += [second, third]
+    return rows
 
 
 def score(row: SampleRow, reward: float | None = None) -> RewardRow:

@@ -36,12 +36,13 @@ def test_pieces_hold_whole_characters() -> None:
         return bytes(ids).decode("utf-8", errors="replace")
 
     logprobs = [-float(i) for i in range(len(content))]
-    assert pieces(list(content), logprobs, decode, 5, {2: 0.5, 3: 0.25, 8: 0.125}) == [
-        ("a", True, 0.0, 0.0),
-        ("七", True, -6.0, 0.5),
-        ("👍", False, -22.0, 0.0),
-        ("b", False, -8.0, 0.125),
-        ("\N{REPLACEMENT CHARACTER}", False, -9.0, 0.0),
+    mask = [True] * 3 + [False] + [True] * 6
+    assert pieces(list(content), logprobs, decode, 5, {2: 0.5, 3: 0.25, 8: 0.125}, mask) == [
+        ("a", True, 0.0, 0.0, False),
+        ("七", True, -6.0, 0.5, True),
+        ("👍", False, -22.0, 0.0, False),
+        ("b", False, -8.0, 0.125, False),
+        ("\N{REPLACEMENT CHARACTER}", False, -9.0, 0.0, False),
     ]
 
 
