@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 from rewards import DigitAccuracy, DigitFormat
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -43,18 +46,35 @@ def test_digits(completion: str, solution: str, form: float, accuracy: float) ->
     assert DigitAccuracy()([completion], solution=[solution]) == [accuracy]
 
 
-def test_a_wrong_call_of_a_tool_is_told_so_once() -> None:
+def test_a_wrong_call_of_a_tool_brings_a_crop_once(tmp_path: Path) -> None:
     tools = module_of("tool_call/tools.py")
     preset = yaml.safe_load((EXAMPLES / "tool_call/grpo.yaml").read_text(encoding="utf-8"))
     assert preset["stop_words"] == [tools.STOP]
     scheduler = tools.DigitChecker(max_turns=2)
-    request = SimpleNamespace(data_dict={"solution": "7"}, messages=[])
+    request = SimpleNamespace(data_dict={"solution": "7"}, messages=[], images=[])
     wrong = choice("<answer>3</answer>")
     assert scheduler.check_finished(request, choice("<answer>7</answer>"), 1)
     assert not scheduler.check_finished(request, wrong, 1)
     assert scheduler.check_finished(request, wrong, 2)
-    scheduler.step(request, wrong, 1)
-    assert request.messages == [{"role": "tool", "content": "3: no"}]
+    assert scheduler.step(request, wrong, 1) == {"infer_request": request}
+    [told] = request.messages
+    assert told == {"role": "tool", "content": "3: no. There is no image to look at."}
+    Image.linear_gradient("L").save(path := tmp_path / "image.png")
+    content = base64.b64encode(path.read_bytes()).decode()
+    crops = []
+    for image in (str(path), content, Image.open(path)):  # what a request may hold
+        request.messages, request.images = [], [image]
+        result = scheduler.step(request, wrong, 1)
+        assert result["infer_request"].messages == [{"role": "tool", "content": "3: no. <image>"}]
+        assert result["rollout_infos"]["images"] == request.images
+        first, crop = request.images
+        assert first is image
+        crops.append(crop)
+    assert len(set(crops)) == 1
+    shown = Image.open(io.BytesIO(base64.b64decode(crops[0])))
+    assert shown.size == (256, 256)
+    low, high = shown.convert("L").getextrema()
+    assert (low, high) == (32, 223)  # of 0 to 255: an eighth is cut off at each end
     # A stop string that the model was stopped at is a call of its own accord.
     for reason, reward in ((tools.STOP, 1.2), ("<|im_end|>", 1.0)):
         infos = [{"stop_reason": reason}]

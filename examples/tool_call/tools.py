@@ -1,19 +1,27 @@
-"""A tool for conversations of two turns: the model calls it with a digit, it says yes or no.
+"""A tool that returns an image: the model calls it with a digit, and a wrong one brings a crop.
 
 The tiny model knows one form, `<answer>7</answer>`: here it is the call. A plugin of its own:
-`--external_plugins plugins/grpo_ext.py examples/tool_call/tools.py`.
+`--external_plugins plugins/grpo_ext.py examples/tool_call/tools.py`. `swift rollout` takes the same
+two files where it leads the conversations (docs/tools.md).
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from typing import Any
 
+from PIL import Image
 from swift.rewards import ORM, orms
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
+from swift.template import load_image
 
 STOP = "</answer>"
 """The preset's stop string: a call ends with it, and so does the turn."""
+
+SHOWN = 0.75
+"""Part of each side of an image that its crop shows."""
 
 CALL = re.compile(r"<answer>(\d)</answer>\Z")
 
@@ -24,8 +32,22 @@ def called_with(text: str) -> str | None:
     return call[1] if call else None
 
 
+def closer(image: Image.Image) -> Image.Image:
+    """The middle of an image, enlarged to its size."""
+    width, height = image.size
+    x, y = (1 - SHOWN) / 2 * width, (1 - SHOWN) / 2 * height
+    return image.resize(image.size, Image.Resampling.BICUBIC, (x, y, width - x, height - y))
+
+
+def as_base64(image: Image.Image) -> str:
+    """PNG in base64, which a request can take to a server."""
+    image.save(content := io.BytesIO(), "png")
+    return base64.b64encode(content.getvalue()).decode()
+
+
 class DigitChecker(MultiTurnScheduler):
-    """Says whether the digit of a call is the row's `solution`; a wrong one may be taken back."""
+    """Ends with the call whose digit is the row's `solution`; a wrong one is answered with a crop
+    of the row's first image."""
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         digit = called_with(response_choice.message.content)
@@ -34,8 +56,16 @@ class DigitChecker(MultiTurnScheduler):
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
         digit = called_with(response_choice.message.content)
-        infer_request.messages.append({"role": "tool", "content": f"{digit}: no"})
-        return {"infer_request": infer_request}
+        if not infer_request.images:  # a row of words alone
+            told = {"role": "tool", "content": f"{digit}: no. There is no image to look at."}
+            infer_request.messages.append(told)
+            return {"infer_request": infer_request}
+        # A path, a URL or base64, whatever the row has; an image of PIL's in the training alone.
+        crop = closer(load_image(infer_request.images[0]))
+        infer_request.images = [*infer_request.images, as_base64(crop)]
+        infer_request.messages.append({"role": "tool", "content": f"{digit}: no. <image>"})
+        # Training sees what is told here: all images of the conversation, in their order.
+        return {"infer_request": infer_request, "rollout_infos": {"images": infer_request.images}}
 
 
 class DigitCall(ORM):

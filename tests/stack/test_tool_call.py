@@ -1,18 +1,101 @@
-"""The tool call example: turns end with calls, and training learns from them."""
+"""The tool call example: turns end with calls, a crop comes back, and training learns from both,
+whoever leads the conversations."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
+import yaml
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import to_rows
-from tests.stack.processes import swift
+from swift_grpo_ext.record.row import SampleRow, to_rows
+from tests.stack.processes import PLUGIN, ROOT, rollout_server, swift
+from tests.stack.rounds import client_argv, digits, logged_steps, run_training
 
 pytestmark = pytest.mark.stack
 
+FOLDER = ROOT / "examples/tool_call"
+TOOLS = "examples/tool_call/tools.py"
 STOP = "</answer>"
+STEPS = 3
+NUM_SAMPLES = 36
+
+
+def rows_of_users(assets: Path, path: Path) -> Path:
+    """A data set as users have it: an image by its path, as bytes, and a row without one."""
+    named, held, bare = digits(assets, [0, 1, 2])
+    [file] = held["images"]
+    named["images"] = [{"bytes": None, "path": named["images"][0]}]
+    held["images"] = [{"bytes": Path(file).read_bytes(), "path": None}]
+    bare["images"] = []
+    bare["messages"][0]["content"] = "Which digit is this? Answer as <answer>d</answer>."
+    pa.parquet.write_table(pa.Table.from_pylist([named, held, bare]), path)
+    return path
+
+
+def drawn(assets: Path, rows: Path, folder: Path, *argv: str) -> list[SampleRow]:
+    """What three rounds at a learning rate of 0 draw of the preset, turn by turn; rollout and
+    training agree in log-probabilities."""
+    small = ("--gradient_accumulation_steps", "1", "--temperature", "1.0")
+    finished = run_training(
+        assets,
+        rows,
+        folder,
+        *small,
+        *argv,
+        steps=STEPS,
+        plugins=[TOOLS],
+        preset=FOLDER / "grpo.yaml",
+    )
+    assert finished.returncode == 0, finished.cause
+    steps = logged_steps(folder / "run")
+    assert len(steps) == STEPS
+    assert all(0 < step["rollout_gap/max"] < 1e-3 for step in steps)
+    return to_rows(read_samples(folder / "run"))
+
+
+def server_of(assets: Path, *, leads: bool) -> list[str]:
+    """The arguments of the example's server, without its scheduler where it does not lead."""
+    file = FOLDER / "served.rollout.yaml"
+    settings: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    settings |= {"model": str(assets / "tiny_vlm"), "external_plugins": [PLUGIN, TOOLS]}
+    scheduler = ("vllm_use_async_engine", "multi_turn_scheduler", "max_turns")
+    argv = []
+    for name, value in settings.items():
+        if name != "port" and (leads or name not in scheduler):
+            values = value if isinstance(value, list) else [value]
+            argv += [f"--{name}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
+    return argv
+
+
+def test_whoever_leads_the_conversations_they_are_the_same(assets: Path, tmp_path: Path) -> None:
+    rows = rows_of_users(assets, tmp_path / "rows.parquet")
+    colocated = drawn(assets, rows, tmp_path / "colocated")
+    assert len({row.sample_id.request_id for row in colocated if row.sample_id.turn == 0}) == 36
+    second = [row for row in colocated if row.sample_id.turn == 1]
+    with_crop = [row for row in second if row.media]
+    assert 0 < len(with_crop) < len(second)  # rows without an image are told so
+    for row in second:
+        told = "no. <image>" if row.media else "There is no image to look at."
+        assert told in row.prompt
+    assert all(row.pictures and row.pictures[0] for row in with_crop)
+    assert len({row.media[0] for row in with_crop}) == 2  # one for each image
+    for leads in (False, True):
+        folder = tmp_path / f"leads-{leads}"
+        with rollout_server(*server_of(assets, leads=leads), log=tmp_path / "log") as port:
+            served = drawn(assets, rows, folder, *client_argv(port))
+        assert list(map(what_is_seen, served)) == list(map(what_is_seen, colocated))
+        assert {row.replica.split()[-2] for row in served} == {"replica"}
+
+
+def what_is_seen(row: SampleRow) -> tuple[Any, ...]:
+    media = tuple(name.rpartition("/")[2] for name in row.media)
+    return row.sample_id, row.seed, row.token_ids, row.text, row.finish_reason, row.mask, media
 
 
 def test_the_preset_trains_on_calls(assets: Path, tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The preset with three seeds, each with held-out digits before and after, and what came of it.
+#   bash examples/tool_call/seeds.sh        STEPS=16 and SEEDS="1 2 3" where nothing else is said
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+# shellcheck source=scripts/common.sh
+source scripts/common.sh
+
+steps=${STEPS:-16}
+make_assets
+for seed in ${SEEDS:-1 2 3}; do
+  run=output/tool_call/seed$seed
+  step "Training: $steps steps, seed $seed ($run)"
+  rm -rf "$run"
+  mkdir -p "$run"
+  SECONDS=0
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$VENV/bin/swift" rlhf examples/tool_call/grpo.yaml \
+    --model "$ASSETS/tiny_vlm" --dataset "$ASSETS/digits/train.jsonl" --seed "$seed" \
+    --max_steps "$steps" --output_dir "$run" --add_version false \
+    --val_dataset "$ASSETS/digits/heldout.jsonl#128" --eval_on_start true --eval_strategy steps \
+    --eval_steps "$steps" --per_device_eval_batch_size 16 --num_generations_eval 2 >"$run/swift.log" 2>&1 ||
+    { tail -n 25 "$run/swift.log" >&2; fail "the training failed; see $run/swift.log"; }
+  echo "$SECONDS s"
+done
+step "Conversations on held-out digits, before and after"
+"$PYTHON" examples/tool_call/summarize.py output/tool_call
