@@ -15,7 +15,8 @@ settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FILES = [
-    *("launch", "scenarios", "servers", "stop_training", "invariance", "failures"),
+    *("launch", "turns_served", "scenarios", "servers", "stop_training", "invariance"),
+    *("failures", "pairs", "turns"),
     *("options", "sharded", "resume", "replay", "training", "selftest", "stops"),
     "../test_launch_script",
     *("../diversity/test_real_runs", "placeholders", "tool_call", "bad_data", "api_key"),

@@ -1,15 +1,21 @@
-"""The tables of options and of families are what their scripts make, and name real tests."""
+"""The tables of options, families and conversations are what their scripts make."""
 
 from __future__ import annotations
 
 import re
 
+import conversations
 import families
 import pytest
 import recipes
 from pages import SUPPORT, read_from
 
 from tests.newest import is_newest
+
+
+def test_the_table_of_conversations_is_up_to_date() -> None:
+    """Else: `python scripts/conversations.py --write`."""
+    assert read_from(SUPPORT, conversations.TABLE) == conversations.made()
 
 
 def test_the_page_of_families_is_up_to_date() -> None:

@@ -42,6 +42,12 @@ LEARNING = (
 )
 """A run learns with these, and keeps a checkpoint of each step."""
 
+SHORT_STEPS = (
+    "--vllm_engine_kwargs",
+    '{"kv_cache_memory_bytes": 134217728, "max_num_batched_tokens": 96}',
+)
+"""vLLM's, that is: prompts are computed in several of them."""
+
 LORA = ("--tuner_type", "lora", "--target_modules", "all-linear")
 
 

@@ -6,15 +6,16 @@ from __future__ import annotations
 import base64
 import json
 import os
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from swift.rewards import ORM, orms
 from swift.rewards.orm import CosineReward
 from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
+from swift.template.vision_utils import load_image
 
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -41,7 +42,7 @@ class LookCloser(MultiTurnScheduler):
         return current_turn >= TURNS
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        image = Image.open(infer_request.images[0])
+        image = load_image(infer_request.images[0])
         image.resize((56, 84)).save(content := BytesIO(), "png")
         closer = base64.b64encode(content.getvalue()).decode()
         infer_request.images = [*infer_request.images, closer]
@@ -54,6 +55,39 @@ class LookCloserRepeated(LookCloser):
     """Says it, as ms-swift asks for."""
 
     repeats = True
+
+
+class ByIndex(LookCloserRepeated):
+    """Has turns by the sample's place in its group: one; two; two and three with an image."""
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        return current_turn >= (1, 2, 2, 3)[SampleId.parse(infer_request.uuid).index]
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        is_closer = current_turn == 1 and SampleId.parse(infer_request.uuid).index > 1
+        ask = super().step if is_closer else partial(AskAgain.step, self)
+        return ask(infer_request, response_choice, current_turn)
+
+
+class LongTool(AskAgain):
+    """Its tool's third answer is longer than any engine here has room for, but for the first sample
+    of each group, which has two turns."""
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        return current_turn >= (2 if SampleId.parse(infer_request.uuid).index == 0 else 5)
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        said = "It says: " + "word " * (600 if current_turn == 3 else 5)
+        infer_request.messages.append({"role": "tool", "content": said})
+        return {"infer_request": infer_request}
+
+
+class OtherRules(AskAgain):
+    """Asks again under another system prompt."""
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        infer_request.messages[0] = {"role": "system", "content": "Be quick."}
+        return super().step(infer_request, response_choice, current_turn)
 
 
 class Examiner(Env):
@@ -128,7 +162,12 @@ class CosineOfDigits(CosineReward):
 
 
 multi_turns.update(
-    ask_again=AskAgain, look_closer=LookCloser, look_closer_repeated=LookCloserRepeated
+    ask_again=AskAgain,
+    look_closer=LookCloser,
+    look_closer_repeated=LookCloserRepeated,
+    by_index=ByIndex,
+    long_tool=LongTool,
+    other_rules=OtherRules,
 )
 envs["examiner"] = Examiner
 orms.update(position=Position, name=Name, odd_groups=OddGroups, silent=Silent, stopped=Stopped)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,14 @@ import pytest
 from swift_grpo_ext.record.reader import read_rewards
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.policy import SAME
-from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,
     GROUP_SIZE,
-    LORA,
+    SHORT_STEPS,
     Samples,
-    client_argv,
     digits,
-    logged_steps,
     read_lines,
     read_records,
-    recorded,
-    run_training,
-    server_argv,
     token_ids,
     train,
     write_lines,
@@ -32,12 +25,6 @@ from tests.stack.rounds import (
 )
 
 pytestmark = pytest.mark.stack
-
-SHORT_STEPS = (
-    "--vllm_engine_kwargs",
-    '{"kv_cache_memory_bytes": 134217728, "max_num_batched_tokens": 96}',
-)
-"""vLLM's, that is: prompts are computed in several of them."""
 
 
 def names_of_rounds(samples: Samples, phase: str = "train") -> set[str]:
@@ -151,39 +138,6 @@ def test_group_size_that_does_not_divide_a_ranks_batch(
         assert split[name]["images"] == reference[name]["images"]
     solutions = {row["images"][0]: row["solution"] for row in read_lines(rows)}
     assert all(s["solution"] == solutions[s["images"][0]] for s in split.values())
-
-
-def test_conversations(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """Two turns: colocated on two ranks, and run by a server's async engine, whose steps are too
-    short for whole prompts, draw the same."""
-    turns = ("--multi_turn_scheduler", "ask_again", "--max_turns", "2")
-    colocated = train(assets, rows, tmp_path / "c", *turns, ranks=2, steps=1)
-    assert all(len(s["turns"]) == 2 for s in colocated.values())
-    assert len({tuple(s["turns"][1]) for s in colocated.values()}) == len(colocated)
-    argv = ("--vllm_use_async_engine", "true", *SHORT_STEPS, "--vllm_max_num_seqs", "32", *turns)
-    server = server_argv(assets, *argv, plugins=["tests/stack/scenarios.py"])
-    with rollout_server(*server, log=tmp_path / "server.log") as port:
-        served = train(assets, rows, tmp_path / "s", *client_argv(port), ranks=2, steps=1)
-    assert served.keys() == colocated.keys()
-    assert all(sample["turns"] == colocated[name]["turns"] for name, sample in served.items())
-
-
-def test_images_that_a_scheduler_adds(assets: Path, rows: Path, tmp_path: Path) -> None:
-    """Training sees what the engine saw in the last turn, or the run stops with sample and turn."""
-    repeated = ("--multi_turn_scheduler", "look_closer_repeated", "--max_turns", "2")
-    finished = run_training(assets, rows, tmp_path / "a", *repeated, *LORA, steps=1)
-    assert finished.returncode == 0, finished.cause
-    assert all(len(sample["turns"]) == 2 for sample in recorded(tmp_path / "a").values())
-    [step] = logged_steps(tmp_path / "a/run")
-    assert 0 < step["rollout_gap/max"] < 1e-5
-    forgotten = ("--multi_turn_scheduler", "look_closer", "--max_turns", "2")
-    finished = run_training(assets, rows, tmp_path / "b", *forgotten, steps=1)
-    assert finished.returncode == 1
-    assert re.search(
-        r"train round 0\.0, group 0, sample 0 in turn 2: the rollout saw a prompt of \d+ tokens "
-        r"that training does not begin with; .*<\|vision_start\|>.*`rollout_infos\['images'\]`",
-        finished.output,
-    )
 
 
 @pytest.mark.extra

@@ -1,0 +1,133 @@
+"""Conversations, whoever leads them and whoever draws them: the same samples.
+
+`scripts/conversations.py` makes a table of docs/support.md from what these find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.stack.conftest import once
+from tests.stack.processes import rollout_server
+from tests.stack.rounds import SHORT_STEPS, Samples, client_argv, recorded, server_argv, train
+
+pytestmark = pytest.mark.stack
+
+STEPS = 3
+RESULTS = os.environ.get("CONVERSATIONS")
+"""The file to note what was found in."""
+
+SCHEDULER = ("--multi_turn_scheduler", "by_index", "--max_turns", "3")
+GYM = (
+    *("--use_gym_env", "true", "--gym_env", "examiner"),
+    *("--multi_turn_scheduler", "gym_scheduler", "--max_turns", "2"),
+)
+REWARD = ("--reward_weights", "1.0", "1.0")
+"""Of a training with an environment: its own reward, and that of the tests."""
+
+LEADERS = {
+    "scheduler, in the training": (SCHEDULER, ()),
+    "scheduler, on the server": ((), SCHEDULER),
+    "environment, in the training": ((*GYM, *REWARD), ()),
+    "environment, on the server": (REWARD, GYM),
+}
+"""What leads the conversations: further arguments of the training and of a server."""
+
+ENGINES = {
+    "sync": (),
+    "async": (*("--vllm_use_async_engine", "true", "--vllm_max_num_seqs", "32"), *SHORT_STEPS),
+}
+"""Further arguments of a server: an async engine's steps are too short for whole prompts."""
+
+DEPLOYMENTS = {"colocated": (), "one replica": (1,), "two replicas": (2,), "two servers": (1, 1)}
+"""The replicas of each server."""
+
+RANKS = {"colocated": 2, "one replica": 2, "two replicas": 1, "two servers": 2}
+CORE = {
+    ("scheduler, in the training", "sync", "colocated"),
+    ("scheduler, in the training", "sync", "two replicas"),
+    ("scheduler, on the server", "async", "two servers"),
+}
+PAIRS = [
+    pytest.param(leader, engine, name, marks=[] if is_core else pytest.mark.extra)
+    for leader in LEADERS
+    for engine in ENGINES
+    for name in DEPLOYMENTS
+    for is_core in [(leader, engine, name) in CORE]
+    if (engine, name) != ("async", "colocated")
+    if "server" not in leader or (engine == "async" and name != "colocated")
+]
+
+
+def turns_of(samples: Samples) -> dict[str, tuple[list[list[int]], list[str]]]:
+    """The tokens and images of each sample, by turns."""
+    return {name: (s["turns"], s["images"]) for name, s in samples.items()}
+
+
+@contextmanager
+def deployed(assets: Path, folder: Path, engine: str, name: str, *argv: str) -> Iterator[list[int]]:
+    """The ports of servers."""
+    with ExitStack() as stack:
+        ports = []
+        for number, replicas in enumerate(DEPLOYMENTS[name]):
+            parallel = ("--vllm_data_parallel_size", str(replicas))
+            command = server_argv(
+                assets, *ENGINES[engine], *parallel, *argv, plugins=["tests/stack/scenarios.py"]
+            )
+            log = folder / f"server{number}.log"
+            ports.append(stack.enter_context(rollout_server(*command, log=log)))
+        yield ports
+
+
+@pytest.fixture(scope="session")
+def colocated(
+    assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Samples]:
+    """What one rank draws by itself, with a scheduler and with an environment."""
+    found = {}
+    for kind in ("scheduler", "environment"):
+        argv = LEADERS[f"{kind}, in the training"][0]
+        folder = once(
+            tmp_path_factory,
+            f"colocated-{kind}",
+            lambda folder, argv=argv: train(assets, rows, folder, *argv, steps=STEPS),
+        )
+        found[kind] = recorded(folder)
+    return found
+
+
+def note(leader: str, engine: str, deployment: str, ranks: int, equal: int, of: int) -> None:
+    if RESULTS is None:
+        return
+    path = Path(RESULTS)
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    results.append([leader, engine, deployment, ranks, equal, of])
+    path.write_text(json.dumps(sorted(results), indent=1) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(("leader", "engine", "deployment"), PAIRS)
+def test_who_leads_and_who_draws(
+    leader: str,
+    engine: str,
+    deployment: str,
+    assets: Path,
+    rows: Path,
+    tmp_path: Path,
+    colocated: dict[str, Samples],
+) -> None:
+    of_training, of_server = LEADERS[leader]
+    reference = turns_of(colocated[leader.split(",")[0]])
+    ranks = RANKS[deployment]
+    with deployed(assets, tmp_path, engine, deployment, *of_server) as ports:
+        argv = (*(client_argv(*ports) if ports else ()), *of_training)
+        samples = train(assets, rows, tmp_path / "s", *argv, ranks=ranks, steps=STEPS)
+    found = turns_of(samples)
+    equal = [name for name, turns in reference.items() if found.get(name) == turns]
+    note(leader, engine, deployment, ranks, len(equal), len(reference))
+    assert len(equal) == len(reference) == len(found) == 36
