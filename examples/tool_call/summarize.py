@@ -1,4 +1,4 @@
-"""What conversations on held-out digits were like before and after training, over several runs.
+"""Tabulates conversations on held-out digits before and after training, over several runs.
 
     python examples/tool_call/summarize.py output/tool_call
 
@@ -28,7 +28,7 @@ FIGURES = {
 
 
 def conversations(run: Path) -> dict[int, list[tuple[list[str], float]]]:
-    """By the step of their evaluation: the texts of a conversation's turns, and its reward."""
+    """Return the texts of each conversation's turns, and its reward, by the evaluation's step."""
     texts, rewards = defaultdict[Any, list[str]](list), {}
     place = ("step", "number", "group", "index")
     for row in read_samples(run).to_pylist():

@@ -1,4 +1,4 @@
-"""What a record keeps of a medium: its name, and a small picture of an image that has no file."""
+"""Makes what a record keeps of a medium: its name, and a small picture where it has no file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUALITY = 75
 
 
 class Picture(NamedTuple):
-    """What is kept of a medium that a scheduler put into a conversation: a crop, a plot."""
+    """Stands in the record for a medium that a scheduler adds: a crop, a plot."""
 
     name: str
     """Its path or URL, or the digest of its content."""

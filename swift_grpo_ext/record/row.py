@@ -118,8 +118,8 @@ class SampleRow:
     its content."""
 
     pictures: Sequence[bytes | None] | None = None
-    """For each of a later turn's `media`: a small picture (WebP) of an image that has no path. None
-    where there is none."""
+    """Has a small picture (WebP) for each image without a path among a later turn's `media`,
+    and None for the others."""
 
     mask: Sequence[bool] | None = None
     """Whether each token was trained on; None where all were."""

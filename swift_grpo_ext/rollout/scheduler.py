@@ -14,10 +14,9 @@ and `swift rollout` take theirs. It calls the same hooks with the same arguments
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from swift.utils import get_logger
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import RequestError
 from swift_grpo_ext.upstream.rows import COLUMNS
+from swift_grpo_ext.upstream.threads import in_thread
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutOutput
@@ -185,7 +185,9 @@ class WatchedScheduler(MultiTurnScheduler):
         work = partial(self._checked_step, infer_request, response_choice, current_turn)
         with self._named("step", infer_request, current_turn):
             # A server's that leads its conversations itself calls this in the event loop of all.
-            return within(self.tool_timeout, work) if self.infer_engine is None else work()
+            if self.infer_engine is not None:
+                return work()
+            return in_thread(work).result(self.tool_timeout)
 
     def _checked_step(
         self,
@@ -256,24 +258,6 @@ class WatchedScheduler(MultiTurnScheduler):
 @cache
 def _tools() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_TOOLS, thread_name_prefix="tool")
-
-
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns, if it does so in time; a thread cannot be ended, and is left.
-
-    Raises:
-        concurrent.futures.TimeoutError: it does not.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as e:
-            outcome.set_exception(e)
-
-    threading.Thread(target=run, daemon=True).start()
-    return outcome.result(seconds)
 
 
 def _forget_unanswered(request: RolloutInferRequest) -> Result:

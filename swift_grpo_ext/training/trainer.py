@@ -63,7 +63,7 @@ from swift_grpo_ext.training.prompts import (
     tell_duplicates,
     tell_uneven,
 )
-from swift_grpo_ext.training.turns import Turns, give_turns, servers_turns
+from swift_grpo_ext.training.turns import Conversations, give_turns, servers_turns
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
@@ -136,7 +136,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         self._idle_rounds = IdleRounds()
-        self._turns = Turns(template, has_scheduler=bool(self.multi_turn_scheduler))
+        self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
         switch_off_dropout(self.model)
@@ -338,7 +338,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
                 tell_uneven(uneven)
         if self.enable_server_multi_turn:
             return outputs  # whose turns come with them
-        self._turns.note(samples, outputs, sample_ids, prompts, time.monotonic() - began)
+        self._conversations.note(samples, outputs, sample_ids, prompts, time.monotonic() - began)
         return outputs
 
     def _draw_canary(
@@ -418,7 +418,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if self.enable_server_multi_turn:
             turns_of_outputs = servers_turns(samples, outputs, self._settings.run_seed)
         else:
-            turns_of_outputs = self._turns.take(samples, outputs)
+            turns_of_outputs = self._conversations.take(samples, outputs)
         results = super()._postprocess_rollout_outputs(samples, outputs)
         is_conversation = bool(self.multi_turn_scheduler or self.enable_server_multi_turn)
         for sample, turns in zip(results, turns_of_outputs, strict=True):

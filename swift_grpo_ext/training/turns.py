@@ -1,4 +1,4 @@
-"""Conversations in the training: their turns, from each rollout to the outputs that end them."""
+"""Conversations in the training keep their turns here, from each rollout to the last output."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from swift.template import Template
 
 
-class Turns:
-    """Those of the round that is being generated, by their samples.
+class Conversations:
+    """Holds those of the round that is being generated, by their samples.
 
     Args:
         template: the training's.
@@ -37,7 +37,7 @@ class Turns:
 
     def __init__(self, template: Template, *, has_scheduler: bool) -> None:
         self._template, self._has_scheduler = template, has_scheduler
-        self._conversations = defaultdict[SampleId, Conversation](Conversation)
+        self._by_sample = defaultdict[SampleId, Conversation](Conversation)
 
     def note(
         self,
@@ -62,7 +62,7 @@ class Turns:
                 give_to_scheduler(output, self._template, sample.tools)
             if isinstance(sample, RolloutInferRequest):
                 turn = replace(turn, tool_seconds=between_turns(sample).tool_seconds)
-            self._conversations[replace(sample_id, turn=0)].note(sample, turn)
+            self._by_sample[replace(sample_id, turn=0)].note(sample, turn)
 
     def take(
         self, samples: Sequence[GRPOSample], outputs: Sequence[RolloutOutput]
@@ -71,7 +71,7 @@ class Turns:
         for output in outputs:
             record_stop_reason(output)  # a conversation's last
         pairs = zip(samples, outputs, strict=False)  # none come with --async_generate
-        return [self._conversations.pop(sample.sample_id).turns for sample, _ in pairs]
+        return [self._by_sample.pop(sample.sample_id).turns for sample, _ in pairs]
 
 
 def servers_turns(

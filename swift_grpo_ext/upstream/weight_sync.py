@@ -13,7 +13,6 @@ import datetime
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from swift.rlhf_trainers.vllm_client import VLLMClient
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.threads import in_thread
 
 if TYPE_CHECKING:
     from vllm.distributed.utils import StatelessProcessGroup
@@ -50,15 +50,7 @@ def within(seconds: float, work: Callable[[], T], rank: int) -> T:
     """
     if rank == 0:
         return work()
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as e:
-            outcome.set_exception(e)
-
-    threading.Thread(target=run, daemon=True).start()
+    outcome = in_thread(work)
     try:
         return outcome.result(MARGIN * seconds)
     except FutureTimeoutError as e:

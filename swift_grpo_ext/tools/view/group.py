@@ -183,21 +183,21 @@ class RunView(Follower):
             scores = scores.filter(pc.equal(scores["group"], group))
             gaps = {row["index"]: dict(row["gaps"] or ()) for row in scores.to_pylist()}
         turns: list[dict[str, Any]] = []
-        for row, of_row in zip(rows.to_pylist(), tokens.to_pylist(), strict=True):
+        for row, token_row in zip(rows.to_pylist(), tokens.to_pylist(), strict=True):
             described, prompt = describe(snapshot, row), snapshot.prompts[row["fingerprint"]]
             # Positions of gaps count over all turns of a conversation.
             start = turns[-1]["end"] if row["turn"] and turns else 0
             end = start + row["num_tokens"]
-            of_sample = gaps.get(row["index"], {})
+            sample_gaps = gaps.get(row["index"], {})
             made = {
                 "start": start,
                 "end": end,
-                "gaps": {at - start: gap for at, gap in of_sample.items() if start <= at < end},
-                "num_masked": sum(not is_trained for is_trained in of_row["mask"] or ()),
-                "said": said(prompt, of_row["pictures"]),
+                "gaps": {at - start: gap for at, gap in sample_gaps.items() if start <= at < end},
+                "num_masked": sum(not is_trained for is_trained in token_row["mask"] or ()),
+                "said": said(prompt, token_row["pictures"]),
                 "is_earlier": False,
             }
-            turns.append({**described, **of_row, **made})
+            turns.append({**described, **token_row, **made})
         return turns
 
     def medium_name(

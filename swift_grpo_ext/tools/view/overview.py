@@ -110,7 +110,7 @@ def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
     """Return rewards, lengths and gaps of the record, then the monitor's metrics and its collision
     test of the training rounds; no curve and no panel without points. All turns of a conversation
     are one sample."""
-    table = of_samples(snapshot) if snapshot.has_turns else snapshot.table
+    table = sample_rows(snapshot) if snapshot.has_turns else snapshot.table
     columns = {"reward": table["reward"], "length": table["num_tokens"], "gap": table["gap_mean"]}
     for name in snapshot.functions:
         columns[name] = pc.map_lookup(table["rewards"], name, "first")
@@ -149,7 +149,7 @@ def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
     return {key: curves for key, curves in filled.items() if curves}
 
 
-def of_samples(snapshot: Snapshot) -> pa.Table:
+def sample_rows(snapshot: Snapshot) -> pa.Table:
     """Return a row for each sample: its first turn's, with the tokens of all turns."""
     names = ["phase", "step", "number", "group", "index"]
     table = snapshot.table
@@ -172,7 +172,7 @@ def turn_panels(snapshot: Snapshot) -> Panels:
     tools = later.group_by("step").aggregate([("tool_seconds", "mean")])
     rows = {row["step"] + 1: row for row in steps.to_pylist()}
     samples = {row["step"] + 1: row["turn_count"] for row in first.to_pylist()}
-    of_tools = [(row["step"] + 1, row["tool_seconds_mean"]) for row in tools.to_pylist()]
+    tool_means = [(row["step"] + 1, row["tool_seconds_mean"]) for row in tools.to_pylist()]
     return {
         "turns": {
             "turns": _points((s, rows[s]["turn_count"] / count) for s, count in samples.items()),
@@ -180,7 +180,7 @@ def turn_panels(snapshot: Snapshot) -> Panels:
         },
         "turn_seconds": {
             "engine": _points((s, row["engine_seconds_mean"]) for s, row in rows.items()),
-            "tool": _points(of_tools),
+            "tool": _points(tool_means),
             "slowest tool": _points((s, row["tool_seconds_max"]) for s, row in rows.items()),
         },
     }

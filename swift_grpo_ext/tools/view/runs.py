@@ -315,8 +315,8 @@ def list_groups(snapshot: Snapshot, name: RoundName) -> list[dict[str, Any]]:
     conversations the texts of all turns."""
     listed = []
     rows = snapshot.rounds[name].rows.to_pylist()
-    for group, of_group in groupby(rows, key=lambda row: row["group"]):
-        samples = [list(turns) for _, turns in groupby(of_group, key=lambda row: row["index"])]
+    for group, group_rows in groupby(rows, key=lambda row: row["group"]):
+        samples = [list(turns) for _, turns in groupby(group_rows, key=lambda row: row["index"])]
         prompt = snapshot.prompts[samples[0][0]["fingerprint"]]
         rewards = [turns[0]["reward"] for turns in samples]
         known = [reward for reward in rewards if reward is not None]
