@@ -2,7 +2,8 @@
 
 The environment variable `TURNS` names a folder in which tests write `plan.json`: a list of events,
 each with a sample's name, a turn and its kind. Each happens once, over all servers of the folder,
-and leaves a file of its kind there: the time.
+and leaves a file of its kind there: the time. One that is `after` a turn waits until another sample
+of the round has met that: its own next turn is not asked for yet, whoever is fast.
 """
 
 from __future__ import annotations
@@ -53,7 +54,16 @@ class Eventful(MultiTurnScheduler):
                         f.write(str(time.time()))
                 except FileExistsError:
                     continue
+                if "after" in event:
+                    self._wait_for(name.rpartition("-")[0].rpartition("-")[0], event["after"])
                 self._happen(event)
+
+    def _wait_for(self, round_name: str, turn: int) -> None:
+        while True:
+            met = [json.loads(line) for line in (FOLDER / "met.jsonl").read_text().splitlines()]
+            if any(name.startswith(f"{round_name}-") and at == turn for _, name, at in met):
+                return
+            time.sleep(0.02)
 
     def _happen(self, event: dict[str, Any]) -> None:
         cores = self.infer_engine.engine.engine_core.resources.engine_manager.processes
