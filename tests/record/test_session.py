@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from tests.record.rows import ROW, sample_id
 
 TRAINING = """
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from swift_grpo_ext.record.session import claim_session
@@ -146,20 +148,25 @@ def test_a_folder_that_cannot_be_read_ends_nothing(
     number."""
     write(open_run(tmp_path), range(2))
 
-    def fail(_: Any) -> None:
+    mended = threading.Event()
+    read = session.next_session
+
+    def fail_until_mended(run_dir: str) -> int:
+        if mended.is_set():
+            return read(run_dir)
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
+    # once for all ranks: threads that each patched and restored would restore another's patch
+    monkeypatch.setattr(session, "next_session", fail_until_mended)
     opened = list[int]()
 
     def work(ranks: ThreadRanks) -> None:
         recorder = SampleRecorder(str(tmp_path), ranks, 42)
-        with monkeypatch.context() as patched:
-            patched.setattr(session, "next_session", fail)
-            for _ in range(2):
-                recorder.open(start_step=2)
-            ranks.all_gather(None)
+        for _ in range(2):
+            recorder.open(start_step=2)
         assert recorder.log is None
         ranks.all_gather(None)
+        mended.set()
         recorder.open(start_step=2)
         assert recorder.log is not None
         opened.append(recorder.log._session)
