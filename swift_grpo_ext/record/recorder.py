@@ -171,11 +171,10 @@ def masks_of(sample: OnPolicySample, turns: Sequence[Turn]) -> list[list[bool] |
     """Return for each turn whether its tokens are trained on: None where all are, or where nobody
     knows, since the scheduler has joined turns."""
     ids, masks = sample.response_token_ids or [], sample.response_loss_mask or []
-    answered = [turn for turn in turns if len(turn.completion.token_ids)]
-    if not len(ids) == len(masks) == len(answered):
+    if not len(ids) == len(masks) == sum(turn.is_answered for turn in turns):
         return [None] * len(turns)
-    found = dict(zip(map(id, answered), zip(ids, masks, strict=True), strict=True))
-    return [_mask_of(turn, *found[id(turn)]) if id(turn) in found else None for turn in turns]
+    answers = zip(ids, masks, strict=True)
+    return [_mask_of(turn, *next(answers)) if turn.is_answered else None for turn in turns]
 
 
 def _mask_of(turn: Turn, ids: Sequence[int], mask: Sequence[int]) -> list[bool] | None:

@@ -122,7 +122,7 @@ class SampleRow:
     and None for the others."""
 
     mask: Sequence[bool] | None = None
-    """Whether each token was trained on; None where all were."""
+    """Says of each token whether it was trained on; None where all were."""
 
     engine_seconds: float = 0.0
     """From the request to the answer. A colocated engine answers a round's samples together."""

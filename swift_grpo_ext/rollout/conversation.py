@@ -44,7 +44,7 @@ class Turn:
     """The hash of the prompt."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """What was added to the prompt since the answer before; of the first turn, the prompt."""
+    """Holds what was added to the prompt since the answer before; of the first turn, the prompt."""
 
     media: list[Picture] = field(default_factory=list)
     """The media that were added with it."""
@@ -54,6 +54,11 @@ class Turn:
 
     tool_seconds: float = 0.0
     """In the scheduler, between the answer before and the request."""
+
+    @property
+    def is_answered(self) -> bool:
+        """True if the answer has tokens, which its prompt may have left no room for."""
+        return len(self.completion.token_ids) > 0
 
 
 @dataclass

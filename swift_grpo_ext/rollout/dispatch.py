@@ -57,7 +57,7 @@ REQUEST_FAULT = "swift_grpo_ext.request_fault"
 
 
 class Activity:
-    """What this process, a replica, does for conversations that a scheduler leads in it."""
+    """Counts what this process, a replica, does for conversations that a scheduler leads in it."""
 
     def __init__(self) -> None:
         self._conversations: set[asyncio.Task[Any]] = set()

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
-from threading import Thread
 from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
+
+from swift_grpo_ext.upstream.threads import in_thread
 
 T = TypeVar("T")
 
@@ -131,15 +132,7 @@ def _connected(timeout: timedelta) -> dist.ProcessGroup:
     """Return the group of all ranks. gloo's own bound is that of each of its tries, and a rank that
     is not reached notices nothing."""
     seconds = min(SECONDS_TO_CONNECT, timeout.total_seconds())
-    made: Future[Any] = Future()
-
-    def make() -> None:
-        try:
-            made.set_result(dist.new_group(backend="gloo", timeout=timeout))
-        except Exception as e:
-            made.set_exception(e)
-
-    Thread(target=make, name="gloo", daemon=True).start()
+    made = in_thread(partial(dist.new_group, backend="gloo", timeout=timeout))
     try:
         return made.result(seconds)
     except (RuntimeError, FutureTimeoutError) as e:

@@ -39,7 +39,7 @@ logger = get_logger()
 
 T = TypeVar("T")
 Result = dict[str, Any]
-"""What a hook returns."""
+"""Is what a hook returns."""
 
 MOST_TOOLS = 256
 """Threads of a server for what `step` does, one for each conversation that is at it."""
@@ -54,7 +54,7 @@ class SchedulerError(RequestError):
 
 @dataclass
 class BetweenTurns:
-    """What is known of a conversation since its last answer."""
+    """Holds what is known of a conversation since its last answer."""
 
     num_messages: int = 0
     """With the answer."""

@@ -202,12 +202,11 @@ class RolloutServers:
             RolloutError: a request or a scheduler is at fault, or no server is left that could
                 answer; names the servers and the causes.
         """
-        metadatas = [wire.read_metadata(request.data_dict) for request in requests]
-        messages = [
-            _message(request, metadata, config)
-            for request, metadata in zip(requests, metadatas, strict=True)
-            if metadata is not None
-        ]
+        messages = []
+        for request in requests:
+            metadata = wire.read_metadata(request.data_dict)
+            assert metadata is not None, "the trainer names each (`samples2requests`)"
+            messages.append(_message(request, metadata, config))
 
         def send(server: Server, share: list[int]) -> list[list[RolloutOutput]]:
             body = _body(messages, share, config)

@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -119,17 +119,13 @@ def install_where_served() -> None:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
     engine.install()
-    make = rollout.get_rollout_engine_type
-
-    @wraps(make)
-    def watched(args: RolloutArguments, engine: Any) -> Any:
-        watch(args.multi_turn_scheduler, args.tool_timeout)
-        return make(args, engine)
-
-    patch(rollout, get_rollout_engine_type=watched)
     if rollout.GRPOVllmEngine is not engine.RolloutEngine:
         verify(pins.SERVER)
-        patch(rollout, GRPOVllmEngine=engine.RolloutEngine)
+        patch(
+            rollout,
+            GRPOVllmEngine=engine.RolloutEngine,
+            get_rollout_engine_type=get_rollout_engine_type,
+        )
         install()
 
 
@@ -152,8 +148,15 @@ def install() -> None:
     )
 
 
+_upstream_rollout_engine_type = rollout.get_rollout_engine_type
 _upstream_engine_type = SwiftRolloutDeploy.get_engine_type
 _upstream_register = SwiftRolloutDeploy._register_rl_rollout_app
+
+
+def get_rollout_engine_type(args: RolloutArguments, engine: Any) -> Any:
+    """Let ms-swift make a scheduler that is watched, in the process of a replica."""
+    watch(args.multi_turn_scheduler, args.tool_timeout)
+    return _upstream_rollout_engine_type(args, engine)
 
 
 def _register_rl_rollout_app(self: SwiftRolloutDeploy) -> None:

@@ -95,7 +95,7 @@ def servers_turns(
 def give_turns(sample: GRPOSample, turns: Sequence[Turn], *, is_conversation: bool) -> None:
     """Give a sample the prompts of its turns that were answered and, of a conversation, the last
     one's seed and replica."""
-    answered = [turn for turn in turns if len(turn.completion.token_ids)]
+    answered = [turn for turn in turns if turn.is_answered]
     sample.rollout_prompts = [turn.prompt for turn in answered]
     if is_conversation and answered:
         last = answered[-1].completion

@@ -89,17 +89,16 @@ def test_an_engine_then_a_server_is_killed(
     """Server 0 loses its engine in turn 2 of round 0, says so, and is back in round 1, in whose
     turn 2 server 1 is killed: each time the conversations go on elsewhere."""
     eventful = server_argv(assets, *EVENTFUL, plugins=["tests/stack/turns.py"])
-    engine_dies = [
-        {"sample": f"train-0.0-{group}-{index}", "turn": 1, "kind": "engine", "after": 2}
-        for group in range(3)
-        for index in range(4)
-    ]
-    server_dies = [
-        {"sample": f"train-1.0-{group}-{index}", "turn": 1, "kind": "server", "after": 2}
-        for group in range(3)
-        for index in range(4)
-    ]
-    one, two = plan(tmp_path / "one", *engine_dies), plan(tmp_path / "two", *server_dies)
+
+    def dies(kind: str, step: int) -> list[dict[str, Any]]:
+        return [
+            {"sample": f"train-{step}.0-{group}-{index}", "turn": 1, "kind": kind, "after": 2}
+            for group in range(3)
+            for index in range(4)
+        ]
+
+    one = plan(tmp_path / "one", *dies("engine", 0))
+    two = plan(tmp_path / "two", *dies("server", 1))
     waits = faults({"trainer": "wait", "step": 0, "rank": 0, "folder": str(tmp_path)})
     with (
         rollout_server(*eventful, log=tmp_path / "one.log", env=one) as port,

@@ -9,7 +9,6 @@ of the round has met that: its own next turn is not asked for yet, whoever is fa
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -40,8 +39,8 @@ class Eventful(MultiTurnScheduler):
         return {"infer_request": infer_request}
 
     def _meet(self, request: Any, turn: int) -> None:
-        cores = self.infer_engine.engine.engine_core.resources.engine_manager.processes
-        (FOLDER / "cores").write_text(" ".join(str(core.pid) for core in cores))
+        cores = self._cores()
+        (FOLDER / "cores").write_text(" ".join(map(str, cores)))
         metadata = wire.read_metadata(request.data_dict)
         assert metadata is not None
         name = replace(metadata.sample_id, turn=0).request_id
@@ -65,15 +64,16 @@ class Eventful(MultiTurnScheduler):
                 return
             time.sleep(0.02)
 
+    def _cores(self) -> list[int]:
+        """The processes of the engine."""
+        manager = self.infer_engine.engine.engine_core.resources.engine_manager
+        return [core.pid for core in manager.processes]
+
     def _happen(self, event: dict[str, Any]) -> None:
-        cores = self.infer_engine.engine.engine_core.resources.engine_manager.processes
         if event["kind"] == "engine":
-            os.kill(cores[0].pid, signal.SIGKILL)
+            os.kill(self._cores()[0], signal.SIGKILL)
         elif event["kind"] == "server":
-            server = multiprocessing.parent_process()
-            assert server is not None
-            assert server.pid is not None
-            os.kill(server.pid, signal.SIGKILL)
+            os.kill(os.getppid(), signal.SIGKILL)
         elif event["kind"] == "raises":
             raise LookupError("no such page")
         time.sleep(event.get("seconds", 0))
