@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ def meet(step: int, turn: int) -> None:
             if fault["kind"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault["kind"] == "kill server":
-                os.kill(os.getppid(), signal.SIGKILL)
+                server = parent_process()
+                assert server is not None
+                assert server.pid is not None
+                os.kill(server.pid, signal.SIGKILL)
                 time.sleep(60)  # ends with it
             elif fault["kind"] == "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -9,6 +9,7 @@ of the round has met that: its own next turn is not asked for yet, whoever is fa
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -73,7 +74,10 @@ class Eventful(MultiTurnScheduler):
         if event["kind"] == "engine":
             os.kill(self._cores()[0], signal.SIGKILL)
         elif event["kind"] == "server":
-            os.kill(os.getppid(), signal.SIGKILL)
+            server = multiprocessing.parent_process()  # as tests start it, not the system's parent
+            assert server is not None
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
         elif event["kind"] == "raises":
             raise LookupError("no such page")
         time.sleep(event.get("seconds", 0))
