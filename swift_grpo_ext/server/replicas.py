@@ -283,6 +283,7 @@ class Restarts:
 
     def start_lost(self) -> None:
         """Start what is lost, as far as the budget goes."""
+        failed = []
         while self.lost:
             number = self.lost.pop()
             if self._count >= self._budget:
@@ -299,10 +300,19 @@ class Restarts:
                 target=rollout.llm_worker_entry if is_async else rollout.llm_worker,
                 args=(self._server.args, number, self._server.master_port, child),
             )
-            process.start()
-            child.close()
+            try:
+                process.start()
+            except OSError as e:  # no memory, too many files
+                parent.close()
+                failed.append(number)
+                tries = f"try {self._count} of {self._budget}"
+                logger.error(f"Replica {number} could not be started ({e}): {tries}.")
+                continue
+            finally:
+                child.close()
             self.starting.append(ReplicaConnection(parent, process, number, self._count))
             logger.warning(f"Replica {number} is started anew ({self._count} of {self._budget}).")
+        self.lost += failed  # tried again after the next request
 
     def admit(self) -> None:
         """Let replicas that are ready join: the caller is about to send weights."""

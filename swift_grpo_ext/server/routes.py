@@ -265,8 +265,8 @@ class Turns(BaseHTTPMiddleware):
                 for connection in self._server.connections:
                     connection.holds_weights = True
         finally:
+            self._lock.release()  # to the next, once this coroutine waits or ends
             self._server.restarts.start_lost()
-            self._lock.release()
         return Response(content, response.status_code, dict(response.headers))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -205,6 +207,32 @@ def test_a_replica_that_was_lost_is_started_anew(monkeypatch: pytest.MonkeyPatch
     assert drew() == [4, 0, 0, 0]
     assert told(**connected) == (1, 0)
     assert "Replica 0 stays lost: a server starts replicas anew 3 times in all" in said[-1]
+
+
+def test_a_machine_that_cannot_start_a_replica_goes_on_serving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where memory has run out: the request has its answer, and so has the next."""
+    ended, healthy = Replica(number=0), Replica(number=1)
+    deployed = Deployed(ended, healthy)
+    deployed.restarts = Restarts(deployed, 2)
+    deployed.master_port = 5
+    said: list[str] = []
+    monkeypatch.setattr(replicas.logger, "error", said.append)
+
+    def start() -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(rollout, "Process", lambda **_: SimpleNamespace(start=start))
+    client = TestClient(deployed.app)
+    ended.kill()
+    for number in range(3):
+        assert groups_of(client.post("/infer/", json={"infer_requests": [request(0)]})) == [0]
+        assert deployed.restarts.num_awaited == max(0, 1 - number)
+        assert not deployed.restarts.starting
+    failed = "Replica 0 could not be started ([Errno 12] Cannot allocate memory): try "
+    assert [text.partition(failed)[2] for text in said[1:3]] == ["1 of 2.", "2 of 2."]
+    assert said[3].startswith("Replica 0 stays lost: a server starts replicas anew 2 times in all.")
 
 
 # --- time (F2) ---
