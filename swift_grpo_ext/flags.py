@@ -85,10 +85,10 @@ class LogitsFlags:
     """Number of positions whose log-probabilities are computed at a time. 0 computes all at once;
     `auto` decides from the vocabulary and the memory that is free when the training starts."""
 
-    logps_shared_prompt: Literal["auto", "true", "false"] = "false"
+    logps_shared_prompt: Literal["auto", "true", "false"] = "auto"
     """Read the prompt of a group once in each training pass, images included, with its samples
     behind it in one row; results differ by rounding. `auto`: where that is expected to save a
-    tenth of the pass."""
+    tenth of the pass. What cannot be read so is computed as in ms-swift."""
 
     router_replay_mode: Literal["disabled", "R3"] = "disabled"
     """`R3`: train a mixture of experts on those that the rollout chose for each token. Servers need

@@ -23,7 +23,7 @@ def test_what_the_help_says_of_a_flag() -> None:
         "rollout_seed_mode": ("sample | engine", "sample"),
         "stop_token_ids": ("int ...", []),
         "sample_log_gb": ("float", 0.0),
-        "logps_shared_prompt": ("auto | true | false", "false"),
+        "logps_shared_prompt": ("auto | true | false", "auto"),
     }
     assert infos["stop_token_ids"].group == "Where a completion ends."
     assert infos["stop_token_ids"].help.startswith("Token ids that end a completion")

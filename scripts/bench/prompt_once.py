@@ -31,7 +31,13 @@ from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from swift_grpo_ext.logits.logps import free_bytes
-from swift_grpo_ext.logits.shared_prompt import SharedPrompt, groups_of, samples_of, saving
+from swift_grpo_ext.logits.shared_prompt import (
+    GroupLengths,
+    SharedPrompt,
+    groups_of,
+    samples_of,
+    saving,
+)
 from swift_grpo_ext.logits.shim import LogitsShim
 
 VOCABULARY = 1024
@@ -164,7 +170,8 @@ def run_point(passes: Passes, point: Point, options: argparse.Namespace) -> dict
         return {"skipped": f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} free"}
     inputs, predicts_BT = passes.batch(point)
     samples = samples_of(inputs["input_ids"], inputs["attention_mask"].bool(), predicts_BT)
-    expected = 1 - saving(groups_of(samples, lambda a, b: True), text)
+    groups = groups_of(samples, lambda a, b: True)
+    expected = 1 - saving([*map(GroupLengths.of, groups)], text)
     rows_of = {ONCE: group_size, PLAIN: num_rows}
     seconds: dict[str, list[float]] = {way: [] for way in rows_of}
     start = time.perf_counter()

@@ -12,8 +12,10 @@ completion tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -25,13 +27,20 @@ from torch.nn.parallel import DistributedDataParallel
 from swift_grpo_ext import memory
 from swift_grpo_ext.flags import chunk_size
 from swift_grpo_ext.logits.chunked import Logps
-from swift_grpo_ext.logits.shared_prompt import WORTH, SharedPrompt
+from swift_grpo_ext.logits.joined_passes import (
+    JoinedPasses,
+    Waiting,
+    larger_micro_batches,
+    parts_within_memory,
+)
+from swift_grpo_ext.logits.shared_prompt import PackedBatch, SharedPrompt
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOBatch
+    from swift.rl_core.data import GRPOBatch, GRPOSample
     from swift.rlhf_trainers import GRPOConfig
     from swift.template import Template
+    from transformers import PretrainedConfig
 
 logger = get_logger()
 
@@ -75,27 +84,24 @@ class CompletionLogps:
         self.agree, self.limit = agree, limit
         self._is_off = config.logits_shim == "off" and not self._chunk_size
 
-        self._shares_prompt = config.logps_shared_prompt != "false"
-        self._least_saving = WORTH if config.logps_shared_prompt == "auto" else 0.0
-        reason = ""
-        if self._is_off or self._is_padding_free:
-            flag = "--logits_shim off" if self._is_off else "--padding_free true"
-            reason = f"{flag}, where batches stay as ms-swift makes them"
-        elif config.per_device_train_batch_size == 1:
-            reason = "--per_device_train_batch_size 1, with which batches hold one sample each"
-        elif config.router_replay_mode != "disabled":
-            reason = "--router_replay_mode R3, whose experts are those of a batch's own rows"
-        if self._shares_prompt and reason:
-            self._shares_prompt = False
-            logger.warning(
-                f"--logps_shared_prompt {config.logps_shared_prompt} has no effect with {reason}."
-            )
+        self._config = config
+        self._flag = config.logps_shared_prompt
+        reason = self._reason_against_sharing()
+        self.shares_prompts = self._flag != "false" and not reason
+        if self._flag == "true" and reason:
+            logger.warning(f"--logps_shared_prompt true has no effect with {reason}.")
+        size = config.per_device_train_batch_size
+        self._num_joined = -(-config.num_generations // size)
+        """Micro-batches that may hold a group."""
+
+        self._is_too_much = False
+        """Whether several of them have not fitted into this rank's memory."""
 
         if self._is_off:
             return
         flags = "--logits_shim, --logps_chunk_size and --logps_shared_prompt have no effect"
         if template.sequence_parallel_size > 1:
-            self._is_off = True
+            self._is_off, self.shares_prompts = True, False
             logger.warning(
                 f"{flags} with --sequence_parallel_size {template.sequence_parallel_size}: "
                 "ms-swift splits positions over ranks, and computes the logits of all of them."
@@ -106,23 +112,44 @@ class CompletionLogps:
                 "hidden states; old-policy and reference passes follow them."
             )
 
+    def _reason_against_sharing(self) -> str:
+        config = self._config
+        if self._is_off or self._is_padding_free:
+            flag = "--logits_shim off" if self._is_off else "--padding_free true"
+            return f"{flag}, where batches stay as ms-swift makes them"
+        if config.per_device_train_batch_size * config.steps_per_generation == 1:
+            return "--per_device_train_batch_size 1, with which a rank has one sample of a round"
+        if config.router_replay_mode != "disabled":
+            return "--router_replay_mode R3, whose experts are those of a batch's own rows"
+        if config.torch_compile and self._flag == "auto":
+            return "--torch_compile true, which would compile the packed form as well"
+        return ""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether passes without gradients may take several micro-batches together."""
+        return self.shares_prompts and self._num_joined > 1
+
     def restrict(self, model: nn.Module, grpo_batch: GRPOBatch) -> CompletionModel | nn.Module:
         """Return the model with the positions of a batch; the model itself where ms-swift
         computes."""
         if self._is_off:
             return model
-        base = base_model(model)
-        if base not in self._shims:
-            # A model that names no head was told of when the trainer was made (`mask_models`).
-            tell = logger.info if output_embedding(base) is None else logger.warning
-            self._shims[base] = LogitsShim(base, strict=self._is_strict, warn=tell)
         mask_BK = grpo_batch.completion_mask
         if self._is_padding_free:
             # ms-swift has cut its one row at the borders of sequences and right-aligned the pieces;
             # they are put together again.
             pieces = zip(mask_BK, grpo_batch.seq_lengths.tolist(), strict=True)
             mask_BK = torch.cat([row[len(row) - length :] for row, length in pieces])[None]
-        return CompletionModel(model, self._shims[base], mask_BK)
+        return CompletionModel(model, self._shim(model), mask_BK)
+
+    def _shim(self, model: nn.Module) -> LogitsShim:
+        base = base_model(model)
+        if base not in self._shims:
+            # A model that names no head was told of when the trainer was made (`mask_models`).
+            tell = logger.info if output_embedding(base) is None else logger.warning
+            self._shims[base] = LogitsShim(base, strict=self._is_strict, warn=tell)
+        return self._shims[base]
 
     def compute(
         self,
@@ -147,11 +174,21 @@ class CompletionLogps:
         """
         if not isinstance(model, CompletionModel):
             return upstream(model)
-        mask_BK = model.mask_BK
-        before = input_ids_BT.shape[1] - mask_BK.shape[1]
+        mask_BT, logps = self._frame(model, input_ids_BT, temperature)
+        packed = self._pack(model, inputs, mask_BT, logps)
+        logps_N, entropies_N = logps(model.model, *(packed or (inputs, mask_BT)), with_entropy)
+        logps_BK = scattered(logps_N, model.mask_BK)
+        return logps_BK, None if entropies_N is None else scattered(entropies_N, model.mask_BK)
+
+    def _frame(
+        self, model: CompletionModel, input_ids_BT: Tensor, temperature: float
+    ) -> tuple[Tensor, Callable[..., Logps]]:
+        """Return which positions of a batch predict a completion token, and what computes
+        log-probabilities there, of a model and its inputs."""
+        before = input_ids_BT.shape[1] - model.mask_BK.shape[1]
         # The logits that predict a token are those of the position before it.
-        mask_BT = nn.functional.pad(mask_BK, (before - 1, 1))
-        targets_N = input_ids_BT[:, before:][mask_BK]
+        mask_BT = nn.functional.pad(model.mask_BK, (before - 1, 1))
+        targets_N = input_ids_BT[:, before:][model.mask_BK]
 
         def logps(
             of: nn.Module, inputs: dict[str, Any], mask_BT: Tensor, with_entropy: bool = False
@@ -161,24 +198,126 @@ class CompletionLogps:
                 chunk_size=self._chunk_size, temperature=temperature, with_entropy=with_entropy,
             )  # fmt: skip
 
-        packed = None
-        if self._shares_prompt:
-            base = base_model(model.model)
-            if base not in self._shared_prompts:
-                self._shared_prompts[base] = SharedPrompt(base, self.limit, self._least_saving)
-            # DDP's forward has collectives of its own, and a rank may make further passes by
-            # itself.
-            is_ddp = isinstance(model.model, DistributedDataParallel)
-            plain = model.model.module if is_ddp else model.model
-            packed = self._shared_prompts[base].pack(
-                inputs,
-                mask_BT,
-                lambda *batch: logps(plain, *batch).logps_N,
-                model.shim.ranks(model.model),
+        return mask_BT, logps
+
+    def _pack(
+        self,
+        model: CompletionModel,
+        inputs: dict[str, Any],
+        mask_BT: Tensor,
+        logps: Callable[..., Logps],
+        plain_logps: Callable[[], Tensor] | None = None,
+    ) -> PackedBatch | None:
+        if not self.shares_prompts:
+            return None
+        base = base_model(model.model)
+        if base not in self._shared_prompts:
+            self._shared_prompts[base] = SharedPrompt(base, self.limit, self._flag)
+        # DDP's forward has collectives of its own, and a rank may make further passes by itself.
+        is_ddp = isinstance(model.model, DistributedDataParallel)
+        plain = model.model.module if is_ddp else model.model
+        return self._shared_prompts[base].pack(
+            inputs,
+            mask_BT,
+            lambda *batch: logps(plain, *batch).logps_N,
+            model.shim.ranks(model.model),
+            plain_logps,
+        )
+
+    @contextmanager
+    def sharing_nothing(self) -> Iterator[None]:
+        """Leave batches as ms-swift makes them within the block."""
+        shares, self.shares_prompts = self.shares_prompts, False
+        try:
+            yield
+        finally:
+            self.shares_prompts = shares
+
+    # --- several micro-batches in a pass without gradients ---
+
+    def joined_passes(
+        self,
+        micro_batches: Sequence[Sequence[GRPOSample]],
+        collate: Callable[[list[GRPOSample]], tuple[dict[str, Any], GRPOBatch]],
+        temperature: float,
+        policy: nn.Module,
+    ) -> JoinedPasses | None:
+        """Return what takes a round's micro-batches together; None where each has to be alone.
+
+        All ranks call it together where they `can_join`.
+
+        Args:
+            micro_batches: the samples of each.
+            collate: makes one batch of some, once they are encoded.
+            temperature: the number by which logits are divided.
+            policy: the model that is trained.
+        """
+        # The rows of a teacher of its own prompt are encoded anew, with that.
+        samples = [sample for samples in micro_batches for sample in samples]
+        has_teacher_rows = any(map(has_teacher_prompt, samples))
+        if not self.agree(not has_teacher_rows):
+            return None
+
+        compute = partial(self._logps_of_several, collate, temperature)
+        num_parts = partial(self._num_parts, self._num_gradients(policy))
+        return JoinedPasses(micro_batches, self._num_joined, compute, num_parts)
+
+    def _num_gradients(self, policy: nn.Module) -> int:
+        """Return how many gradients of weights will be made that are not there now, as far as that
+        is known."""
+        if self._config.deepspeed or self._shim(policy).ranks(policy).groups:
+            return 0
+        trained = (p for p in policy.parameters() if p.requires_grad and p.grad is None)
+        return sum(parameter.numel() for parameter in trained)
+
+    def _logps_of_several(
+        self,
+        collate: Callable[[list[GRPOSample]], tuple[dict[str, Any], GRPOBatch]],
+        temperature: float,
+        model: nn.Module,
+        waiting: Sequence[Waiting],
+    ) -> Tensor | None:
+        if self._is_too_much:
+            return None
+        inputs, batch = collate([sample for each in waiting for sample in each.samples])
+        restricted = self.restrict(model, batch)
+        assert isinstance(restricted, CompletionModel)
+        mask_BT, logps = self._frame(restricted, inputs["input_ids"], temperature)
+
+        def alone() -> Tensor:
+            return torch.cat([each.alone()[each.mask_BK] for each in waiting])
+
+        try:
+            packed = self._pack(restricted, inputs, mask_BT, logps, alone)
+            values_N = None if packed is None else logps(model, *packed).logps_N
+        except torch.OutOfMemoryError:
+            if restricted.shim.ranks(model).groups:  # the others are in the same pass
+                raise
+            self._is_too_much = True
+            logger.warning(
+                "Micro-batches of a group do not fit into memory together: from here on, passes "
+                "without gradients take one at a time. (Said once.)"
             )
-        logps_N, entropies_N = logps(model.model, *(packed or (inputs, mask_BT)), with_entropy)
-        logps_BK = scattered(logps_N, mask_BK)
-        return logps_BK, None if entropies_N is None else scattered(entropies_N, mask_BK)
+            return None
+        if values_N is not None:
+            self._tell_of_larger_micro_batches(model, waiting)
+        return values_N
+
+    def _num_parts(self, num_gradients: int, model: nn.Module, waiting: Sequence[Waiting]) -> int:
+        number = parts_within_memory(
+            waiting,
+            text_config(model),
+            recomputes=self._config.gradient_checkpointing,
+            chunk_size=self._chunk_size,
+            num_gradients=num_gradients,
+        )
+        return self._shim(model).ranks(model).most(number)
+
+    def _tell_of_larger_micro_batches(self, model: nn.Module, waiting: Sequence[Waiting]) -> None:
+        group = waiting[0].groups[0]
+        text = larger_micro_batches(group, text_config(model), self._config)
+        if text:
+            logger.info_once(text, hash_id="larger_micro_batches")
 
     def end_round(self) -> None:
         """Stop sharing prompts on all ranks where that changed log-probabilities on one of them.
@@ -186,17 +325,31 @@ class CompletionLogps:
         All ranks call this together, once a round: passes are no place for it, as their number may
         depend on a rank's own rows.
         """
-        if self._is_off or not self._shares_prompt:
+        if self._is_off or not self.shares_prompts:
             return
         has_failed = any(shared.has_failed for shared in self._shared_prompts.values())
         if self.agree(not has_failed):
             return
-        self._shares_prompt = False
+        self.shares_prompts = False
         if not has_failed:  # else this rank has said so, with its figures
             logger.warning(
-                "--logps_shared_prompt leaves batches as they are from here on: on another rank, "
-                "log-probabilities of its first batch lie further apart than rounding explains."
+                f"--logps_shared_prompt {self._flag} leaves batches as they are from here on: on "
+                "another rank, log-probabilities of its first batch lie further apart than "
+                "rounding explains."
             )
+
+
+def text_config(model: nn.Module) -> PretrainedConfig:
+    base: Any = base_model(model)
+    config: PretrainedConfig = base.config.get_text_config()
+    return config
+
+
+def has_teacher_prompt(sample: GRPOSample) -> bool:
+    """Return whether a teacher sees another prompt than the policy (ms-swift 4.6, rl_core/data.py,
+    `build_teacher_view`)."""
+    images = getattr(sample, "teacher_images", None)  # since 4.5
+    return bool(sample.teacher_prompt) or images is not None
 
 
 def scattered(values_N: Tensor, mask_BK: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ FOR_POSITIONS = ("second_per_grid_ts", "mm_token_type_ids")
 """Positions are made of them, and nothing else. Templates may leave out rows without media."""
 
 WORTH = 0.1
-"""`--logps_shared_prompt auto` leaves batches alone in which it expects to save less."""
+"""The share of a pass that `--logps_shared_prompt auto` has to save."""
 
 
 class UnknownInputError(ValueError):
@@ -79,16 +80,21 @@ class SharedPrompt:
     all pack a batch, or none does: a packed pass may call a layer more often.
     """
 
-    def __init__(self, base: PreTrainedModel, limit: float, least_saving: float = 0.0) -> None:
+    def __init__(
+        self, base: PreTrainedModel, limit: float, flag: Literal["auto", "true"] = "true"
+    ) -> None:
         """
         Args:
             base: the model, unwrapped.
             limit: mean difference of log-probabilities, in nats, that rounding explains.
-            least_saving: the share of a pass that packing has to save.
+            flag: the value of `--logps_shared_prompt`.
         """
-        self._base, self._limit, self._least_saving = base, limit, least_saving
+        self._base, self._limit, self._flag = base, limit, flag
         self._window = segments.longest_window(base.config.get_text_config())
-        self._has_warned = False
+        self._has_told = False
+        self._saving = 0.0
+        """The share of the pass that the last packed batch is expected to save."""
+
         self._proven_length = 0.0
         """Batches with samples up to this length are packed where they can be."""
 
@@ -101,6 +107,7 @@ class SharedPrompt:
         predicts_BT: Tensor,
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
         ranks: ShardRanks,
+        plain: Callable[[], Tensor] | None = None,
     ) -> PackedBatch | None:
         """Pack a batch; None where it stays as it is.
 
@@ -109,6 +116,7 @@ class SharedPrompt:
             predicts_BT: positions whose logits are wanted.
             logps: log-probabilities of what they predict, of either form of the batch.
             ranks: those that share the model's weights.
+            plain: log-probabilities of the batch as it is, where those take several forwards.
         """
         if self.has_failed:
             return None
@@ -119,7 +127,8 @@ class SharedPrompt:
         length = predicts_BT.shape[1]
         if ranks.all(length <= self._proven_length):
             return packed
-        if not self._is_equal(packed, inputs, predicts_BT, logps, ranks):
+        plain = plain or partial(logps, inputs, predicts_BT)
+        if not self._is_equal(packed, predicts_BT.numel(), logps, plain, ranks):
             return None
         # What was no longer than the window says nothing of it.
         is_short = self._window is not None and ranks.all(length <= self._window)
@@ -132,18 +141,27 @@ class SharedPrompt:
         reason = reason_against(self._base, inputs)
         try:
             if not reason:
-                return pack(inputs, predicts_BT, self._base, self._least_saving)
+                return pack(inputs, predicts_BT, self._base, self._is_worth)
         except UnknownInputError as e:
             reason = str(e)
-        self._warn_once(reason)
+        # Nobody may have asked for `auto`.
+        self._tell_once(reason, logger.info if self._flag == "auto" else logger.warning)
         return None
+
+    def _is_worth(self, saving: float) -> bool:
+        self._saving = saving
+        if self._flag == "true" or saving > WORTH:
+            return True
+        text = f"of the first batch that shares prompts, {saving:.0%} would be saved"
+        self._tell_once(f"{text}, and {WORTH:.0%} is the least that it is done for", logger.info)
+        return False
 
     def _is_equal(
         self,
         packed: PackedBatch,
-        inputs: Mapping[str, Any],
-        predicts_BT: Tensor,
+        num_positions: int,
         logps: Callable[[Mapping[str, Any], Tensor], Tensor],
+        plain: Callable[[], Tensor],
         ranks: ShardRanks,
     ) -> bool:
         """Return whether the log-probabilities of a batch are those of the packed row, on all
@@ -157,32 +175,33 @@ class SharedPrompt:
                 raise
             except Exception as e:
                 problem = f"its first packed pass failed ({type(e).__name__}: {e})"
-            expected = logps(inputs, predicts_BT)
+            expected = plain()
             if found is not None:
                 gap = float((found - expected).abs().float().mean()) if len(found) else 0.0
         if ranks.all(gap <= self._limit):
             logger.info(
-                f"--logps_shared_prompt: passes of {type(self._base).__name__} read "
-                f"{packed.predicts_1L.numel()} positions in the place of {predicts_BT.numel()} "
-                "(the first batch)."
+                f"--logps_shared_prompt {self._flag}: passes of {type(self._base).__name__} read "
+                f"{packed.predicts_1L.numel()} positions in the place of {num_positions}, which is "
+                f"expected to save {self._saving:.0%} of their time (the first batch)."
             )
             return True
         self.has_failed = True
-        self._warn_once(
-            problem
-            or f"log-probabilities of the first batch lie {gap:.3g} nats apart in the mean on this "
+        problem = problem or (
+            f"log-probabilities of the first batch lie {gap:.3g} nats apart in the mean on this "
             f"rank, or on one that shares its weights, above the {self._limit:g} that rounding "
             "explains"
         )
+        self._has_told = False  # of another reason, which was no fault
+        self._tell_once(problem, logger.warning)
         return False
 
-    def _warn_once(self, reason: str) -> None:
-        if not self._has_warned:
-            logger.warning(
-                f"--logps_shared_prompt leaves batches of {type(self._base).__name__} as they are: "
-                f"{reason}. (Said once.)"
+    def _tell_once(self, reason: str, tell: Callable[[str], object]) -> None:
+        if not self._has_told:
+            tell(
+                f"--logps_shared_prompt {self._flag} leaves batches of "
+                f"{type(self._base).__name__} as they are: {reason}. (Said once.)"
             )
-        self._has_warned = True
+        self._has_told = True
 
 
 def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
@@ -203,7 +222,7 @@ def pack(
     inputs: Mapping[str, Any],
     predicts_BT: Tensor,
     model: PreTrainedModel,
-    least_saving: float = 0.0,
+    is_worth: Callable[[float], bool] = bool,
 ) -> PackedBatch | None:
     """Pack a batch; None where that saves less than it should. The model's layers read packed rows
     from here on.
@@ -212,7 +231,7 @@ def pack(
         inputs: the arguments of the model's forward.
         predicts_BT: positions whose logits are wanted.
         model: unwrapped, and none that `reason_against` names a reason for.
-        least_saving: the share of a pass that packing has to save.
+        is_worth: says whether packing is done for a share of the pass that is expected to be saved.
 
     Raises:
         UnknownInputError: an input is not known.
@@ -240,7 +259,8 @@ def pack(
     groups = groups_of(samples, have_same_media)
     if len(groups) == len(samples):
         return None
-    if saving(groups, config.get_text_config()) <= least_saving:
+    share = saving([*map(GroupLengths.of, groups)], config.get_text_config())
+    if share <= 0 or not is_worth(share):
         return None
     layout = layout_of(groups)
     mask = layout.attention_mask(inputs, config)
@@ -302,22 +322,47 @@ def groups_of(
     return groups
 
 
-def saving(groups: Sequence[Sequence[Sample]], text: PretrainedConfig) -> float:
+class GroupLengths(NamedTuple):
+    """How long the samples of one prompt are, in tokens."""
+
+    prompt: int
+    suffixes: Sequence[int]
+    """From the prompt's last token on, of each sample."""
+
+    @classmethod
+    def of(cls, group: Sequence[Sample]) -> GroupLengths:
+        return cls(len(group[0].shared), [len(sample.suffix) for sample in group])
+
+    @property
+    def num_positions(self) -> int:
+        """How many positions of a packed row they take."""
+        return self.prompt + sum(self.suffixes)
+
+
+def saving(groups: Sequence[GroupLengths], text: PretrainedConfig) -> float:
     """Return the share of a pass's operations that is expected to be saved, its towers left out.
 
+    Ms-swift's rows are as long as the longest.
+    """
+    longest = max(group.prompt + suffix for group in groups for suffix in group.suffixes)
+    num_rows = sum(len(group.suffixes) for group in groups)
+    return 1 - pass_cost(groups, text) / pass_cost([GroupLengths(0, [longest])] * num_rows, text)
+
+
+def pass_cost(groups: Sequence[GroupLengths], text: PretrainedConfig) -> float:
+    """Return about how many operations a pass takes that reads each prompt once.
+
     In units of 4 x width operations, a layer's weights (about 12 x width^2 of them) cost 6 x width
-    for each position, and its attention 1 for each pair that is seen. Ms-swift's rows are as long
-    as the longest; so are samples, each of its own, for a gated delta net.
+    for each position, and its attention 1 for each pair that is seen. A gated delta net has samples
+    in rows of one length, each of its own.
 
     Args:
         groups: the samples of a batch.
         text: the configuration of the model's text.
     """
     window = segments.longest_window(text) or math.inf
-    samples = [sample for group in groups for sample in group]
-    longest = max(len(sample.suffix) for sample in samples)
-    of_batch = max(len(sample.shared) + len(sample.suffix) for sample in samples)
-    plain = packed = 0.0
+    longest = max(suffix for group in groups for suffix in group.suffixes)
+    total = 0.0
     for kind in getattr(text, "layer_types", None) or ["full_attention"]:
         is_linear = kind == "linear_attention"
         most = {"linear_attention": 0.0, "sliding_attention": window}.get(kind, math.inf)
@@ -325,12 +370,10 @@ def saving(groups: Sequence[Sequence[Sample]], text: PretrainedConfig) -> float:
         def cost(length: int, before: int = 0, most: float = most) -> float:
             return length * (6 * text.hidden_size + min(before + length / 2, most))
 
-        plain += len(samples) * cost(of_batch)
-        for group in groups:
-            prompt = len(group[0].shared)
-            packed += cost(prompt)
-            packed += sum(cost(longest if is_linear else len(s.suffix), prompt) for s in group)
-    return 1 - packed / plain
+        for prompt, suffixes in groups:
+            total += cost(prompt)
+            total += sum(cost(longest if is_linear else length, prompt) for length in suffixes)
+    return total
 
 
 class Media(NamedTuple):

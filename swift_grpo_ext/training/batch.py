@@ -15,6 +15,7 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
+from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch
 from swift.utils import get_logger
 
 from swift_grpo_ext.media.encode import before_collating
@@ -26,10 +27,11 @@ from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, column_of
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutOutput
-    from swift.rl_core.data import GRPOBatch, GRPOSample
+    from swift.rl_core.data import GRPOBatch, GRPOSample, OnPolicySample
     from swift.template import Template
 
     from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
 logger = get_logger()
 
@@ -112,6 +114,24 @@ def check_counts(samples: Sequence[GRPOSample]) -> None:
                 f"{sample.sample_id}: {num_tokens} sampled tokens and {num_logprobs} "
                 "log-probabilities came back from the engine."
             )
+
+
+def collate(
+    trainer: RolloutGRPOTrainer, samples: Sequence[OnPolicySample]
+) -> tuple[dict[str, Any], GRPOBatch]:
+    """Make one batch of encoded samples, as ms-swift makes its micro-batches (4.6,
+    grpo_trainer.py, `_prepare_batch_inputs`)."""
+    with trainer._template_context(trainer.template):
+        inputs, batch = collate_to_grpo_micro_batch(
+            list(samples),
+            trainer.template,
+            device=trainer.accelerator.device,
+            use_logits_to_keep=True,
+        )
+    inputs.pop("labels", None)
+    if "use_cache" in trainer.model_kwarg_keys:
+        inputs["use_cache"] = False
+    return inputs, batch
 
 
 # --- prompts: training is given the rollout's text ---

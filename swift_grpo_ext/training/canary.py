@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
-from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch, encode_sample
+from swift.rlhf_trainers.utils import encode_sample
 from swift.template import Template
 from swift.template.vision_utils import rescale_image
 from swift.trainers import disable_gradient_checkpointing
@@ -28,6 +28,7 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.training.batch import (
     DisagreementError,
     check_prompts_of,
+    collate,
     rollouts_own_prompts,
     with_answer,
 )
@@ -82,11 +83,7 @@ def encoded_batch(trainer: RolloutGRPOTrainer, samples: Sequence[OnPolicySample]
         for sample in samples:
             sample.encoded = encode_sample(sample, template)
             sample.encoded.pop("_extra_kwargs", None)
-        inputs, batch = collate_to_grpo_micro_batch(
-            list(samples), template, device=trainer.accelerator.device, use_logits_to_keep=True
-        )
-    inputs.pop("labels", None)
-    return inputs, batch
+        return collate(trainer, samples)
 
 
 def sample_gaps(
@@ -106,7 +103,8 @@ def sample_gaps(
     checkpointing = disable_gradient_checkpointing(
         trainer.model, trainer.args.gradient_checkpointing_kwargs
     )
-    with torch.no_grad(), checkpointing:
+    # What is said of prompts that are read once is to be of the user's rows.
+    with torch.no_grad(), checkpointing, trainer._logps.sharing_nothing():
         logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
     rollout = batch.rollout_per_token_logps
     if rollout is None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from swift.rlhf_trainers import GRPOTrainer
+from swift.utils import get_logger
 from torch import nn
 from transformers.utils import (
     CONFIG_NAME,
@@ -25,12 +27,38 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+logger = get_logger()
+
 WHOLE_MODEL = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """Files of which a checkpoint of a whole model has one."""
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint does not hold this model's weights."""
+
+
+class WholeCheckpoints(GRPOTrainer):
+    """A trainer that loads checkpoints of whole models by the names in their files."""
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if not self._has_loaded(resume_from_checkpoint, model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        note = f", the best ({self.state.best_metric})"
+        if not self._has_loaded(self.state.best_model_checkpoint, note=note):
+            super()._load_best_model()
+
+    def _has_loaded(self, checkpoint: str, model: nn.Module | None = None, note: str = "") -> bool:
+        """Load the checkpoint of a whole model; false where upstream has to."""
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if is_sharded or not holds_whole_model(Path(checkpoint)):
+            return False
+        load_whole_model(self.model if model is None else model, Path(checkpoint))
+        logger.info(f"The weights of {checkpoint} are loaded{note}.")
+        return True
 
 
 def holds_whole_model(checkpoint: Path) -> bool:

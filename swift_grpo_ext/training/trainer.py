@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +16,6 @@ from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rlhf_trainers import GRPOTrainer
 from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
-from torch import nn
 
 from swift_grpo_ext.logits import router_replay
 from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
@@ -53,9 +50,10 @@ from swift_grpo_ext.training.batch import (
     switch_off_dropout,
 )
 from swift_grpo_ext.training.canary import WeightCanary
-from swift_grpo_ext.training.checkpoints import holds_whole_model, load_whole_model
+from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.gap import gap_limit, measure_rollout_gap
 from swift_grpo_ext.training.idle_rounds import IdleRounds
+from swift_grpo_ext.training.passes import TrainingPasses
 from swift_grpo_ext.training.prompts import (
     named_request,
     named_rows,
@@ -86,7 +84,7 @@ if TYPE_CHECKING:
 logger = get_logger()
 
 
-class RolloutGRPOTrainer(GRPOTrainer):
+class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     """GRPO with the rollouts of `swift_grpo_ext`."""
 
     sample_listeners: list[Callable[[list[SampleRow]], None]]
@@ -97,8 +95,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
 
     ranks: RankGroup
     """All training ranks, for the exchange of Python objects."""
-
-    _router_replay: RouterReplay | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         client = kwargs.get("vllm_client")
@@ -439,9 +435,10 @@ class RolloutGRPOTrainer(GRPOTrainer):
             canary_gap = self._canary.judge(self, self.state.global_step)
         check_counts(samples)
         own_prompts = rollouts_own_prompts(self.template, samples)
-        media = self._media.in_training(self.template, joins_late=self._encoder_cache.is_on)
-        named = named_rows(self.template)
-        with media, only_sampled_tokens(self.template, samples), own_prompts, named:
+        joins_late = self._encoder_cache.is_on or self._logps.shares_prompts
+        media = self._media.in_training(self.template, joins_late=joins_late)
+        named, joining = named_rows(self.template), self._joining_passes(samples)
+        with joining, media, only_sampled_tokens(self.template, samples), own_prompts, named:
             batches = super()._prepare_batch_inputs(samples)
         self._logps.end_round()
         metrics = self._media.end_round()
@@ -478,39 +475,6 @@ class RolloutGRPOTrainer(GRPOTrainer):
         if self.template.sequence_parallel_size > 1:
             return [], []
         return self.split_by_mini_batches(samples), [batch["grpo_batch"] for batch in batches]
-
-    def _get_per_token_logps_and_entropies_single(
-        self,
-        model: nn.Module,
-        model_inputs: dict[str, Any],
-        grpo_batch: GRPOBatch,
-        compute_entropy: bool = False,
-    ) -> Any:
-        upstream = super()._get_per_token_logps_and_entropies_single
-        restricted = self._logps.restrict(model, grpo_batch)
-        replay = self._router_replay
-        with replay.given(model, model_inputs) if replay else nullcontext(model_inputs) as inputs:
-            return upstream(restricted, inputs, grpo_batch, compute_entropy)
-
-    def _get_logps_via_local_forward(
-        self,
-        model: nn.Module,
-        model_inputs: dict[str, Any],
-        logits_to_keep: int,
-        input_ids: torch.Tensor,
-        compute_entropy: bool = False,
-    ) -> Any:
-        own = super()._get_logps_via_local_forward
-        if "use_cache" in self.model_kwarg_keys:
-            model_inputs["use_cache"] = False
-        return self._logps.compute(
-            model,
-            model_inputs,
-            input_ids,
-            lambda model: own(model, model_inputs, logits_to_keep, input_ids, compute_entropy),
-            temperature=self.temperature,
-            with_entropy=compute_entropy,
-        )
 
     def _gather_teacher_requests(self, requests: list[RolloutInferRequest]) -> Any:
         return super()._gather_teacher_requests(list(answers_for_servers(requests)))
@@ -578,23 +542,3 @@ class RolloutGRPOTrainer(GRPOTrainer):
             self._weights.load_adapter(self.engine, move)
         else:
             self._weights.send_adapter(self.vllm_client, move)
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        if not self._has_loaded(resume_from_checkpoint, model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        note = f", the best ({self.state.best_metric})"
-        if not self._has_loaded(self.state.best_model_checkpoint, note=note):
-            super()._load_best_model()
-
-    def _has_loaded(self, checkpoint: str, model: nn.Module | None = None, note: str = "") -> bool:
-        """Load the checkpoint of a whole model; false where upstream has to."""
-        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if is_sharded or not holds_whole_model(Path(checkpoint)):
-            return False
-        load_whole_model(self.model if model is None else model, Path(checkpoint))
-        logger.info(f"The weights of {checkpoint} are loaded{note}.")
-        return True

@@ -16,6 +16,7 @@ from torch import Tensor
 from swift_grpo_ext.logits import logps
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.shared_prompt import (
+    GroupLengths,
     UnknownInputError,
     groups_of,
     layout_of,
@@ -106,7 +107,7 @@ def test_what_is_expected_to_be_saved() -> None:
     predicts = torch.zeros_like(ids).bool()
     predicts[:2, 89:100] = predicts[2, 89] = True
     samples = samples_of(ids, ids > 0, predicts)
-    group = groups_of(samples, lambda a, b: True)
+    group = [*map(GroupLengths.of, groups_of(samples, lambda a, b: True))]
 
     def share(width: int, **text: Any) -> float:
         return 1 - saving(group, SimpleNamespace(hidden_size=width, **text))
@@ -418,7 +419,9 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
     packed, whole = seen[0][0], 5 * max(map(sum, ROWS))
     assert seen == [[packed, whole, packed, packed, whole, whole], [packed, whole, whole, whole]]
     other, own = sorted(warned)
-    assert own.startswith("--logps_shared_prompt leaves batches of Qwen2ForCausalLM as they are:")
+    assert own.startswith(
+        "--logps_shared_prompt true leaves batches of Qwen2ForCausalLM as they are:"
+    )
     assert "above the 0.01 that rounding explains" in own
     assert "from here on: on another rank" in other
 
@@ -448,12 +451,18 @@ def test_what_cannot_be_packed(
     assert (told in found) if told else not found
 
 
+ALONE = {"per_device_train_batch_size": 1, "steps_per_generation": 1}
+"""Ranks have one sample of a round each."""
+
+
 @pytest.mark.parametrize(
     ("flags", "padding_free", "told"),
     [
         ({"logits_shim": "off"}, False, "no effect with --logits_shim off"),
         ({}, True, "no effect with --padding_free true"),
-        ({"per_device_train_batch_size": 1}, False, "no effect with --per_device_train_batch_si"),
+        ({"per_device_train_batch_size": 1}, False, ""),
+        (ALONE, False, "no effect with --per_device_train_batch_size 1, with which a rank has one"),
+        ({**ALONE, "logps_shared_prompt": "auto"}, False, ""),
         ({"router_replay_mode": "R3"}, False, "no effect with --router_replay_mode R3"),
         ({}, False, ""),
     ],

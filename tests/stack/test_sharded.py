@@ -55,6 +55,7 @@ DEEPSPEED = {
     "gradient_clipping": "auto",
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
 }
 ON_CPU = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_CPU": "false"}
 GENERATES_SHARDED = ("--ds3_gather_for_generation", "false")
@@ -182,6 +183,23 @@ def test_numbers_are_those_of_plain_ranks(
         sharded = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
     assert_same(sharded, plain, whole=shards in WHOLE)
     assert vllm == "none" or all(step["rollout_gap/max"] < SAME for step in sharded[1])
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("shards", ["zero3", "fsdp2"])
+def test_micro_batches_of_one(
+    shards: str, assets: Path, unequal_rows: Path, tmp_path: Path
+) -> None:
+    """Passes without gradients take a group's together, on all ranks as many. Chunks are short, for
+    the logits of so many words would need more memory than all else of so small a model."""
+    argv = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4")
+    plain = training(assets, unequal_rows, tmp_path / "plain", *argv, "--logits_shim", "off")
+    argv += ("--logps_chunk_size", "4", *(GENERATES_SHARDED if shards == "zero3" else ()))
+    found = training(assets, unequal_rows, tmp_path / "run", *argv, shards=shards)
+    for name in ("loss", "grad_norm", "kl"):
+        assert [s[name] for s in found[1]] == pytest.approx([s[name] for s in plain[1]], **CLOSE)
+    log = (tmp_path / "run/log").read_text(encoding="utf-8", errors="replace")
+    assert "positions in the place of" in log
 
 
 @pytest.mark.extra

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,6 +274,7 @@ def test_two_prompts_are_not_compared() -> None:
         model=torch.nn.Linear(1, 1),
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
         _get_per_token_logps_and_entropies=lambda *_: (logps, None),
+        _logps=SimpleNamespace(sharing_nothing=nullcontext),
     )
     samples = [sample("one"), sample("one")]
     for one, prompt in zip(samples, ([1, 2], [1, 3]), strict=True):

@@ -21,7 +21,6 @@ from swift.rl_core.data import OnPolicySample
 from swift_grpo_ext.diversity.collision import PromptMemory, collision_test, format_p
 from swift_grpo_ext.diversity.sample import Sample, surprisal_bits
 from swift_grpo_ext.logits.logps import CompletionLogps
-from swift_grpo_ext.logits.shared_prompt import WORTH
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
@@ -334,7 +333,10 @@ def check_logits(rig: Rig) -> Finding:
             "logps_chunk_size": "0",
             "logps_shared_prompt": "false",
         },
-        f"--logps_chunk_size {CHUNK}": {"logps_chunk_size": str(CHUNK)},
+        f"--logps_chunk_size {CHUNK}": {
+            "logps_chunk_size": str(CHUNK),
+            "logps_shared_prompt": "false",
+        },
         SHARED_PROMPT: {
             "logits_shim": "auto",
             "logps_chunk_size": "0",
@@ -366,7 +368,7 @@ def check_logits(rig: Rig) -> Finding:
         "limit (nats)": limit,
         **{way: float(f"{gap.max():.2g}") for way, gap in gaps.items()},
         "prompt once: of a forward's time": float(f"{share:.2g}"),
-        "setting to copy": SHARED_PROMPT if share < 1 - WORTH else "none",
+        "setting to copy": "--logps_shared_prompt false" if share > 1 else "none",
     }
     return values, faults
 

@@ -1,0 +1,98 @@
+"""The passes over samples for which ms-swift's trainer wants log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from swift.rlhf_trainers import GRPOTrainer
+from torch import nn
+
+from swift_grpo_ext.logits.joined_passes import JoinedPasses
+from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.logits.router_replay import RouterReplay
+from swift_grpo_ext.media.encode import replaced
+from swift_grpo_ext.training.batch import collate
+
+if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOBatch, GRPOSample
+
+
+class TrainingPasses(GRPOTrainer):
+    """A trainer that has `CompletionLogps` make the passes of policy, reference and local teacher.
+
+    All of ms-swift's passes go through `_get_per_token_logps_and_entropies_single` (4.6).
+    """
+
+    _logps: CompletionLogps
+    _router_replay: RouterReplay | None = None
+    _joined_passes: JoinedPasses | None = None
+
+    @contextmanager
+    def _joining_passes(self, samples: list[GRPOSample]) -> Iterator[None]:
+        """Take several micro-batches together in the passes within the block, where that saves.
+
+        Enter it before other contexts that change how `template` collates.
+        """
+        if self.dynamic_num_samples or not self._logps.can_join:
+            yield
+            return
+
+        def collate_copies(upstream: Any, batch: list[dict[str, Any]], **kwargs: Any) -> Any:
+            # What it concatenates it takes out (ms-swift 4.6, template/base.py, `concat_tensor`).
+            return upstream([dict(encoded) for encoded in batch], **kwargs)
+
+        self._joined_passes = self._logps.joined_passes(
+            self.split_by_mini_batches(samples),
+            partial(collate, self),
+            self.temperature,
+            self.model,
+        )
+        try:
+            with replaced(self.template, "data_collator", collate_copies):
+                yield
+        finally:
+            self._joined_passes = None
+
+    def _get_per_token_logps_and_entropies_single(
+        self,
+        model: nn.Module,
+        model_inputs: dict[str, Any],
+        grpo_batch: GRPOBatch,
+        compute_entropy: bool = False,
+    ) -> Any:
+        upstream = super()._get_per_token_logps_and_entropies_single
+
+        def alone() -> Any:
+            restricted = self._logps.restrict(model, grpo_batch)
+            replay = self._router_replay
+            given = replay.given(model, model_inputs) if replay else nullcontext(model_inputs)
+            with given as inputs:
+                return upstream(restricted, inputs, grpo_batch, compute_entropy)
+
+        if self._joined_passes is None:
+            return alone()
+        return self._joined_passes.add(model, grpo_batch, lambda: alone()[0]), None
+
+    def _get_logps_via_local_forward(
+        self,
+        model: nn.Module,
+        model_inputs: dict[str, Any],
+        logits_to_keep: int,
+        input_ids: torch.Tensor,
+        compute_entropy: bool = False,
+    ) -> Any:
+        own = super()._get_logps_via_local_forward
+        if "use_cache" in self.model_kwarg_keys:
+            model_inputs["use_cache"] = False
+        return self._logps.compute(
+            model,
+            model_inputs,
+            input_ids,
+            lambda model: own(model, model_inputs, logits_to_keep, input_ids, compute_entropy),
+            temperature=self.temperature,
+            with_entropy=compute_entropy,
+        )
