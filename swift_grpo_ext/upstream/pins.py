@@ -55,7 +55,8 @@ swift.callbacks
     callbacks_map
 swift.callbacks:TrainerCallback
     (): args trainer
-    on_train_begin on_step_end on_prediction_step on_train_end: self args state control
+    on_train_begin on_optimizer_step on_step_end on_prediction_step on_train_end:
+        self args state control
 """)
 
 TRAINER = _pins("""
@@ -337,6 +338,18 @@ swift.rlhf_trainers.utils
     build_routed_experts_batch: samples seq_lengths max_seq_len template device
 """)
 
+STEP_PARTS = _pins("""
+swift.rlhf_trainers:GRPOTrainer
+    _assemble_teacher_api_logps _fast_infer _generate_completions
+        _get_per_token_logps_and_entropies _infer_single_or_multi_turn _move_model_to_vllm
+        _prepare_batch_inputs _prepare_inputs _rollout_samples _score_completions _wait_queue
+        evaluation_loop log resample_encode_failed_inputs training_step
+accelerate:Accelerator
+    sync_gradients
+accelerate.utils.deepspeed:DeepSpeedEngineWrapper
+    backward: self loss sync_gradients
+""")
+
 REPLACED = _pins("""
 swift.pipelines.train.rlhf:SwiftRLHF
     args_class
@@ -358,6 +371,7 @@ OPTIONAL = {
     "weight updates of experts, on CPU": PACKED_EXPERTS,
     "experts of a rollout, on CPU": ROUTED_EXPERTS,
     "replay of a rollout's experts": ROUTER_REPLAY,
+    "the time of a step, part by part": STEP_PARTS,
 }
 """Features that a release without these names goes without, or repairs that it does not need."""
 

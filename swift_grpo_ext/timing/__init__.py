@@ -1,0 +1,1 @@
+"""The time of a training step, part by part (promise V5)."""

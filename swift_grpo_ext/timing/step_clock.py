@@ -1,0 +1,251 @@
+"""Times each part of a step, for the step's log (promise V5); with any GRPO trainer of ms-swift.
+
+Methods of the trainer are timed from outside, so that all their overrides count. Time belongs to
+the innermost part that runs. A step lasts from the end of one to the end of the next: the parts of
+`PARTS` are the whole of it. Log, checkpoint and evaluation follow a step's end, and so belong to
+the `rest` of the next.
+
+On an accelerator a mark is an event of its stream: nothing waits, and work counts where it is done,
+not where it was launched. The seconds between marks are read when a step is logged, whose loss was
+waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from swift.rlhf_trainers import GRPOTrainer
+
+PARTS = ("rollout", "rewards", "batch", "logps", "loss", "optimizer", "rest")
+"""Their sum is the step. `batch` encodes samples and collates them, `logps` are the passes without
+gradients, `loss` is forward and backward, `rest` are rows, advantages, logs, checkpoints and
+evaluations."""
+
+ROLLOUT_PARTS = ("wake", "send", "generate", "sleep")
+"""They are of `rollout`: a colocated engine wakes (with what is offloaded for it) and sleeps, and
+any engine is sent the weights."""
+
+METHODS = {
+    "training_step": "loss",
+    "_prepare_inputs": "rest",
+    "_rollout_samples": "rollout",
+    "resample_encode_failed_inputs": "rollout",
+    "_generate_completions": "rollout",
+    "_fast_infer": "wake",
+    "_move_model_to_vllm": "send",
+    "_infer_single_or_multi_turn": "generate",
+    "_wait_queue": "generate",
+    "_score_completions": "rewards",
+    "_prepare_batch_inputs": "batch",
+    "_get_per_token_logps_and_entropies": "logps",
+    "_assemble_teacher_api_logps": "logps",
+    "evaluation_loop": "rest",
+}
+"""Methods of the trainer, and what their time is but for that of methods within them."""
+
+
+class Event(Protocol):
+    """What the clock needs of an accelerator's event."""
+
+    def record(self) -> Any: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> Any: ...
+
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+class HostEvent:
+    """An event of the host's clock, which happens as it is recorded."""
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Return the milliseconds from this event to `end`."""
+        return (end._at - self._at) * 1000
+
+
+def event_type(device: torch.device) -> Callable[[], Event]:
+    """Return what makes events that time the work of a device."""
+    if device.type == "cpu":
+        return HostEvent
+    return partial(torch.get_device_module(device).Event, enable_timing=True)
+
+
+@dataclass
+class StepMarks:
+    """The marks of a step, in their order; the last one ends it."""
+
+    marks: list[tuple[Event, str]]
+    """Each event, and the part that begins with it."""
+
+    waits: list[float] = field(default_factory=list)
+    """Seconds that the mean rank waited for the slowest, for each round."""
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of `PARTS` and `ROLLOUT_PARTS`, and of `wait` where ranks wait."""
+        seconds = dict.fromkeys((*PARTS, *ROLLOUT_PARTS), 0.0)
+        for (event, part), (next_event, _) in pairwise(self.marks):
+            seconds[part] += event.elapsed_time(next_event) / 1000
+        seconds["rollout"] += sum(seconds[part] for part in ROLLOUT_PARTS)
+        return seconds | ({"wait": sum(self.waits)} if self.waits else {})
+
+
+class StepClock(TrainerCallback):
+    """Gives the log of each step `time/rollout` and the like: rank 0's seconds, and `time/wait`.
+
+    `time/wait` is of `generate`: the mean over ranks of the seconds until the slowest was done.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, new_event: Callable[[], Event] | None = None) -> None:
+        """Take the trainer, which need not be ready yet.
+
+        Args:
+            new_event: makes an event; None makes those of the trainer's device.
+        """
+        self._trainer = trainer
+        self._new_event = new_event
+        self._wrapped: list[tuple[Any, str]] = []
+        self._stack = ["rest"]  # of parts, each within the one before
+        self._step = StepMarks([])
+        self._ended: list[StepMarks] = []  # steps whose last event may not have happened
+        self._is_evaluating = False
+
+    def take(self, seconds: dict[str, float]) -> None:
+        """Hand a step's seconds, by part, to the trainer's log; steps come in their order."""
+        for part, value in seconds.items():
+            self._trainer._metrics["train"][f"time/{part}"].append(value)
+
+    # --- hooks of transformers ---
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        self._unwrap()  # what an earlier training left that failed
+        for name in METHODS:
+            if hasattr(trainer, name):
+                self._wrap(trainer, name, METHODS[name])
+        if trainer.deepspeed is not None:  # its optimizer steps within `training_step`
+            self._wrap(trainer.deepspeed, "step", "optimizer")
+        self._wrap_log()
+        self._thread = threading.get_ident()
+        self._new_event = self._new_event or event_type(trainer.accelerator.device)
+        self._stack = ["rest"]
+        self._step, self._ended = StepMarks([self._mark()]), []
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stack[0] = "rest"
+        self._mark_change()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        end = self._mark()
+        self._step.marks.append(end)
+        self._ended.append(self._step)
+        self._step = StepMarks([end])
+        while self._ended and self._ended[0].marks[-1][0].query():
+            self.take(self._ended.pop(0).seconds())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._take_all()
+        self._unwrap()
+
+    # --- methods of the trainer ---
+
+    def _wrap(self, owner: Any, name: str, part: str) -> None:
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            # With `--async_generate` another thread generates, beside the step.
+            if self._is_evaluating or threading.get_ident() != self._thread:
+                return method(*args, **kwargs)
+            self._is_evaluating = name == "evaluation_loop"
+            self._begin(part)
+            began = time.perf_counter()
+            try:
+                result = method(*args, **kwargs)
+                if name == "_infer_single_or_multi_turn":
+                    self._wait_for_ranks(time.perf_counter() - began)
+                return result
+            finally:
+                self._is_evaluating = False
+                self._end(part)
+
+        setattr(owner, name, timed)
+        self._wrapped.append((owner, name))
+
+    def _wrap_log(self) -> None:
+        log = self._trainer.log
+
+        @wraps(log)
+        def log_with_seconds(*args: Any, **kwargs: Any) -> None:
+            self._take_all()
+            log(*args, **kwargs)
+
+        self._trainer.log = log_with_seconds
+        self._wrapped.append((self._trainer, "log"))
+
+    def _unwrap(self) -> None:
+        for owner, name in self._wrapped:
+            delattr(owner, name)
+        self._wrapped = []
+
+    def _begin(self, part: str) -> None:
+        if part == "logps" and self._stack[-1] == "loss":
+            part = "loss"
+        if part == "wake" and self._trainer.vllm_mode != "colocate":
+            part = "rollout"
+        self._stack.append(part)
+        self._mark_change()
+
+    def _end(self, part: str) -> None:
+        self._stack.pop()
+        if part == "generate" and self._stack[-1] == "wake":
+            self._stack[-1] = "sleep"
+        is_last = part == "loss" and self._trainer.accelerator.sync_gradients
+        if is_last and len(self._stack) == 1:  # gradients are clipped next
+            self._stack[0] = "optimizer"
+        self._mark_change()
+
+    def _wait_for_ranks(self, seconds: float) -> None:
+        """Wait here for the slowest rank, and not in whatever they do together next. All ranks
+        generate in each round, whatever their rows are, and so all of them come here."""
+        ranks = getattr(self._trainer, "ranks", None)  # ours; ms-swift's own trainer has none
+        if ranks is not None and ranks.size > 1:
+            all_seconds = ranks.all_gather(seconds)
+            self._step.waits.append(max(all_seconds) - sum(all_seconds) / len(all_seconds))
+
+    # --- marks ---
+
+    def _mark_change(self) -> None:
+        if self._step.marks[-1][1] != self._stack[-1]:
+            self._step.marks.append(self._mark())
+
+    def _mark(self) -> tuple[Event, str]:
+        assert self._new_event is not None
+        event = self._new_event()
+        event.record()
+        return event, self._stack[-1]
+
+    def _take_all(self) -> None:
+        for step in self._ended:
+            step.marks[-1][0].synchronize()
+            self.take(step.seconds())
+        self._ended = []

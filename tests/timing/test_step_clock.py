@@ -1,0 +1,401 @@
+"""The parts of a step, of a trainer that has ms-swift's methods and a clock of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.timing.step_clock import (
+    METHODS,
+    PARTS,
+    ROLLOUT_PARTS,
+    HostEvent,
+    StepClock,
+    event_type,
+)
+from swift_grpo_ext.upstream import pins
+
+
+class Device:
+    """Does work in its order, a second a unit; the host only says what, and may be far ahead."""
+
+    def __init__(self, *, lags: bool = False) -> None:
+        self.lags = lags
+        self.handed = self.done = 0.0
+        self.num_events = 0
+
+    def work(self, seconds: float) -> None:
+        self.handed += seconds
+        if not self.lags:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        self.done = self.handed
+
+    def event(self) -> Event:
+        self.num_events += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        self.at = self._device.handed
+
+    def query(self) -> bool:
+        return self.at <= self._device.done
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.query(), "torch raises for an event that has not happened"
+        return (end.at - self.at) * 1000
+
+
+class Trainer:
+    """Calls its methods as ms-swift's trainer does. Each takes seconds of its own."""
+
+    vllm_mode = "colocate"
+    deepspeed: Any = None
+
+    def __init__(self, device: Device) -> None:
+        self.work = device.work
+        self._metrics: Any = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self.logs: list[dict[str, float]] = []
+        self.accelerator = SimpleNamespace(sync_gradients=True, device=torch.device("cpu"))
+        self.calls: list[str] = []
+
+    def training_step(self, failing: bool = False) -> None:
+        self._prepare_inputs(failing)
+        self._get_per_token_logps_and_entropies(32)
+        self.work(64)
+
+    def _prepare_inputs(self, failing: bool) -> None:
+        self.work(0.5)
+        self._rollout_samples(failing)
+        self._score_completions()
+        self._prepare_batch_inputs()
+
+    def _rollout_samples(self, failing: bool = False) -> None:
+        self.work(1)
+        self._generate_completions(failing)
+
+    def _generate_completions(self, failing: bool = False) -> None:
+        self.work(1)
+        self._fast_infer(failing)
+
+    def _fast_infer(self, failing: bool = False) -> None:
+        self.work(2)
+        self._move_model_to_vllm()
+        self.work(2)
+        try:
+            self._infer_single_or_multi_turn(failing)
+        finally:
+            self.work(16)
+
+    def _move_model_to_vllm(self) -> None:
+        self.work(8)
+
+    def _infer_single_or_multi_turn(self, failing: bool = False) -> str:
+        self.work(100)
+        if failing:
+            raise ConnectionError("no answer")
+        return "samples"
+
+    def _score_completions(self) -> None:
+        self.work(1000)
+
+    def _prepare_batch_inputs(self) -> None:
+        self.work(2000)
+        self._get_per_token_logps_and_entropies(3000)
+
+    def _get_per_token_logps_and_entropies(self, seconds: float) -> None:
+        self.work(seconds)
+
+    def evaluation_loop(self) -> None:
+        self.work(10000)
+        self._rollout_samples()
+
+    def log(self, logs: dict[str, float]) -> None:
+        metrics = self._metrics["train"]
+        self.logs.append({name: sum(of) / len(of) for name, of in metrics.items()} | logs)
+        metrics.clear()
+
+
+STEP = {
+    "rollout": 130.0,
+    "wake": 4.0,
+    "send": 8.0,
+    "generate": 100.0,
+    "sleep": 16.0,
+    "rewards": 1000.0,
+    "batch": 2000.0,
+    "logps": 3000.0,
+    "loss": 96.0,
+    "optimizer": 256.0,
+    "rest": 0.5 + 512,
+}
+"""Of a step of the trainer, by `end_step`."""
+
+
+def begin(trainer: Any, device: Device) -> StepClock:
+    clock = StepClock(trainer, device.event)
+    clock.on_train_begin(None, None, None)
+    return clock
+
+
+def end_step(trainer: Any, clock: StepClock) -> None:
+    trainer.work(256)  # clipping, and the optimizer
+    clock.on_optimizer_step(None, None, None)
+    trainer.work(512)  # other callbacks
+    clock.on_step_end(None, None, None)
+
+
+def logged(trainer: Trainer) -> dict[str, float]:
+    trainer.log({})
+    return {name.removeprefix("time/"): value for name, value in trainer.logs[-1].items()}
+
+
+def test_time_belongs_to_the_innermost_part() -> None:
+    device = Device()
+    trainer = Trainer(device)
+    clock = begin(trainer, device)
+    for _ in range(2):
+        trainer.training_step()
+        end_step(trainer, clock)
+        seconds = logged(trainer)
+        assert seconds == STEP
+        assert tuple(seconds) == (*PARTS, *ROLLOUT_PARTS)
+    assert sum(STEP[part] for part in PARTS) == device.handed / 2
+
+
+def test_steps_between_two_logs_are_averaged_and_gradients_accumulated() -> None:
+    device = Device()
+    trainer = Trainer(device)
+    clock = begin(trainer, device)
+    trainer.accelerator.sync_gradients = False
+    trainer.training_step()
+    trainer.work(5)  # between two batches there is no optimizer
+    trainer.accelerator.sync_gradients = True
+    trainer.training_step()
+    end_step(trainer, clock)
+    trainer.training_step()
+    end_step(trainer, clock)
+    seconds = logged(trainer)
+    assert seconds["loss"] == 1.5 * STEP["loss"]
+    assert seconds["optimizer"] == STEP["optimizer"]
+    assert seconds["rest"] == (3 * 0.5 + 5 + 2 * 512) / 2
+    assert sum(seconds[part] for part in PARTS) == device.handed / 2
+
+
+def test_an_accelerators_events_are_read_when_the_step_is_logged() -> None:
+    """While steps are handed over, nothing waits; their seconds are those of the device."""
+    device = Device(lags=True)
+    trainer = Trainer(device)
+    clock = begin(trainer, device)
+    for _ in range(2):
+        trainer.training_step()
+        end_step(trainer, clock)
+    assert (device.done, dict(trainer._metrics["train"])) == (0, {})
+    assert logged(trainer) == STEP
+    device.synchronize()  # it was early: what has happened is taken as a step ends
+    trainer.training_step()
+    end_step(trainer, clock)
+    device.synchronize()
+    trainer.training_step()
+    end_step(trainer, clock)
+    assert trainer._metrics["train"]["time/loss"] == [STEP["loss"]]
+
+
+def test_a_servers_engine_neither_wakes_nor_sleeps() -> None:
+    device = Device()
+    trainer = Trainer(device)
+    trainer.vllm_mode = "server"
+    clock = begin(trainer, device)
+    trainer.training_step()
+    end_step(trainer, clock)
+    assert logged(trainer) == {**STEP, "wake": 0.0, "sleep": 0.0}
+
+
+class Resampling(Trainer):
+    def _score_completions(self) -> None:
+        self.work(1000)
+        self._generate_completions()
+        self.work(1)
+
+
+def test_a_round_that_dynamic_sampling_adds_is_rollout() -> None:
+    device = Device()
+    trainer = Resampling(device)
+    clock = begin(trainer, device)
+    trainer.training_step()
+    end_step(trainer, clock)
+    seconds = logged(trainer)
+    assert (seconds["rewards"], seconds["rollout"]) == (1001, 2 * STEP["rollout"] - 1)
+    assert (seconds["sleep"], seconds["generate"]) == (2 * STEP["sleep"], 2 * STEP["generate"])
+
+
+def test_an_evaluation_is_rest_of_the_step_after_it() -> None:
+    device = Device()
+    trainer = Trainer(device)
+    clock = begin(trainer, device)
+    trainer.evaluation_loop()
+    evaluated = device.handed
+    trainer.training_step()
+    end_step(trainer, clock)
+    assert logged(trainer) == {**STEP, "rest": STEP["rest"] + evaluated}
+
+
+def test_an_exception_leaves_the_parts_right() -> None:
+    device = Device()
+    trainer = Trainer(device)
+    clock = begin(trainer, device)
+    with pytest.raises(ConnectionError, match="no answer"):
+        trainer.training_step(failing=True)
+    trainer.evaluation_loop()
+    failed = device.handed
+    trainer.work(7)
+    trainer.training_step()
+    end_step(trainer, clock)
+    seconds = logged(trainer)
+    assert sum(seconds[part] for part in PARTS) == device.handed
+    assert seconds["rollout"] == 2 * STEP["rollout"]
+    assert seconds["logps"] == STEP["logps"]
+    # `training_step` of the failed batch ended as any other does.
+    assert seconds["rest"] + seconds["optimizer"] == (
+        failed - STEP["rollout"] + 7 + STEP["rest"] + STEP["optimizer"]
+    )
+
+
+class Asynchronous(Trainer):
+    """`--async_generate`: a thread generates, and the next round waits for it."""
+
+    vllm_mode = "server"
+
+    def _fast_infer(self, failing: bool = False) -> None:
+        self._wait_queue()
+        self.work(3)
+        thread = threading.Thread(target=self._infer_single_or_multi_turn)
+        thread.start()
+        thread.join()
+
+    def _wait_queue(self) -> None:
+        self.work(40)
+
+    def _infer_single_or_multi_turn(self, failing: bool = False) -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        return "samples"
+
+
+class TwoRanks(RankGroup):
+    """This rank, and one that takes 6 seconds longer."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.num_calls += 1
+        return [value, value + 6]
+
+
+def test_another_thread_is_left_alone() -> None:
+    device = Device()
+    trainer: Any = Asynchronous(device)
+    trainer.ranks = TwoRanks()
+    clock = begin(trainer, device)
+    trainer.training_step()
+    end_step(trainer, clock)
+    seconds = logged(trainer)
+    assert (seconds["generate"], seconds["rollout"], seconds["sleep"]) == (40, 2 + 3 + 40, 0)
+    assert trainer.ranks.num_calls == 0
+    assert "wait" not in seconds
+
+
+def test_ranks_wait_for_the_slowest_within_generate() -> None:
+    device = Device()
+    trainer: Any = Trainer(device)
+    trainer.ranks = TwoRanks()
+    clock = begin(trainer, device)
+    trainer.training_step()
+    trainer.evaluation_loop()  # which is not timed
+    with pytest.raises(ConnectionError):
+        trainer._infer_single_or_multi_turn(failing=True)  # the others have their own bounds
+    end_step(trainer, clock)
+    assert logged(trainer)["wait"] == pytest.approx(3)
+    assert trainer.ranks.num_calls == 1
+    alone: Any = Trainer(device)
+    alone.ranks = RankGroup()
+    clock = begin(alone, device)
+    alone.training_step()
+    end_step(alone, clock)
+    assert logged(alone) == STEP
+
+
+def test_deepspeeds_optimizer_steps_within_the_last_batch() -> None:
+    device = Device()
+    trainer = Trainer(device)
+
+    class Engine:
+        def step(self) -> None:
+            trainer.work(128)
+
+    class Sharded(Trainer):
+        def _get_per_token_logps_and_entropies(self, seconds: float) -> None:
+            self.work(seconds)
+            if seconds == 32:
+                self.deepspeed.step()
+
+    trainer = Sharded(device)
+    trainer.deepspeed = Engine()
+    clock = begin(trainer, device)
+    trainer.training_step()
+    end_step(trainer, clock)
+    assert logged(trainer) == {**STEP, "optimizer": STEP["optimizer"] + 128}
+
+
+def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> None:
+    device = Device()
+    trainer: Any = Trainer(device)
+    trainer.ranks = TwoRanks()
+    clock = begin(trainer, device)
+    own = dict(vars(trainer))
+    trainer.training_step()
+    clock.on_train_begin(None, None, None)  # the first one failed: nothing told the clock
+    num_events = device.num_events
+    trainer.training_step()
+    end_step(trainer, clock)
+    # A change of part is one event, and the end of the step another.
+    assert device.num_events - num_events == 20
+    assert trainer.ranks.num_calls == 2
+    clock.on_train_end(None, None, None)
+    assert set(own) - set(vars(trainer)) == {*METHODS, "log"} & set(dir(Trainer))
+    assert trainer._infer_single_or_multi_turn() == "samples"
+
+
+def test_methods_are_pinned_and_their_parts_known() -> None:
+    pinned = {pin.name.rpartition(".")[2] for pin in pins.STEP_PARTS}
+    assert pinned > {*METHODS, "log"}
+    assert set(METHODS.values()) <= {*PARTS, *ROLLOUT_PARTS}
+
+
+def test_the_devices_own_events_are_taken() -> None:
+    assert event_type(torch.device("cpu")) is HostEvent
+    device = torch.device("mps")  # its module is in every build of torch
+    assert event_type(device).func is torch.mps.Event  # type: ignore[attr-defined]
+    assert event_type(device).keywords == {"enable_timing": True}  # type: ignore[attr-defined]
+    first, second = HostEvent(), HostEvent()
+    first.record()
+    second.record()
+    assert second.query()
+    assert 0 <= first.elapsed_time(second) < 1000
