@@ -21,19 +21,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from swift.utils import get_logger
 from transformers import TrainerCallback
+
+from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
+from swift_grpo_ext.timing.advice import summary
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOTrainer
 
-PARTS = ("rollout", "rewards", "batch", "logps", "loss", "optimizer", "rest")
-"""Their sum is the step. `batch` encodes samples and collates them, `logps` are the passes without
-gradients, `loss` is forward and backward, `rest` are rows, advantages, logs, checkpoints and
-evaluations."""
-
-ROLLOUT_PARTS = ("wake", "send", "generate", "sleep")
-"""They are of `rollout`: a colocated engine wakes (with what is offloaded for it) and sleeps, and
-any engine is sent the weights."""
+logger = get_logger()
 
 METHODS = {
     "training_step": "loss",
@@ -165,6 +162,8 @@ class StepClock(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._take_all()
         self._unwrap()
+        if state.is_world_process_zero and (text := summary(state.log_history, vars(args))):
+            logger.info(text)
 
     # --- methods of the trainer ---
 

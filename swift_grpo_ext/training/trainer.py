@@ -43,6 +43,7 @@ from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops
+from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.training.batch import (
     check_counts,
     check_training_batch,
@@ -138,6 +139,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         switch_off_dropout(self.model)
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
+        self.add_callback(StepClock(self))  # behind all others
 
     @property
     def _mode(self) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import swift.template.base
 from swift.trainers import TrainerFactory
+from transformers import TrainerCallback
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from swift_grpo_ext.media.pictures import media_name
@@ -20,7 +22,23 @@ from swift_grpo_ext.training import RolloutGRPOTrainer
 from swift_grpo_ext.upstream.rows import read_row
 
 
+class StepEnds(TrainerCallback):
+    """Writes down when each step ended, by a clock of its own."""
+
+    def __init__(self, trainer: RecordingTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._write("ends", seconds=time.perf_counter())
+
+    on_step_end = on_train_begin
+
+
 class RecordingTrainer(RolloutGRPOTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(StepEnds(self))
+
     def _prepare_vllm_engine(self) -> Any:
         engine = super()._prepare_vllm_engine()
         _count_work(engine, Path(os.environ["RECORD_DIR"]) / "engine.jsonl")

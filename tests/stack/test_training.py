@@ -7,14 +7,24 @@ Each trains some steps and proves that the engine sampled with the weights that 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.timing.step_clock import PARTS, ROLLOUT_PARTS
 from tests.stack import policy
 from tests.stack.conftest import LEARNED_STEPS
-from tests.stack.rounds import LEARNING, Samples, assert_same, recorded, train
+from tests.stack.rounds import (
+    LEARNING,
+    Samples,
+    assert_same,
+    logged_steps,
+    read_lines,
+    recorded,
+    train,
+)
 
 pytestmark = pytest.mark.stack
 
@@ -31,6 +41,28 @@ def test_engine_samples_with_the_trained_weights(
     assert recorded["use_cpu"] is True
     assert recorded["encoder_cache_gb"] == 1.0
     assert recorded["ignore_args_error"] is False
+    assert_timed(folder, ranks=1 if run == "learned_full" else 2)
+
+
+def assert_timed(folder: Path, ranks: int) -> None:
+    """Each step's log has the seconds of its parts, whose sum is the step's by another clock. A
+    checkpoint is saved after each step: its time is of the next one."""
+    ends = [record["seconds"] for record in read_lines(folder / "record/ends0.jsonl")]
+    steps = logged_steps(folder / "run")
+    assert len(steps) == len(ends) - 1 == LEARNED_STEPS
+    for log, (begin, end) in zip(steps, pairwise(ends), strict=True):
+        parts = {part: log[f"time/{part}"] for part in (*PARTS, *ROLLOUT_PARTS)}
+        assert sum(parts[part] for part in PARTS) == pytest.approx(end - begin, rel=0.02)
+        of_rollout = sum(parts[part] for part in ROLLOUT_PARTS)
+        assert 0.9 * parts["rollout"] < of_rollout <= parts["rollout"]
+        assert min(parts.values()) >= 0
+        worked = ("generate", "rewards", "batch", "logps", "loss", "optimizer", "rest")
+        assert all(parts[part] > 0 for part in worked), parts
+        if ranks == 1:
+            assert "time/wait" not in log
+        else:
+            assert 0 < log["time/wait"] < parts["generate"]
+    assert steps[0]["time/send"] > 0  # before later ones, the evaluation has sent the weights
 
 
 def test_tensor_parallel(

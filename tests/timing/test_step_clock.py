@@ -378,7 +378,8 @@ def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> Non
     # A change of part is one event, and the end of the step another.
     assert device.num_events - num_events == 20
     assert trainer.ranks.num_calls == 2
-    clock.on_train_end(None, None, None)
+    state = SimpleNamespace(is_world_process_zero=False)
+    clock.on_train_end(None, state, None)
     assert set(own) - set(vars(trainer)) == {*METHODS, "log"} & set(dir(Trainer))
     assert trainer._infer_single_or_multi_turn() == "samples"
 
