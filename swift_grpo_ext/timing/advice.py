@@ -63,11 +63,11 @@ def advise(means: Mapping[str, float], settings: Mapping[str, Any]) -> list[Advi
 
     Args:
         means: of a step, as `mean_step` returns them.
-        settings: the run's, by the names of `args.json`.
+        settings: the run's, by the names of `args.json`; none where they are not known.
     """
     step = sum(means.get(f"time/{part}", 0.0) for part in PARTS)
     shares = {name.removeprefix("time/"): value / step for name, value in means.items() if step}
-    found = _advices(shares, means, settings) if step else ()
+    found = _advices(shares, means, settings) if step and settings else ()
     return sorted(found, key=lambda advice: -advice.share)[:MAX_ADVICES]
 
 

@@ -72,7 +72,7 @@ GIVEN = [
     (
         {"time/rollout": 8.0, **LONG_PASSES},
         SERVED,
-        ["time/rollout` is 36%", "58%", "--async_generate is false", "before the last update"],
+        ["time/rollout is 36%", "58%", "--async_generate is false", "before the last update"],
     ),
     (
         {"time/wait": 3.0},
@@ -157,4 +157,4 @@ def test_words_are_in_both_languages_and_parts_known() -> None:
     path = Path(advice.__file__).with_name("words.json")
     for english, chinese in json.loads(path.read_text(encoding="utf-8")).values():
         for part in (*PARTS, *ROLLOUT_PARTS, "wait"):
-            assert (f"`time/{part}`" in english) == (f"`time/{part}`" in chinese)
+            assert (f"time/{part}" in english) == (f"time/{part}" in chinese)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -382,6 +383,22 @@ def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> Non
     clock.on_train_end(None, state, None)
     assert set(own) - set(vars(trainer)) == {*METHODS, "log"} & set(dir(Trainer))
     assert trainer._infer_single_or_multi_turn() == "samples"
+
+
+def test_it_costs_less_than_a_thousandth_of_a_step() -> None:
+    """A step of 32 micro-batches calls 150 of the methods, and takes 5 seconds or more."""
+    trainer = Trainer(Device())
+    trainer._get_per_token_logps_and_entropies = lambda _: None  # type: ignore[method-assign]
+    clock = StepClock(trainer)  # type: ignore[arg-type]
+    costs = []
+    for _ in range(5):  # another process may run in between
+        clock.on_train_begin(None, None, None)
+        began = time.perf_counter()
+        for _ in range(150):
+            trainer._get_per_token_logps_and_entropies(0)
+        clock.on_step_end(None, None, None)
+        costs.append(time.perf_counter() - began)
+    assert min(costs) < 5e-3
 
 
 def test_methods_are_pinned_and_their_parts_known() -> None:

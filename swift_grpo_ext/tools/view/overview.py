@@ -2,13 +2,14 @@
 
 Curves come from the run's record and from `diversity.jsonl`. All share one axis, optimizer steps
 done: a training round that begins at step s stands at s + 1, where ms-swift logs it too; an
-evaluation stands at its own step. Loss, KL and times are in ms-swift's own TensorBoard log.
+evaluation stands at its own step. Times of a step's parts come from ms-swift's `logging.jsonl`;
+loss and KL are in its own TensorBoard log.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,6 +21,7 @@ import pyarrow.compute as pc
 from swift_grpo_ext.diversity import alarms
 from swift_grpo_ext.diversity.record import VERDICTS, RoundRecord
 from swift_grpo_ext.record.reader import RoundName
+from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.runs import Snapshot
 
@@ -45,6 +47,27 @@ DIVERSITY = {
 
 SHARES = ("copies", "likeness", "ngrams", "passes")
 """Panels of values between 0 and 1: all of that range is drawn, so that noise looks small."""
+
+TIME = "time"
+"""Panel of a step's parts, which are stacked."""
+
+LAYERS = {
+    "generate": "c0",
+    "other rollout": "c0 light",
+    "wake": "c2",
+    "send": "c3",
+    "sleep": "c2 light",
+    "rewards": "c3 light",
+    "batch": "c4",
+    "logps": "c1 light",
+    "loss": "c1",
+    "optimizer": "c4 light",
+    "rest": "c5",
+}
+"""Parts from the bottom, and their colours: what belongs together has one."""
+
+MIN_SHARE = 0.001
+"""Of a run: smaller parts are left out, as nobody would see them."""
 
 WIDTH, HEIGHT = 460, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
@@ -106,10 +129,18 @@ def list_alarms(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
 # --- curves ---
 
 
-def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
-    """Return rewards, lengths and gaps of the record, then the monitor's metrics and its collision
-    test of the training rounds; no curve and no panel without points. All turns of a conversation
-    are one sample."""
+def make_panels(
+    snapshot: Snapshot,
+    records: Sequence[RoundRecord],
+    logs: Mapping[int, Mapping[str, float]] | None = None,
+) -> Panels:
+    """Return rewards, lengths and gaps of the record, the parts of the steps, then the monitor's
+    metrics and its collision test of the training rounds; no curve and no panel without points. All
+    turns of a conversation are one sample.
+
+    Args:
+        logs: what was logged of a step, by its number (`read_step_logs`).
+    """
     table = sample_rows(snapshot) if snapshot.has_turns else snapshot.table
     columns = {"reward": table["reward"], "length": table["num_tokens"], "gap": table["gap_mean"]}
     for name in snapshot.functions:
@@ -137,6 +168,7 @@ def make_panels(snapshot: Snapshot, records: Sequence[RoundRecord]) -> Panels:
         "length": {"length": recorded["length"]},
         **(turn_panels(snapshot) if snapshot.has_turns else {}),
         "gap": {"gap": recorded["gap"]},
+        TIME: time_layers(logs or {}),
     }
     training = [record for record in records if record.phase == "train"]
     for key, metrics in DIVERSITY.items():
@@ -184,6 +216,20 @@ def turn_panels(snapshot: Snapshot) -> Panels:
             "slowest tool": _points((s, row["tool_seconds_max"]) for s, row in rows.items()),
         },
     }
+
+
+def time_layers(logs: Mapping[int, Mapping[str, float]]) -> dict[str, Points]:
+    """Return the seconds of each part of the steps, none of which is of another."""
+    layers: dict[str, Points] = {name: [] for name in LAYERS}
+    for step, log in sorted(logs.items()):
+        seconds = {part: log[f"time/{part}"] for part in (*PARTS, *ROLLOUT_PARTS)}
+        of_rollout = sum(seconds[part] for part in ROLLOUT_PARTS)
+        seconds["other rollout"] = max(seconds.pop("rollout") - of_rollout, 0.0)
+        for name, points in layers.items():
+            points.append((step, seconds[name]))
+    sums = {name: sum(value for _, value in points) for name, points in layers.items()}
+    least = MIN_SHARE * sum(sums.values())
+    return {name: points for name, points in layers.items() if sums[name] > least}
 
 
 def _points(values: Iterable[tuple[int, float | None]]) -> Points:
@@ -238,7 +284,12 @@ def make_charts(panels: Panels, shaded: Sequence[dict[str, Any]]) -> list[dict[s
         x = Scale(min(steps) - 0.5, max(steps) + 0.5, LEFT, WIDTH - RIGHT)
         values = [value for points in curves.values() for _, value in points]
         low, high = min(values), max(values)
-        if key in SHARES:
+        if key == TIME:
+            # A run begins with what it does once: its first step may be cut.
+            layers = [_values(points) for points in curves.values()]
+            totals = [sum(of_step) for of_step in zip(*layers, strict=True)]
+            low, high = 0.0, max(totals[1:] or totals) * 1.05
+        elif key in SHARES:
             low, high = -0.03, 1.03
         else:
             is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal but for rounding
@@ -246,17 +297,40 @@ def make_charts(panels: Panels, shaded: Sequence[dict[str, Any]]) -> list[dict[s
             low, high = low - room, high + room
         y = Scale(low, high, HEIGHT - BOTTOM, TOP)
         drawn, told = [], []
+        areas = _stacked_areas(curves, x, y) if key == TIME else {}
         for number, (name, points) in enumerate(curves.items()):
             # A line from a single point to itself shows as a dot, as its ends are round.
             line = points * 2 if len(points) == 1 else points
             path = "M" + "L".join(f"{x(step)} {y(value)}" for step, value in line)
-            drawn.append({"name": name, "colour": number % NUM_COLOURS, "path": path})
+            colour = LAYERS[name] if areas else f"c{number % NUM_COLOURS}"
+            drawn.append({"name": name, "colour": colour, "path": areas.get(name, path)})
             rounded = [(step, float(f"{value:.5g}")) for step, value in points]
             told.append({"name": name, "points": rounded})
         # `data` is what the page's script needs to tell the values at a step.
         data = {"axis": [x.low, x.high, x.start, x.end, WIDTH], "curves": told}
-        charts.append({"key": key, "x": x, "y": y, "curves": drawn, "data": data})
+        kind = "area" if areas else "curve"
+        charts.append({"key": key, "x": x, "y": y, "curves": drawn, "kind": kind, "data": data})
     return charts
+
+
+def _stacked_areas(curves: Mapping[str, Points], x: Scale, y: Scale) -> dict[str, str]:
+    """Return the outlines of curves that stand one on the other. Each has the same steps; a value
+    fills the chart from the step before it to its own."""
+    ends = [x(step + 0.5) for step, _ in next(iter(curves.values()))]
+    starts = [x(x.low), *ends[:-1]]
+    floors = [0.0] * len(ends)
+    areas = {}
+    for name, points in curves.items():
+        tops = [floor + value for floor, value in zip(floors, _values(points), strict=True)]
+        upper = [f"V{y(min(top, y.high))}H{end}" for top, end in zip(tops, ends, strict=True)]
+        lower = [f"V{y(min(at, y.high))}H{start}" for at, start in zip(floors, starts, strict=True)]
+        areas[name] = f"M{starts[0]} {y(0)}{''.join(upper)}{''.join(reversed(lower))}Z"
+        floors = tops
+    return areas
+
+
+def _values(points: Points) -> list[float]:
+    return [value for _, value in points]
 
 
 # --- the worst groups ---

@@ -23,16 +23,20 @@ from markupsafe import Markup
 
 from swift_grpo_ext.diversity.alarms import read_words
 from swift_grpo_ext.diversity.record import read_records
+from swift_grpo_ext.timing.advice import advise, mean_step
+from swift_grpo_ext.tools.diff import read_args
 from swift_grpo_ext.tools.view import overview
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
 from swift_grpo_ext.tools.view.overview import evenly_spaced
 from swift_grpo_ext.tools.view.runs import (
+    LOGS,
     RANGES,
     facets,
     list_groups,
     list_samples,
     matching,
     parse_round,
+    read_step_logs,
 )
 
 HERE = Path(__file__).parent
@@ -119,7 +123,10 @@ def render(page: str, run: RunView, *, url: Address = address, **values: object)
 
 def state_of(run: RunView) -> str:
     """Return a text that changes when what is read of the run does."""
-    return f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'}"
+    state = f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'}"
+    with suppress(OSError):  # of a run that has logged nothing yet
+        state += f" {(run.run_dir / LOGS).stat().st_size}"
+    return state
 
 
 # --- what each page shows ---
@@ -186,11 +193,14 @@ def overview_values(run: RunView) -> dict[str, Any]:
     records = read_records(run.run_dir)
     alarms = overview.list_alarms(records)
     shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
+    logs = read_step_logs(run.run_dir, overview.MAX_POINTS)
+    panels = overview.make_panels(run.snapshot, records, logs)
     return {
         "verdict": overview.overall_verdict(records),
         "alarms": alarms,
         "shaded": shaded,
-        "charts": overview.make_charts(overview.make_panels(run.snapshot, records), shaded),
+        "charts": overview.make_charts(panels, shaded),
+        "advices": advise(mean_step([*logs.values()]), read_args(run.run_dir)),
         "groups": overview.worst_groups(run, records),
         "is_live": True,
     }

@@ -51,6 +51,9 @@ MAX_VALUES = 50
 MAX_TEXT = 400
 """Characters of a completion in a list."""
 
+LOGS = "logging.jsonl"
+"""ms-swift's own file of a run's metrics."""
+
 
 class Prompt(NamedTuple):
     """A prompt as the record has it: its messages as JSON, and the names of its media."""
@@ -222,6 +225,24 @@ def _with_scores(rows: pa.Table, scores: pa.Table) -> pa.Table:
 _EMPTY = _with_scores(
     SAMPLES.schema.empty_table().select(SAMPLE_COLUMNS), REWARDS.schema.empty_table()
 )
+
+
+def read_step_logs(run_dir: str | os.PathLike[str], count: int) -> dict[int, dict[str, Any]]:
+    """Return what was logged of steps whose parts were timed, by the optimizer steps done: about
+    `count` of them, evenly spaced, the newest among them. A line that is spoilt is left out, and a
+    session that was resumed replaces what it does again."""
+    try:
+        lines = (Path(run_dir) / LOGS).read_bytes().splitlines()
+    except OSError:
+        return {}
+    lines = [line for line in lines if b'"time/rollout"' in line][::-1]
+    logs: dict[int, dict[str, Any]] = {}
+    for line in lines[:: -(-len(lines) // count) or 1][::-1]:
+        with suppress(KeyError, ValueError):
+            log = json.loads(line)
+            step = int(log["global_step/max_steps"].partition("/")[0])
+            logs = {earlier: of for earlier, of in logs.items() if earlier < step} | {step: log}
+    return logs
 
 
 # --- which samples, which groups ---

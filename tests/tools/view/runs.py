@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.rewards import REWARDS, RewardRow
 from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.tools.view.runs import LOGS
 from tests.record.rows import ROW, sample_id
 
 HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
@@ -120,6 +121,20 @@ def make_run(run_dir: Path, num_rounds: int = 3) -> Path:
         rows = make_rows(step)
         writer.write([replace(r, media=[str(run_dir / r.media[0])]) for r in rows])
     return run_dir
+
+
+def add_logs(run_dir: Path, *seconds: float) -> Path:
+    """Log steps that took so long, each a multiple of one; return the file."""
+    shares = {"rollout": 0.5, "wake": 0.05, "send": 0.1, "generate": 0.3, "sleep": 0.0}
+    shares |= {"rewards": 0.0, "batch": 0.1, "logps": 0.15, "loss": 0.25}
+    shares |= {"optimizer": 0.0, "rest": 0.0}
+    with (run_dir / LOGS).open("a", encoding="utf-8") as file:
+        for step, value in enumerate(seconds, 1):
+            log = {f"time/{part}": share * value for part, share in shares.items()}
+            log |= {"loss": 0.0, "global_step/max_steps": f"{step}/100"}
+            file.write(json.dumps(log) + "\n")
+        file.write('{"train_loss": 0.0, "global_step/max_steps": "9/100"}\n')
+    return run_dir / LOGS
 
 
 def add_tokenizer(run_dir: Path) -> None:

@@ -19,11 +19,11 @@ from swift_grpo_ext.tools.view.overview import (
     overall_verdict,
     worst_groups,
 )
-from swift_grpo_ext.tools.view.runs import Follower, Snapshot
+from swift_grpo_ext.tools.view.runs import Follower, Snapshot, read_step_logs
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
 from tests.diversity.samples import group_of
-from tests.tools.view.runs import Writer, make_rows
+from tests.tools.view.runs import Writer, add_logs, make_rows
 
 
 def test_panels_of_a_run(tmp_path: Path) -> None:
@@ -85,11 +85,52 @@ def test_charts_share_one_axis_of_steps() -> None:
     assert {(c["x"].low, c["x"].high) for c in (loss, copies)} == {(0.5, 11.5)}
     assert (copies["y"].low, copies["y"].high) == (-0.03, 1.03)
     assert (loss["y"].low, loss["y"].high) == pytest.approx((-0.05, 1.05))
-    assert [(c["name"], c["colour"]) for c in loss["curves"]] == [("loss", 0), ("kl", 1)]
+    assert [(c["name"], c["colour"]) for c in loss["curves"]] == [("loss", "c0"), ("kl", "c1")]
     assert loss["data"]["curves"][1] == {"name": "kl", "points": [(4, 0.5)]}
     assert loss["data"]["axis"] == [0.5, 11.5, 46, 452, 460]
     [alone] = make_charts({"loss": {"loss": line}}, [])
     assert alone["curves"][0]["path"] == "M68.6 160.7L429.4 15.3"
+
+
+def test_parts_of_a_step_stand_one_on_the_other(tmp_path: Path) -> None:
+    """Each second of a step is in one layer; layers that nobody would see are left out. The first
+    step, which was ten times as long, is cut."""
+    add_logs(tmp_path, 40.0, 4.0, 8.0)
+    panels = make_panels(Snapshot(version=0), [], read_step_logs(tmp_path, 100))
+    layers = panels["time"]
+    assert list(layers) == ["generate", "other rollout", "wake", "send", "batch", "logps", "loss"]
+    assert layers["other rollout"][:2] == [(1, pytest.approx(2)), (2, pytest.approx(0.2))]
+    assert [sum(p[i][1] for p in layers.values()) for i in range(3)] == pytest.approx([40, 4, 8])
+    [chart] = make_charts(panels, [])
+    assert chart["kind"] == "area"
+    assert (chart["y"].low, chart["y"].high) == pytest.approx((0, 8.4))
+    bottom, top = chart["curves"][0], chart["curves"][-1]
+    assert (bottom["colour"], top["colour"]) == ("c0", "c1")
+    x, y = chart["x"], chart["y"]
+    left, second, third, right = (x(step) for step in (0.5, 1.5, 2.5, 3.5))
+    assert bottom["path"] == (
+        f"M{left} {y(0)}V{y(8.4)}H{second}V{y(1.2)}H{third}V{y(2.4)}H{right}"
+        f"V{y(0)}H{third}V{y(0)}H{second}V{y(0)}H{left}Z"
+    )
+    assert top["path"].startswith(
+        f"M{left} {y(0)}V{y(8.4)}H{second}V{y(4)}H{third}V{y(8)}H{right}V"
+    )
+    [alone] = make_charts({"time": {"loss": [(5, 2.0)]}}, [])
+    assert alone["curves"][0]["path"].count("H") == 2
+
+
+def test_logs_of_a_resumed_run(tmp_path: Path) -> None:
+    """What a session does again replaces what the one before did; a spoilt line is left out."""
+    assert read_step_logs(tmp_path, 100) == {}
+    path = add_logs(tmp_path, 1.0, 1.0, 1.0)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"time/rollout": 1.0, "global\n')
+    add_logs(tmp_path, 2.0, 2.0)
+    logs = read_step_logs(tmp_path, 100)
+    assert {step: log["time/rollout"] for step, log in logs.items()} == {1: 1.0, 2: 1.0}
+    path.unlink()
+    add_logs(tmp_path, *range(1, 11))
+    assert list(read_step_logs(tmp_path, 4)) == [1, 4, 7, 10]
 
 
 def test_a_flat_curve_has_room() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -13,7 +14,14 @@ import pytest
 from swift_grpo_ext.tools.view.pages import HERE, label, number, word, words, write_page
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
-from tests.tools.view.runs import HOSTILE, Writer, add_tokenizer, make_rows, make_run
+from tests.tools.view.runs import (
+    HOSTILE,
+    Writer,
+    add_logs,
+    add_tokenizer,
+    make_rows,
+    make_run,
+)
 
 
 class Page(HTMLParser):
@@ -55,6 +63,20 @@ def test_a_saved_page_of_a_run_with_frozen_noise(tmp_path: Path) -> None:
     assert text.count('class="alarm broken"') == text.count("data-panel=")
     assert "Sample 0" in text
     assert 'class="completion earlier"' in text
+
+
+def test_the_overview_says_what_would_save_time(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    settings = {"use_vllm": True, "vllm_mode": "server", "multi_turn_scheduler": None}
+    for is_asynchronous in (False, True):
+        settings["async_generate"] = is_asynchronous
+        (run_dir / "args.json").write_text(json.dumps(settings), encoding="utf-8")
+        add_logs(run_dir, 9.0, 4.0)
+        text = write_page(run_dir, tmp_path / "page.html").read_text(encoding="utf-8")
+        panel = text.partition('data-panel="time"')[2].partition("</figure>")[0]
+        assert panel.count('class="area c') == 7
+        told = "time/rollout is 50% of a step"
+        assert (told in panel, "--async_generate" in panel) == (not is_asynchronous,) * 2
 
 
 def test_tokens_carry_their_values(tmp_path: Path) -> None:

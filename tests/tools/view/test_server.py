@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from swift_grpo_ext.tools.view import pages, server
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.server import make_app
-from tests.tools.view.runs import Writer, make_rows, make_run
+from tests.tools.view.runs import Writer, add_logs, make_rows, make_run
 
 SECRET = "not for the page"
 
@@ -95,9 +95,16 @@ def test_one_page_of_many_samples(client: TestClient, monkeypatch: pytest.Monkey
     assert len(set(links)) == 16
 
 
-def test_the_state_tells_when_something_is_new(client: TestClient) -> None:
+def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Path) -> None:
     assert client.get("state").text == "1"
     assert 'data-state="1"' in client.get("samples").text
+    # A step's times are logged after its samples are on disk.
+    run = RunView(make_run(tmp_path / "run"))
+    states = [pages.state_of(run)]
+    for _ in range(2):
+        add_logs(run.run_dir, 1.0)
+        states.append(pages.state_of(run))
+    assert len(set(states)) == 3
 
 
 def image(round_: str = "train.2.0", group: int = 1, number: object = 0) -> str:
