@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from swift.utils import get_logger
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.timing.advice import summary
@@ -133,7 +133,9 @@ class StepClock(TrainerCallback):
 
     # --- hooks of transformers ---
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         trainer = self._trainer
         self._unwrap()  # what an earlier training left that failed
         for name in METHODS:
@@ -147,11 +149,15 @@ class StepClock(TrainerCallback):
         self._stack = ["rest"]
         self._step, self._ended = StepMarks([self._mark()]), []
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._stack[0] = "rest"
         self._mark_change()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         end = self._mark()
         self._step.marks.append(end)
         self._ended.append(self._step)
@@ -159,7 +165,9 @@ class StepClock(TrainerCallback):
         while self._ended and self._ended[0].marks[-1][0].query():
             self.take(self._ended.pop(0).seconds())
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._take_all()
         self._unwrap()
         if state.is_world_process_zero and (text := summary(state.log_history, vars(args))):
@@ -203,7 +211,7 @@ class StepClock(TrainerCallback):
 
     def _unwrap(self) -> None:
         for owner, name in self._wrapped:
-            delattr(owner, name)
+            vars(owner).pop(name, None)  # another clock may have done so
         self._wrapped = []
 
     def _begin(self, part: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.timing.step_clock import (
@@ -21,6 +22,8 @@ from swift_grpo_ext.timing.step_clock import (
     event_type,
 )
 from swift_grpo_ext.upstream import pins
+
+ARGS, STATE, CONTROL = TrainingArguments(report_to=[]), TrainerState(), TrainerControl()
 
 
 class Device:
@@ -150,15 +153,15 @@ STEP = {
 
 def begin(trainer: Any, device: Device) -> StepClock:
     clock = StepClock(trainer, device.event)
-    clock.on_train_begin(None, None, None)
+    clock.on_train_begin(ARGS, STATE, CONTROL)
     return clock
 
 
 def end_step(trainer: Any, clock: StepClock) -> None:
     trainer.work(256)  # clipping, and the optimizer
-    clock.on_optimizer_step(None, None, None)
+    clock.on_optimizer_step(ARGS, STATE, CONTROL)
     trainer.work(512)  # other callbacks
-    clock.on_step_end(None, None, None)
+    clock.on_step_end(ARGS, STATE, CONTROL)
 
 
 def logged(trainer: Trainer) -> dict[str, float]:
@@ -372,15 +375,17 @@ def test_a_second_training_is_timed_once_and_the_trainer_left_as_it_was() -> Non
     clock = begin(trainer, device)
     own = dict(vars(trainer))
     trainer.training_step()
-    clock.on_train_begin(None, None, None)  # the first one failed: nothing told the clock
+    clock.on_train_begin(ARGS, STATE, CONTROL)  # the first one failed: nothing told the clock
     num_events = device.num_events
     trainer.training_step()
     end_step(trainer, clock)
     # A change of part is one event, and the end of the step another.
     assert device.num_events - num_events == 20
     assert trainer.ranks.num_calls == 2
-    state = SimpleNamespace(is_world_process_zero=False)
-    clock.on_train_end(None, state, None)
+    other = begin(trainer, device)  # such as a bench's
+    state: Any = SimpleNamespace(is_world_process_zero=False)
+    for each in (clock, other):
+        each.on_train_end(ARGS, state, CONTROL)
     assert set(own) - set(vars(trainer)) == {*METHODS, "log"} & set(dir(Trainer))
     assert trainer._infer_single_or_multi_turn() == "samples"
 
@@ -392,11 +397,11 @@ def test_it_costs_less_than_a_thousandth_of_a_step() -> None:
     clock = StepClock(trainer)  # type: ignore[arg-type]
     costs = []
     for _ in range(5):  # another process may run in between
-        clock.on_train_begin(None, None, None)
+        clock.on_train_begin(ARGS, STATE, CONTROL)
         began = time.perf_counter()
         for _ in range(150):
             trainer._get_per_token_logps_and_entropies(0)
-        clock.on_step_end(None, None, None)
+        clock.on_step_end(ARGS, STATE, CONTROL)
         costs.append(time.perf_counter() - began)
     assert min(costs) < 5e-3
 

@@ -61,7 +61,7 @@ LAYERS = {
     "batch": "c4",
     "logps": "c1 light",
     "loss": "c1",
-    "optimizer": "c4 light",
+    "optimizer": "c5 light",
     "rest": "c5",
 }
 """Parts from the bottom, and their colours: what belongs together has one."""
