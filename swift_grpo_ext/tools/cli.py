@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = command(
         "diff",
         "diff.run",
-        "the first place where two runs differ, and the settings that differ",
+        "the first place where two runs differ, or that they are equal to the end",
         "Exit status: 0 equal, 1 different, 2 nothing to compare.",
     )
     add("run_a", help="a run's output folder")

@@ -2,6 +2,7 @@
 
 Samples are compared by their identity: phase, round, group, index, turn. Rounds come in the order
 in which a training generates them. Only the first difference is shown: later ones follow from it.
+Beside it stands the first update that differs (`updates.py`): where it comes earlier, it is why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pyarrow.compute as pc
 
 from swift_grpo_ext.record.reader import RoundName, RunIndex
 from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.tools.updates import Updates, compare_updates
 
 EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
 """Exit statuses."""
@@ -33,9 +35,9 @@ the media's content, tools or boxes differ."""
 
 WHERE_ONLY = frozenset(
     ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "external_plugins",
-     "add_version", "local_rank", "vllm_server_port", "vllm_server_base_url", "logging_steps",
-     "save_steps", "save_total_limit", "save_strategy", "report_to", "callbacks",
-     "training_args", "ignore_data_skip")
+     "add_version", "local_rank", "vllm_server_port", "vllm_server_base_url",
+     "vllm_server_group_port", "logging_steps", "save_steps", "save_total_limit", "save_strategy",
+     "report_to", "callbacks", "training_args", "ignore_data_skip")
 )  # fmt: skip
 """Settings that say where a run lives or what it writes, and change no token."""
 
@@ -96,8 +98,15 @@ class Diff:
     difference. The record rounds each (`record.row`). Up to about 1e-3 in float32 and 0.1 in
     bfloat16 the weights are the same, and a token that differs was a near tie."""
 
+    updates: Updates = field(default_factory=Updates)
+
     settings: dict[str, tuple[Any, Any]]
     """The settings of `args.json` that differ; none where a run has no readable one."""
+
+    @property
+    def is_equal(self) -> bool:
+        """All that was compared is the same, but for log-probabilities (`logprob_gap`)."""
+        return self.difference is None and self.updates.difference is None
 
 
 def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
@@ -109,7 +118,10 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
     """
     indices = [RunIndex(run).refresh() for run in (run_a, run_b)]
     samples, scores = zip(*indices, strict=True)
-    result = Diff(settings=_differing_settings(read_args(run_a), read_args(run_b)))
+    result = Diff(
+        updates=compare_updates(run_a, run_b),
+        settings=_differing_settings(read_args(run_a), read_args(run_b)),
+    )
     common = samples[0].rounds.keys() & samples[1].rounds.keys()
     if not common:
         raise ValueError(f"{run_a} and {run_b} have no round in common.")
@@ -264,8 +276,27 @@ def run(options: argparse.Namespace) -> int:
         )
         if result.difference is not None:
             print(f"First difference: {result.difference}.")
+        if result.updates.difference is not None:
+            print(f"First update that differs: {result.updates.difference}.")
+        if result.is_equal and not result.logprob_gap:
+            print(f"Equal to the end: {_what_is_equal(result.updates)}.")
         if result.settings:
             print("Settings that differ:")
         for name, (one, other) in result.settings.items():
             print(f"  --{name}: {str(one)[:80]} and {str(other)[:80]}")
-    return DIFFERENT if result.difference is not None else EQUAL
+    return EQUAL if result.is_equal else DIFFERENT
+
+
+def _what_is_equal(updates: Updates) -> str:
+    """Say what was compared of two runs without a difference."""
+    parts = ["prompts, media, seeds, tokens, log-probabilities, rewards and advantages"]
+    if updates.num_steps:
+        parts.append(f"{', '.join(updates.names)} of {updates.num_steps:,} steps in logging.jsonl")
+    if updates.checkpoint:
+        parts.append(f"the weights of {updates.checkpoint}")
+    missing = []
+    if not updates.num_steps:
+        missing.append("no step is in both logs")
+    if not updates.checkpoint:
+        missing.append("no checkpoint of weights is in both runs")
+    return "; ".join(parts) + (f" ({' and '.join(missing)})" if missing else "")
