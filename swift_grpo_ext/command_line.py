@@ -33,6 +33,7 @@ from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.cpu import apply_cpu_settings
+from swift_grpo_ext.upstream.determinism import prepare_process
 from swift_grpo_ext.upstream.models import repair_models
 from swift_grpo_ext.upstream.patches import patch
 from swift_grpo_ext.upstream.upright import load_upright
@@ -126,6 +127,8 @@ def _check(args: BaseArguments, given: list[str]) -> None:
         api_key.check_urls(args)
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
+    if getattr(args, "full_determinism", False):  # not an argument of servers
+        prepare_process()
     apply_cpu_settings(args, given)
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from packaging.version import Version
 from swift.utils import get_logger, is_local_master
 
+from swift_grpo_ext.checks.determinism import check_checkpoints, check_determinism
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows
 from swift_grpo_ext.checks.resume import check_resume
@@ -244,6 +245,7 @@ def check_training(args: RLHFArguments) -> Findings:
     """Refuse what a training's arguments tell of checkpoints, data, adapters and teachers."""
     yield from check_resume(args)
     yield from check_idle_settings(args)
+    yield from check_determinism(args)
     if args.streaming:
         yield error(
             "streaming true",
@@ -345,6 +347,7 @@ def check_datasets(
 
     Rows are looked at by one rank of each machine; the others end with it.
     """
+    yield from check_checkpoints(args)
     batch = args.training_args.generation_batch_size
     prompts = batch // args.num_generations
     if len(train_dataset) < prompts:

@@ -95,7 +95,12 @@ def connect_servers(client: VLLMClient, args: RLHFArguments) -> RolloutServers:
     """Return the servers of ms-swift's connected client, each with the plugin, leased to this
     training."""
     Leaseholder(client, args.output_dir).keep()
-    return RolloutServers(client, args.rollout_timeout, args.new_special_tokens)
+    return RolloutServers(
+        client,
+        args.rollout_timeout,
+        args.new_special_tokens,
+        wants_same_tokens=args.full_determinism,
+    )
 
 
 def connect(client: VLLMClient, timeout: float) -> None:
@@ -116,6 +121,8 @@ class RolloutServers:
         client: ms-swift's; its sessions and addresses are used, and kept to the living servers.
         timeout: seconds that a replica has for an answer (`--rollout_timeout`).
         new_special_tokens: of the training; each server must have been given the same.
+        wants_same_tokens: in each run (`--full_determinism`); a server that cannot have them is
+            named, with the remedy.
 
     Raises:
         WireError: a server has no swift-grpo-ext, or another version of it.
@@ -127,9 +134,12 @@ class RolloutServers:
         client: VLLMInferClient,
         timeout: float,
         new_special_tokens: Sequence[str] = (),
+        *,
+        wants_same_tokens: bool = False,
     ) -> None:
         self._client: Any = client
         self._timeout = timeout
+        self._wants_same_tokens = wants_same_tokens
         self._new_special_tokens = list(new_special_tokens)
         numbers = range(len(client.base_urls))
         ports = getattr(client, "group_ports", [None for _ in numbers])
@@ -381,6 +391,13 @@ class RolloutServers:
                     f"{' '.join(theirs) or '(none)'}, this training with "
                     f"{' '.join(self._new_special_tokens) or '(none)'}: the same ids would be "
                     "other tokens. Give both the same, in the same order."
+                )
+            if self._wants_same_tokens and ours.get("batches_follow_arrival"):
+                logger.warning_once(
+                    f"--full_determinism true: the tokens of {server.name} depend on when requests "
+                    "arrive, which is another time in each run. Start it with "
+                    "VLLM_BATCH_INVARIANT=1 in its environment, or without "
+                    "--vllm_use_async_engine with VLLM_ENABLE_V1_MULTIPROCESSING=0."
                 )
             lengths = filter(None, (self.max_model_len, ours.get("max_model_len")))
             self.max_model_len = min(lengths, default=None)

@@ -53,6 +53,7 @@ from swift_grpo_ext.server import api_key, bodies, replicas
 from swift_grpo_ext.server.lease import Lease
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import verify
+from swift_grpo_ext.upstream.determinism import batches_follow_arrival
 from swift_grpo_ext.upstream.patches import patch
 
 logger = get_logger()
@@ -359,6 +360,7 @@ async def get_engine_type(self: SwiftRolloutDeploy, request: Request) -> dict[st
         "starting": self.restarts.num_awaited,
         "new_special_tokens": self.args.new_special_tokens,
         "max_model_len": self.args.vllm_max_model_len or self.args.model_info.max_model_len,
+        "batches_follow_arrival": batches_follow_arrival(is_async=self.use_async_engine),
     }
     return {**await _upstream_engine_type(self), wire.KEY: ours}
 

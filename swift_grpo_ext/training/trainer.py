@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,11 @@ from swift_grpo_ext.training.prompts import (
 )
 from swift_grpo_ext.training.turns import Conversations, give_turns, servers_turns
 from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.determinism import (
+    deterministic,
+    exact_unmerging,
+    sum_gradients_one_by_one,
+)
 from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from swift_grpo_ext.upstream.rows import read_file_urls
@@ -140,6 +146,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         self.add_callback(StepClock(self))  # behind all others
+        if config.full_determinism:
+            sum_gradients_one_by_one(self.accelerator)
 
     @property
     def _mode(self) -> str:
@@ -158,7 +166,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     # --- engines ---
 
     def _prepare_vllm(self) -> None:
-        super()._prepare_vllm()
+        with deterministic(False) if self.args.full_determinism else nullcontext():
+            super()._prepare_vllm()
         self._servers: RolloutServers | None = None
         if not self.args.use_vllm:
             from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
@@ -284,6 +293,10 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         self._recorder.open(start_step=self.state.global_step)
         return samples
 
+    def _generate_completions(self, samples: list[GRPOSample]) -> list[GRPOSample]:
+        with deterministic(False) if self.args.full_determinism else nullcontext():
+            return super()._generate_completions(samples)
+
     def _preprocess_inputs(self, samples: list[GRPOSample]) -> list[GRPOSample]:
         samples = super()._preprocess_inputs(samples)
         for sample in samples:
@@ -350,14 +363,17 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
                 return metadata
             return replace(metadata, replica=sample_id.group % sum(self._servers.replicas))
 
-        return generate(
+        outputs, _ = generate(
             sample_ids,
             ["canary"] * len(sample_ids),
             make_request=lambda _: samples2requests([sample])[0],
             make_metadata=to_replica,
             sharing=self._sharing(is_global_inputs=False),
             call_engine=partial(self._call_engine, config=config),
-        )[0]
+        )
+        if self.args.full_determinism:  # a resumed run has another canary, and other prefixes
+            self._reset_vllm_cache()
+        return outputs
 
     def _reason_against_canary(self) -> str:
         if not self._settings.generates:
@@ -523,7 +539,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         def move(made_anew: bool) -> None:
             if made_anew:  # an adapter alone would find no base to go with
                 self.base_sync_done = False
-            upstream(*args, **kwargs)
+            with exact_unmerging(self.model) if self.args.full_determinism else nullcontext():
+                upstream(*args, **kwargs)
 
         self._weights.update(move)
         self._canary.weights_changed()

@@ -67,6 +67,7 @@ swift.rlhf_trainers:GRPOTrainer
     _add_prompt_id_to_inputs _compute_rewards_per_func _prepare_batch_inputs _preprocess_inputs
         samples2requests split_by_mini_batches: self samples
     _engine_infer: self infer_requests request_config use_tqdm
+    _generate_completions: self samples
     _gather_teacher_requests: self requests since 4.6
     _get_logps_via_local_forward: self model model_inputs logits_to_keep input_ids
         compute_entropy
@@ -76,7 +77,7 @@ swift.rlhf_trainers:GRPOTrainer
     _template_context: self template
     _get_request_config _load_best_model _move_adapter_to_vllm
         _prepare_resample_data_iterator _prepare_rollout_params _prepare_scheduler
-        _prepare_vllm _prepare_vllm_engine: self
+        _prepare_vllm _prepare_vllm_engine _reset_vllm_cache: self
     _get_train_sampler: self train_dataset
     _load_from_checkpoint: self resume_from_checkpoint model
     _load_state_dict_to_vllm: self state_dict
@@ -350,6 +351,15 @@ accelerate.utils.deepspeed:DeepSpeedEngineWrapper
     backward: self loss sync_gradients
 """)
 
+FULL_DETERMINISM = _pins("""
+transformers.trainer
+    enable_full_determinism: seed warn_only
+accelerate.utils:DistributedDataParallelKwargs
+    register_comm_hook: self model
+torch.utils.deterministic
+    fill_uninitialized_memory
+""")
+
 REPLACED = _pins("""
 swift.pipelines.train.rlhf:SwiftRLHF
     args_class
@@ -372,6 +382,7 @@ OPTIONAL = {
     "experts of a rollout, on CPU": ROUTED_EXPERTS,
     "replay of a rollout's experts": ROUTER_REPLAY,
     "the time of a step, part by part": STEP_PARTS,
+    "deterministic training passes beside an engine": FULL_DETERMINISM,
 }
 """Features that a release without these names goes without, or repairs that it does not need."""
 

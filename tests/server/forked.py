@@ -296,7 +296,10 @@ class Training:
                 client.init_communicator(device="cpu")
             connect_client(client, self.timeout)
             args = SimpleNamespace(
-                rollout_timeout=self.timeout, new_special_tokens=[], output_dir="run"
+                rollout_timeout=self.timeout,
+                new_special_tokens=[],
+                output_dir="run",
+                full_determinism=False,
             )
             connected = connect_servers(client, args)
         except Exception as e:  # no rank has begun

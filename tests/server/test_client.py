@@ -430,7 +430,9 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(
     names = ("broadcast_tensor_for_vllm_weight_sync", "synchronize")
     for name in (*names, "_broadcast_tensors_for_vllm_weight_sync"):  # back at the test's end
         monkeypatch.setattr(vllm_client, name, None, raising=False)
-    args: Any = SimpleNamespace(output_dir="run", rollout_timeout=12.5, new_special_tokens=[])
+    args: Any = SimpleNamespace(
+        output_dir="run", rollout_timeout=12.5, new_special_tokens=[], full_determinism=False
+    )
     client = connected(Server())
     servers = connect_servers(client, args)
     client.pynccl_comms = [SimpleNamespace(group=SimpleNamespace(rank=1, world_size=2))]
@@ -442,3 +444,16 @@ def test_each_wait_of_a_group_has_the_bound_of_the_flag(
     [communicator] = client.pynccl_comms
     assert isinstance(communicator, GlooCommunicator) != on_gpu
     assert on_gpu or communicator._timeout.total_seconds() == 12.5
+
+
+@pytest.mark.parametrize(("follows", "wants"), [(True, True), (True, False), (False, True)])
+def test_a_server_whose_tokens_depend_on_arrival(
+    follows: bool, wants: bool, connected: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(servers_module.logger, "warning_once", said.append, raising=False)
+    server = Server(ours=ours_of() | {"batches_follow_arrival": follows})
+    RolloutServers(connected(server), TIMEOUT, wants_same_tokens=wants)
+    assert len(said) == (follows and wants)
+    named = "--full_determinism true: the tokens of server 0 (http://host0) depend on when requests"
+    assert all(text.startswith(named) and "VLLM_BATCH_INVARIANT=1" in text for text in said)

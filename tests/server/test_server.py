@@ -558,6 +558,7 @@ def test_what_a_server_says_of_itself() -> None:
         "max_model_len": 512,
         "members": ["7.0"],
         "starting": 0,
+        "batches_follow_arrival": False,
     }
 
 

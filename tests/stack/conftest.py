@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.stack import rounds
 from tests.stack.processes import rollout_server
-from tests.stack.rounds import LEARNING, LORA, digits, server_argv, train, write_lines
+from tests.stack.rounds import LEARNING, LORA, best_argv, digits, server_argv, train, write_lines
 
 STEPS = 6
 LEARNED_STEPS = 4
@@ -83,7 +83,8 @@ def learned_full(
     """One colocated rank trains all weights for `LEARNED_STEPS`, each of which leaves a checkpoint.
     Training, replay and resuming look at it."""
     make = partial(train, assets, learning_rows, steps=LEARNED_STEPS)
-    return once(tmp_path_factory, "learned-full", lambda folder: make(folder, *LEARNING))
+    argv = (*LEARNING, *best_argv(learning_rows))
+    return once(tmp_path_factory, "learned-full", lambda folder: make(folder, *argv))
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +93,8 @@ def learned_lora(
 ) -> Path:
     """Two ranks do the same with LoRA."""
     make = partial(train, assets, learning_rows, ranks=2, steps=LEARNED_STEPS)
-    return once(tmp_path_factory, "learned-lora", lambda folder: make(folder, *LEARNING, *LORA))
+    argv = (*LEARNING, *LORA, *best_argv(learning_rows, ranks=2))
+    return once(tmp_path_factory, "learned-lora", lambda folder: make(folder, *argv))
 
 
 @pytest.fixture(scope="module")  # no longer than they are needed: they hold memory

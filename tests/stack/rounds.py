@@ -37,10 +37,20 @@ HOT = ("--temperature", "2.0")
 """At which the tiny model says anything: two equal completions are no accident."""
 
 LEARNING = (
-    *("--learning_rate", "2e-3", "--temperature", "1.0"),
+    *("--learning_rate", "2e-3", "--temperature", "1.0", "--beta", "0.1"),
+    *("--full_determinism", "true"),
     *("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "5"),
 )
 """A run learns with these, and keeps a checkpoint of each step."""
+
+
+def best_argv(rows: Path, ranks: int = 1) -> list[str]:
+    """A run of `LEARNING` evaluates each step with these, and loads the best weights at its end."""
+    return [
+        *("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end", "true"),
+        *("--val_dataset", str(rows), "--per_device_eval_batch_size", str(BATCH // ranks)),
+    ]
+
 
 SHORT_STEPS = (
     "--vllm_engine_kwargs",
@@ -104,6 +114,23 @@ def run_training(
     preset: Path = PRESET,
 ) -> Finished:
     """A training of `train`, however it ends; `plugins` are further ones."""
+    command, own = training_command(
+        assets, rows, folder, *argv, ranks=ranks, steps=steps, plugins=plugins, preset=preset
+    )
+    return swift(*command, log=folder / "log", env={**(env or {}), **own})
+
+
+def training_command(
+    assets: Path,
+    rows: Path,
+    folder: Path,
+    *argv: str,
+    ranks: int,
+    steps: int,
+    plugins: Sequence[str] = (),
+    preset: Path = PRESET,
+) -> tuple[list[str], dict[str, str]]:
+    """The arguments of `swift` for a training, and its environment; its folder is made."""
     record_dir = folder / "record"
     record_dir.mkdir(parents=True)
     command = [
@@ -117,10 +144,10 @@ def run_training(
         *("--per_device_train_batch_size", str(BATCH // ranks)),
         *(*HOT, *argv),
     ]
-    env = {**(env or {}), "RECORD_DIR": str(record_dir)}
+    env = {"RECORD_DIR": str(record_dir)}
     if ranks > 1:
         env["NPROC_PER_NODE"] = str(ranks)
-    return swift(*command, log=folder / "log", env=env)
+    return command, env
 
 
 def faults(*kinds: dict[str, Any]) -> dict[str, str]:

@@ -1,48 +1,133 @@
-"""A run that was resumed ends with the weights of one that was not."""
+"""`--full_determinism true`: a run that was killed and resumed is one that was not, bit for bit."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.checks.resume import is_whole
+from swift_grpo_ext.tools.diff import diff
+from swift_grpo_ext.weights.checksums import weight_checksums
 from tests.stack.conftest import LEARNED_STEPS
-from tests.stack.policy import load_policy
-from tests.stack.rounds import LEARNING, LORA, recorded, train
+from tests.stack.processes import SWIFT, Finished, rollout_server, started
+from tests.stack.rounds import (
+    LEARNING,
+    LORA,
+    Samples,
+    best_argv,
+    client_argv,
+    recorded,
+    run_training,
+    server_argv,
+    train,
+    training_command,
+)
 
 pytestmark = pytest.mark.stack
 
 WAYS = {"full": (1, ()), "lora": (2, LORA)}
 """Ranks and arguments."""
 
-BEST = ("--eval_strategy", "steps", "--eval_steps", "2", "--load_best_model_at_end", "true")
+SECONDS = 600
+
+
+def train_and_kill(folder: Path, step: int, *of_training: Any, **kwargs: Any) -> None:
+    """Kill all processes of a training once its checkpoint of this step is whole."""
+    command, env = training_command(*of_training, **kwargs)
+    checkpoint, deadline = folder / f"run/checkpoint-{step}", time.monotonic() + SECONDS
+    with started([str(SWIFT), *command], folder / "log", env) as running:
+        while not is_whole(checkpoint):
+            assert running.process.poll() is None, running.output[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(running.process.pid, signal.SIGKILL)
+        assert running.wait(SECONDS).returncode == -signal.SIGKILL
+
+
+def weights_of(checkpoint: Path) -> dict[str, str]:
+    """The checksums of all weights in a checkpoint, and of the optimizer's state."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in checkpoint.glob("*.safetensors"):
+        tensors |= load_file(file)
+    state = torch.load(checkpoint / "optimizer.pt", map_location="cpu")["state"]
+    of_optimizer = {
+        f"{number}.{name}": value
+        for number, values in state.items()
+        for name, value in values.items()
+    }
+    assert tensors
+    return weight_checksums([*tensors.items(), *of_optimizer.items()])
+
+
+def drawn(samples: Samples) -> dict[str, Any]:
+    return {name: (s["token_ids"], s["logprobs"], s["weights"]) for name, s in samples.items()}
+
+
+def assert_same_killed_and_resumed(
+    whole: Path, folder: Path, *of_training: Any, argv: Sequence[str], **counts: Any
+) -> Finished:
+    """A run is killed after two steps, and resumed for two more: each has the tokens,
+    log-probabilities, losses, gradients, weights and optimizer's state of the whole run."""
+    killed, resumed = folder / "killed", folder / "resumed"
+    train_and_kill(killed, 2, *of_training, killed, *argv, **counts)
+    halfway = killed / "run/checkpoint-2"
+    again = ("--output_dir", str(killed / "run"), "--resume_from_checkpoint", str(halfway))
+    finished = run_training(*of_training, resumed, *argv, *again, **counts)
+    assert finished.returncode == 0, finished.cause
+
+    expected = drawn(recorded(whole))
+    before, after = drawn(recorded(killed)), drawn(recorded(resumed))
+    assert {**before, **after} == expected
+    assert before.items() <= expected.items()
+    assert len(after) < len(expected)
+    result = diff(whole / "run", killed / "run")
+    assert result.is_equal
+    assert result.logprob_gap == 0
+    assert result.updates.num_steps == LEARNED_STEPS
+    assert {"loss", "grad_norm", "kl"} <= set(result.updates.names)
+    assert result.updates.checkpoint == f"checkpoint-{LEARNED_STEPS}"
+    assert result.settings == {}
+    sums = [weights_of(whole / f"run/checkpoint-{1 + step}") for step in range(LEARNED_STEPS)]
+    for step, expected_sums in enumerate(sums):
+        assert weights_of(killed / f"run/checkpoint-{1 + step}") == expected_sums, step
+    assert len({tuple(s.values()) for s in sums}) == LEARNED_STEPS, "no weight moved"
+    return finished
 
 
 @pytest.mark.parametrize("way", ["full", pytest.param("lora", marks=pytest.mark.extra)])
-def test_two_steps_and_two_more_are_four(
+def test_colocated(
     way: str, assets: Path, learning_rows: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Beside it, the resumed run loads the weights of its best checkpoint at its end."""
+    """At its end, the run loads its best weights."""
     ranks, argv = WAYS[way]
-    folder = request.getfixturevalue(f"learned_{way}")
-    halfway = folder / "run/checkpoint-2"
-    batch = ("--per_device_eval_batch_size", str(12 // ranks))
-    best = (*BEST, "--val_dataset", str(learning_rows), *batch)
-    more = (*LEARNING, *argv, "--save_steps", "2", *best, "--resume_from_checkpoint", str(halfway))
-    resumed = train(assets, learning_rows, tmp_path, *more, ranks=ranks, steps=LEARNED_STEPS)
+    whole = request.getfixturevalue(f"learned_{way}")
+    argv = (*LEARNING, *argv, *best_argv(learning_rows, ranks))
+    of_training = (assets, learning_rows)
+    finished = assert_same_killed_and_resumed(
+        whole, tmp_path, *of_training, argv=argv, ranks=ranks, steps=LEARNED_STEPS
+    )
+    loads = "are loaded, the best" in finished.output
+    assert loads is (way == "full")  # adapters are PEFT's
 
-    resumed = {name: s for name, s in resumed.items() if SampleId.parse(name).phase == "train"}
-    whole = recorded(folder)
-    late = {name: s["token_ids"] for name, s in whole.items() if SampleId.parse(name).step >= 2}
-    assert {name: s["token_ids"] for name, s in resumed.items()} == late
-    ends = [of_run / "run/checkpoint-4" for of_run in (folder, tmp_path)]
-    expected, got = (load_policy(end, assets / "tiny_vlm").state_dict() for end in ends)
-    start = load_policy(halfway, assets / "tiny_vlm").state_dict()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-6, msg=name)
-    moved = max((expected[name] - start[name]).abs().max().item() for name in start)
-    assert moved > 1e-4, "no weight moved: the test sees nothing"
-    log = (tmp_path / "log").read_text(encoding="utf-8")
-    assert ("are loaded, the best" in log) is (way == "full")  # adapters are PEFT's
+
+@pytest.mark.extra
+def test_served_by_two_replicas(assets: Path, learning_rows: Path, tmp_path: Path) -> None:
+    """To two ranks, by engines that take no step before they have all requests."""
+    server = server_argv(assets, "--vllm_data_parallel_size", "2")
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    counts = {"ranks": 2, "steps": LEARNED_STEPS}
+    of_training = (assets, learning_rows)
+    with rollout_server(*server, log=tmp_path / "server.log", env=env) as port:
+        argv = (*LEARNING, *client_argv(port))
+        train(*of_training, tmp_path / "whole", *argv, **counts)
+        assert_same_killed_and_resumed(
+            tmp_path / "whole", tmp_path, *of_training, argv=argv, **counts
+        )

@@ -47,12 +47,17 @@ class RecordingEngine:
         self.engine = self.inner_model = self
         self.model_config = None
         self.inner_model_executor = SimpleNamespace(is_sleeping=False)
+        self.calls: list[tuple[str, bool]] = []
+        self._note("made")
         self.made.append(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("reset_"):
-            return lambda: None
+            return lambda: self._note(name)
         raise AttributeError(name)
+
+    def _note(self, name: str) -> None:
+        self.calls.append((name, torch.are_deterministic_algorithms_enabled()))
 
     def reload_weights(self, weights: Any) -> None:
         self.load_weights(weights)
@@ -61,6 +66,7 @@ class RecordingEngine:
         return []
 
     def load_weights(self, weights: Any) -> set[str]:
+        self._note("load_weights")
         self.weights.append({name: tensor.clone() for name, tensor in weights})
         return set(self.weights[-1])
 
@@ -69,6 +75,7 @@ class RecordingEngine:
         pairs = [(r.messages[-1]["content"], m) for r, m in zip(requests, found, strict=True)]
         is_canary = found[0].sample_id.number == CANARY
         (self.canaries if is_canary else self.rounds).append(pairs)
+        self._note("canary" if is_canary else "infer")
         return [self._output(r, m) for r, m in zip(requests, found, strict=True)]
 
     def _output(self, request: Any, metadata: RequestMetadata) -> RolloutOutput:
@@ -95,7 +102,10 @@ class RecordingEngine:
 class Odd(ORM):
     """Rewards that differ within every group."""
 
+    is_deterministic: ClassVar[set[bool]] = set()
+
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        self.is_deterministic.add(torch.are_deterministic_algorithms_enabled())
         return [float(i % 2) for i in range(len(completions))]
 
 
@@ -112,6 +122,13 @@ class Trained(NamedTuple):
     log: list[dict[str, Any]]
     samples: list[SampleRow]
     warnings: list[str]
+    calls: list[tuple[str, bool]]
+    """The engine's, each with whether operations had to be deterministic."""
+
+    beside_engine: set[bool]
+    """Whether they had to be outside of it."""
+
+    blocks_launches: bool
 
 
 def train(argv: list[str], folder: Path) -> Trained:
@@ -127,7 +144,17 @@ def train(argv: list[str], folder: Path) -> Trained:
     samples = sorted(to_rows(read_samples(folder)), key=lambda row: row.sample_id)
     sums = [sum(float(tensor.sum()) for tensor in held.values()) for held in engine.weights]
     log_rows = list(map(json.loads, log))
-    return Trained(engine.rounds, sums, engine.canaries, log_rows, samples, warnings)
+    return Trained(
+        engine.rounds,
+        sums,
+        engine.canaries,
+        log_rows,
+        samples,
+        warnings,
+        engine.calls,
+        Odd.is_deterministic,
+        "CUDA_LAUNCH_BLOCKING" in os.environ,
+    )
 
 
 def forked(argv: list[str], folder: Path) -> Trained:
@@ -175,6 +202,7 @@ def argv(assets: Path, folder: Path) -> list[str]:
         *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--logging_steps", "1"),
         *("--dataloader_persistent_workers", "false", "--report_to", "none"),
         *("--save_strategy", "no", "--add_version", "false", "--rollout_mismatch", "warn"),
+        *("--full_determinism", "true"),
     ]
 
 
@@ -238,3 +266,15 @@ def test_prompts_that_are_too_long_are_replaced(whole: Trained) -> None:
 def test_weights_go_to_the_engine_once_they_have_changed(whole: Trained) -> None:
     """Before the rounds of the steps 0, 2 and 3; the evaluation shares those of its step."""
     assert len(whole.weights) == len(set(whole.weights)) == 3
+
+
+def test_the_engine_knows_nothing_of_full_determinism(whole: Trained) -> None:
+    """Not when it is made, nor when it takes weights or generates."""
+    assert [name for name, is_deterministic in whole.calls if is_deterministic] == []
+    assert whole.beside_engine == {True}
+    assert not whole.blocks_launches
+    names = [name for name, _ in whole.calls]
+    assert names[0] == "made"
+    assert names.count("canary") == len(whole.weights)
+    after = [names[i + 1] for i, name in enumerate(names) if name == "canary"]
+    assert set(after) == {"reset_prefix_cache"}, "another canary would leave another prefix"

@@ -1,0 +1,188 @@
+"""`--full_determinism true`: training passes whose bits are the same in each run, and engines that
+know nothing of it.
+
+Symptom: transformers' flag is the whole process's, and a colocated vLLM engine lives in it, whose
+sampler has operations without a deterministic form (sums over sorted probabilities, on CUDA): they
+raise. It sets `CUDA_LAUNCH_BLOCKING`, which every process inherits that is started later, and with
+which the host waits for each kernel; and `CUBLAS_WORKSPACE_CONFIG` in place of the user's, once the
+model is loaded, which can be too late.
+Upstream: transformers 5.19, trainer_utils.py:154 (`enable_full_determinism`), called in
+trainer.py:420. Can go when it leaves `CUDA_LAUNCH_BLOCKING` alone and sets the rest before CUDA is
+used. What switches determinism off for an engine stays.
+
+Symptom: with three ranks or more, the first gradients after a start are rounded otherwise than
+later ones, so that a resumed run parts from the one that was not interrupted.
+Upstream: torch 2.13, nn/parallel/distributed.py: all gradients are summed over ranks as one piece
+at first, and in pieces of 25 MB in another order from the second backward pass on. Where a gradient
+lies in its piece decides in which order ranks are added up. Can go when the pieces stay.
+
+Symptom: with LoRA, base weights are no longer the model's after an update of the engine, so that a
+resumed run, which loads them anew, parts from the one that was not interrupted.
+Upstream: ms-swift 4.6, rlhf_trainers/rollout_mixin.py (`_move_full_model_to_vllm` and
+`_move_adapter_to_vllm`) has PEFT add adapters to them and subtract them again, which rounds both.
+Can go when base weights are left alone, or copied back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch.backends import cudnn
+
+from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.patches import patch, repair
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+    from torch.distributed import GradBucket, ProcessGroup
+    from torch.futures import Future
+    from torch.nn.parallel import DistributedDataParallel
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_VALUES = (":4096:8", ":16:8")
+"""Those with which torch takes cuBLAS for deterministic. The first costs no speed."""
+
+ENVIRONMENT = {
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "ASCEND_LAUNCH_BLOCKING": "1",
+    "HCCL_DETERMINISTIC": "1",
+}
+"""Read by transformers for its flash attention, and by the libraries of NPUs."""
+
+
+def prepare_process() -> None:
+    """Set what libraries read when they start, and have transformers leave the rest to us. To be
+    called before a model is loaded."""
+    os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
+    os.environ.update(ENVIRONMENT)
+    _take_over()
+
+
+@repair(pins.FULL_DETERMINISM)
+def _take_over() -> None:
+    from transformers import trainer
+
+    patch(trainer, enable_full_determinism=enable_full_determinism)
+
+
+def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+    """Do what transformers' function of this name does, but for the environment."""
+    from transformers import set_seed
+
+    set_seed(seed)
+    # Nothing reads what it has not written: to fill it would only cost time.
+    patch(torch.utils.deterministic, fill_uninitialized_memory=False)
+    _switch(on=True, warn_only=warn_only)
+
+
+def batches_follow_arrival(*, is_async: bool) -> bool:
+    """Return whether the tokens of an engine in this environment depend on when requests arrive:
+    which of them share a step does then, and on an accelerator the last bits of a sum do.
+
+    vLLM 0.32's engine for batches runs in a process of its own, which takes steps from the first
+    request on that it hears of (v1/engine/core_client.py, `SyncMPClient`); in the caller's process
+    it is stepped once all are there. An async engine always has a process.
+    """
+    is_invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+    waits_for_all = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" and not is_async
+    return has_accelerator() and not is_invariant and not waits_for_all
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Use deterministic operations alone in a block, or whichever are fastest."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    flags = cudnn.deterministic, cudnn.benchmark
+    _switch(on=on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
+        cudnn.deterministic, cudnn.benchmark = flags
+
+
+def _switch(*, on: bool, warn_only: bool = False) -> None:
+    # Of the attentions of `sdpa`, torch leaves cuDNN's out then, and has the others' backward
+    # passes add in one order; with `warn_only` they would not.
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    cudnn.deterministic, cudnn.benchmark = on, False
+
+
+def sum_gradients_one_by_one(accelerator: Any) -> None:
+    """Have data-parallel ranks sum each parameter's gradient by itself, in every backward pass.
+
+    Args:
+        accelerator: accelerate's, which has not prepared the model yet.
+    """
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    class SumsOneByOne(DistributedDataParallelKwargs):
+        def register_comm_hook(self, model: DistributedDataParallel) -> None:
+            # Without annotations: torch refuses those that are text, as this module's are.
+            hook = lambda group, bucket: _sum_one_by_one(group, bucket)  # noqa: E731
+            model.register_comm_hook(model.process_group, hook)
+
+    if accelerator.ddp_handler is not None:
+        accelerator.ddp_handler = SumsOneByOne(**asdict(accelerator.ddp_handler))
+
+
+@contextmanager
+def exact_unmerging(model: nn.Module) -> Iterator[None]:
+    """Have PEFT give each base weight back what it was, when it takes an adapter out of it.
+
+    What would not come back by itself is found layer by layer, and kept: few weights, those that an
+    adapter makes larger by twice or more.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    for layer in layers:
+        _unmerge_exactly(layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("merge", None)  # its class's own are seen again
+            vars(layer).pop("unmerge", None)
+
+
+def _unmerge_exactly(layer: BaseTunerLayer) -> None:
+    merge, unmerge = layer.merge, layer.unmerge
+    lost: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
+
+    def merge_and_keep(*args: Any, **kwargs: Any) -> None:
+        weights = [weight.data for weight in layer.get_base_layer().parameters()]
+        before = [weight.clone() for weight in weights]
+        merge(*args, **kwargs)
+        unmerge()
+        for weight, original in zip(weights, before, strict=True):
+            changed = weight != original
+            lost.append((weight, changed.nonzero(as_tuple=True), original[changed]))
+            weight.copy_(original)
+        merge(*args, **kwargs)
+
+    def unmerge_exactly() -> None:
+        unmerge()
+        while lost:
+            weight, places, values = lost.pop()
+            weight[places] = values
+
+    layer.merge, layer.unmerge = merge_and_keep, unmerge_exactly
+
+
+def _sum_one_by_one(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
+    size, works = group.size(), []
+    for gradient in bucket.gradients():
+        gradient.div_(size)  # before the sum, as torch's own way
+        works.append(distributed.all_reduce(gradient, group=group, async_op=True))
+    futures = torch.futures.collect_all([work.get_future() for work in works])
+    return futures.then(lambda _: bucket.buffer())

@@ -1,0 +1,79 @@
+"""`--full_determinism true`: what parts two runs, or a resumed one from the other, is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.checks import determinism
+from swift_grpo_ext.checks.determinism import check_checkpoints, check_determinism
+from swift_grpo_ext.checks.preflight import check_arguments
+from swift_grpo_ext.upstream.determinism import CUBLAS
+from tests.arguments import command_line_arguments, training_arguments
+
+
+def asked(**changes: Any) -> Any:
+    return command_line_arguments("rlhf", **{"full_determinism": True, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"dataloader_num_workers": 4, "use_liger_kernel": True, "bf16": True}, None),
+        ({"rollout_seed_mode": "engine"}, "does not keep tokens the same with --rollout_seed_mode"),
+        ({"rollout_seed_mode": "engine", "use_vllm": False}, None),
+        ({"logps_chunk_size": "auto"}, "does not keep roundings the same with --logps_chunk_size"),
+        ({"async_generate": True}, "does not hold for a resumed run with --async_generate true"),
+        ({"sync_ref_model": True}, "does not hold for a resumed run with --sync_ref_model true"),
+        ({"save_only_model": True}, "a checkpoint does not hold the optimizer's state. Leave it"),
+        ({"save_only_model": True, "full_determinism": False}, None),
+    ],
+)
+def test_settings(changes: dict[str, Any], expected: str | None) -> None:
+    found = [f for f in check_arguments(asked(**changes), ()) if "full_determ" in f.setting]
+    assert [f.level for f in found] == ["warning"] * (expected is not None)
+    assert all(f.sentence.startswith("--full_determinism true: ") for f in found)
+    assert all(expected is not None and expected in f.sentence for f in found)
+
+
+@pytest.mark.parametrize(
+    ("value", "has_accelerator", "is_refused"),
+    [(None, True, False), (":16:8", True, False), (":0:0", True, True), (":0:0", False, False)],
+)
+def test_a_workspace_with_which_torch_refuses_products(
+    value: str | None, has_accelerator: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(determinism, "has_accelerator", lambda: has_accelerator)
+    monkeypatch.delenv(CUBLAS, raising=False)
+    if value is not None:
+        monkeypatch.setenv(CUBLAS, value)
+    found = [f.sentence for f in check_determinism(asked())]
+    assert len(found) == is_refused
+    assert all(f"{CUBLAS}={value} in the environment; expected :4096:8 or" in f for f in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "updates"),
+    [
+        ({}, 0),
+        ({"num_iterations": 2}, 2),
+        ({"num_iterations": 2, "save_steps": 4}, 0),
+        ({"num_iterations": 2, "save_strategy": "epoch"}, 0),
+        ({"steps_per_generation": 6}, 3),
+        ({"steps_per_generation": 1}, 0),
+        ({"num_iterations": 2, "save_steps": 0.5}, 0),
+    ],
+)
+def test_checkpoints_in_the_middle_of_a_round(changes: dict[str, Any], updates: int) -> None:
+    """The gradients of two batches make an update."""
+    args = asked()
+    of_training = {"steps_per_generation": 2, "save_steps": 1, **changes}
+    args.training_args = training_arguments(**of_training)
+    found = [f.sentence for f in check_checkpoints(args)]
+    expected = f"one rollout serves {updates} updates, and --save_steps 1 saves between them."
+    assert len(found) == bool(updates)
+    assert all(expected in f and f"a multiple of {updates}." in f for f in found)
+    args.full_determinism = False
+    assert list(check_checkpoints(args)) == []
