@@ -136,6 +136,14 @@ def plan(device: str) -> list[Part]:
         ),
         Part("checksums", "Checksums of weights, and their speed beside a copy.", 20, checksums),
         Part(
+            "deterministic",
+            "Four steps made twice as with --full_determinism true: values, gradients and weights "
+            "bit by bit, and what it costs in forward and backward. bfloat16, gradient "
+            "checkpointing, random weights. The same GPU and releases leave the same checksum.",
+            60,
+            list(deterministic(device)),
+        ),
+        Part(
             "widths",
             "Forward and backward over one group, in turns: bfloat16, gradient checkpointing, "
             "random weights, samples of one length.",
@@ -167,3 +175,16 @@ def widths(device: str) -> Iterable[Case]:
                             "group_size": size,
                         },
                     )  # fmt: skip
+
+
+def deterministic(device: str) -> Iterable[Case]:
+    """Yield the cases of steps that are made twice."""
+    on_gpu = device == "cuda"
+    sizes = {"size": "3b", "layers": 4, "side": 64, "completion": 256, "group_size": 8}
+    if not on_gpu:
+        sizes = {"size": "small", "layers": 2, "side": 8, "completion": 16, "group_size": 4}
+    for attention in ("sdpa", "flash_attention_2") if on_gpu else ("sdpa",):
+        arguments = {**sizes, "device": device, "attention": attention, "repetitions": 3}
+        yield Case(
+            f"Qwen2.5-VL {sizes['size']}, {attention}", "scripts.gpu.deterministic:run", arguments
+        )
