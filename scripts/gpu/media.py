@@ -13,14 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.bench.measure import medians, side_by_side
 from scripts.gpu.compare import compare, equal
 from scripts.gpu.found import Comparison, Found
-from scripts.gpu.models import GROUPS, Batch, group_of, made, positions_of, why_missing, wide
+from scripts.gpu.models import (
+    GROUPS,
+    Batch,
+    group_of,
+    made,
+    positions_of,
+    why_missing,
+    wide,
+)
 from scripts.gpu.prompt_once import plain
-from scripts.gpu.timing import side_by_side
 from swift_grpo_ext.media.encoder_cache import EncoderCache
 from swift_grpo_ext.media.lazy_concat import LazyConcat
-from tests.logits.models import IDS
 
 TOWERS = {
     "Qwen2.5-VL": "model.visual",
@@ -133,23 +140,26 @@ def run(device: str, model: str, dtype: str) -> Found:
 
 
 def run_width(
-    device: str, shape: str, layers: int, side: int, completion: int, group_size: int,
+    device: str, size: str, layers: int, side: int, completion: int, group_size: int,
     repetitions: int,
 ) -> Found:  # fmt: skip
     """Measure a pass without gradients over a group that sees one image of `side` x `side` patches.
 
     With gradients ms-swift runs a frozen tower without a graph, which transformers does not.
     """
-    model = wide(shape, layers, device, "sdpa", sees=True)
+    model = wide(size, layers, device, "sdpa", sees=True)
     freeze(model, TOWERS["Qwen2.5-VL"])
     batch = group_with_image(model, side, completion, group_size)
     cache = EncoderCache(1.0, model)
     [tower] = cache.towers
+    num_first = 0
 
     @torch.no_grad()
     def work(is_off: bool, is_first: bool = False) -> None:
+        nonlocal num_first
         tower.is_off = is_off
         if is_first:
+            num_first += 1
             cache.forget()
         plain(model, batch)
 
@@ -158,20 +168,19 @@ def run_width(
         "cached": partial(work, False, is_first=True),
         "a later pass": partial(work, False),
     }
-    measured = side_by_side(ways, repetitions, device)
-    count = repetitions + 1  # one pass warms up
-    found = Found([equal("images that were encoded", cache.num_encoded, count)])
-    for name, (milliseconds, peak) in measured.items():
+    measured = medians(side_by_side(ways, repetitions, device))
+    found = Found([equal("images that were encoded", cache.num_encoded, num_first)])
+    for name, of_way in measured.items():
         found.rows.append(
             {
-                "model": f"{shape} VL, {layers} layers",
+                "model": f"Qwen2.5-VL {size}, {layers} layers",
                 "image, tokens": side**2 // 4,
                 "completion": completion,
                 "G": group_size,
                 "way": name,
-                "ms": milliseconds,
-                "of plain": milliseconds / measured["plain"].milliseconds,
-                "peak, GiB": peak / 2**30,
+                "ms": of_way["seconds"] * 1e3,
+                "of plain": of_way["seconds"] / measured["plain"]["seconds"],
+                "peak, GiB": of_way["peak_bytes"] / 2**30,
             }
         )
     return found
@@ -180,14 +189,15 @@ def run_width(
 def group_with_image(model: Any, side: int, completion: int, group_size: int) -> Batch:
     """Return a group's samples: an image, and random tokens after it."""
     torch.manual_seed(0)
-    start, end, image = (IDS[f"{n}_token_id"] for n in ("vision_start", "vision_end", "image"))
-    prompt_T = torch.tensor([start, *[image] * (side**2 // 4), end])
-    batch = group_of(model, prompt_T, completion, group_size)
+    config = model.config
+    image = config.image_token_id
+    prompt = [config.vision_start_token_id, *[image] * (side**2 // 4), config.vision_end_token_id]
+    batch = group_of(model, torch.tensor(prompt), [completion] * group_size)
     batch.inputs["mm_token_type_ids"] = (batch.inputs["input_ids"] == image).int()
     grids = torch.tensor([[1, side, side]] * group_size, device=model.device)
     batch.inputs["image_grid_thw"] = grids
     batch.inputs["position_ids"] = positions_of(model, batch.inputs)
-    vision = model.config.vision_config
+    vision = config.vision_config
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = [torch.randn(side**2, values)] * group_size
     batch.inputs["pixel_values"] = shared(pixels, str(model.device), model.dtype)

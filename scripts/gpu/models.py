@@ -1,8 +1,9 @@
-"""Tiny models of each kind with a batch of two groups, and models of real widths."""
+"""Batches: two groups for a tiny model of each kind, and one group for models of real widths."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.logits.models import IDS, IMAGE, MROPE, build, inputs_of
+from scripts.bench import common  # noqa: F401  (makes `tiny_vlm` importable)
+from scripts.tiny_vlm.families import draw, make_config, numbering, sized
+from tests.logits.models import IMAGE, build, inputs_of
 
 GROUPS = ((10, (7, 3, 5)), (8, (1, 4)))
 """Each group has so many tokens in its prompt, and in its samples' completions."""
@@ -106,79 +109,45 @@ def moved(value: Tensor, model: Any) -> Tensor:
 
 # --- real widths ---
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen2.5 3B": {
-        "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
-    },
-    "Qwen2.5 7B": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
-    },
-    "small": {
-        "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "vocab_size": 4096, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-"""Widths of published configurations; `small` is for CPUs."""
-
-
 SPREAD = 1.5
 """Standard deviation of what a linear layer makes of normed states. With transformers' weights of
 0.02 attention is so even that a wrong mask hardly shows."""
 
 
-VISION: dict[str, dict[str, Any]] = {
-    "Qwen2.5": {
-        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    },
-    "small": {
-        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-        "fullatt_block_indexes": [1],
-    },
-}  # fmt: skip
-"""Their VL kinds have vision towers of these sizes, by the first word of the shape."""
-
-
 @lru_cache(maxsize=1)
-def wide(shape: str, layers: int, device: str, attention: str, sees: bool = False) -> Any:
-    """Return a model of these widths in bfloat16, with gradient checkpointing on."""
+def wide(size: str, layers: int, device: str, attention: str, sees: bool = False) -> Any:
+    """Return a Qwen2.5 of a size in bfloat16, with gradient checkpointing on."""
     torch.manual_seed(0)
-    sizes = SHAPES[shape]
-    text: dict[str, Any] = {
-        **sizes,
-        "use_cache": False,
-        "num_hidden_layers": layers,
-        "initializer_range": SPREAD / sizes["hidden_size"] ** 0.5,
-    }
-    kind: Any = transformers.Qwen2ForCausalLM
-    config: Any = transformers.Qwen2Config(**text)
+    family = sized("qwen2_5_vl", size, layers)
+    config = make_config(family, numbering())
+    text = config.get_text_config()
+    more = {"use_cache": False, "initializer_range": SPREAD / text.hidden_size**0.5}
     if sees:
-        eighth = sizes["hidden_size"] // sizes["num_attention_heads"] // 16
-        rope = {**MROPE, "mrope_section": [2 * eighth, 3 * eighth, 3 * eighth]}
-        vision = {**VISION[shape.split()[0]], "out_hidden_size": sizes["hidden_size"]}
-        text |= {"rope_scaling": rope}
-        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **IDS)
-        kind = transformers.Qwen2_5_VLForConditionalGeneration
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model: Any = kind(config).train()
-    finally:
-        torch.set_default_dtype(default)
+        text.update(more)
+    else:
+        own = {k: v for k, v in family.config["text_config"].items() if not k.endswith("_token_id")}
+        own.pop("rope_scaling")
+        config = transformers.Qwen2Config(**{**own, **more})
+    kinds = (transformers.Qwen2ForCausalLM, transformers.Qwen2_5_VLForConditionalGeneration)
+    model: Any = draw(kinds[sees], config, device, torch.bfloat16).train()
     model.set_attn_implementation(attention)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def group_of(model: Any, prompt_T: Tensor, completion: int, group_size: int) -> Batch:
-    """Return a prompt's samples, of random tokens and one length."""
-    texts = model.config.get_text_config()
-    news = torch.randint(200, texts.vocab_size, (group_size, completion), device=model.device)
-    ids = torch.cat([prompt_T.to(model.device).expand(group_size, -1), news], dim=1)
-    predicts = torch.zeros_like(ids, dtype=torch.bool)
-    predicts[:, -completion - 1 : -1] = True
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+def group_of(model: Any, prompt_T: Tensor, completions: Sequence[int]) -> Batch:
+    """Return a prompt's samples, of random tokens, padded on the right."""
+    prompt, length = len(prompt_T), len(prompt_T) + max(completions)
+    text = model.config.get_text_config()
+    shape = (len(completions), max(completions))
+    news = torch.randint(200, text.vocab_size, shape, device=model.device)
+    ids = torch.cat([prompt_T.to(model.device).expand(len(completions), -1), news], dim=1)
+    ends = prompt + torch.tensor(completions, device=model.device)[:, None]
+    columns = torch.arange(length, device=model.device)[None]
+    predicts = (columns >= prompt - 1) & (columns < ends - 1)
+    inputs = {"input_ids": ids, "attention_mask": (columns < ends).long()}
+    if "mrope_section" in (getattr(text, "rope_parameters", None) or text.rope_scaling or {}):
+        inputs["position_ids"] = columns.expand(3, *ids.shape)
+    if model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = torch.zeros_like(ids)
     return Batch(inputs, predicts, ids.roll(-1, 1)[predicts])

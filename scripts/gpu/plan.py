@@ -91,19 +91,19 @@ def plan(device: str) -> list[Part]:
         for model in TINY[1:]
         for dtype in DTYPES
     ]
-    shapes = {"Qwen2.5 3B": 36, "Qwen2.5 7B": 28} if on_gpu else {"small": 2}
+    sizes_in_full = {"3b": 36, "7b": 28} if on_gpu else {"small": 2}
     media += [
         case(
-            f"{shape} VL, in full",
+            f"Qwen2.5-VL {size}, in full",
             "media:run_width",
-            shape=shape,
+            size=size,
             layers=layers,
             side=64 if on_gpu else 8,
             completion=256 if on_gpu else 16,
             group_size=8 if on_gpu else 4,
             repetitions=2 if on_gpu else 1,
         )
-        for shape, layers in shapes.items()
+        for size, layers in sizes_in_full.items()
     ]
     megabytes = 4096 if on_gpu else 8
     checksums = [
@@ -156,23 +156,23 @@ def plan(device: str) -> list[Part]:
 def widths(device: str) -> Iterable[Case]:
     """Yield the cases of times and peaks; what is asked first comes first."""
     on_gpu = device == "cuda"
-    shapes = ("Qwen2.5 3B", "Qwen2.5 7B") if on_gpu else ("small",)
+    sizes = ("3b", "7b") if on_gpu else ("small",)
     attentions = ("sdpa", *FLASH) if on_gpu else ("sdpa",)
     prompts = (1000, 4000, 8000, 2000) if on_gpu else (64, 128)
-    sizes = (8, 16) if on_gpu else (4,)
+    group_sizes = (8, 16) if on_gpu else (4,)
     of_all = {"device": device, "layers": 4, "completion": 256, "repetitions": 2}
     if not on_gpu:
         of_all |= {"layers": 2, "completion": 16, "repetitions": 1}
     for attention in attentions:
-        for shape in shapes:
+        for size in sizes:
             for prompt in prompts:
-                for size in sizes:
+                for group_size in group_sizes:
                     yield Case(
-                        f"{shape}, {attention}, prompt {prompt}, G = {size}",
+                        f"Qwen2.5 {size}, {attention}, prompt {prompt}, G = {group_size}",
                         "scripts.gpu.widths:run",
                         {
-                            **of_all, "shape": shape, "attention": attention, "prompt": prompt,
-                            "group_size": size,
+                            **of_all, "size": size, "attention": attention, "prompt": prompt,
+                            "group_size": group_size,
                         },
                     )  # fmt: skip
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from scripts.bench.measure import medians, side_by_side
 from scripts.gpu.compare import Pass
 from scripts.gpu.found import Comparison, Found
 from scripts.gpu.models import group_of, wide
 from scripts.gpu.prompt_once import once, packed, plain, why_not_installed
-from scripts.gpu.timing import side_by_side
 from swift_grpo_ext.logits.shared_prompt import reason_against
 
 NATS = 0.1
@@ -24,7 +24,7 @@ CHUNK_SIZE = 512
 
 
 def run(
-    device: str, shape: str, layers: int, attention: str, prompt: int, completion: int,
+    device: str, size: str, layers: int, attention: str, prompt: int, completion: int,
     group_size: int, repetitions: int,
 ) -> Found:  # fmt: skip
     """Measure forward and backward over a group of samples of one length.
@@ -33,10 +33,10 @@ def run(
     """
     if reason := why_not_installed(attention):
         return Found(not_tried=reason)
-    model = wide(shape, layers, device, attention)
+    model = wide(size, layers, device, attention)
     torch.manual_seed(0)
     prompt_T = torch.randint(model.config.vocab_size, (prompt,), device=model.device)
-    batch = group_of(model, prompt_T, completion, group_size)
+    batch = group_of(model, prompt_T, [completion] * group_size)
     ways: dict[str, Pass] = {"plain": plain, "chunked": partial(plain, chunk_size=CHUNK_SIZE)}
     positions = dict.fromkeys(ways, batch.predicts_BT.numel())
     reason = reason_against(model, batch.inputs)
@@ -54,21 +54,22 @@ def run(
     def work(way: Pass) -> Callable[[], None]:
         return lambda: way(model, batch).sum().backward()
 
-    measured = side_by_side({n: work(way) for n, way in ways.items()}, repetitions, device)
+    works = {name: work(way) for name, way in ways.items()}
+    measured = medians(side_by_side(works, repetitions, device))
     of_case: dict[str, Any] = {
-        "model": f"{shape}, {layers} layers", "attention": attention, "prompt": prompt,
+        "model": f"Qwen2.5 {size}, {layers} layers", "attention": attention, "prompt": prompt,
         "completion": completion, "G": group_size,
     }  # fmt: skip
     first = measured["plain"]
-    for name, (milliseconds, peak) in measured.items():
+    for name, of_way in measured.items():
         found.rows.append(
             {
                 **of_case,
                 "way": name,
-                "ms": milliseconds,
-                "of plain": milliseconds / first.milliseconds,
-                "peak, GiB": peak / 2**30,
-                "of plain's peak": peak / first.peak_bytes,
+                "ms": of_way["seconds"] * 1e3,
+                "of plain": of_way["seconds"] / first["seconds"],
+                "peak, GiB": of_way["peak_bytes"] / 2**30,
+                "of plain's peak": of_way["peak_bytes"] / first["peak_bytes"],
                 "of plain's positions": positions[name] / positions["plain"],
             }
         )

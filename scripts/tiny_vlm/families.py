@@ -1,4 +1,5 @@
-"""Tiny random models of families that ms-swift trains with GRPO, with Qwen's byte pairs.
+"""Random models of families that ms-swift trains with GRPO, with Qwen's byte pairs: tiny ones, and
+larger ones for benchmarks.
 
 `families.yaml` lists them. Only a tokenizer's special tokens differ by family: the vocabulary is
 the one that a package index has (`tokenizer.py`).
@@ -7,8 +8,9 @@ the one that a package index has (`tokenizer.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,6 +85,9 @@ class Family:
     dtype: str = "float32"
     """Both sides compute in it."""
 
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """What the configurations of larger models have in the place of its own, by the size's name."""
+
     needs: tuple[str, ...] = ()
     """Packages that ms-swift asks for, beyond the set-up's."""
 
@@ -124,6 +129,44 @@ FAMILIES = {
     ).items()
     if not name.startswith(".")
 }
+
+
+def sized(name: str, size: str, num_layers: int | None = None) -> Family:
+    """Return a family with one of its other sizes, and so many layers where they are given.
+
+    Raises:
+        ValueError: the family has no such size, or its layers do not fit its pattern.
+    """
+    family = FAMILIES[name]
+    if size not in family.sizes:
+        known = ", ".join(family.sizes) or "none"
+        raise ValueError(f"size {size} of {name}: expected one that families.yaml has ({known})")
+    config = merged(family.config, family.sizes[size])
+    text = config["text_config"]
+    num_layers = num_layers or text["num_hidden_layers"]
+    pattern = text.get("layer_types", ["full_attention"])
+    if num_layers % len(pattern):
+        raise ValueError(f"{num_layers} layers of {name}: expected a multiple of {len(pattern)}")
+    text["num_hidden_layers"] = num_layers
+    text["layer_types"] = pattern * (num_layers // len(pattern))
+    if rope := text.pop("rope_parameters", None):
+        text["rope_scaling"] = rope  # the spelling that transformers 4 and 5 read
+    return replace(family, config=config)
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of both; mappings within them are merged too."""
+    result = {**base, **changes}
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            result[key] = merged(base.get(key, {}), value)
+    return result
+
+
+def numbering() -> Any:
+    """Return what takes a tokenizer's place in `make_config`: it numbers tokens as they come."""
+    ids: dict[str, int] = {}
+    return SimpleNamespace(encode=lambda token: [ids.setdefault(token, len(ids))])
 
 
 def make_tokenizer(family: Family) -> Qwen2TokenizerFast:
@@ -176,8 +219,22 @@ def _made(entry: Any, tokenizer: Qwen2TokenizerFast) -> Any:
     return entry
 
 
-def make_model(family: Family, tokenizer: Qwen2TokenizerFast, seed: int) -> PreTrainedModel:
-    """Draw a model in float32, as its small widths need.
+def draw(model_class: Any, config: PretrainedConfig, device: str, dtype: torch.dtype) -> Any:
+    """Return a model whose weights transformers draws, on the device and in the precision."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            is_auto = model_class.__name__.startswith("Auto")
+            return model_class.from_config(config) if is_auto else model_class(config)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def make_model(
+    family: Family, tokenizer: Qwen2TokenizerFast, seed: int, device: str = ""
+) -> PreTrainedModel:
+    """Draw a model in float32, as small widths need, or in bfloat16 on a device, as large ones do.
 
     transformers draws every weight with a standard deviation of 0.02, which suits widths of
     thousands. At widths of 64 and 128 it all but silences the vision tower.
@@ -185,8 +242,22 @@ def make_model(family: Family, tokenizer: Qwen2TokenizerFast, seed: int) -> PreT
     config = make_config(family, tokenizer)
     torch.manual_seed(seed)
     model_class = getattr(transformers, family.model_class)
-    is_auto = family.model_class.startswith("Auto")
-    model: PreTrainedModel = model_class.from_config(config) if is_auto else model_class(config)
+    dtype = torch.bfloat16 if device else torch.float32
+    model: PreTrainedModel = draw(model_class, config, device or "cpu", dtype)
+    if not device:
+        spread(model, family)
+    text = config.get_text_config()
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=getattr(text, "bos_token_id", None),
+        eos_token_id=text.eos_token_id,
+    )
+    return model
+
+
+def spread(model: PreTrainedModel, family: Family) -> None:
+    """Draw weights again, as small widths need them."""
     drawn = getattr(model, family.thinker) if family.thinker else model
     for module in drawn.modules():
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
@@ -198,21 +269,18 @@ def make_model(family: Family, tokenizer: Qwen2TokenizerFast, seed: int) -> PreT
             nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
         if ".experts." in name or name.endswith(".mlp.gate.weight"):  # no linear layers of torch
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    text = config.get_text_config()
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=getattr(text, "bos_token_id", None),
-        eos_token_id=text.eos_token_id,
-    )
-    return model
 
 
-def make_family(family: Family, output: Path, seed: int) -> int:
-    """Write a random model of the family as a Hugging Face folder; return its size."""
+def make_family(family: Family, output: Path, seed: int, device: str = "") -> int:
+    """Write a random model of the family as a Hugging Face folder; return its size.
+
+    Args:
+        device: draws weights in bfloat16, as widths of thousands need them.
+    """
     tokenizer = make_tokenizer(family)
-    model, processor = make_model(family, tokenizer, seed), make_processor(family, tokenizer)
-    model.save_pretrained(output)
+    model = make_model(family, tokenizer, seed, device)
+    processor = make_processor(family, tokenizer)
+    model.save_pretrained(output, max_shard_size="100GB")
     # Make the file what published ones are: transformers 5.19 loads experts transposed, and saves
     # them as it holds them; SigLIP's parameters have lost a level of their names there.
     path = output / "model.safetensors"

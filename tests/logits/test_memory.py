@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import selective_log_softmax
 
-from scripts.bench.peak import peak_bytes
+from scripts.bench.measure import peak_bytes
 from swift_grpo_ext.logits.shim import LogitsShim
 from tests.logits import models
 

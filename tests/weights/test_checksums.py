@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from scripts.bench.peak import peak_bytes
+from scripts.bench.measure import peak_bytes
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.weights import checksums
 from swift_grpo_ext.weights.checksums import (
