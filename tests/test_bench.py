@@ -1,16 +1,34 @@
-"""Models of benchmarks."""
+"""The bench of whole steps: its models, and what it asks of ms-swift on a GPU, where none is."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from swift.arguments import RLHFArguments
 from tiny_vlm.families import FAMILIES, draw, make_config, make_family, numbering, sized
 from transformers import AutoModelForImageTextToText
+
+from scripts.bench.measure import Measures, interleave
+from swift_grpo_ext.flags import ExtFlags
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command's module, which finds its neighbours in its own folder."""
+    monkeypatch.syspath_prepend(ROOT / "scripts/bench")
+    import step
+
+    return step
 
 
 @pytest.mark.parametrize(
@@ -50,3 +68,72 @@ def test_large_models_are_drawn_as_transformers_draws_them(tmp_path: Path) -> No
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
     for name in ("model.embed_tokens.weight", "visual.patch_embed.proj.weight"):
         assert float(weights[name].float().std()) == pytest.approx(0.02, rel=0.05)
+
+
+def arguments(step: Any, *words: str) -> dict[str, list[str]]:
+    """Return the values of each flag of a training's command line; the last one counts."""
+    options = step.parse(step.GPU, ["--size", "3b", *words])
+    options.model = Path("/model")
+    argv = step.swift_argv("ours, both once", options, step.GPU, Path("/rows.jsonl"), 256)
+    found: dict[str, list[str]] = {}
+    for word in argv[3:]:
+        if word.startswith("--"):
+            name = word.removeprefix("--")
+            found[name] = []
+        else:
+            found[name].append(word)
+    return found
+
+
+def test_a_gpu_is_asked_for_what_pays_there(step: Any) -> None:
+    options = step.parse(step.GPU, [])
+    assert (options.image_sides, options.max_tokens) == ((1024,), (256, 1024))
+    asked = arguments(step)
+    known = {f.name for cls in (RLHFArguments, ExtFlags) for f in dataclasses.fields(cls)}
+    assert asked.keys() <= known
+    graphs = json.loads(asked["vllm_engine_kwargs"][0])["compilation_config"]
+    assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
+    assert graphs["cudagraph_capture_sizes"] == [8, 16, 24, 32, 40]  # 32 samples, and the canary
+    assert "vllm_enforce_eager" not in asked
+    assert asked["torch_dtype"] == ["bfloat16"]
+    assert asked["sleep_level"] == ["1"]
+    assert asked["gradient_checkpointing"] == ["true"]
+    assert asked["encoder_cache_gb"] == ["1"]
+    assert "use_cpu" not in asked
+    eager = arguments(step, "--eager", "--", "--attn_impl", "eager")
+    assert (eager["vllm_enforce_eager"], eager["attn_impl"]) == (["true"], ["eager"])
+    assert "vllm_engine_kwargs" not in eager
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "message"),
+    [
+        ("CPU", "--size 3b", "--size 3b: needs a GPU, and torch finds none; here: --size 195m"),
+        ("GPU", "--size 3b --family qwen3_5", "--size 3b: qwen3_5 has 195m and 2b"),
+        ("GPU", "--size 3b --model m", "--model has its own size"),
+        ("CPU", "--layers 8 --model m", "--model has its own size"),
+        ("CPU", "--steps 2", "--steps 2: expected 3 or more; the first two warm up"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    step: Any, device: str, words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        step.parse(getattr(step, device), words.split())
+    assert message in capsys.readouterr().err
+
+
+def test_ways_take_turns_in_an_order_that_rotates() -> None:
+    turns: list[tuple[str, int]] = []
+
+    def turn(way: str, seconds: float, repetition: int) -> Measures:
+        time.sleep(seconds)
+        turns.append((way, repetition))
+        return {"seconds": float(repetition)}
+
+    found = interleave({way: partial(turn, way, 0.0) for way in "ab"}, 2, "turns")
+    assert turns == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert found == {way: [{"seconds": 1.0}, {"seconds": 2.0}] for way in "ab"}
+    # Where there was no time for more, the repetition that warmed up counts.
+    found = interleave({"a": partial(turn, "a", 0.02)}, 2, "turns", max_seconds=0.01)
+    assert found == {"a": [{"seconds": 0.0}]}

@@ -58,8 +58,8 @@ def make_row(image_side: int, number: int) -> dict[str, Any]:
 
 
 @cache
-def make_photo(side: int, number: int) -> bytes:
-    """Make a PNG that weighs what a photograph does: soft shapes, textures, a sensor's noise."""
+def make_photo(side: int, number: int, kind: str = "PNG") -> bytes:
+    """Make an image that weighs what a photograph does: soft shapes, textures, a sensor's noise."""
     rng = np.random.default_rng((side, number))
     pixels = np.full((side, side, 3), 128.0)
     for cells, contrast in OCTAVES:
@@ -69,7 +69,7 @@ def make_photo(side: int, number: int) -> bytes:
             pixels[..., channel] += np.asarray(plane.resize((side, side), Image.Resampling.BICUBIC))
     pixels += rng.normal(0.0, 2.0, pixels.shape)
     buffer = io.BytesIO()
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, format="PNG")
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, format=kind, quality=92)
     return buffer.getvalue()
 
 

@@ -1,94 +1,190 @@
-"""Time whole GRPO steps of ms-swift alone and with the plugin, the prompt read once or not.
+"""Time whole GRPO steps of ms-swift alone and with the plugin, part by part.
 
-    python scripts/bench/step.py --output scripts/bench/results/step.json
+    python scripts/bench/step.py --model .assets/tiny_vlm --output scripts/bench/results/step.json
+    python scripts/bench/step.py --size 3b --output 3b.json      on a machine with a GPU
+    python scripts/bench/step.py --family qwen3_5 --size 2b --output 2b.json
 
 Real trainings with vLLM in their process, in turns: the same model, rows, G, lengths and rewards.
-`timed_steps.py` is their plugin, which writes down the phases of each step. Qwen3.5 computes in
-bfloat16, which vLLM's CPU kernel of gated delta nets asks for, and the other families in float32
-(bfloat16 where there is a GPU).
+Columns are the log's `time/*`; `timed_steps.py` is their plugin, which writes them down. The first
+two steps of a run warm up: memory is touched for the first time in them, and the first batch is
+computed both ways. Weights are random, but for those of `--model`; the vision tower is frozen, as
+ms-swift freezes it. Without a GPU, Qwen3.5 computes in bfloat16, which vLLM's CPU kernel of gated
+delta nets asks for, and the other families in float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
+import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from cases import make_photo, make_row, name_of
-from common import (
-    ROOT,
-    SWIFT,
-    Results,
-    as_markdown,
-    free_port,
-    make_rows,
-)
+from common import ROOT, Results, as_markdown, free_port, make_rows
 from swift.model import get_processor
 from swift.template import get_template
-from timed_steps import PHASES
 from tiny_vlm.families import FAMILIES, make_family, sized
 
 from scripts.bench.measure import Measures, Turn, interleave
+from swift_grpo_ext.timing.step_clock import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
 
+READ_AGAIN = ["--logps_shared_prompt", "false"]
 WAYS: dict[str, list[str]] = {
     "ms-swift": [],
     "ours": [],
-    "ours, prompt once": ["--logps_shared_prompt", "true"],
+    "ours, nothing once": [*READ_AGAIN, "--encoder_cache_gb", "0"],
+    "ours, images once": [*READ_AGAIN, "--encoder_cache_gb", "1"],
+    "ours, prompt once": ["--logps_shared_prompt", "auto", "--encoder_cache_gb", "0"],
+    "ours, both once": ["--logps_shared_prompt", "auto", "--encoder_cache_gb", "1"],
 }
-"""Further arguments of each way."""
+"""Further arguments of each way. "ours" is the plugin as it comes."""
+
+FAMILIES_OF_SIZES = ("qwen2_5_vl", "qwen3_5", "gemma3")
+SMALL, LARGE = ("195m",), ("2b", "3b", "7b")
+"""Sizes, of which a family has some. Large ones are real models' widths, and drawn on a GPU."""
 
 GROUP_SIZE = 8
+WARM_UP = 2
+"""So many steps of a run are left out."""
+
 TEMPERATURE = 2.0
 """So hot that hardly a completion of the tiny model ends before its length limit."""
 
 
+class Device(NamedTuple):
+    """What a run depends on the device for."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    ways: tuple[str, ...]
+    image_sides: tuple[int, ...]
+    max_tokens: tuple[int, ...]
+    repetitions: int
+
+
+CPU = Device(
+    argv=(
+        *("--use_cpu", "true", "--fp16", "false", "--bf16", "false"),
+        *("--gradient_checkpointing", "false", "--vllm_enforce_eager", "true"),
+        *("--vllm_max_model_len", "2048"),
+        *("--vllm_engine_kwargs", f'{{"kv_cache_memory_bytes": {2**28}}}'),
+    ),
+    environment=CPU_ENVIRONMENT | {n: str(value) for n, (_, value) in KEEP_FREED_MEMORY.items()},
+    ways=("ms-swift", "ours", "ours, nothing once"),
+    image_sides=(0, 256, 1024),
+    max_tokens=(16,),
+    repetitions=2,
+)
+GPU = Device(
+    argv=(
+        *("--torch_dtype", "bfloat16", "--attn_impl", "sdpa", "--gradient_checkpointing", "true"),
+        *("--sleep_level", "1", "--vllm_gpu_memory_utilization", "0.3"),
+        *("--vllm_max_model_len", "4096"),
+    ),
+    environment={},
+    ways=tuple(way for way in WAYS if way != "ours, prompt once"),  # which is how ours comes
+    image_sides=(1024,),
+    max_tokens=(256, 1024),
+    repetitions=1,
+)
+
+
+def graphs(num_samples: int) -> list[str]:
+    """Return the arguments for CUDA graphs without compilation, for batches of up to all samples
+    and the canary."""
+    config = {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": list(range(8, num_samples + 9, 8)),
+    }
+    return ["--vllm_engine_kwargs", json.dumps({"compilation_config": config})]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    add = parser.add_argument
-    add("--family", choices=("qwen2_5_vl", "qwen3_5", "gemma3"), default="qwen2_5_vl")
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, help="its folder; else one with random weights")
-    model.add_argument("--layers", type=int, help="of a wide one: 195 million with 16 (Gemma3: 18)")
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    add("--image-sides", type=int, nargs="+", default=[0, 256, 1024], help="pixels; 0: text alone")
-    add("--prompt-tokens", type=int, default=0, help="fill shorter prompts up with text")
-    add("--num-prompts", type=int, default=4, help="of a step, each with 8 completions")
-    add("--max-tokens", type=int, default=16, help="of a completion")
-    add("--steps", type=int, default=3, help="of a run; the first warms up")
-    add("--repetitions", type=int, default=2, help="runs of each way and case")
-    add("--output", type=Path, help="write rows and environment there, as JSON")
-    add("swift", nargs="*", help="further arguments for `swift rlhf`, after --")
-    options = parser.parse_args()
+    device = GPU if torch.cuda.is_available() else CPU
+    options = parse(device)
     results = Results(options.output)
     with tempfile.TemporaryDirectory() as folder:
         if options.model is None:
-            options.model, layers = Path(folder) / "model", options.layers
-            options.model.mkdir()
-            family = sized(options.family, "195m", layers) if layers else FAMILIES[options.family]
-            make_family(family, options.model, seed=0)
-        for side in options.image_sides:
-            results.add(run_case(options, side, Path(folder)))
-    names = ("case", "prompt_tokens", "way")
-    print(as_markdown(results.rows, names, ("step", *PHASES, "peak GB", "to the first step")))
+            options.model = make_random(options, Path(folder) / "model")
+        cases = product(options.image_sides, options.max_tokens)
+        for number, (side, max_tokens) in enumerate(cases):
+            results.add(run_case(options, device, side, max_tokens, Path(folder) / f"{number}"))
+    names = ("case", "prompt_tokens", "max_tokens", "way")
+    parts = (PARTS[0], *ROLLOUT_PARTS, *PARTS[1:])
+    print(as_markdown(results.rows, names, ("step", *parts, "peak GB", "to the first step")))
 
 
-def run_case(options: argparse.Namespace, side: int, folder: Path) -> list[dict[str, Any]]:
+def parse(device: Device, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--family", choices=FAMILIES_OF_SIZES, default="qwen2_5_vl")
+    add("--model", type=Path, help="its folder; else one with random weights")
+    add("--size", choices=SMALL + LARGE, help="of random weights; else the tiny model's")
+    add("--layers", type=int, help="in the place of the size's own (195m: 16, Gemma3 18)")
+    add("--eager", action="store_true", help="decode without CUDA graphs")
+    add("--ways", nargs="+", choices=WAYS, default=device.ways)
+    add("--image-sides", type=int, nargs="+", default=device.image_sides, help="0: text alone")
+    add("--prompt-tokens", type=int, default=0, help="fill shorter prompts up with text")
+    add("--num-prompts", type=int, default=4, help="of a step, each with 8 completions")
+    add("--max-tokens", type=int, nargs="+", default=device.max_tokens, help="of a completion")
+    add("--steps", type=int, default=4, help="of a run; the first two warm up")
+    add("--repetitions", type=int, default=device.repetitions, help="runs of each way and case")
+    add("--output", type=Path, help="write rows and environment there, as JSON")
+    add("swift", nargs="*", help="further arguments for `swift rlhf`, after --")
+    options = parser.parse_args(argv)
+    if options.layers:
+        options.size = options.size or "195m"
+    if options.model and options.size:
+        parser.error("--model has its own size: give it without --size and --layers")
+    if options.steps <= WARM_UP:
+        parser.error(
+            f"--steps {options.steps}: expected {WARM_UP + 1} or more; the first two warm up"
+        )
+    if device is CPU and options.size in LARGE:
+        parser.error(f"--size {options.size}: needs a GPU, and torch finds none; here: --size 195m")
+    if options.size and options.size not in (sizes := FAMILIES[options.family].sizes):
+        known = [size for size in SMALL + LARGE if size in sizes]
+        parser.error(f"--size {options.size}: {options.family} has {' and '.join(known)}")
+    return options
+
+
+def make_random(options: argparse.Namespace, folder: Path) -> Path:
+    """Write a model with random weights, in a process that gives the GPU's memory back."""
+    family = FAMILIES[options.family]
+    if options.size:
+        family = sized(options.family, options.size, options.layers)
+    folder.mkdir()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        where = "cuda" if options.size in LARGE else ""
+        process.submit(make_family, family, folder, 0, where).result()
+    return folder
+
+
+def run_case(
+    options: argparse.Namespace, device: Device, side: int, max_tokens: int, folder: Path
+) -> list[dict[str, Any]]:
     """Return a row for each way, with lists of the repetitions' values."""
-    rows_file, lengths = write_rows(folder / f"{side}", side, options)
-    case = {"case": name_of(side), "num_prompts": options.num_prompts}
-    case |= {"family": options.family, "prompt_tokens": round(fmean(lengths))}
-    turns: dict[str, Turn] = {way: partial(run, way, options, rows_file) for way in options.ways}
-    label = str(case["case"])
+    rows_file, lengths = write_rows(folder, side, options)
+    case = {"case": name_of(side), "num_prompts": options.num_prompts, "max_tokens": max_tokens}
+    case |= {"family": options.family, "size": options.size, "prompt_tokens": round(fmean(lengths))}
+    argv = {way: swift_argv(way, options, device, rows_file, max_tokens) for way in options.ways}
+    turns: dict[str, Turn] = {w: partial(run, w, argv[w], device.environment) for w in argv}
+    label = f"{case['case']}, {max_tokens} new tokens"
     return make_rows(case, interleave(turns, options.repetitions, label, warms_up=False))
 
 
@@ -107,8 +203,8 @@ def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Pa
     for number in range(options.num_prompts * options.steps):
         row = make_row(side, number)
         if side:
-            image = folder / f"{number}.png"
-            image.write_bytes(make_photo(side, number))
+            image = folder / f"{number}.jpg"
+            image.write_bytes(make_photo(side, number, "JPEG"))
             row["images"] = [str(image)]
         missing = max(options.prompt_tokens - num_tokens(row), 0)
         # Digits that no other prompt has, of about so many tokens.
@@ -122,58 +218,59 @@ def write_rows(folder: Path, side: int, options: argparse.Namespace) -> tuple[Pa
     return path, lengths
 
 
-def run(way: str, options: argparse.Namespace, rows: Path, _: int) -> Measures:
+def run(way: str, argv: Sequence[str], environment: Mapping[str, str], _: int) -> Measures:
     """Train with a way, and return what its steps took.
 
     Raises:
         SystemExit: the training failed; with the end of its log.
     """
-    on_cpu = not torch.accelerator.is_available()
-    own = {name: str(value) for name, (_, value) in KEEP_FREED_MEMORY.items()} | CPU_ENVIRONMENT
     log = ROOT / "output" / "bench" / f"step-{way}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as output:
         times = Path(output) / "times.jsonl"
-        environment = {"STEP_TIMES": str(times), "MASTER_PORT": str(free_port())}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, **(own if on_cpu else {}), **environment}
-        argv = swift_argv(way, options, rows, output, on_cpu)
+        own = {"STEP_TIMES": str(times), "MASTER_PORT": str(free_port())}
+        own["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        argv = [*argv, "--output_dir", output]
         with log.open("wb") as f:
-            done = subprocess.run(argv, cwd=ROOT, env=env, stdout=f, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                argv, cwd=ROOT, env={**os.environ, **environment, **own}, stdout=f, stderr=f
+            )
         if done.returncode:
             end = log.read_text(encoding="utf-8", errors="replace")[-3000:]
             raise SystemExit(f"{way} ended with {done.returncode}:\n{end}")
-        first, *steps = map(json.loads, times.read_text(encoding="utf-8").splitlines())
+        steps = [json.loads(line) for line in times.read_text(encoding="utf-8").splitlines()]
+    timed = [step["times"] for step in steps[WARM_UP:]]
     return {
-        "step": median(sum(step["phases"].values()) for step in steps),
-        **{phase: median(step["phases"][phase] for step in steps) for phase in PHASES},
-        "peak GB": max(step["peak_gb"] for step in steps),
-        "to the first step": first["since_start"],
+        "step": median(sum(times[part] for part in PARTS) for times in timed),
+        **{part: median(times[part] for times in timed) for part in (*PARTS, *ROLLOUT_PARTS)},
+        "peak GB": max(step["peak_gb"] for step in steps[WARM_UP:]),
+        "to the first step": steps[0]["since_start"],
     }
 
 
 def swift_argv(
-    way: str, options: argparse.Namespace, rows: Path, output: str, on_cpu: bool
+    way: str, options: argparse.Namespace, device: Device, rows: Path, max_tokens: int
 ) -> list[str]:
+    """Return the command line of a training, without its output folder."""
     plugin = [] if way == "ms-swift" else ["plugins/grpo_ext.py"]
-    cpu = ["--use_cpu", "true", "--fp16", "false", "--bf16", "false"] if on_cpu else []
+    how: list[str] = []
+    if device is GPU:
+        num_samples = GROUP_SIZE * options.num_prompts
+        how = ["--vllm_enforce_eager", "true"] if options.eager else graphs(num_samples)
     return [
-        *(str(SWIFT), "rlhf", "--rlhf_type", "grpo", "--model", str(options.model.resolve())),
+        *(sys.executable, "-m", "swift.cli.rlhf", "--rlhf_type", "grpo"),
+        *("--model", str(options.model.resolve())),
         *("--external_plugins", *plugin, "scripts/bench/timed_steps.py"),
-        *("--callbacks", "step_clock", "--reward_funcs", "vowels", "--dataset", str(rows)),
+        *("--callbacks", "step_times", "--reward_funcs", "vowels", "--dataset", str(rows)),
         *(*FAMILIES[options.family].swift_argv, "--check_model", "false", "--tuner_type", "full"),
-        *(cpu if on_cpu else ("--torch_dtype", "bfloat16")),
-        *("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_len", "2048"),
-        *("--vllm_enforce_eager", "true"),
-        *("--vllm_engine_kwargs", f'{{"kv_cache_memory_bytes": {2**28}}}'),
+        *("--use_vllm", "true", "--vllm_mode", "colocate", *device.argv, *how),
         *("--num_generations", str(GROUP_SIZE), "--temperature", str(TEMPERATURE), "--beta", "0"),
-        *("--max_completion_length", str(options.max_tokens), "--learning_rate", "1e-6"),
+        *("--max_completion_length", str(max_tokens), "--learning_rate", "1e-6"),
         *("--per_device_train_batch_size", str(GROUP_SIZE), "--max_steps", str(options.steps)),
         *("--gradient_accumulation_steps", str(options.num_prompts), "--logging_steps", "1"),
-        *("--gradient_checkpointing", "false", "--lazy_tokenize", "true"),
-        *("--save_strategy", "no", "--eval_strategy", "no", "--split_dataset_ratio", "0"),
-        *("--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--report_to", "none"),
-        *("--output_dir", output, *WAYS[way], *options.swift),
+        *("--lazy_tokenize", "true", "--save_strategy", "no", "--eval_strategy", "no"),
+        *("--split_dataset_ratio", "0", "--dataset_num_proc", "1", "--dataloader_num_workers", "0"),
+        *("--report_to", "none", *WAYS[way], *options.swift),
     ]
 
 

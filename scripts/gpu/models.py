@@ -54,7 +54,7 @@ def made(name: str, device: str, dtype: str, is_exact: bool = False) -> tuple[An
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of `GROUPS`, padded on the right."""
+    """Samples of groups, padded on the right."""
 
     inputs: dict[str, Any]
     """The arguments of a model's forward."""

@@ -285,11 +285,13 @@ def make_family(family: Family, output: Path, seed: int, device: str = "") -> in
     # them as it holds them; SigLIP's parameters have lost a level of their names there.
     path = output / "model.safetensors"
     old, new = family.renamed
+    saved = load_file(path)
     tensors = {
         new + name.removeprefix(old) if old and name.startswith(old) else name: tensor.contiguous()
-        for name, tensor in checkpoint_layout(model, load_file(path)).items()
+        for name, tensor in checkpoint_layout(model, saved).items()
     }
-    save_file(tensors, path, metadata={"format": "pt"})
+    if any(saved.get(name) is not tensor for name, tensor in tensors.items()):
+        save_file(tensors, path, metadata={"format": "pt"})
     processor.save_pretrained(output)
     if family.thinker:
         torch.save({}, output / "spk_dict.pt")  # voices, which transformers asks for
