@@ -1,4 +1,4 @@
-"""What benchmarks share: paths, and results with their environment.
+"""Benchmarks share these paths, and results that know their environment.
 
 Imported first, it makes `scripts` importable, and what lies in it.
 """

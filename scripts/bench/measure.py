@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 Measures = dict[str, float]
-"""What one turn of one way came to: `seconds`, `cpu_seconds`, `tokens`, bytes."""
+"""One turn of one way came to this: `seconds`, `cpu_seconds`, `tokens`, bytes."""
 
 Turn = Callable[[int], Measures]
 """Does the work once; the argument is the number of the repetition, from 0 (the warm-up)."""

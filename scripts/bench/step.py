@@ -66,7 +66,7 @@ TEMPERATURE = 2.0
 
 
 class Device(NamedTuple):
-    """What a run depends on the device for."""
+    """A run depends on its device in these."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]

@@ -99,12 +99,12 @@ def train(model: Any, batch: Batch, way: Pass) -> list[str]:
         logps_N = way(model, batch)
         (-advantages_N * logps_N).mean().backward()
         optimizer.step()
-        of_step = [("values", logps_N.detach())]
+        tensors = [("values", logps_N.detach())]
         for name, weight in model.named_parameters():
-            of_step.append((name, weight.detach()))
+            tensors.append((name, weight.detach()))
             if weight.grad is not None:
-                of_step.append((f"{name}.grad", weight.grad))
-        words = (text.rpartition(" ")[2] for text in weight_checksums(of_step).values())
+                tensors.append((f"{name}.grad", weight.grad))
+        words = (text.rpartition(" ")[2] for text in weight_checksums(tensors).values())
         sums.append(f"{sum(int(word, 16) for word in words) % 2**64:016x}")
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -86,7 +86,7 @@ class Family:
     """Both sides compute in it."""
 
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """What the configurations of larger models have in the place of its own, by the size's name."""
+    """Configurations of larger models have these in the place of its own, by the size's name."""
 
     needs: tuple[str, ...] = ()
     """Packages that ms-swift asks for, beyond the set-up's."""

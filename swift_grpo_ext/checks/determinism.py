@@ -1,4 +1,4 @@
-"""What `--full_determinism true` cannot keep with the other settings: said before the start.
+"""Says before the start what `--full_determinism true` cannot keep with the other settings.
 
 It promises the same tokens, losses and weights in each run of a command, also in one that was
 interrupted and resumed (docs/seeds.md). What a server has to be given for it, the training asks of

@@ -51,11 +51,11 @@ class Waiting:
     def groups(self) -> list[GroupLengths]:
         """Return the lengths of its samples, each with the longest completion."""
         suffix = self.mask_BK.shape[1]  # from the prompt's last token on to the last but one
-        lengths = [(s.prompt_id, len(s.encoded["input_ids"]) - suffix - 1) for s in self.samples]
-        return [
-            GroupLengths(max(length for _, length in run), [suffix] * len(run))
-            for _, run in ((i, [*same]) for i, same in groupby(lengths, key=lambda pair: pair[0]))
-        ]
+        groups = []
+        for _, same in groupby(self.samples, key=lambda sample: sample.prompt_id):
+            lengths = [len(sample.encoded["input_ids"]) for sample in same]
+            groups.append(GroupLengths(max(lengths) - suffix - 1, [suffix] * len(lengths)))
+        return groups
 
 
 class JoinedPasses:
@@ -152,14 +152,14 @@ def parts_within_memory(
     """
     width, num_layers = text.hidden_size, text.num_hidden_layers
     wide = getattr(text, "intermediate_size", None) or 4 * width
-    of_layers = num_layers * width if recomputes else (num_layers - 1) * (8 * width + 5 * wide)
-    with_gradients = of_layers + 8 * width + 5 * wide
+    other_layers = num_layers * width if recomputes else (num_layers - 1) * (8 * width + 5 * wide)
+    with_gradients = other_layers + 8 * width + 5 * wide
 
     def logits(num_tokens: int) -> int:
         return int(text.vocab_size) * min(num_tokens, chunk_size or num_tokens)
 
-    def need(num_positions: int, num_tokens: int, of_position: int) -> int:
-        return num_positions * of_position + logits(num_tokens)
+    def need(num_positions: int, num_tokens: int, per_position: int) -> int:
+        return num_positions * per_position + logits(num_tokens)
 
     tokens = [int(each.mask_BK.sum()) for each in waiting]
     longest = [max(len(s.encoded["input_ids"]) for s in each.samples) for each in waiting]

@@ -223,8 +223,8 @@ def time_layers(logs: Mapping[int, Mapping[str, float]]) -> dict[str, Points]:
     layers: dict[str, Points] = {name: [] for name in LAYERS}
     for step, log in sorted(logs.items()):
         seconds = {part: log[f"time/{part}"] for part in (*PARTS, *ROLLOUT_PARTS)}
-        of_rollout = sum(seconds[part] for part in ROLLOUT_PARTS)
-        seconds["other rollout"] = max(seconds.pop("rollout") - of_rollout, 0.0)
+        engine = sum(seconds[part] for part in ROLLOUT_PARTS)
+        seconds["other rollout"] = max(seconds.pop("rollout") - engine, 0.0)
         for name, points in layers.items():
             points.append((step, seconds[name]))
     sums = {name: sum(value for _, value in points) for name, points in layers.items()}
