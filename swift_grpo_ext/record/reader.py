@@ -211,8 +211,8 @@ class RunIndex:
         """
         if not self._samples.refresh():
             raise FileNotFoundError(
-                f"{SAMPLES.folder(self._run_dir)} does not exist: {self._run_dir} is no output "
-                "folder of a run that logged samples."
+                f"{self._run_dir} has no samples: no round has been generated yet, or the training "
+                "has --sample_log none."
             )
         self._rewards.refresh()
         before, self._scored = self._scored, {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from swift_grpo_ext.flags import flag_infos, show
 from swift_grpo_ext.sampling.seeding import PHASES
 from swift_grpo_ext.tools.replay.command import round_name, setting
+from swift_grpo_ext.tools.runs import find_runs
 from swift_grpo_ext.version import __version__
 
 
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = command(
         "view", "cli.view", "samples, rewards, curves and diversity of a run in a browser"
     )
-    add("run_dir", help="a run's output folder")
+    add("run_dirs", nargs="+", metavar="RUN", help="output folders of runs, or a folder of such")
     add("--port", type=int, default=8462, help="0: any (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
 
@@ -165,11 +166,13 @@ def flag_table() -> str:
 
 
 def view(options: argparse.Namespace) -> None:
+    """Serve runs as pages, or write one page."""
+    runs = [run for folder in options.run_dirs for run in find_runs(folder)]
     if options.output is not None:
         from swift_grpo_ext.tools.view.pages import write_page
 
-        print(write_page(options.run_dir, options.output))
+        print(write_page(runs, options.output))
     else:
         from swift_grpo_ext.tools.view.server import serve
 
-        serve(options.run_dir, options.port)
+        serve(runs, options.port)

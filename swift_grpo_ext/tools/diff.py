@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from swift_grpo_ext.record.reader import RoundName, RunIndex
 from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.tools.runs import find_run
 from swift_grpo_ext.tools.updates import Updates, compare_updates
 
 EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
@@ -263,7 +264,7 @@ def _compare_scores(
 def run(options: argparse.Namespace) -> int:
     """Print what differs; return `EQUAL`, `DIFFERENT` or `INCOMPARABLE`."""
     try:
-        result = diff(options.run_a, options.run_b)
+        result = diff(find_run(options.run_a), find_run(options.run_b))
     except (OSError, ValueError) as e:
         print(f"swift-grpo-ext diff: {e}", file=sys.stderr)
         return INCOMPARABLE

@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ from scipy import stats
 from swift_grpo_ext.record.reader import read_rewards, read_samples
 from swift_grpo_ext.sampling.seeding import Phase
 from swift_grpo_ext.tools.diff import read_args
+from swift_grpo_ext.tools.runs import find_runs
 
 SAMPLE = ["phase", "step", "number", "group", "index"]
 TURNS = "turns"
@@ -52,7 +54,9 @@ class Comparison:
     """The difference of each pair, by seed."""
 
 
-def pair_by_seed(baselines: Sequence[str], candidates: Sequence[str]) -> dict[str, tuple[str, str]]:
+def pair_by_seed(
+    baselines: Sequence[Path], candidates: Sequence[Path]
+) -> dict[str, tuple[Path, Path]]:
     """Return the folders of runs with one `--seed`, by it; one run on each side is a pair whatever
     its seed.
 
@@ -75,7 +79,7 @@ def pair_by_seed(baselines: Sequence[str], candidates: Sequence[str]) -> dict[st
 
 
 def read_means(
-    run_dir: str, *, phase: Phase, steps: range | None, reward: str | None
+    run_dir: Path, *, phase: Phase, steps: range | None, reward: str | None
 ) -> pd.Series[float]:
     """Return a run's mean rewards by the prompts' hashes.
 
@@ -147,12 +151,16 @@ def compare(pairs: Mapping[str, tuple[pd.Series[float], pd.Series[float]]]) -> C
 
 def run(options: argparse.Namespace) -> int:
     """Print the comparison as a table or as JSON."""
+    sides = [
+        [run for folder in folders for run in find_runs(folder)]
+        for folders in (options.baseline, options.candidate)
+    ]
     pairs = {
         seed: tuple(
             read_means(folder, phase=options.phase, steps=options.steps, reward=options.reward)
             for folder in folders
         )
-        for seed, folders in pair_by_seed(options.baseline, options.candidate).items()
+        for seed, folders in pair_by_seed(*sides).items()
     }
     result = compare(pairs)
     if options.json:

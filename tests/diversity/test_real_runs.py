@@ -94,6 +94,6 @@ def test_a_reward_that_favours_one_answer_collapses_the_policy(
     assert {r.verdict for r in records} == {"healthy", "collapse"}
     assert "diversity: collapsed policy" in finished.output
     assert records[0].verdict == "healthy"
-    page = write_page(tmp_path / "run", tmp_path / "page.html").read_text(encoding="utf-8")
+    page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="verdict collapse"' in page
     assert "data:image/png" in page

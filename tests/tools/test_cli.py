@@ -57,9 +57,9 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "view": (
         "cli.view",
         "run",
-        {"run_dir": "run", "port": 8462, "output": None},
-        "run --port 0 --output a.html",
-        {"run_dir": "run", "port": 0, "output": "a.html"},
+        {"run_dirs": ["run"], "port": 8462, "output": None},
+        "run other --port 0 --output a.html",
+        {"run_dirs": ["run", "other"], "port": 0, "output": "a.html"},
     ),
     "replay": (
         "replay.command.run",
@@ -180,15 +180,18 @@ def test_steps_count_both_ends() -> None:
     assert steps("3:5") == range(3, 6)
 
 
-def test_view_serves_or_writes_one_page(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_view_serves_or_writes_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(name).mkdir()
+        Path(name, "args.json").touch()
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr("swift_grpo_ext.tools.view.server.serve", lambda *a: calls.append(a))
     monkeypatch.setattr("swift_grpo_ext.tools.view.pages.write_page", lambda *a: calls.append(a))
-    assert main(["view", "a"]) == main(["view", "a", "--port", "0"]) == 0
-    assert main(["view", "a", "--output", "page.html"]) == 0
-    assert calls == [("a", 8462), ("a", 0), ("a", "page.html")]
+    assert main(["view", "a"]) == main(["view", "b", "a", "--port", "0"]) == 0
+    assert main(["view", ".", "--output", "page.html"]) == 0
+    a, b = Path("a"), Path("b")
+    assert calls == [([a], 8462), ([b, a], 0), ([a, b], "page.html")]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,4 +161,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["diff", str(one), str(other), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["settings"] == {"seed": [42, 9]}
     assert main(["diff", str(one), str(tmp_path / "none")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert f"{tmp_path}/none is no folder ({tmp_path} has a, b, c)" in capsys.readouterr().err

@@ -47,15 +47,16 @@ def test_only_common_prompts_count() -> None:
 
 
 def test_runs_are_paired_by_seed(tmp_path: Path) -> None:
-    def make(name: str, seed: int) -> str:
+    def make(name: str, seed: int) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "args.json").write_text(json.dumps({"seed": seed}), encoding="utf-8")
-        return str(tmp_path / name)
+        return tmp_path / name
 
+    none = tmp_path / "none"
     a1, a2, b1, b2, b3 = (make(name, int(name[1])) for name in ("a1", "a2", "b1", "b2", "b3"))
     assert pair_by_seed([a1, a2], [b2, b1]) == {"1": (a1, b1), "2": (a2, b2)}
     assert pair_by_seed([a1], [b3]) == {"1": (a1, b3)}
-    assert pair_by_seed(["none"], [b3]) == {"unknown": ("none", b3)}
+    assert pair_by_seed([none], [b3]) == {"unknown": (none, b3)}
     for other in ([b3, b1], [b1, b1], [b1]):
         with pytest.raises(ValueError, match="expected each seed once on both sides"):
             pair_by_seed([a1, a2], other)
@@ -78,9 +79,9 @@ def test_turns_of_a_conversation_are_one_sample(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     writer.write(rows, scored=False)
     writer.score([row for row in rows if not row.sample_id.turn])
-    means = read_means(str(tmp_path), phase="train", steps=None, reward=None)
+    means = read_means(tmp_path, phase="train", steps=None, reward=None)
     assert means.to_dict() == {f"{0:032x}": 0.0, f"{1:032x}": 0.5}
-    turns = read_means(str(tmp_path), phase="train", steps=None, reward="turns")
+    turns = read_means(tmp_path, phase="train", steps=None, reward="turns")
     assert turns.to_dict() == {f"{0:032x}": 2.0, f"{1:032x}": 2.0}
 
 

@@ -27,6 +27,7 @@ from swift_grpo_ext.tools.replay.run import (
     read_run,
     weights_of,
 )
+from swift_grpo_ext.tools.runs import find_run
 
 DIFFERENT = (
     "Tokens differ. The log's come first. Where the log-probabilities before them agree "
@@ -106,10 +107,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> Replay:
-    run = read_run(options.run_dir, dict(options.set))
+    run = read_run(find_run(options.run_dir), dict(options.set))
     step, number = options.round
     logged = read_group(
-        options.run_dir, phase=options.phase, step=step, number=number, group=options.group
+        run.folder, phase=options.phase, step=step, number=number, group=options.group
     )
     check_rows(logged, run.settings)
     weights = weights_of(run, logged[0].weight_version)
@@ -148,7 +149,7 @@ def _replay(options: argparse.Namespace) -> Replay:
     equal = all(sample.difference is None for sample in samples)
     notes = [*([] if equal else [DIFFERENT]), *left_out]
     return Replay(
-        run_dir=str(options.run_dir),
+        run_dir=str(run.folder),
         weights=" + ".join(weights),
         weight_version=rows[0].weight_version,
         equal=equal,

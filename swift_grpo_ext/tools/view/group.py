@@ -24,6 +24,7 @@ from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.tools.diff import read_args
+from swift_grpo_ext.tools.runs import run_name
 from swift_grpo_ext.tools.view.runs import Follower, Prompt, describe
 from swift_grpo_ext.upstream.upright import upright
 
@@ -59,7 +60,7 @@ class RunView(Follower):
 
     @property
     def name(self) -> str:
-        return self.run_dir.resolve().name
+        return run_name(self.run_dir)
 
     @cached_property
     def decode(self) -> Decode | None:

@@ -135,7 +135,7 @@ def state_of(run: RunView) -> str:
 def samples_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of `samples.html`: one page of the samples that match, or the problem."""
     snapshot = run.snapshot
-    problem = snapshot.problem
+    problem = ""
     rows = np.arange(0)
     offset = 0
     try:
@@ -168,7 +168,6 @@ def groups_values(run: RunView, query: Mapping[str, str]) -> dict[str, Any]:
         "later": names[at - 1] if at > 0 else None,
         "earlier": names[at + 1] if at + 1 < len(names) else None,
         "groups": list_groups(snapshot, parse_round(shown)) if names else [],
-        "problem": snapshot.problem,
         "is_live": not query.get("round"),
     }
 
@@ -209,23 +208,22 @@ def overview_values(run: RunView) -> dict[str, Any]:
 # --- one file ---
 
 
-def write_page(
-    run_dir: str | os.PathLike[str], output: str | os.PathLike[str], num_groups: int = 40
-) -> Path:
+def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups: int = 40) -> Path:
     """Write the overview and a selection of groups as one page; return its path.
 
     Args:
+        runs: their folders.
         num_groups: how many groups it holds at most, spread evenly over the rounds.
 
     Raises:
-        FileNotFoundError: the folder is not there, or holds neither samples nor `diversity.jsonl`.
+        FileNotFoundError: there are neither samples nor a `diversity.jsonl` yet.
         OSError: the page cannot be written.
     """
-    run = open_run(run_dir)
+    run = RunView(runs[0])
     run.refresh()
     snapshot = run.snapshot
-    if snapshot.problem and not read_records(run.run_dir):
-        raise FileNotFoundError(snapshot.problem)
+    if not snapshot.rounds and not read_records(run.run_dir):
+        raise FileNotFoundError(f"{run.run_dir}: {words()['no_samples'][0]}")
     groups = [group for name in reversed(snapshot.rounds) for group in list_groups(snapshot, name)]
     listed, shown = [], []
     for group in evenly_spaced(groups, num_groups):
@@ -257,10 +255,3 @@ def write_page(
     path = Path(output)
     path.write_text(page, encoding="utf-8")
     return path
-
-
-def open_run(run_dir: str | os.PathLike[str]) -> RunView:
-    """Return the run of a folder; raises FileNotFoundError where it is not there."""
-    if not Path(run_dir).is_dir():
-        raise FileNotFoundError(f"{run_dir} is no folder: give the --output_dir of a run.")
-    return RunView(run_dir)

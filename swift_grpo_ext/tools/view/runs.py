@@ -95,8 +95,6 @@ class Snapshot:
 
     samples: SampleIndex | None = None
     scores: SampleIndex | None = None
-    problem: str = ""
-    """Says why nothing can be read; empty where something can."""
 
     @cached_property
     def table(self) -> pa.Table:
@@ -129,9 +127,9 @@ class Follower:
         before = self.snapshot
         try:
             samples, scores = self._index.refresh()
-        except FileNotFoundError as e:
-            if before.problem != str(e):
-                self._publish({}, problem=str(e))
+        except FileNotFoundError:  # the run has just begun
+            if before.rounds or not before.is_whole:
+                self._publish({})
             return before is not self.snapshot
         stored = {name: (of, scores.rounds.get(name)) for name, of in samples.rounds.items()}
         # Rounds that were read before stay in sight until their new rows are there.

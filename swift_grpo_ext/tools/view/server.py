@@ -7,10 +7,11 @@ lacks it is answered 404. One background thread reads what the run writes.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -67,17 +68,17 @@ def make_app(run: RunView, token: str) -> Starlette:
     return Starlette(routes=[Mount(f"/{token}", routes=routes)])
 
 
-def serve(run_dir: str | os.PathLike[str], port: int) -> None:
+def serve(runs: Sequence[Path], port: int) -> None:
     """Serve until Ctrl-C; print the address.
 
     Args:
+        runs: their folders.
         port: 0 for any that is free.
 
     Raises:
-        FileNotFoundError: the folder is not there.
         OSError: the port is taken.
     """
-    run = pages.open_run(run_dir)
+    run = RunView(runs[0])
     token = secrets.token_urlsafe(16)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

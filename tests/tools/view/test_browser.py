@@ -133,7 +133,7 @@ def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_
     page.until(f"document.querySelectorAll('{ROWS}').length >= 30")
     page.resize(width)
     live = page.run("location.href").split("?")[0]
-    saved = write_page(run_dir, tmp_path / "page.html", num_groups=20).as_uri()
+    saved = write_page([run_dir], tmp_path / "page.html", num_groups=20).as_uri()
     pages = {
         live: ROWS,
         live.replace("samples", "groups"): "ol.groups li",
@@ -155,7 +155,7 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     """The page opens from a file, without a server and without the run."""
     run_dir = make_run(tmp_path / "run")
     add_tokenizer(run_dir)
-    page = write_page(run_dir, tmp_path / "page.html", num_groups=6)
+    page = write_page([run_dir], tmp_path / "page.html", num_groups=6)
     shutil.rmtree(run_dir)
     chrome.problems.clear()
     chrome.open(page.as_uri())

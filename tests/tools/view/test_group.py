@@ -137,7 +137,7 @@ def test_ranks_whose_files_are_elsewhere_are_named(
     here.write(1)
     run.refresh()
     assert run.missing_ranks == missing
-    text = write_page(tmp_path, tmp_path / "page.html").read_text(encoding="utf-8")
+    text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
     assert (f"{missing}. <span" in text and "no samples of the training" in text) == bool(missing)
 
 

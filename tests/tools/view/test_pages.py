@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.tools.view.pages import HERE, label, number, word, words, write_page
+from swift_grpo_ext.tools.view.group import RunView
+from swift_grpo_ext.tools.view.pages import (
+    HERE,
+    groups_values,
+    label,
+    number,
+    overview_values,
+    render,
+    word,
+    words,
+    write_page,
+)
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
 from tests.tools.view.runs import (
@@ -41,7 +52,7 @@ def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
     rows = [replace(row, text=f"{HOSTILE}</script>") for row in make_rows(3)]
     rows = [replace(r, media=["https://example.com/8.png"], fingerprint="new") for r in rows]
     Writer(run_dir, session=1, start_step=3).write(rows)
-    path = write_page(run_dir, tmp_path / "page.html", 6)
+    path = write_page([run_dir], tmp_path / "page.html", 6)
     text = path.read_text(encoding="utf-8")
     tags = Page(text).tags
     assert [tag for tag, _ in tags].count("script") == 1
@@ -58,7 +69,7 @@ def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
 
 def test_a_saved_page_of_a_run_with_frozen_noise(tmp_path: Path) -> None:
     make_watched_run(tmp_path, frozen_rounds())
-    text = write_page(tmp_path, tmp_path / "page.html").read_text(encoding="utf-8")
+    text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="verdict broken"' in text
     assert text.count('class="alarm broken"') == text.count("data-panel=")
     assert "Sample 0" in text
@@ -72,7 +83,7 @@ def test_the_overview_says_what_would_save_time(tmp_path: Path) -> None:
         settings["async_generate"] = is_asynchronous
         (run_dir / "args.json").write_text(json.dumps(settings), encoding="utf-8")
         add_logs(run_dir, 9.0, 4.0)
-        text = write_page(run_dir, tmp_path / "page.html").read_text(encoding="utf-8")
+        text = write_page([run_dir], tmp_path / "page.html").read_text(encoding="utf-8")
         panel = text.partition('data-panel="time"')[2].partition("</figure>")[0]
         assert panel.count('class="area c') == 7
         told = "time/rollout is 50% of a step"
@@ -82,17 +93,21 @@ def test_the_overview_says_what_would_save_time(tmp_path: Path) -> None:
 def test_tokens_carry_their_values(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", 1)
     add_tokenizer(run_dir)
-    text = write_page(run_dir, tmp_path / "page.html").read_text(encoding="utf-8")
+    text = write_page([run_dir], tmp_path / "page.html").read_text(encoding="utf-8")
     assert '<i class="shared" style="--p:0.10" title="-0.500">w7</i>' in text
     assert '<i style="--p:0.20" title="-1.000"> w1</i>' in text
     assert '<i class="shared" style="--p:0.05;--g:0.25" title="-0.250 ± 0.250"> w1</i>' in text
 
 
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="samples does not exist"):
-        write_page(tmp_path, tmp_path / "page.html")
-    with pytest.raises(FileNotFoundError, match="gone is no folder: give the --output_dir"):
-        write_page(tmp_path / "gone", tmp_path / "page.html")
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="No samples yet: the first appear when a round"):
+        write_page([tmp_path], tmp_path / "page.html")
+    run = RunView(tmp_path)
+    run.refresh()
+    for page, values in (("groups", groups_values(run, {})), ("overview", overview_values(run))):
+        text = render(page, run, **values)
+        assert '<p><span lang="en">No samples yet: ' in text
+        assert "No round was watched" not in text
 
 
 def test_all_words_are_there_in_both_languages() -> None:

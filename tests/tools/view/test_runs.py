@@ -30,12 +30,11 @@ from tests.tools.view.runs import Writer, make_rows, make_run
 def test_a_run_is_followed_from_before_its_first_round(tmp_path: Path) -> None:
     writer, follower = Writer(tmp_path), Follower(tmp_path)
     assert follower.refresh()
-    assert "samples does not exist" in follower.snapshot.problem
-    assert follower.snapshot.table.num_rows == 0
+    assert (follower.snapshot.is_whole, follower.snapshot.table.num_rows) == (True, 0)
     assert not follower.refresh()
     writer.write(make_rows(0))
     assert follower.refresh()
-    assert (follower.snapshot.problem, follower.snapshot.table.num_rows) == ("", 4)
+    assert follower.snapshot.table.num_rows == 4
     [first] = follower.snapshot.rounds.values()
     assert not follower.refresh()  # nothing is new
     rows = make_rows(1)

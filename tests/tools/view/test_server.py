@@ -152,7 +152,7 @@ def test_the_command_serves_until_it_is_ended(
             servers.append(self)
 
     monkeypatch.setattr(uvicorn, "Server", Server)
-    thread = threading.Thread(target=server.serve, args=(run_dir, 0), daemon=True)
+    thread = threading.Thread(target=server.serve, args=([run_dir], 0), daemon=True)
     thread.start()
     try:
         printed, deadline = "", time.monotonic() + 60
@@ -168,7 +168,7 @@ def test_the_command_serves_until_it_is_ended(
         assert requests.get(f"{root}/samples", timeout=60).status_code == 404
         port = int(root.rpartition(":")[2])
         with pytest.raises(OSError, match=rf"^--port {port} is taken \(.+\): give another, or 0.$"):
-            server.serve(run_dir, port)
+            server.serve([run_dir], port)
     finally:
         for one in servers:
             one.should_exit = True
