@@ -18,10 +18,11 @@ from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.replay import command
 from swift_grpo_ext.tools.replay.command import round_name, setting
 from swift_grpo_ext.tools.replay.run import (
+    Drawn,
     LeftOutError,
     ReplayError,
     Run,
-    check_rows,
+    check_samples,
     find_prompt,
     next_prompt,
     read_run,
@@ -128,6 +129,9 @@ def test_weights(tmp_path: Path) -> None:
     named = rf"checkpoint-6 is not there \(.* has checkpoint-10, checkpoint-4\).*{saving}.* of 6"
     with pytest.raises(ReplayError, match=named):
         weights_of(run, 6)
+    moved = run._replace(settings={**SETTINGS, "model": "/gone/model"})
+    with pytest.raises(ReplayError, match=r"--model /gone/model is not there: .*--set model=DIR"):
+        weights_of(moved, 4)
     (tmp_path / "checkpoint-4/model.safetensors").unlink()
     with pytest.raises(ReplayError, match="checkpoint-4 holds no model in Hugging Face format"):
         weights_of(run, 4)
@@ -166,9 +170,10 @@ def test_weights_of_a_resumed_run(tmp_path: Path) -> None:
 def test_samples_that_cannot_be_generated_again(
     changes: dict[str, Any], settings: dict[str, Any], named: str
 ) -> None:
-    check_rows([SEEDED], SETTINGS)
+    drawn = Drawn(SEEDED.sample_id, SEEDED.seed, SEEDED.weight_version)
+    check_samples([drawn], SETTINGS)
     with pytest.raises(ReplayError, match=named):
-        check_rows([replace(SEEDED, **changes), SEEDED], {**SETTINGS, **settings})
+        check_samples([drawn._replace(**changes), drawn], {**SETTINGS, **settings})
 
 
 # --- prompts ---

@@ -20,8 +20,9 @@ from swift_grpo_ext.record.reader import read_group
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.tools.diff import Difference, compare_sample, has_later_turns
 from swift_grpo_ext.tools.replay.run import (
+    Drawn,
     LeftOutError,
-    check_rows,
+    check_samples,
     find_prompt,
     next_prompt,
     read_run,
@@ -112,7 +113,8 @@ def _replay(options: argparse.Namespace) -> Replay:
     logged = read_group(
         run.folder, phase=options.phase, step=step, number=number, group=options.group
     )
-    check_rows(logged, run.settings)
+    drawn = [Drawn(row.sample_id, row.seed, row.weight_version) for row in logged]
+    check_samples(drawn, run.settings)
     weights = weights_of(run, logged[0].weight_version)
 
     # They load vLLM.

@@ -16,12 +16,27 @@ from swift_grpo_ext.checks.former_flags import flag_hint
 from swift_grpo_ext.checks.rows import prompt_of
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.upstream.rows import KINDS
 
 
 class ReplayError(ValueError):
     """A group cannot be generated again; the message says why, and what would help."""
+
+    words = "replay_not"
+    """The key of a short form in `view/words.json`."""
+
+
+class NoSeedError(ReplayError):
+    """The seeds of its samples are not known."""
+
+    words = "replay_no_seed"
+
+
+class NoWeightsError(ReplayError):
+    """The weights that generated it are not on this machine."""
+
+    words = "replay_no_weights"
 
 
 class Run(NamedTuple):
@@ -67,31 +82,51 @@ def read_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> Run:
     return Run(folder=Path(folder), settings=settings)
 
 
-def check_rows(rows: Sequence[SampleRow], settings: Mapping[str, Any]) -> None:
+class Drawn(NamedTuple):
+    """What decides a sample's tokens beside its prompt."""
+
+    sample_id: SampleId
+    seed: int | None
+    weight_version: int
+
+
+def why_not(folder: Path, samples: Sequence[Drawn]) -> str:
+    """Return the key of the words that say why a group cannot be generated again; empty where
+    nothing is known against it. Cheap: no prompt is looked for, and nothing is loaded."""
+    try:
+        run = read_run(folder, {})
+        check_samples(samples, run.settings)
+        weights_of(run, samples[0].weight_version)
+    except ReplayError as e:
+        return e.words
+    return ""
+
+
+def check_samples(samples: Sequence[Drawn], settings: Mapping[str, Any]) -> None:
     """Refuse a group that cannot be generated again.
 
     Raises:
         ReplayError: samples have no seeds, or others than `--seed` gives; or different weights
             generated them.
     """
-    unseeded = [row for row in rows if row.seed is None]
+    unseeded = [sample for sample in samples if sample.seed is None]
     if unseeded:
-        raise ReplayError(
+        raise NoSeedError(
             f"{unseeded[0].sample_id} has no seed: the engine chose one that nobody wrote down "
             "(--rollout_seed_mode engine, or --use_vllm false). Train with "
             "--rollout_seed_mode sample."
         )
-    versions = sorted({row.weight_version for row in rows})
+    versions = sorted({sample.weight_version for sample in samples})
     if len(versions) != 1:
         raise ReplayError(
-            f"{rows[0].sample_id}: weights of the steps {versions} generated the samples of this "
-            "group; expected those of one step."
+            f"{samples[0].sample_id}: weights of the steps {versions} generated the samples of "
+            "this group; expected those of one step."
         )
-    for row in rows:
-        expected = sample_seed(settings["seed"], row.sample_id)
-        if expected != row.seed:
-            raise ReplayError(
-                f"{row.sample_id} has the seed {row.seed}, and --seed {settings['seed']} of "
+    for sample in samples:
+        expected = sample_seed(settings["seed"], sample.sample_id)
+        if expected != sample.seed:
+            raise NoSeedError(
+                f"{sample.sample_id} has the seed {sample.seed}, and --seed {settings['seed']} of "
                 f"args.json gives it {expected}: this part of the run had another --seed (was it "
                 "resumed?). Give that one with --set seed=N."
             )
@@ -167,10 +202,12 @@ def weights_of(run: Run, version: int) -> list[str]:
     directories of adapters to be merged into it.
 
     Raises:
-        ReplayError: the checkpoint is missing, or holds no weights in Hugging Face format.
+        NoWeightsError: model or checkpoint is missing, or holds no weights in Hugging Face format.
     """
     settings = run.settings
     base, is_lora = str(settings["model"]), settings["tuner_type"] == "lora"
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise NoWeightsError(f"--model {base} is not there: give its place with --set model=DIR.")
     resumed = settings.get("resume_from_checkpoint")
     checkpoint = run.folder / f"checkpoint-{version}"
     if version == 0:
@@ -186,7 +223,7 @@ def weights_of(run: Run, version: int) -> list[str]:
             f"--{name} {settings.get(name)}"
             for name in ("save_strategy", "save_steps", "save_total_limit")
         )
-        raise ReplayError(
+        raise NoWeightsError(
             f"{checkpoint} is not there ({run.folder} has {', '.join(present) or 'no checkpoint'}):"
             f" its weights generated the group. The run was saved with {saving}: in the next one "
             f"set --save_strategy steps, --save_steps 1 or a divisor of {version}, and a greater "
@@ -194,7 +231,7 @@ def weights_of(run: Run, version: int) -> list[str]:
         )
     is_whole = any(checkpoint.glob("*.safetensors")) or any(checkpoint.glob("pytorch_model*.bin"))
     if not is_whole or (is_lora and not (checkpoint / "adapter_config.json").is_file()):
-        raise ReplayError(
+        raise NoWeightsError(
             f"{checkpoint} holds no {'adapter' if is_lora else 'model'} in Hugging Face format "
             "(weights in shards of DeepSpeed or FSDP?): convert it in place."
         )

@@ -23,7 +23,9 @@ from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
+from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.diff import read_args
+from swift_grpo_ext.tools.replay.run import Drawn, why_not
 from swift_grpo_ext.tools.runs import run_name
 from swift_grpo_ext.tools.view.runs import Follower, Prompt, describe
 from swift_grpo_ext.upstream.upright import upright
@@ -125,6 +127,10 @@ class RunView(Follower):
         turns = self._turns(name, group)
         prompt = self.snapshot.prompts[turns[0]["fingerprint"]]
         firsts = {turn["fingerprint"] for turn in turns if not turn["turn"]}
+        drawn = [
+            Drawn(SampleId(**{c: t[c] for c in SAMPLE_ID_COLUMNS}), t["seed"], t["weight_version"])
+            for t in turns
+        ]
         for other, number, index in earlier:
             with suppress(KeyError):
                 beside = self._turns(other, number)
@@ -143,6 +149,7 @@ class RunView(Follower):
             "has_one_prompt": len(firsts) == 1,
             "has_masks": any(turn["num_masked"] for turn in turns),
             "has_tokens": self.decode is not None,
+            "replay_obstacle": why_not(self.run_dir, drawn),
             "replay": f"swift-grpo-ext replay {shlex.quote(str(self.run_dir))} {place}",
         }
 

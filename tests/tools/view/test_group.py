@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import html
 import io
 import json
 import math
@@ -18,9 +19,10 @@ from PIL.ExifTags import Base
 
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import RoundName
+from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.tools.view.group import RunView, image_bytes, pieces, shared_lengths
-from swift_grpo_ext.tools.view.pages import write_page
-from tests.tools.view.runs import make_rows, make_run
+from swift_grpo_ext.tools.view.pages import group_values, render, words, write_page
+from tests.tools.view.runs import Writer, make_rows, make_run
 
 
 def test_shared_beginnings() -> None:
@@ -76,6 +78,32 @@ def test_a_group(tmp_path: Path) -> None:
         ("train.1.0", 1, False, ["g1 i1 s", "1"]),
         ("train.0.0", 1, True, ["g1 i1 s", "0"]),
     ]
+
+
+def test_replay_is_offered_where_the_weights_are(tmp_path: Path) -> None:
+    """Of a run that saved one checkpoint of three, and was resumed once with another seed."""
+    writer, settings = Writer(tmp_path), {"seed": 42, "tuner_type": "full", "model": "models/tiny"}
+    for step in range(4):
+        rows = [replace(r, seed=sample_seed(42 + step // 3, r.sample_id)) for r in make_rows(step)]
+        writer.write([replace(r, seed=None if r.sample_id.group else r.seed) for r in rows])
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2/model.safetensors").touch()
+    run = RunView(tmp_path)
+    run.refresh()
+
+    def obstacle(step: int, group: int = 0) -> str:
+        page = render(
+            "group", run, **group_values(run, {"round": f"train.{step}.0", "group": group})
+        )
+        shown = run.group(RoundName("train", step, 0), group)["replay_obstacle"]
+        assert ("<code>swift-grpo-ext replay " in page) == (not shown)
+        assert not shown or words()[shown][1] in html.unescape(page)
+        return str(shown)
+
+    assert obstacle(0) == "replay_not"
+    (tmp_path / "args.json").write_text(json.dumps(settings))
+    assert [obstacle(step) for step in range(3)] == ["", "replay_no_weights", ""]
+    assert [obstacle(3), obstacle(0, group=1)] == ["replay_no_seed"] * 2
 
 
 def test_a_group_whose_tokens_cannot_be_read_now(
