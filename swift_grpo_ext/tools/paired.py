@@ -2,7 +2,8 @@
 
 Runs with one `--seed` meet the same prompts with the same noise. What two such runs share cancels
 in the difference of each prompt's mean rewards, so that the interval is narrower than that of two
-means that are compared unpaired.
+means that are compared unpaired. Of runs of different lengths the steps that both have are
+compared: rewards rise as a run goes on.
 
 The 95% interval of the mean difference is Student's t. Several pairs of runs count as one value
 each, for prompts within a run are not independent. Of one pair the prompts count, which says
@@ -16,12 +17,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from swift_grpo_ext.record.reader import read_rewards, read_samples
+from swift_grpo_ext.record.reader import RunIndex, read_rewards, read_samples
 from swift_grpo_ext.sampling.seeding import Phase
 from swift_grpo_ext.tools.diff import read_args
 from swift_grpo_ext.tools.runs import find_runs
@@ -53,6 +55,35 @@ class Comparison:
     differences: dict[str, float]
     """The difference of each pair, by seed."""
 
+    steps: dict[str, tuple[int, int]]
+    """The first and the last step that were compared of each pair, by seed."""
+
+    num_steps: dict[str, tuple[int, int]]
+    """How many steps each run of a pair has, by seed."""
+
+
+class Pair(NamedTuple):
+    """Two runs side by side."""
+
+    means: tuple[pd.Series[float], pd.Series[float]]
+    """Each run's mean rewards by the prompts' hashes."""
+
+    steps: range
+    """From the first step that both runs have to the last one, which are compared."""
+
+    num_steps: tuple[int, int]
+    """How many each run has."""
+
+    def describe_lengths(self, which: str = "") -> str:
+        """Return a sentence where the runs are of different lengths, else nothing."""
+        one, other = self.num_steps
+        if one == other:
+            return ""
+        return (
+            f"Runs{which} are of different lengths ({one} and {other} steps): steps "
+            f"{self.steps[0]} to {self.steps[-1]} are compared."
+        )
+
 
 def pair_by_seed(
     baselines: Sequence[Path], candidates: Sequence[Path]
@@ -78,25 +109,37 @@ def pair_by_seed(
     return dict(zip(seeds[0], zip(baselines, candidates, strict=True), strict=True))
 
 
+def scored_steps(run_dir: Path, phase: Phase, steps: range | None) -> range:
+    """Return the steps from a run's first scored round to its last, of `steps` if they are given.
+
+    Raises:
+        FileNotFoundError: the run has no record.
+        ValueError: there is no scored round.
+    """
+    rounds = RunIndex(run_dir).refresh()[1].rounds
+    found = [r.step for r in rounds if r.phase == phase and (steps is None or r.step in steps)]
+    if not found:
+        among = f" in the steps {steps[0]} to {steps[-1]}" if steps else ""
+        raise ValueError(f"{run_dir} has no scored {phase} round{among}.")
+    return range(min(found), max(found) + 1)
+
+
 def read_means(
-    run_dir: Path, *, phase: Phase, steps: range | None, reward: str | None
+    run_dir: Path, *, phase: Phase, steps: range, reward: str | None
 ) -> pd.Series[float]:
     """Return a run's mean rewards by the prompts' hashes.
 
     Args:
-        steps: count these rounds only; None for all.
+        steps: count these rounds only.
         reward: a reward function's name, or `turns`; None for the total.
 
     Raises:
-        FileNotFoundError: the run has no record.
-        ValueError: there is no scored round, or no such function.
+        ValueError: there is no such function.
     """
     columns = [*SAMPLE, "fingerprint"]
     prompts = read_samples(run_dir, columns=columns, phase=phase, steps=steps).to_pandas()
     columns = [*SAMPLE, "reward", "rewards"]
     scores = read_rewards(run_dir, columns=columns, phase=phase, steps=steps).to_pandas()
-    if not len(scores):
-        raise ValueError(f"{run_dir} has no scored {phase} round in the steps {steps or 'given'}.")
     if reward is not None:
         functions = sorted({name for row in scores["rewards"] for name, _ in row})
         if reward in functions:
@@ -112,8 +155,39 @@ def read_means(
     return merged.groupby("fingerprint")["reward"].mean().astype(float)
 
 
-def compare(pairs: Mapping[str, tuple[pd.Series[float], pd.Series[float]]]) -> Comparison:
+def read_pair(
+    runs: tuple[Path, Path],
+    *,
+    phase: Phase = "train",
+    steps: range | None = None,
+    reward: str | None = None,
+) -> Pair:
+    """Read two runs in the steps that both have.
+
+    Args:
+        steps: count these only; None for all.
+        reward: as of `read_means`.
+
+    Raises:
+        FileNotFoundError: a run has no record.
+        ValueError: there is no scored round, no such function, or no step in common.
+    """
+    one, other = (scored_steps(run, phase, steps) for run in runs)
+    common = range(max(one.start, other.start), min(one.stop, other.stop))
+    if not common:
+        raise ValueError(
+            f"{runs[0]} has the steps {one[0]} to {one[-1]}, {runs[1]} {other[0]} to {other[-1]}: "
+            "expected some in common."
+        )
+    baseline, candidate = (read_means(r, phase=phase, steps=common, reward=reward) for r in runs)
+    return Pair((baseline, candidate), common, (len(one), len(other)))
+
+
+def compare(pairs: Mapping[str, Pair]) -> Comparison:
     """Compare pairs of runs by their mean rewards of each prompt.
+
+    Args:
+        pairs: by seed.
 
     Raises:
         ValueError: a pair has fewer than two prompts in common.
@@ -121,7 +195,7 @@ def compare(pairs: Mapping[str, tuple[pd.Series[float], pd.Series[float]]]) -> C
     num_alone = num_prompts = 0
     means = []
     for seed, pair in pairs.items():
-        both = pd.concat(pair, axis=1)
+        both = pd.concat(pair.means, axis=1)
         common = both.dropna()
         if len(common) < 2:
             raise ValueError(
@@ -146,6 +220,8 @@ def compare(pairs: Mapping[str, tuple[pd.Series[float], pd.Series[float]]]) -> C
         difference=difference,
         interval=(difference - margin, difference + margin),
         differences=dict(zip(pairs, gains.tolist(), strict=True)),
+        steps={seed: (pair.steps[0], pair.steps[-1]) for seed, pair in pairs.items()},
+        num_steps={seed: pair.num_steps for seed, pair in pairs.items()},
     )
 
 
@@ -155,19 +231,17 @@ def run(options: argparse.Namespace) -> int:
         [run for folder in folders for run in find_runs(folder)]
         for folders in (options.baseline, options.candidate)
     ]
-    pairs = {
-        seed: tuple(
-            read_means(folder, phase=options.phase, steps=options.steps, reward=options.reward)
-            for folder in folders
-        )
-        for seed, folders in pair_by_seed(*sides).items()
-    }
+    chosen = {"phase": options.phase, "steps": options.steps, "reward": options.reward}
+    pairs = {seed: read_pair(runs, **chosen) for seed, runs in pair_by_seed(*sides).items()}
     result = compare(pairs)
     if options.json:
         print(json.dumps(asdict(result), indent=2))
         return 0
     low, high = result.interval
     print(f"{result.num_pairs} pair(s) of runs, {result.num_prompts:,} prompts")
+    for seed, pair in pairs.items():
+        if told := pair.describe_lengths(f" of seed {seed}" if len(pairs) > 1 else ""):
+            print(told)
     print(f"  baseline    {result.baseline:8.4f}")
     print(f"  candidate   {result.candidate:8.4f}")
     print(f"  difference  {result.difference:+8.4f}  [{low:+.4f}, {high:+.4f}] (95%)")

@@ -10,21 +10,25 @@ import pandas as pd
 import pytest
 
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.paired import Comparison, compare, pair_by_seed, read_means
+from swift_grpo_ext.tools.paired import Comparison, Pair, compare, pair_by_seed, read_means
 from tests.tools.view.runs import Writer, make_conversations, make_rows, score
 
 
-def rewards(values: Sequence[float], prompts: str = "abc") -> pd.Series[float]:
-    """Return a run's mean rewards by prompt."""
-    return pd.Series([*map(float, values)], list(prompts))
+def pair(one: Sequence[float], other: Sequence[float], prompts: Sequence[str] = ("abc",)) -> Pair:
+    """Return two runs with these mean rewards by prompt, in three steps."""
+    sides = [
+        pd.Series([*map(float, values)], list(named))
+        for values, named in zip((one, other), (prompts[0], prompts[-1]), strict=True)
+    ]
+    return Pair((sides[0], sides[1]), range(3), (3, 3))
 
 
 def test_prompts_count_of_one_pair_and_runs_of_several() -> None:
     """Student's t at 97.5%: 4.303 with 2 degrees of freedom, 12.706 with 1."""
-    base = rewards([1, 2, 3])
-    one = compare({"1": (base, rewards([1, 3, 5]))})
+    base = [1, 2, 3]
+    one = compare({"1": pair(base, [1, 3, 5])})
     assert one.interval == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5), abs=1e-3)
-    two = compare({"1": (base, rewards([1, 3, 5])), "2": (base, rewards([5, 5, 5]))})
+    two = compare({"1": pair(base, [1, 3, 5]), "2": pair(base, [5, 5, 5])})
     assert two.interval == pytest.approx((2 - 12.706, 2 + 12.706), abs=1e-3)
     assert two == Comparison(
         num_pairs=2,
@@ -35,15 +39,17 @@ def test_prompts_count_of_one_pair_and_runs_of_several() -> None:
         difference=2.0,
         interval=two.interval,
         differences={"1": 1.0, "2": 3.0},
+        steps={"1": (0, 2), "2": (0, 2)},
+        num_steps={"1": (3, 3), "2": (3, 3)},
     )
 
 
 def test_only_common_prompts_count() -> None:
-    result = compare({"1": (rewards([0, 0, 9], "abc"), rewards([1, 1, 5], "abd"))})
+    result = compare({"1": pair([0, 0, 9], [1, 1, 5], ["abc", "abd"])})
     assert (result.num_prompts, result.num_alone) == (2, 2)
     assert (result.difference, *result.interval) == (1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match=r"seed 1 have 1 prompts in common.*one data set in one"):
-        compare({"1": (rewards([0, 9], "ac"), rewards([1, 5], "ad"))})
+        compare({"1": pair([0, 9], [1, 5], ["ac", "ad"])})
 
 
 def test_runs_are_paired_by_seed(tmp_path: Path) -> None:
@@ -62,10 +68,10 @@ def test_runs_are_paired_by_seed(tmp_path: Path) -> None:
             pair_by_seed([a1, a2], other)
 
 
-def write(folder: Path, seed: int, of_groups: Sequence[float]) -> str:
-    """Write two rounds of two groups; the second has twice the rewards."""
+def write(folder: Path, seed: int, of_groups: Sequence[float], *, num_steps: int = 2) -> str:
+    """Write rounds of two groups; the second has twice the rewards, and so on."""
     writer = Writer(folder)
-    for step in range(2):
+    for step in range(num_steps):
         rows = make_rows(step)
         writer.write(rows, scored=False)
         writer.append_scores([score(r, (1 + step) * of_groups[r.sample_id.group]) for r in rows])
@@ -79,9 +85,9 @@ def test_turns_of_a_conversation_are_one_sample(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     writer.write(rows, scored=False)
     writer.score([row for row in rows if not row.sample_id.turn])
-    means = read_means(tmp_path, phase="train", steps=None, reward=None)
+    means = read_means(tmp_path, phase="train", steps=range(1), reward=None)
     assert means.to_dict() == {f"{0:032x}": 0.0, f"{1:032x}": 0.5}
-    turns = read_means(tmp_path, phase="train", steps=None, reward="turns")
+    turns = read_means(tmp_path, phase="train", steps=range(1), reward="turns")
     assert turns.to_dict() == {f"{0:032x}": 2.0, f"{1:032x}": 2.0}
 
 
@@ -107,4 +113,30 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--reward 'Acuracy': " in (error := capsys.readouterr().err)
     assert "has Accuracy, Format" in error
     assert main([*one_pair, "--phase", "eval"]) == 1
-    assert "has no scored eval round" in capsys.readouterr().err
+    assert "has no scored eval round." in capsys.readouterr().err
+    assert main([*one_pair, "--steps", "7:9"]) == 1
+    assert "has no scored train round in the steps 7 to 9." in capsys.readouterr().err
+
+
+def test_of_runs_of_different_lengths_the_common_steps_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rewards rise in both alike, and the longer run is not better for it."""
+    short, long = (write(tmp_path / f"{n}", 3, [1, 1], num_steps=n) for n in (2, 9))
+    other = write(tmp_path / "other", 4, [1, 1])
+    command = ["compare", "--baseline", long, other, "--candidate", short, other]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[1] == (
+        "Runs of seed 3 are of different lengths (9 and 2 steps): steps 0 to 1 are compared."
+    )
+    assert "  difference   +0.0000  [+0.0000, +0.0000] (95%)" in printed
+    assert main(["compare", "--baseline", long, "--candidate", short, "--steps", "1:5"]) == 0
+    assert "Runs are of different lengths (5 and 1 steps): steps 1 to 1" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["steps"] == {"3": [0, 1], "4": [0, 1]}
+    assert result["num_steps"] == {"3": [9, 2], "4": [2, 2]}
+    Writer(tmp_path / "late").write(make_rows(7))
+    assert main(["compare", "--baseline", short, "--candidate", str(tmp_path / "late")]) == 1
+    assert "late 7 to 7: expected some in common." in capsys.readouterr().err
