@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -25,6 +25,8 @@ from swift_grpo_ext.record.reader import RoundName, RunIndex
 from swift_grpo_ext.record.row import SampleRow, to_rows
 from swift_grpo_ext.tools.runs import find_run
 from swift_grpo_ext.tools.updates import Updates, compare_updates
+
+Decode = Callable[[Sequence[int]], str]
 
 EQUAL, DIFFERENT, INCOMPARABLE = 0, 1, 2
 """Exit statuses."""
@@ -38,9 +40,11 @@ WHERE_ONLY = frozenset(
     ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "external_plugins",
      "add_version", "local_rank", "vllm_server_port", "vllm_server_base_url",
      "vllm_server_group_port", "logging_steps", "save_steps", "save_total_limit", "save_strategy",
-     "report_to", "callbacks", "training_args", "ignore_data_skip")
+     "report_to", "callbacks", "training_args", "ignore_data_skip", "rank", "model_dir",
+     "model_suffix", "model_info", "model_meta", "template_meta")
 )  # fmt: skip
-"""Settings that say where a run lives or what it writes, and change no token."""
+"""Settings that say where a run lives or what it writes, and change no token; and what ms-swift
+derives from others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +71,99 @@ class Difference:
     """The first position in the completion whose token differs, from 0."""
 
     def __str__(self) -> str:
-        words = f"{self.phase} round {self.step}.{self.number}"
-        parts = [
-            ("group", self.group),
-            ("sample", self.index),
-            ("turn", None if self.turn is None else self.turn + 1),
-        ]
-        for name, value in [*parts, ("token", self.token)]:
-            words += "" if value is None else f", {name} {value}"
+        return self.describe()
+
+    def describe(
+        self,
+        where: tuple[str, str] = ("in A", "in B"),
+        decoders: tuple[Decode | None, Decode | None] = (None, None),
+    ) -> str:
+        """Return a sentence that names the place and both values.
+
+        Args:
+            where: follows each value.
+            decoders: give the text of each run's tokens; None leaves them as numbers.
+        """
         one, other = self.values
+        token = self.token
+        if self.what == "prompt":
+            one, other = _messages_as_text(one), _messages_as_text(other)
+        elif self.what == "media":
+            one, other = next(pair for pair in zip_longest(one, other) if pair[0] != pair[1])
+        elif self.what == "mask":  # None: all are trained on
+            one, other = one or [True] * len(other), other or [True] * len(one)
+            token, one, other = next(
+                (at, a, b) for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b
+            )
         if isinstance(one, str) and isinstance(other, str):
-            # Long prompts often begin alike: show them from where they part.
-            start = max(len(os.path.commonprefix([one, other])) - 20, 0)  # noqa: RUF071
-            one, other = repr(one[start : start + 60]), repr(other[start : start + 60])
-        return f"{words}: {self.what} {one} and {other}"
+            one, other = _from_where_they_part(one, other)
+        one, other = map(self._show, (one, other), decoders)
+        place = f"{self.phase} round {self.step}.{self.number}"
+        turn = None if self.turn is None else self.turn + 1
+        parts = {"group": self.group, "sample": self.index, "turn": turn, "token": token}
+        for name, number in parts.items():
+            place += "" if number is None else f", {name} {number}"
+        return f"{place}: {SUBJECTS[self.what]} {one} {where[0]} and {other} {where[1]}"
+
+    def _show(self, value: Any, decode: Decode | None) -> str:
+        """Return one of the values as the sentence has it."""
+        if self.what in CHOICES:
+            return CHOICES[self.what][bool(value)]
+        if self.what in ("samples", "turns"):
+            return f"{value} {self.what}"
+        if self.what == "tokens":
+            if isinstance(value, str):
+                return "missing (the completion has ended)"
+            told = [] if decode is None else [json.dumps(decode(value["id"]), ensure_ascii=False)]
+            told.append(f"id {value['id'][0]}")
+            told += [f"log-probability {logprob:.3f}" for logprob in value["logprob"]]
+            return told[0] + (f" ({', '.join(told[1:])})" if told[1:] else "")
+        if isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False)
+        return "none" if value is None else str(value)
+
+
+SUBJECTS = {
+    "rounds": "the round is",
+    "samples": "the round has",
+    "turns": "the conversation has",
+    "prompt": "the prompt is",
+    "media": "the first of the media that differs is",
+    "fingerprint": "the prompt reads the same, and what its media hold, its tools or its boxes "
+    "differ: its hash is",
+    "seed": "the seed is",
+    "weight_version": "the weights are those of step",
+    "tokens": "the token is",
+    "finish_reason": "the completion was finished by",
+    "stop_reason": "the stop reason is",
+    "text": "the tokens are the same, and their text is",
+    "mask": "the token is",
+    "reward": "the reward is",
+    "advantage": "the advantage is",
+}
+"""How the sentence about a difference begins."""
+
+CHOICES = {"rounds": ("missing", "there"), "mask": ("not trained on", "trained on")}
+
+
+def _messages_as_text(prompt: str) -> str:
+    lines = []
+    for message in json.loads(prompt):
+        role, others = message.get("role"), {k: v for k, v in message.items() if k != "role"}
+        content = others["content"] if others.keys() == {"content"} else others
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        lines.append(f"{role}: {text}")
+    return "\n".join(lines)
+
+
+def _from_where_they_part(one: str, other: str) -> tuple[str, str]:
+    """Cut two texts to the place where they part: long prompts often begin alike."""
+    start = max(len(os.path.commonprefix([one, other])) - 20, 0)  # noqa: RUF071
+    first, second = (
+        f"{'…' * (start > 0)}{text[start : start + 60]}{'…' * (len(text) > start + 60)}"
+        for text in (one, other)
+    )
+    return first, second
 
 
 @dataclass(kw_only=True)
@@ -160,6 +243,23 @@ def read_args(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return settings
+
+
+def find_decoder(run_dir: Path) -> Decode | None:
+    """Return what gives the text of a run's tokens, by the tokenizer of a checkpoint or of its
+    model; None where neither is on this machine."""
+    from tokenizers import Tokenizer
+
+    folders = sorted(run_dir.glob("checkpoint-*"))
+    if model := read_args(run_dir).get("model"):
+        folders.append(Path(model))
+    for folder in folders:
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # the package raises no narrower class
+            continue
+        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    return None
 
 
 def _differing_settings(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -264,25 +364,29 @@ def _compare_scores(
 def run(options: argparse.Namespace) -> int:
     """Print what differs; return `EQUAL`, `DIFFERENT` or `INCOMPARABLE`."""
     try:
-        result = diff(find_run(options.run_a), find_run(options.run_b))
+        run_a, run_b = find_run(options.run_a), find_run(options.run_b)
+        result = diff(run_a, run_b)
     except (OSError, ValueError) as e:
         print(f"swift-grpo-ext diff: {e}", file=sys.stderr)
         return INCOMPARABLE
     if options.json:
         print(json.dumps(asdict(result), ensure_ascii=False, indent=2))
     else:
-        print(
-            f"{result.num_rounds:,} rounds with {result.num_samples:,} samples are equal; "
-            f"log-probabilities agree within {result.logprob_gap:.1e} nats."
-        )
+        print(f"A: {run_a}\nB: {run_b}")
+        if result.num_rounds:
+            print(
+                f"{result.num_rounds:,} rounds with {result.num_samples:,} samples are equal; "
+                f"log-probabilities agree within {result.logprob_gap:.1e} nats."
+            )
         if result.difference is not None:
-            print(f"First difference: {result.difference}.")
+            decoders = find_decoder(run_a), find_decoder(run_b)
+            print(f"First difference: {result.difference.describe(decoders=decoders)}.")
         if result.updates.difference is not None:
             print(f"First update that differs: {result.updates.difference}.")
         if result.is_equal and not result.logprob_gap:
             print(f"Equal to the end: {_what_is_equal(result.updates)}.")
         if result.settings:
-            print("Settings that differ:")
+            print("Settings that differ, in A and B:")
         for name, (one, other) in result.settings.items():
             print(f"  --{name}: {str(one)[:80]} and {str(other)[:80]}")
     return EQUAL if result.is_equal else DIFFERENT

@@ -30,7 +30,11 @@ class UpdateDifference:
     """The value in each run; of weights, the file that differs."""
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.what} {self.values[0]} and {self.values[1]}"
+        one, other = ("not logged" if value is None else value for value in self.values)
+        if self.what != "weights":
+            return f"step {self.step}: {self.what} is {one} in A and {other} in B"
+        place = f"step {self.step}: the weights differ, checkpoint-{self.step}"
+        return f"{place}/{one}" if one == other else f"{place} has {one} in A and {other} in B"
 
 
 @dataclass(frozen=True, kw_only=True)

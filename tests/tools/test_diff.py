@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.diff import diff, logprob_gap
-from tests.tools.view.runs import Writer, make_conversations, make_rows, score
+from swift_grpo_ext.tools.diff import diff, find_decoder, logprob_gap
+from tests.tools.view.runs import Writer, add_tokenizer, make_conversations, make_rows, score
 
 Place = tuple[int, int]
 """Group and index of a sample."""
@@ -46,17 +47,44 @@ def write(
         (
             (1, 0),
             {"prompt": '[{"role": "user", "content": "<image>Other"}]'},
-            """prompt ' "content": "<image>Question 1?"}]' and ' "content": "<image>Other"}]'""",
+            'the prompt is "user: <image>Question 1?" in A and "user: <image>Other" in B',
         ),
-        ((1, 0), {"media": ["b.png"]}, "media ['images/1.png'] and ['b.png']"),
-        ((1, 0), {"fingerprint": "f" * 32}, f"fingerprint '{'0' * 31}1' and '{'f' * 32}'"),
+        (
+            (1, 0),
+            {"prompt": json.dumps([{"role": "user", "content": "x", "boxes": [1] * 30}])},
+            'the prompt is "user: <image>Question 1?" in A and "user: {\\"content\\": \\"x\\", '
+            '\\"boxes\\": [1, 1, 1, 1, 1, 1, 1, 1, 1, …" in B',
+        ),
+        (
+            (1, 0),
+            {"media": ["images/1.png", "b.png"]},
+            'the first of the media that differs is none in A and "b.png" in B',
+        ),
+        (
+            (1, 0),
+            {"fingerprint": "f" * 32},
+            "the prompt reads the same, and what its media hold, its tools or its boxes differ: "
+            f'its hash is "{"0" * 31}1" in A and "{"f" * 32}" in B',
+        ),
         # One change is told, by what decides the others.
-        ((0, 1), {"seed": 7, "token_ids": [7, 0, 0], "text": "b"}, f"seed {2**62 + 101} and 7"),
-        ((0, 1), {"weight_version": 0}, "weight_version 1 and 0"),
-        ((0, 0), {"finish_reason": "length"}, "finish_reason 'stop' and 'length'"),
-        ((0, 0), {"stop_reason": "7"}, "stop_reason None and 7"),
-        ((0, 0), {"text": "b"}, "text 'g0 i0 s1' and 'b'"),
-        ((0, 0), {"reward": 0.75}, "reward 0.0 and 0.75"),
+        (
+            (0, 1),
+            {"seed": 7, "token_ids": [7, 0, 0], "text": "b"},
+            f"the seed is {2**62 + 101} in A and 7 in B",
+        ),
+        ((0, 1), {"weight_version": 0}, "the weights are those of step 1 in A and 0 in B"),
+        (
+            (0, 0),
+            {"finish_reason": "length"},
+            'the completion was finished by "stop" in A and "length" in B',
+        ),
+        ((0, 0), {"stop_reason": "7"}, 'the stop reason is none in A and "7" in B'),
+        (
+            (0, 0),
+            {"text": "b" * 70},
+            f'the tokens are the same, and their text is "g0 i0 s1" in A and "{"b" * 60}…" in B',
+        ),
+        ((0, 0), {"reward": 0.75}, "the reward is 0.0 in A and 0.75 in B"),
     ],
 )
 def test_the_first_value_that_differs(
@@ -74,13 +102,19 @@ def test_the_first_value_that_differs(
         (
             [7, 1, 9],
             [-0.5, -1.25, -2.0],
-            "token 2: tokens {'id': [1], 'logprob': [-1.5]} and {'id': [9], 'logprob': [-2.0]}",
+            'token 2: the token is "w1" (id 1, log-probability -1.500) in A and "" (id 9, '
+            "log-probability -2.000) in B",
         ),
-        ([7, 1], [-0.5, -1.25], "token 2: tokens {'id': [1], 'logprob': [-1.5]} and ended"),
+        (
+            [7, 1],
+            [-0.5, -1.25],
+            'token 2: the token is "w1" (id 1, log-probability -1.500) in A and missing (the '
+            "completion has ended) in B",
+        ),
         (
             [9, 1, 1],
             None,
-            "token 0: tokens {'id': [7], 'logprob': [-0.5]} and {'id': [9], 'logprob': []}",
+            'token 0: the token is "w7" (id 7, log-probability -0.500) in A and "" (id 9) in B',
         ),
     ],
 )
@@ -89,18 +123,28 @@ def test_the_first_token_that_differs(
 ) -> None:
     other = write(tmp_path / "b", (1, 1), token_ids=token_ids, logprobs=logprobs)
     result = diff(write(tmp_path / "a"), other)
-    assert str(result.difference) == f"train round 1.0, group 1, sample 1, {expected}"
+    where = "train round 1.0, group 1, sample 1, "
+    assert result.difference is not None
+    assert find_decoder(other) is None
+    add_tokenizer(other)
+    decoders = find_decoder(other), find_decoder(other)
+    assert result.difference.describe(decoders=decoders) == where + expected
+    id_alone = r"the token is id [17] \(log-probability -[.0-9]+\) in A"
+    assert re.search(id_alone, str(result.difference))
     assert result.logprob_gap == (0.25 if logprobs else 0.0)  # of the tokens before
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"text": "b"}, "turn 2: text '第二轮' and 'b'"),
-        ({"mask": None}, "turn 2: mask [True, False] and None"),
-        ({"token_ids": [5, 7]}, "turn 2, token 1: tokens {'id': [6], 'logprob': [-1.0]} and {'id'"),
-        ({"prompt": "[]"}, "turn 2: prompt "),
-        (None, "turn 3: turns 3 and 2"),
+        ({"text": "b"}, 'turn 2: the tokens are the same, and their text is "第二轮" in A and "b"'),
+        ({"mask": None}, "turn 2, token 1: the token is not trained on in A and trained on in B"),
+        ({"token_ids": [5, 7]}, "turn 2, token 1: the token is id 6 (log-probability -1.000) in A"),
+        (
+            {"prompt": "[]"},
+            'turn 2: the prompt is "tool: <image>看这里 \\\\ud83d" in A and "" in B',
+        ),
+        (None, "turn 3: the conversation has 3 turns in A and 2 turns in B"),
     ],
 )
 def test_the_turn_at_which_two_conversations_part(
@@ -123,7 +167,7 @@ def test_the_turn_at_which_two_conversations_part(
     rows[0] = replace(rows[0], seed=7)
     Writer(tmp_path / "c").write(rows)
     difference = str(diff(tmp_path / "a", tmp_path / "c").difference)
-    assert difference.startswith("train round 0.0, group 0, sample 0, turn 1: seed ")
+    assert difference.startswith("train round 0.0, group 0, sample 0, turn 1: the seed is ")
 
 
 def test_infinite_log_probabilities_of_one_sign_do_not_differ() -> None:
@@ -131,12 +175,19 @@ def test_infinite_log_probabilities_of_one_sign_do_not_differ() -> None:
     assert math.isnan(logprob_gap([math.nan, -1.0], [-0.5, -1.0], None) or 0.0)
 
 
-def test_rounds_and_samples_that_only_one_run_has(tmp_path: Path) -> None:
+def test_rounds_and_samples_that_only_one_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = write(tmp_path / "a")
     shorter = write(tmp_path / "b", steps=2)
-    assert str(diff(one, shorter).difference) == "train round 2.0: rounds True and False"
+    place = "train round 2.0: the round is"
+    assert str(diff(one, shorter).difference) == f"{place} there in A and missing in B"
+    assert str(diff(shorter, one).difference) == f"{place} missing in A and there in B"
     Writer(tmp_path / "c").write(make_rows(0)[:2])
-    assert str(diff(one, tmp_path / "c").difference) == "train round 0.0: samples 4 and 2"
+    expected = "train round 0.0: the round has 4 samples in A and 2 samples in B"
+    assert str(diff(one, tmp_path / "c").difference) == expected
+    assert main(["diff", str(one), str(tmp_path / "c")]) == 1
+    assert capsys.readouterr().out.splitlines()[2:] == [f"First difference: {expected}."]
     Writer(tmp_path / "d").write(make_rows(5))
     with pytest.raises(ValueError, match="no round in common"):
         diff(one, tmp_path / "d")
@@ -146,19 +197,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     one = write(tmp_path / "a")
     other = write(tmp_path / "b", (1, 1), logprobs=[-0.5, -1.0, -1.25])
     assert main(["diff", str(one), str(other)]) == 0
-    equal = "3 rounds with 12 samples are equal; log-probabilities agree within 2.5e-01 nats.\n"
-    assert capsys.readouterr().out == equal
+    assert capsys.readouterr().out == (
+        f"A: {one}\nB: {other}\n3 rounds with 12 samples are equal; log-probabilities agree within "
+        "2.5e-01 nats.\n"
+    )
     other = write(tmp_path / "c", (1, 1), seed=9)
     (one / "args.json").write_text('{"seed": 42, "output_dir": "a", "top_k": 5}')
     (other / "args.json").write_text('{"seed": 9, "output_dir": "b", "top_k": 5}')
     assert main(["diff", str(one), str(other)]) == 1
     assert capsys.readouterr().out.splitlines() == [
+        f"A: {one}",
+        f"B: {other}",
         "1 rounds with 4 samples are equal; log-probabilities agree within 0.0e+00 nats.",
-        f"First difference: train round 1.0, group 1, sample 1: seed {2**62 + 111} and 9.",
-        "Settings that differ:",
+        "First difference: train round 1.0, group 1, sample 1: the seed is "
+        f"{2**62 + 111} in A and 9 in B.",
+        "Settings that differ, in A and B:",
         "  --seed: 42 and 9",
     ]
     assert main(["diff", str(one), str(other), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["settings"] == {"seed": [42, 9]}
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["settings"] == {"seed": [42, 9]}
+    assert printed["difference"]["values"] == [2**62 + 111, 9]
     assert main(["diff", str(one), str(tmp_path / "none")]) == 2
     assert f"{tmp_path}/none is no folder ({tmp_path} has a, b, c)" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from swift_grpo_ext.tools.replay.run import (
     weights_of,
 )
 from tests.record.rows import ROW, sample_id, write_session
+from tests.tools.view.runs import add_tokenizer
 
 SETTINGS: dict[str, Any] = {
     "vllm_mode": "colocate",
@@ -51,6 +52,7 @@ def test_the_result_as_lines_and_as_json(
 ) -> None:
     """One sample is equal, the other parts at its second token."""
     (tmp_path / "args.json").write_text(json.dumps(SETTINGS))
+    add_tokenizer(tmp_path)
     rows = [
         replace(ROW, sample_id=sample_id(index=index), seed=sample_seed(42, sample_id(index=index)))
         for index in range(2)
@@ -73,8 +75,8 @@ def test_the_result_as_lines_and_as_json(
         "Generated again with models/tiny:",
         "  train-0.0-0-0: 2 tokens, log-probabilities within 5.0e-01 nats; equal",
         "  train-0.0-0-1: 2 tokens, log-probabilities within 0.0e+00 nats; first difference, train "
-        "round 0.0, group 0, sample 1, token 1: tokens {'id': [2], 'logprob': [-1.0]} and "
-        "{'id': [4], 'logprob': [-1.5]}",
+        'round 0.0, group 0, sample 1, token 1: the token is "w2" (id 2, log-probability -1.000) '
+        'in the log and "w4" (id 4, log-probability -1.500) now',
         "1 of 2 samples have equal tokens.",
     ]
     assert main([*argv, "--json"]) == 1

@@ -83,7 +83,7 @@ def test_every_command_finds_a_default_run(
     taken = f"{one}: its newest run, {VERSIONS[1]}, is taken (also there: {VERSIONS[0]}).\n"
     commands = [
         (["view", one, "--output", "page.html"], 0, "page.html\n"),
-        (["diff", one, other], 0, "1 rounds with 4 samples are equal"),
+        (["diff", one, other], 0, f"A: {one}/{VERSIONS[1]}\nB: {other}/{VERSIONS[0]}\n1 rounds"),
         (["compare", "--baseline", one, "--candidate", other], 0, "1 pair(s) of runs, 2 prompts"),
     ]
     for command, status, expected in commands:

@@ -34,10 +34,10 @@ def log(folder: Path, *steps: int, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"grad_norm": 1.0000001}, "step 2: grad_norm 1.0 and 1.0000001"),
-        ({"loss": 0.3, "grad_norm": 2.0}, "step 2: loss 0.2 and 0.3"),
-        ({"kl": 0.5}, "step 2: kl None and 0.5"),
-        ({"grad_norm": math.nan}, "step 2: grad_norm 1.0 and nan"),
+        ({"grad_norm": 1.0000001}, "step 2: grad_norm is 1.0 in A and 1.0000001 in B"),
+        ({"loss": 0.3, "grad_norm": 2.0}, "step 2: loss is 0.2 in A and 0.3 in B"),
+        ({"kl": 0.5}, "step 2: kl is not logged in A and 0.5 in B"),
+        ({"grad_norm": math.nan}, "step 2: grad_norm is 1.0 in A and nan in B"),
         ({"step_time": 9.0}, "None"),
     ],
 )
@@ -55,9 +55,10 @@ def test_weights_that_no_log_tells_of(tmp_path: Path) -> None:
     assert compare_updates(one, other).checkpoint == "checkpoint-2"
     (other / "checkpoint-2/model.safetensors").write_bytes(b"\0")
     found = compare_updates(one, other)
-    assert str(found.difference) == "step 2: weights model.safetensors and model.safetensors"
+    expected = "step 2: the weights differ, checkpoint-2"
+    assert str(found.difference) == f"{expected}/model.safetensors"
     (other / "checkpoint-2/model.safetensors").unlink()
-    expected = "step 2: weights model.safetensors and no model.safetensors"
+    expected += " has model.safetensors in A and no model.safetensors in B"
     assert str(compare_updates(one, other).difference) == expected
 
 
@@ -71,7 +72,7 @@ def test_a_resumed_run_is_equal_to_the_end(
     log(other, 3)
     log(one, 3)
     assert main(["diff", str(one), str(other)]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == (
+    assert capsys.readouterr().out.splitlines()[3] == (
         "Equal to the end: prompts, media, seeds, tokens, log-probabilities, rewards and "
         "advantages; learning_rate, loss, grad_norm of 3 steps in logging.jsonl; the weights of "
         "checkpoint-3."
@@ -89,4 +90,7 @@ def test_what_was_not_compared_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     log(other, 1, 2, loss=0.5)
     assert diff(one, other).difference is None
     assert main(["diff", str(one), str(other)]) == 1
-    assert "First update that differs: step 2: loss 0.2 and 0.5.\n" in capsys.readouterr().out
+    assert (
+        "First update that differs: step 2: loss is 0.2 in A and 0.5 in B.\n"
+        in capsys.readouterr().out
+    )

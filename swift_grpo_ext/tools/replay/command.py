@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.record.reader import read_group
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.tools.diff import Difference, compare_sample, has_later_turns
+from swift_grpo_ext.tools.diff import Difference, compare_sample, find_decoder, has_later_turns
 from swift_grpo_ext.tools.replay.run import (
     Drawn,
     LeftOutError,
@@ -31,7 +32,7 @@ from swift_grpo_ext.tools.replay.run import (
 from swift_grpo_ext.tools.runs import find_run
 
 DIFFERENT = (
-    "Tokens differ. The log's come first. Where the log-probabilities before them agree "
+    "Tokens differ. Where the log-probabilities before them agree "
     "(to about 1e-5 in float32, 1e-2 in bfloat16), weights and prompt are the same, and kernels "
     "whose result depends on the batch have decided a near tie. Otherwise the sample saw other "
     "weights, another prompt, other media or settings. Neither log nor args.json holds environment "
@@ -210,10 +211,14 @@ def _output_on_stderr() -> Iterator[None]:
 def show(replay: Replay) -> None:
     """Print a line for each sample."""
     print(f"Generated again with {replay.weights}:")
+    decoder = find_decoder(Path(replay.run_dir))
     for sample in replay.samples:
         gap = sample.logprob_gap
         within = "" if gap is None else f", log-probabilities within {gap:.1e} nats"
-        result = "equal" if sample.difference is None else f"first difference, {sample.difference}"
+        result = "equal"
+        if sample.difference is not None:
+            told = sample.difference.describe(("in the log", "now"), (decoder, decoder))
+            result = f"first difference, {told}"
         print(f"  {sample.name}: {sample.num_tokens} tokens{within}; {result}")
     num_equal = sum(sample.difference is None for sample in replay.samples)
     print(f"{num_equal} of {len(replay.samples)} samples have equal tokens.")

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import count, groupby
@@ -24,7 +24,7 @@ from swift_grpo_ext.diversity.collision import shared_prefixes
 from swift_grpo_ext.record.reader import RoundName
 from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.tools.diff import read_args
+from swift_grpo_ext.tools.diff import Decode, find_decoder, read_args
 from swift_grpo_ext.tools.replay.run import Drawn, why_not
 from swift_grpo_ext.tools.runs import run_name
 from swift_grpo_ext.tools.view.runs import Follower, Prompt, describe
@@ -35,8 +35,6 @@ SIDES = {"small": 112, "full": 2048}
 
 LOOKED_AT = 8
 """Rounds in which a rank's samples are looked for."""
-
-Decode = Callable[[Sequence[int]], str]
 
 
 class Piece(NamedTuple):
@@ -67,18 +65,7 @@ class RunView(Follower):
     @cached_property
     def decode(self) -> Decode | None:
         """The tokenizer of a checkpoint, or of the model; None where neither is on this machine."""
-        from tokenizers import Tokenizer
-
-        folders = sorted(self.run_dir.glob("checkpoint-*"))
-        if model := read_args(self.run_dir).get("model"):
-            folders.append(Path(model))
-        for folder in folders:
-            try:
-                tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            except Exception:  # the package raises no narrower class
-                continue
-            return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-        return None
+        return find_decoder(self.run_dir)
 
     @property
     def missing_ranks(self) -> str:
