@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("run_dirs", nargs="+", metavar="RUN", help="output folders of runs, or a folder of such")
     add("--port", type=int, default=8462, help="0: any (default: %(default)s)")
+    add("--host", default="127.0.0.1", help="0.0.0.0: other machines, too (default: %(default)s)")
     add("--output", metavar="FILE.html", help="write one page that opens offline instead")
 
     add = command(
@@ -175,4 +176,4 @@ def view(options: argparse.Namespace) -> None:
     else:
         from swift_grpo_ext.tools.view.server import serve
 
-        serve(runs, options.port)
+        serve(runs, options.port, options.host)

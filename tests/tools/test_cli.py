@@ -57,9 +57,9 @@ COMMANDS: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "view": (
         "cli.view",
         "run",
-        {"run_dirs": ["run"], "port": 8462, "output": None},
-        "run other --port 0 --output a.html",
-        {"run_dirs": ["run", "other"], "port": 0, "output": "a.html"},
+        {"run_dirs": ["run"], "port": 8462, "host": "127.0.0.1", "output": None},
+        "run other --port 0 --host :: --output a.html",
+        {"run_dirs": ["run", "other"], "port": 0, "host": "::", "output": "a.html"},
     ),
     "replay": (
         "replay.command.run",
@@ -188,10 +188,10 @@ def test_view_serves_or_writes_one_page(tmp_path: Path, monkeypatch: pytest.Monk
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr("swift_grpo_ext.tools.view.server.serve", lambda *a: calls.append(a))
     monkeypatch.setattr("swift_grpo_ext.tools.view.pages.write_page", lambda *a: calls.append(a))
-    assert main(["view", "a"]) == main(["view", "b", "a", "--port", "0"]) == 0
+    assert main(["view", "a"]) == main(["view", "b", "a", "--port", "0", "--host", "::1"]) == 0
     assert main(["view", ".", "--output", "page.html"]) == 0
     a, b = Path("a"), Path("b")
-    assert calls == [([a], 8462), ([b, a], 0), ([a, b], "page.html")]
+    assert calls == [([a], 8462, "127.0.0.1"), ([b, a], 0, "::1"), ([a, b], "page.html")]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

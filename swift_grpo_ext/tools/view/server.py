@@ -1,16 +1,19 @@
-"""`swift-grpo-ext view`: the server, for one person on one machine.
+"""`swift-grpo-ext view`: the server, for one person.
 
-It listens on 127.0.0.1. Every address begins with a token that only the printed URL holds; what
-lacks it is answered 404. One background thread reads what the run writes.
+It listens on 127.0.0.1, or where `--host` says. Every address begins with a token that only the
+printed URL holds; what lacks it is answered 404. One background thread reads what the run writes.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
@@ -68,29 +71,35 @@ def make_app(run: RunView, token: str) -> Starlette:
     return Starlette(routes=[Mount(f"/{token}", routes=routes)])
 
 
-def serve(runs: Sequence[Path], port: int) -> None:
-    """Serve until Ctrl-C; print the address.
+def serve(runs: Sequence[Path], port: int, host: str) -> None:
+    """Serve until Ctrl-C; print the address, and how to reach it from elsewhere.
 
     Args:
         runs: their folders.
         port: 0 for any that is free.
+        host: the address of this machine at which to listen; 0.0.0.0 for all.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or the address is none of this machine's.
     """
     run = RunView(runs[0])
     token = secrets.token_urlsafe(16)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as e:
-            raise OSError(f"--port {port} is taken ({e.strerror}): give another, or 0.") from e
-        listener.listen()
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except OSError as e:
+        cause = str(e.strerror).partition(" (while")[0]
+        if e.errno == errno.EADDRINUSE:
+            raise OSError(f"--port {port} is taken ({cause}): give another, or 0.") from e
+        raise OSError(
+            f"--host {host} --port {port}: cannot listen there ({cause}). Give an address of this "
+            "machine, or 0.0.0.0 for all of them, and a port from 1024 on."
+        ) from e
+    with listener:
         stop = threading.Event()
         threading.Thread(target=_follow, args=(run, stop), daemon=True).start()
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/"
-        print(f"{address}\nOnly who has this address can look. Ctrl-C ends it.", flush=True)
+        listens_at, port, *_ = listener.getsockname()
+        print(_how_to_look(listens_at, port, token), flush=True)
         config = uvicorn.Config(make_app(run, token), log_level="warning", access_log=False)
         try:
             uvicorn.Server(config).run(sockets=[listener])
@@ -98,6 +107,23 @@ def serve(runs: Sequence[Path], port: int) -> None:
             pass
         finally:
             stop.set()
+
+
+def _how_to_look(host: str, port: int, token: str) -> str:
+    """Return the address of the pages, and how to reach it from another machine."""
+    listens, machine = ip_address(host), socket.gethostname()
+    name = machine if listens.is_unspecified else f"[{host}]" if listens.version == 6 else host
+    remote = "Nothing is encrypted: who listens to the network can read the pages and the address."
+    if listens.is_loopback:
+        remote = (
+            f"From another machine, type there: ssh -N -L {port}:{name}:{port} "
+            f"{os.environ.get('USER', 'USER')}@{machine}\n(or as you log in here), and open this "
+            "address there."
+        )
+    return (
+        f"http://{name}:{port}/{token}/\nOnly who has this address can look. Ctrl-C ends it.\n"
+        f"{remote}"
+    )
 
 
 def _follow(run: RunView, stop: threading.Event) -> None:

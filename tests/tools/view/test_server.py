@@ -7,6 +7,7 @@ import hashlib
 import html
 import io
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -140,10 +141,14 @@ def test_wrong_questions_and_other_files(client: TestClient, path: str) -> None:
     assert SECRET not in answer.text
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
 def test_the_command_serves_until_it_is_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address that it prints holds the token; a port that another has is an error."""
+    """The address that it prints holds the token; a port that another has is an error. A line
+    says how to reach it from another machine, or that it is not encrypted."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-7")
+    monkeypatch.setenv("USER", "ann")
     run_dir, servers = make_run(tmp_path / "run"), []
 
     class Server(uvicorn.Server):
@@ -152,7 +157,7 @@ def test_the_command_serves_until_it_is_ended(
             servers.append(self)
 
     monkeypatch.setattr(uvicorn, "Server", Server)
-    thread = threading.Thread(target=server.serve, args=([run_dir], 0), daemon=True)
+    thread = threading.Thread(target=server.serve, args=([run_dir], 0, host), daemon=True)
     thread.start()
     try:
         printed, deadline = "", time.monotonic() + 60
@@ -160,20 +165,38 @@ def test_the_command_serves_until_it_is_ended(
             assert time.monotonic() < deadline
             printed += capsys.readouterr().out
             time.sleep(0.05)
-        address, words = printed.splitlines()
+        address, words, *remote = printed.splitlines()
         assert words == "Only who has this address can look. Ctrl-C ends it."
+        shown = {"0.0.0.0": "gpu-7", "localhost": "127.0.0.1"}.get(host, host)
+        assert address.startswith(f"http://{shown}:")
+        port = int(address.rpartition(":")[2].partition("/")[0])
+        if host == "0.0.0.0":
+            address = address.replace("gpu-7", "127.0.0.1")
+            assert remote[0].startswith("Nothing is encrypted: ")
+        else:
+            command = f"ssh -N -L {port}:{shown}:{port} ann@gpu-7"
+            assert remote[0] == f"From another machine, type there: {command}"
         assert "<main" in requests.get(address, timeout=60).text
         root, _, token = address.rstrip("/").rpartition("/")
         assert len(token) > 16
         assert requests.get(f"{root}/samples", timeout=60).status_code == 404
-        port = int(root.rpartition(":")[2])
         with pytest.raises(OSError, match=rf"^--port {port} is taken \(.+\): give another, or 0.$"):
-            server.serve([run_dir], port)
+            server.serve([run_dir], port, host)
+        with pytest.raises(
+            OSError, match=r"^--host 192.0.2.1 --port 0: cannot listen there \(.+\)"
+        ):
+            server.serve([run_dir], 0, "192.0.2.1")
     finally:
         for one in servers:
             one.should_exit = True
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_addresses_of_version_6_stand_in_brackets() -> None:
+    assert server._how_to_look("::1", 80, "T").startswith("http://[::1]:80/T/\n")
+    assert " -L 80:[::1]:80 " in server._how_to_look("::1", 80, "T")
+    assert f"http://{socket.gethostname()}:80/T/\n" in server._how_to_look("::", 80, "T")
 
 
 def test_a_file_that_cannot_be_read_now_is_tried_again(
