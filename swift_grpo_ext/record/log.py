@@ -54,7 +54,7 @@ WAITING_BYTES = 256 << 20
 
 DICTIONARY_COLUMNS = [
     *("phase", "replica", "finish_reason", "stop_reason", "fingerprint", "prompt"),
-    *("media.list.element", "fate", "rewards.key_value.key"),
+    *("columns", "media.list.element", "fate", "rewards.key_value.key"),
 ]
 """The columns whose texts come again, by their names in Parquet."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from swift.rl_core.data import OnPolicySample
 
 logger = logging.getLogger(__name__)
+
+MAX_COLUMN = 2000
+"""Characters of a column's value that are recorded."""
 
 
 class SampleRecorder:
@@ -118,8 +121,9 @@ class SampleRecorder:
         for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
             rank = self._ranks.rank + number * num_ranks // len(samples)
             masks = masks_of(sample, turns)
+            columns = other_columns(sample.extra)
             for turn, mask in zip(turns, masks, strict=True):
-                rows.append(self._row(turn, mask, rank, weight_version))
+                rows.append(self._row(turn, mask, rank, weight_version, columns))
         if self.log is not None:
             without_logprobs = self._kept == "tokens"  # the listeners get them all the same
             self.log.append([replace(r, logprobs=None) for r in rows] if without_logprobs else rows)
@@ -127,7 +131,12 @@ class SampleRecorder:
             listener(rows)
 
     def _row(
-        self, turn: Turn, mask: list[bool] | None, rank: int, weight_version: int
+        self,
+        turn: Turn,
+        mask: list[bool] | None,
+        rank: int,
+        weight_version: int,
+        columns: str | None,
     ) -> SampleRow:
         completion, sample_id = turn.completion, turn.sample_id
         stop_reason = completion.stop_reason
@@ -150,6 +159,7 @@ class SampleRecorder:
             mask=mask,
             engine_seconds=turn.engine_seconds,
             tool_seconds=turn.tool_seconds,
+            columns=columns,
         )
 
     def flush(self) -> None:
@@ -165,6 +175,18 @@ class SampleRecorder:
         """Write what waits for a disk that failed, if that can be done now: the training ends."""
         if self.log is not None:
             self.log.finish()
+
+
+def other_columns(extra: Mapping[str, object]) -> str | None:
+    """Return as JSON the columns of a row that are neither messages nor media, of long values the
+    first `MAX_COLUMN` characters; None where there are none."""
+    kept = {}
+    for name, value in extra.items():
+        if value is not None and not name.startswith("_"):
+            text = value if isinstance(value, str) else json.dumps(value, default=repr)
+            is_long = len(text) > MAX_COLUMN
+            kept[name] = f"{text[:MAX_COLUMN]} …" if is_long else value
+    return utf8(json.dumps(kept, ensure_ascii=False, default=repr)) if kept else None
 
 
 def masks_of(sample: OnPolicySample, turns: Sequence[Turn]) -> list[list[bool] | None]:

@@ -69,12 +69,13 @@ SAMPLES = make_table(
         "mask": pa.list_(pa.bool_()),
         "engine_seconds": pa.float32(),
         "tool_seconds": pa.float32(),
+        "columns": pa.utf8(),
     },
-    nullable=("seed", "finish_reason", "stop_reason", "logprobs", "pictures", "mask"),
+    nullable=("seed", "finish_reason", "stop_reason", "logprobs", "pictures", "mask", "columns"),
 )
 
 
-ADDED = ("pictures", "mask", "engine_seconds", "tool_seconds")
+ADDED = ("pictures", "mask", "engine_seconds", "tool_seconds", "columns")
 """Columns that files of version 0.1.0 lack: they are read as null, and as 0 seconds."""
 
 
@@ -129,6 +130,10 @@ class SampleRow:
 
     tool_seconds: float = 0.0
     """In the scheduler, between the answer before and the request."""
+
+    columns: str | None = None
+    """The data row's other columns as JSON, such as `solution`, which reward functions are given;
+    None where it has none."""
 
     @property
     def num_tokens(self) -> int:

@@ -25,7 +25,7 @@ from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.recorder import SampleRecorder
+from swift_grpo_ext.record.recorder import SampleRecorder, other_columns
 from swift_grpo_ext.record.row import SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import Conversation, Turn, turn_of
 from swift_grpo_ext.rollout.rank_group import RankGroup
@@ -94,6 +94,18 @@ def noted(sample: OnPolicySample, turn: Turn) -> list[Turn]:
     conversation = Conversation()
     conversation.note(sample, turn)
     return conversation.turns
+
+
+def test_columns_beside_the_messages() -> None:
+    """Long values keep their beginning; what is null, or ms-swift's own, is left out."""
+    extra = {"solution": "七\ud83d", "boxes": [[1, 2]], "level": 3, "long": [1] * 1000}
+    columns = other_columns({**extra, "absent": None, "_id": 1})
+    assert columns is not None
+    read_again = json.loads(columns)
+    assert (len(read_again.pop("long")), read_again.pop("solution")) == (2002, "七\ud83d")
+    assert read_again == {"boxes": [[1, 2]], "level": 3}
+    assert "\\ud83d" in columns
+    assert other_columns({"absent": None}) is None
 
 
 def read(folder: Path) -> list[SampleRow]:
