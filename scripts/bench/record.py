@@ -54,6 +54,8 @@ PAGES = {
     "steps and reward": "samples?steps=1:200&min_reward=0.9",
     "truncated": "samples?truncated=true",
     "a text": "samples?text=the+sample",
+    "best of a function": "samples?sort=-reward.Accuracy",
+    "a column": "samples?text=question+7&where=columns",
     "a text, sorted": "samples?text=self&sort=-gap_max",
     "groups of a round": "groups",
     "one group": "group?round=train.1.0&group=3",
@@ -185,6 +187,7 @@ def make_sample(
         fingerprint=f"{group:032x}",
         prompt=json.dumps([{"role": "user", "content": f"<image>{QUESTION} ({group})"}]),
         media=[f"images/train/{group:08d}.png"],
+        columns=json.dumps({"solution": f"The answer of question {group}"}),
     )
 
 
@@ -225,11 +228,11 @@ def view(run_dir: Path) -> dict[str, float]:
             assert server.stdout is not None
             match = re.search(r"http://\S+", server.stdout.readline())
             assert match, "the server printed no address"
-            run = match[0]
+            run = f"{match[0]}0/"
             while 'class="thumb"' not in get(f"{run}samples"):
                 time.sleep(0.02)
             figures["seconds to the first page"] = time.perf_counter() - start
-            while "…" in get(f"{match[0]}state"):
+            while "…" in get(f"{run}state"):
                 time.sleep(0.1)
             figures["seconds until all is read"] = time.perf_counter() - start
             for name, page in PAGES.items():

@@ -13,6 +13,9 @@ LOGGED = ("learning_rate", "loss", "grad_norm", "kl")
 """Values of `logging.jsonl` in the order in which one decides the next. Times, memory and what a
 process has in its caches are a run's own."""
 
+LOGS = "logging.jsonl"
+"""ms-swift's own file of a run's metrics."""
+
 STEP = "global_step/max_steps"
 
 
@@ -97,11 +100,11 @@ def _step_of(checkpoint: str) -> int:
 
 
 def read_steps(run: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
-    """Return what a run has logged of its optimizer steps, by their numbers; of a step that a
-    resumed run has made once more, what it logged last."""
+    """Return what a run has logged of its optimizer steps, by their numbers, in order; a resume
+    takes back the steps from which on it makes them once more."""
     steps: dict[int, dict[str, Any]] = {}
     try:
-        lines = Path(run, "logging.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = Path(run, LOGS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return steps
     for line in lines:
@@ -110,5 +113,8 @@ def read_steps(run: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
         except ValueError:  # cut short, as its process was
             continue
         if "loss" in logged:
-            steps[int(str(logged[STEP]).partition("/")[0])] = logged
+            step = int(str(logged[STEP]).partition("/")[0])
+            while steps and next(reversed(steps)) >= step:
+                steps.popitem()
+            steps[step] = logged
     return steps

@@ -130,8 +130,10 @@ class RunView(Follower):
             "round": ".".join(map(str, name)),
             "group": group,
             "prompt": prompt.messages,
+            "columns": turns[0]["columns"],
             "media": prompt.media,
             "samples": _samples(turns),
+            "rounding": is_rounding(turns),
             "has_turns": any(turn["turn"] for turn in turns),
             "has_one_prompt": len(firsts) == 1,
             "has_masks": any(turn["num_masked"] for turn in turns),
@@ -209,6 +211,14 @@ class RunView(Follower):
         if at < 0 or number < 0:
             raise KeyError(group)
         return self.snapshot.prompts[rows["fingerprint"][at].as_py()].media[number]
+
+
+def is_rounding(samples: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether rewards are all equal and advantages are not 0: ms-swift (4.6, rl_core/
+    advantage.py) divides what float32 leaves of a reward less the mean, 1e-7 of it, by a standard
+    deviation of 0 + 1e-4."""
+    rewards = {sample["reward"] for sample in samples}
+    return len(rewards) == 1 and any(0 < abs(sample["advantage"] or 0) < 0.01 for sample in samples)
 
 
 class Said(NamedTuple):

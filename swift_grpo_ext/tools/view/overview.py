@@ -1,16 +1,14 @@
 """A run's overview: the verdict, the alarms, the curves as charts, and the worst groups. Pure.
 
-Curves come from the run's record and from `diversity.jsonl`. All share one axis, optimizer steps
-done: a training round that begins at step s stands at s + 1, where ms-swift logs it too; an
-evaluation stands at its own step. Times of a step's parts come from ms-swift's `logging.jsonl`;
-loss and KL are in its own TensorBoard log.
+Curves come from the run's record, from ms-swift's `logging.jsonl` and from `diversity.jsonl`. All
+share one axis, optimizer steps done: a training round that begins at step s stands at s + 1, where
+ms-swift logs it too; an evaluation stands at its own step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -32,6 +30,16 @@ MAX_COMPLETIONS = 16
 
 MAX_POINTS = 400
 """Points of a curve, evenly spaced: a chart is about as many pixels wide."""
+
+LOGGED = {
+    "loss": ("loss",),
+    "kl": ("kl",),
+    "entropy": ("entropy/mean", "entropy/max", "entropy/min"),
+    "grad_norm": ("grad_norm",),
+    "clip_ratio": ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"),
+    "learning_rate": ("learning_rate",),
+}
+"""Panels of what ms-swift logs."""
 
 DIVERSITY = {
     "copies": ("unique_ratio", "groups_with_duplicates", "common_mode"),
@@ -68,10 +76,6 @@ LAYERS = {
 
 MIN_SHARE = 0.001
 """Of a run: smaller parts are left out, as nobody would see them."""
-
-WIDTH, HEIGHT = 460, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
-"""Sizes of a chart and of the margins around its axes, in the chart's own units."""
 
 NUM_COLOURS = 6
 
@@ -134,13 +138,14 @@ def make_panels(
     records: Sequence[RoundRecord],
     logs: Mapping[int, Mapping[str, float]] | None = None,
 ) -> Panels:
-    """Return rewards, lengths and gaps of the record, the parts of the steps, then the monitor's
-    metrics and its collision test of the training rounds; no curve and no panel without points. All
-    turns of a conversation are one sample.
+    """Return rewards and lengths of the record, what was logged, gaps, the parts of the steps, then
+    the monitor's metrics and its collision test of the training rounds; no curve and no panel
+    without points. All turns of a conversation are one sample.
 
     Args:
-        logs: what was logged of a step, by its number (`read_step_logs`).
+        logs: what was logged of a step, by its number (`read_steps`).
     """
+    logs = logs or {}
     table = sample_rows(snapshot) if snapshot.has_turns else snapshot.table
     columns = {"reward": table["reward"], "length": table["num_tokens"], "gap": table["gap_mean"]}
     for name in snapshot.functions:
@@ -166,9 +171,13 @@ def make_panels(
             "eval reward": evaluated,
         },
         "length": {"length": recorded["length"]},
+        **{
+            key: {name: _points((step, log.get(name)) for step, log in logs.items()) for name in of}
+            for key, of in LOGGED.items()
+        },
         **(turn_panels(snapshot) if snapshot.has_turns else {}),
         "gap": {"gap": recorded["gap"]},
-        TIME: time_layers(logs or {}),
+        TIME: time_layers(logs),
     }
     training = [record for record in records if record.phase == "train"]
     for key, metrics in DIVERSITY.items():
@@ -219,9 +228,10 @@ def turn_panels(snapshot: Snapshot) -> Panels:
 
 
 def time_layers(logs: Mapping[int, Mapping[str, float]]) -> dict[str, Points]:
-    """Return the seconds of each part of the steps, none of which is of another."""
+    """Return the seconds of each part of the steps that were timed, none of which is of another."""
     layers: dict[str, Points] = {name: [] for name in LAYERS}
-    for step, log in sorted(logs.items()):
+    timed = [(step, log) for step, log in logs.items() if "time/rollout" in log]
+    for step, log in evenly_spaced(timed, MAX_POINTS):
         seconds = {part: log[f"time/{part}"] for part in (*PARTS, *ROLLOUT_PARTS)}
         engine = sum(seconds[part] for part in ROLLOUT_PARTS)
         seconds["other rollout"] = max(seconds.pop("rollout") - engine, 0.0)
@@ -247,90 +257,54 @@ def evenly_spaced(values: list[Any], count: int) -> list[Any]:
 # --- charts ---
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Maps values between `low` and `high` to places between `start` and `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return round(self.start + share * (self.end - self.start), 1)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return place and label of about five round values."""
-        rough = (self.high - self.low) / 4
-        power = 10 ** math.floor(math.log10(rough))
-        size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-        numbers = range(math.ceil(self.low / size), math.floor(self.high / size) + 1)
-        return [(self(number * size), f"{number * size:.4g}") for number in numbers]
-
-
-def make_charts(panels: Panels, shaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one chart per panel, as the macro `chart` draws it.
+def make_charts(panels: Panels, alarms: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return a chart for each panel, as `script.js` draws it: the values of its curves at `steps`,
+    None where a curve has none, and the `range` of its values where not all of it is to be seen.
 
     All have one axis of steps, so that what happened at the same time stands at the same place.
 
     Args:
-        shaded: the alarms of `list_alarms` whose steps are shaded.
+        alarms: those of `list_alarms` whose steps are shaded.
     """
     steps = [step for curves in panels.values() for points in curves.values() for step, _ in points]
-    steps += [alarm[end] for alarm in shaded for end in ("first_step", "last_step")]
+    steps += [alarm[end] for alarm in alarms for end in ("first_step", "last_step")]
     charts = []
     for key, curves in panels.items():
-        x = Scale(min(steps) - 0.5, max(steps) + 0.5, LEFT, WIDTH - RIGHT)
-        values = [value for points in curves.values() for _, value in points]
-        low, high = min(values), max(values)
-        if key == TIME:
-            # A run begins with what it does once: its first step may be cut.
-            layers = [_values(points) for points in curves.values()]
-            totals = [sum(of_step) for of_step in zip(*layers, strict=True)]
-            low, high = 0.0, max(totals[1:] or totals) * 1.05
-        elif key in SHARES:
-            low, high = -0.03, 1.03
-        else:
-            is_flat = high - low <= 1e-9 * max(abs(low), abs(high))  # equal but for rounding
-            room = (abs(high) * 0.1 or 1.0) if is_flat else (high - low) * 0.05
-            low, high = low - room, high + room
-        y = Scale(low, high, HEIGHT - BOTTOM, TOP)
-        drawn, told = [], []
-        areas = _stacked_areas(curves, x, y) if key == TIME else {}
+        chart: dict[str, Any] = {"key": key, "axis": [min(steps) - 0.5, max(steps) + 0.5]}
+        chart["steps"] = sorted({step for points in curves.values() for step, _ in points})
+        chart["curves"] = []
         for number, (name, points) in enumerate(curves.items()):
-            # A line from a single point to itself shows as a dot, as its ends are round.
-            line = points * 2 if len(points) == 1 else points
-            path = "M" + "L".join(f"{x(step)} {y(value)}" for step, value in line)
-            colour = LAYERS[name] if areas else f"c{number % NUM_COLOURS}"
-            drawn.append({"name": name, "colour": colour, "path": areas.get(name, path)})
-            rounded = [(step, float(f"{value:.5g}")) for step, value in points]
-            told.append({"name": name, "points": rounded})
-        # `data` is what the page's script needs to tell the values at a step.
-        data = {"axis": [x.low, x.high, x.start, x.end, WIDTH], "curves": told}
-        kind = "area" if areas else "curve"
-        charts.append({"key": key, "x": x, "y": y, "curves": drawn, "kind": kind, "data": data})
+            value_at = {step: float(f"{value:.5g}") for step, value in points}
+            colour = LAYERS.get(name, "c5") if key == TIME else f"c{number % NUM_COLOURS}"
+            values = [value_at.get(step) for step in chart["steps"]]
+            chart["curves"].append({"name": name, "colour": colour, "values": values})
+        chart["range"] = [-0.03, 1.03] if key in SHARES else None
+        chart["is_stacked"] = key == TIME
+        if chart["is_stacked"]:
+            # A run begins with what it does once: its first step may be cut.
+            layers = (map(_value, points) for points in curves.values())
+            totals = [*map(sum, zip(*layers, strict=True))]
+            chart["range"] = [0.0, max(totals[1:] or totals) * 1.05]
+        charts.append(chart)
     return charts
 
 
-def _stacked_areas(curves: Mapping[str, Points], x: Scale, y: Scale) -> dict[str, str]:
-    """Return the outlines of curves that stand one on the other. Each has the same steps; a value
-    fills the chart from the step before it to its own."""
-    ends = [x(step + 0.5) for step, _ in next(iter(curves.values()))]
-    starts = [x(x.low), *ends[:-1]]
-    floors = [0.0] * len(ends)
-    areas = {}
-    for name, points in curves.items():
-        tops = [floor + value for floor, value in zip(floors, _values(points), strict=True)]
-        upper = [f"V{y(min(top, y.high))}H{end}" for top, end in zip(tops, ends, strict=True)]
-        lower = [f"V{y(min(at, y.high))}H{start}" for at, start in zip(floors, starts, strict=True)]
-        areas[name] = f"M{starts[0]} {y(0)}{''.join(upper)}{''.join(reversed(lower))}Z"
-        floors = tops
-    return areas
+def compare_curves(panels_of_runs: Mapping[str, Panels]) -> Panels:
+    """Return a panel for each curve of several runs, in which each run has one."""
+    compared: Panels = {}
+    for run, panels in panels_of_runs.items():
+        for key, curves in panels.items():
+            if key == TIME:
+                layers = zip(*curves.values(), strict=True)
+                sums = [(points[0][0], sum(map(_value, points))) for points in layers]
+                key, curves = "step_time", {"": sums}
+            for name, points in curves.items():
+                compared.setdefault(f"{key}/{name}" if len(curves) > 1 else key, {})[run] = points
+    return compared
 
 
-def _values(points: Points) -> list[float]:
-    return [value for _, value in points]
+def _value(point: tuple[float, float]) -> float:
+    return point[1]
 
 
 # --- the worst groups ---

@@ -25,18 +25,17 @@ from swift_grpo_ext.diversity.alarms import read_words
 from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.timing.advice import advise, mean_step
 from swift_grpo_ext.tools.diff import read_args
-from swift_grpo_ext.tools.view import overview
+from swift_grpo_ext.tools.updates import LOGS, read_steps
+from swift_grpo_ext.tools.view import overview, several
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
 from swift_grpo_ext.tools.view.overview import evenly_spaced
 from swift_grpo_ext.tools.view.runs import (
-    LOGS,
-    RANGES,
+    FUNCTION,
     facets,
     list_groups,
     list_samples,
     matching,
     parse_round,
-    read_step_logs,
 )
 
 HERE = Path(__file__).parent
@@ -59,12 +58,12 @@ def both(texts: Sequence[str]) -> Markup:
 def word(key: str) -> Markup | str:
     """Return the words of a key in both languages; a key without words, such as the name of a
     reward function, as it is."""
-    return both(words()[key]) if key in words() else key
+    return both(words()[key]) if key in words() else key.removeprefix(FUNCTION)
 
 
 def label(key: str) -> str:
     """Return both languages for where no markup can stand, such as a menu."""
-    return " · ".join(dict.fromkeys(words().get(key, [key])))
+    return " · ".join(dict.fromkeys(words().get(key, [key.removeprefix(FUNCTION)])))
 
 
 def number(value: float | None) -> str:
@@ -85,21 +84,23 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = (HERE / "static/script.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    files = ("uPlot.iife.min.js", "script.js", "uPlot.min.css", "style.css")
+    texts = [(HERE / "static" / name).read_text(encoding="utf-8") for name in files]
+    digests = [hashlib.sha256(script.encode()).digest() for script in texts[:2]]
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     environment.filters["number"] = number
     environment.globals.update(
         t=word,
         both=both,
         label=label,
-        script=Markup(script),
-        style=Markup((HERE / "static/style.css").read_text(encoding="utf-8")),
+        plotting=Markup(texts[0]),
+        script=Markup(texts[1]),
+        style=Markup("".join(texts[2:])),
         policy=(
-            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+            f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
             "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'self'"
         ),
         basename=os.path.basename,
-        ranges=RANGES,
     )
     return environment
 
@@ -109,24 +110,38 @@ def address(page: str, /, **values: object) -> str:
     return f"{page}?{urlencode(values)}"
 
 
-def render(page: str, run: RunView, *, url: Address = address, **values: object) -> str:
+def render(
+    page: str,
+    run: RunView | None,
+    runs: Sequence[RunView] = (),
+    *,
+    url: Address = address,
+    **values: object,
+) -> str:
     """Return a page.
 
     Args:
         page: the name of the template that stands in `base.html`, or `saved`.
+        run: the one that the page is about; None for all `runs`.
+        runs: those that are shown beside it, itself among them.
         url: gives the address of a page, or of an `image`, by name and values.
         values: what the template shows.
     """
-    template = _environment().get_template("saved.html" if page == "saved" else "base.html")
-    return template.render(run=run, url=url, page=page, state=state_of(run), **values)
+    runs = runs or [run for run in [run] if run]
+    saved = "saved_runs.html" if run is None else "saved.html"
+    template = _environment().get_template(saved if page == "saved" else "base.html")
+    state = state_of(runs if run is None else [run])
+    return template.render(run=run, runs=runs, url=url, page=page, state=state, **values)
 
 
-def state_of(run: RunView) -> str:
-    """Return a text that changes when what is read of the run does."""
-    state = f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'}"
-    with suppress(OSError):  # of a run that has logged nothing yet
-        state += f" {(run.run_dir / LOGS).stat().st_size}"
-    return state
+def state_of(runs: Sequence[RunView]) -> str:
+    """Return a text that changes when what is read of the runs does."""
+    states = []
+    for run in runs:
+        states.append(f"{run.snapshot.version}{'' if run.snapshot.is_whole else '…'}")
+        with suppress(OSError):  # of a run that has logged nothing yet
+            states.append(str((run.run_dir / LOGS).stat().st_size))
+    return " ".join(states)
 
 
 # --- what each page shows ---
@@ -192,14 +207,15 @@ def overview_values(run: RunView) -> dict[str, Any]:
     records = read_records(run.run_dir)
     alarms = overview.list_alarms(records)
     shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
-    logs = read_step_logs(run.run_dir, overview.MAX_POINTS)
+    logs = read_steps(run.run_dir)
     panels = overview.make_panels(run.snapshot, records, logs)
+    timed = [log for log in logs.values() if "time/rollout" in log]
     return {
         "verdict": overview.overall_verdict(records),
         "alarms": alarms,
         "shaded": shaded,
         "charts": overview.make_charts(panels, shaded),
-        "advices": advise(mean_step([*logs.values()]), read_args(run.run_dir)),
+        "advices": advise(mean_step(timed), read_args(run.run_dir)),
         "groups": overview.worst_groups(run, records),
         "is_live": True,
     }
@@ -209,7 +225,8 @@ def overview_values(run: RunView) -> dict[str, Any]:
 
 
 def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups: int = 40) -> Path:
-    """Write the overview and a selection of groups as one page; return its path.
+    """Write the overview and a selection of groups as one page, of several runs their curves, and
+    of two what parts them; return its path.
 
     Args:
         runs: their folders.
@@ -219,11 +236,23 @@ def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups:
         FileNotFoundError: there are neither samples nor a `diversity.jsonl` yet.
         OSError: the page cannot be written.
     """
-    run = RunView(runs[0])
-    run.refresh()
+    views = [RunView(folder) for folder in runs]
+    for run in views:
+        run.refresh()
+        if not run.snapshot.rounds and not read_records(run.run_dir):
+            raise FileNotFoundError(f"{run.run_dir}: {words()['no_samples'][0]}")
+    if len(views) == 1:
+        page = _saved_run(views[0], num_groups)
+    else:
+        pair = several.pair_values(views, (0, 1)) if len(views) == 2 else {}
+        page = render("saved", None, views, **several.runs_values(views), **pair)
+    path = Path(output)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _saved_run(run: RunView, num_groups: int) -> str:
     snapshot = run.snapshot
-    if not snapshot.rounds and not read_records(run.run_dir):
-        raise FileNotFoundError(f"{run.run_dir}: {words()['no_samples'][0]}")
     groups = [group for name in reversed(snapshot.rounds) for group in list_groups(snapshot, name)]
     listed, shown = [], []
     for group in evenly_spaced(groups, num_groups):
@@ -244,14 +273,5 @@ def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups:
         place = f"-{values['round']}-{values['group']}" if page == "group" else ""
         return f"#{page}{place}"
 
-    page = render(
-        "saved",
-        run,
-        url=address_inside,
-        listed=listed,
-        pages=shown,
-        **overview_values(run),
-    )
-    path = Path(output)
-    path.write_text(page, encoding="utf-8")
-    return path
+    values = {"listed": listed, "pages": shown, **overview_values(run)}
+    return render("saved", run, url=address_inside, **values)

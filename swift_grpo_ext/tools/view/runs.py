@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +34,17 @@ SAMPLE_COLUMNS = [
     *("phase", "step", "number", "group", "index", "turn", "seed", "rank", "replica"),
     "weight_version",
     *("finish_reason", "stop_reason", "num_tokens", "text", "fingerprint"),
-    *("engine_seconds", "tool_seconds"),
+    *("engine_seconds", "tool_seconds", "columns"),
 ]
 SCORE_COLUMNS = [
     *("reward", "rewards", "advantage", "gap_mean", "gap_max", "truncated", "replaced", "fate"),
 ]
 RANGES = ("reward", "advantage", "num_tokens", "gap_max")
-"""Columns that a least and a greatest value bound; a sample without a value is out of all."""
+"""Columns that a least and a greatest value bound, beside those of the reward functions; a sample
+without a value is out of all."""
+
+FUNCTION = "reward."
+"""Stands before the name of a reward function where a column is named."""
 
 EXACT = ("phase", "finish_reason", "stop_reason", "fate", "truncated")
 """Columns that are filtered by equality."""
@@ -51,8 +55,8 @@ MAX_VALUES = 50
 MAX_TEXT = 400
 """Characters of a completion in a list."""
 
-LOGS = "logging.jsonl"
-"""ms-swift's own file of a run's metrics."""
+MAX_QUESTION = 160
+"""Characters of a prompt's last message in a list."""
 
 
 class Prompt(NamedTuple):
@@ -65,6 +69,11 @@ class Prompt(NamedTuple):
     def messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = json.loads(self.text)
         return messages
+
+    @property
+    def question(self) -> str:
+        """The beginning of its last message."""
+        return str(self.messages[-1]["content"])[:MAX_QUESTION]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +120,17 @@ class Snapshot:
         """The names of the reward functions."""
         names: list[str] = pc.unique(self.table["rewards"].combine_chunks().keys).to_pylist()
         return names
+
+    @property
+    def ranges(self) -> list[str]:
+        """The columns that are bounded and sorted by: `RANGES`, and the reward functions'."""
+        return [*RANGES, *(FUNCTION + name for name in self.functions)]
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """Return the values of one of `ranges`, or another column of `table`."""
+        if name.startswith(FUNCTION):
+            return pc.map_lookup(self.table["rewards"], name.removeprefix(FUNCTION), "first")
+        return self.table[name]
 
 
 class Follower:
@@ -217,30 +237,14 @@ def _with_scores(rows: pa.Table, scores: pa.Table) -> pa.Table:
     scores = scores.take(pc.index_in(keys[0], value_set=keys[1].combine_chunks()))
     for name in SCORE_COLUMNS:
         rows = rows.append_column(REWARDS.schema.field(name).with_nullable(True), scores[name])
-    return rows
+    # All samples of a prompt have the same.
+    place = rows.column_names.index("columns")
+    return rows.set_column(place, "columns", rows["columns"].dictionary_encode())
 
 
 _EMPTY = _with_scores(
     SAMPLES.schema.empty_table().select(SAMPLE_COLUMNS), REWARDS.schema.empty_table()
 )
-
-
-def read_step_logs(run_dir: str | os.PathLike[str], count: int) -> dict[int, dict[str, Any]]:
-    """Return what was logged of steps whose parts were timed, by the optimizer steps done: about
-    `count` of them, evenly spaced, the newest among them. A line that is spoilt is left out, and a
-    session that was resumed replaces what it does again."""
-    try:
-        lines = (Path(run_dir) / LOGS).read_bytes().splitlines()
-    except OSError:
-        return {}
-    lines = [line for line in lines if b'"time/rollout"' in line][::-1]
-    logs: dict[int, dict[str, Any]] = {}
-    for line in lines[:: -(-len(lines) // count) or 1][::-1]:
-        with suppress(KeyError, ValueError):
-            log = json.loads(line)
-            step = int(log["global_step/max_steps"].partition("/")[0])
-            logs = {earlier: of for earlier, of in logs.items() if earlier < step} | {step: log}
-    return logs
 
 
 # --- which samples, which groups ---
@@ -256,8 +260,10 @@ def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:
     """Return the numbers of the rows of `snapshot.table` that a filter lets pass.
 
     Args:
-        values: those of a URL; `sort=reward` sorts by a column of `RANGES`, `sort=-reward` puts the
-            greatest first. Rows without a value come last. Without `sort`, the newest come first.
+        values: those of a URL; `sort=reward` sorts by one of the snapshot's `ranges`,
+            `sort=-reward` puts the greatest first. Rows without a value come last. Without `sort`,
+            the newest come first. `text` is looked for in what `where` says: the completion, or
+            `prompt`, or the data row's other `columns`.
 
     Raises:
         ValueError: a value is no number, or no column.
@@ -266,37 +272,42 @@ def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:
     first, colon, last = values.get("steps", "").partition(":")
     bounds = [("step", "steps", first, pc.greater_equal)]
     bounds += [("step", "steps", last if colon else first, pc.less_equal)]
-    for column in RANGES:
+    for column in snapshot.ranges:
         for end, compare in (("min", pc.greater_equal), ("max", pc.less_equal)):
             bounds.append((column, f"{end}_{column}", values.get(f"{end}_{column}", ""), compare))
     conditions = []
     for column, name, bound, compare in bounds:
         if bound:
             try:
-                conditions.append(compare(table[column], float(bound)))
+                conditions.append(compare(snapshot.column(column), float(bound)))
             except ValueError as e:
                 raise ValueError(f"{name}={values[name]}: {bound} is no number.") from e
     for column in EXACT:
         if values.get(column):
             conditions.append(pc.equal(table[column].cast(pa.utf8()), values[column]))
     if text := values.get("text"):
-        if values.get("in_prompt"):  # each prompt is looked at once, and not once a sample
+        has_text = partial(pc.match_substring, pattern=text, ignore_case=True)
+        if values.get("where") == "prompt":  # each is looked at once, and not once a sample
             prompts = [prompt.text for prompt in snapshot.prompts.values()]
-            has_text = pc.match_substring(pa.array(prompts, pa.utf8()), text, ignore_case=True)
-            hashes = pa.array(snapshot.prompts, pa.utf8()).filter(has_text)
-            conditions.append(pc.is_in(table["fingerprint"], value_set=hashes))
+            hashes = pa.array(snapshot.prompts, pa.utf8())
+            found = hashes.filter(has_text(pa.array(prompts, pa.utf8())))
+            conditions.append(pc.is_in(table["fingerprint"], value_set=found))
+        elif values.get("where") == "columns":
+            encoded = table["columns"].combine_chunks()
+            has_it = has_text(encoded.dictionary).take(encoded.indices)
+            conditions.append(pa.chunked_array([has_it]))
         else:
-            conditions.append(pc.match_substring(table["text"], text, ignore_case=True))
+            conditions.append(has_text(table["text"]))
     rows = np.arange(table.num_rows)
     if conditions:
         masks = (condition.fill_null(False).to_numpy() for condition in conditions)
         rows = np.flatnonzero(reduce(np.logical_and, masks))
 
     column = values.get("sort", "").removeprefix("-")
-    if column not in ("", *RANGES):
-        raise ValueError(f"sort={column}: expected one of {', '.join(RANGES)}.")
+    if column not in ("", *snapshot.ranges):
+        raise ValueError(f"sort={column}: expected one of {', '.join(snapshot.ranges)}.")
     if column:
-        keys = table[column].combine_chunks().take(pa.array(rows))
+        keys = snapshot.column(column).combine_chunks().take(pa.array(rows))
         order = "descending" if values["sort"].startswith("-") else "ascending"
         rows = rows[pc.array_sort_indices(keys, order=order).to_numpy()]
     return rows
@@ -321,11 +332,17 @@ def list_samples(snapshot: Snapshot, rows: np.ndarray) -> list[dict[str, Any]]:
 
 
 def describe(snapshot: Snapshot, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with its round's name, its reward functions' values under `parts`, and the
-    number of its prompt's media."""
-    place = f"{row['phase']}.{row['step']}.{row['number']}"
-    num_media = len(snapshot.prompts[row["fingerprint"]].media)
-    return {**row, "round": place, "parts": dict(row["rewards"] or ()), "num_media": num_media}
+    """Return a row with its round's name, its reward functions' values under `parts`, its data
+    row's `columns`, the last words of its prompt, and the number of that one's media."""
+    prompt = snapshot.prompts[row["fingerprint"]]
+    return {
+        **row,
+        "round": f"{row['phase']}.{row['step']}.{row['number']}",
+        "parts": dict(row["rewards"] or ()),
+        "columns": json.loads(row["columns"] or "{}"),
+        "asked": prompt.question,
+        "num_media": len(prompt.media),
+    }
 
 
 def list_groups(snapshot: Snapshot, name: RoundName) -> list[dict[str, Any]]:
@@ -343,7 +360,8 @@ def list_groups(snapshot: Snapshot, name: RoundName) -> list[dict[str, Any]]:
             {
                 "round": ".".join(map(str, name)),
                 "group": group,
-                "prompt": str(prompt.messages[-1]["content"])[:160],
+                "prompt": prompt.question,
+                "columns": json.loads(samples[0][0]["columns"] or "{}"),
                 "num_media": len(prompt.media),
                 "samples": len(samples),
                 "distinct": len({tuple(turn["text"] for turn in turns) for turns in samples}),

@@ -12,17 +12,18 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 
-from swift_grpo_ext.tools.view import pages
+from swift_grpo_ext.tools.view import pages, several
 from swift_grpo_ext.tools.view.group import RunView, image_bytes
 from swift_grpo_ext.tools.view.runs import parse_round
 
@@ -39,36 +40,74 @@ HEADERS = {
 }
 
 
-def make_app(run: RunView, token: str) -> Starlette:
-    """Return the application; who calls it refreshes the run."""
+def make_app(runs: Sequence[RunView], token: str) -> Starlette:
+    """Return the application; who calls it refreshes the runs. Each run's pages stand below its
+    number."""
 
     def start(request: Request) -> Response:
-        return RedirectResponse("samples", headers=HEADERS)
+        return RedirectResponse("0/samples" if len(runs) == 1 else "runs", headers=HEADERS)
+
+    def values_of(name: str, query: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "runs": lambda: several.runs_values(runs),
+            "pair": lambda: several.pair_values(runs, (int(query["a"]), int(query["b"]))),
+        }[name]()
+
+    routes = [Route("/", start), *_routes(runs, None, values_of)]
+    routes[1:1] = [
+        Mount(f"/{number}", routes=_run_routes(runs, run)) for number, run in enumerate(runs)
+    ]
+    return Starlette(routes=[Mount(f"/{token}", routes=routes)])
+
+
+def _run_routes(runs: Sequence[RunView], run: RunView) -> list[BaseRoute]:
+    """Return the routes of one run's pages and images."""
+
+    def image(request: Request) -> Response:
+        query = request.query_params
+        try:  # by round, group and number: what the run's record names
+            place = parse_round(query["round"]), int(query["group"]), int(query["number"])
+            index = int(query["index"]) if "index" in query else None
+            medium = run.medium_name(*place, index, int(query.get("turn", 0)))
+            content = image_bytes(medium, query["size"])
+        except (LookupError, ValueError) as e:
+            return _nothing(e)
+        return Response(content, media_type="image/png", headers=HEADERS)
+
+    def values_of(name: str, query: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "samples": lambda: pages.samples_values(run, query),
+            "groups": lambda: pages.groups_values(run, query),
+            "group": lambda: pages.group_values(run, query),
+            "overview": lambda: pages.overview_values(run),
+        }[name]()
+
+    return [Route("/image", image), *_routes(runs, run, values_of)]
+
+
+def _routes(
+    runs: Sequence[RunView],
+    run: RunView | None,
+    values_of: Callable[[str, Mapping[str, str]], dict[str, Any]],
+) -> list[BaseRoute]:
+    """Return the routes of a run's pages, or of all runs', and of their state."""
 
     def state(request: Request) -> Response:
-        return PlainTextResponse(pages.state_of(run), headers=HEADERS)
+        return PlainTextResponse(pages.state_of(runs if run is None else [run]), headers=HEADERS)
 
     def page(request: Request) -> Response:
-        name, query = request.path_params["page"], dict(request.query_params)
+        name = request.path_params["page"]
         try:
-            if name == "image":  # by round, group and number: what the run's record names
-                place = parse_round(query["round"]), int(query["group"]), int(query["number"])
-                index = int(query["index"]) if "index" in query else None
-                medium = run.medium_name(*place, index, int(query.get("turn", 0)))
-                content = image_bytes(medium, query["size"])
-                return Response(content, media_type="image/png", headers=HEADERS)
-            values = {
-                "samples": lambda: pages.samples_values(run, query),
-                "groups": lambda: pages.groups_values(run, query),
-                "group": lambda: pages.group_values(run, query),
-                "overview": lambda: pages.overview_values(run),
-            }[name]()
+            values = values_of(name, request.query_params)
         except (LookupError, ValueError) as e:
-            return PlainTextResponse(f"There is no such thing here ({e}).", 404)
-        return HTMLResponse(pages.render(name, run, **values), headers=HEADERS)
+            return _nothing(e)
+        return HTMLResponse(pages.render(name, run, runs, **values), headers=HEADERS)
 
-    routes = [Route("/", start), Route("/state", state), Route("/{page}", page)]
-    return Starlette(routes=[Mount(f"/{token}", routes=routes)])
+    return [Route("/state", state), Route("/{page}", page)]
+
+
+def _nothing(cause: Exception) -> Response:
+    return PlainTextResponse(f"There is no such thing here ({cause}).", 404)
 
 
 def serve(runs: Sequence[Path], port: int, host: str) -> None:
@@ -82,7 +121,7 @@ def serve(runs: Sequence[Path], port: int, host: str) -> None:
     Raises:
         OSError: the port is taken, or the address is none of this machine's.
     """
-    run = RunView(runs[0])
+    views = [RunView(folder) for folder in runs]
     token = secrets.token_urlsafe(16)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -97,10 +136,10 @@ def serve(runs: Sequence[Path], port: int, host: str) -> None:
         ) from e
     with listener:
         stop = threading.Event()
-        threading.Thread(target=_follow, args=(run, stop), daemon=True).start()
+        threading.Thread(target=_follow, args=(views, stop), daemon=True).start()
         listens_at, port, *_ = listener.getsockname()
         print(_how_to_look(listens_at, port, token), flush=True)
-        config = uvicorn.Config(make_app(run, token), log_level="warning", access_log=False)
+        config = uvicorn.Config(make_app(views, token), log_level="warning", access_log=False)
         try:
             uvicorn.Server(config).run(sockets=[listener])
         except KeyboardInterrupt:
@@ -126,14 +165,15 @@ def _how_to_look(host: str, port: int, token: str) -> str:
     )
 
 
-def _follow(run: RunView, stop: threading.Event) -> None:
-    """Read what the run writes until `stop` is set; an error is told once and tried again."""
-    told = ""
+def _follow(runs: Sequence[RunView], stop: threading.Event) -> None:
+    """Read what the runs write until `stop` is set; an error is told once and tried again."""
+    told: set[str] = set()
     while not stop.is_set():
-        try:
-            run.refresh()
-        except (OSError, ValueError) as e:  # a file that is being replaced; of Arrow, too
-            if str(e) != told:
-                logger.warning("%s cannot be read now (%s): tried again.", run.run_dir, e)
-            told = str(e)
+        for run in runs:
+            try:
+                run.refresh()
+            except (OSError, ValueError) as e:  # a file that is being replaced; of Arrow, too
+                if str(e) not in told:
+                    logger.warning("%s cannot be read now (%s): tried again.", run.run_dir, e)
+                told.add(str(e))
         stop.wait(REFRESH_SECONDS)

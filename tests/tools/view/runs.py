@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.rewards import REWARDS, RewardRow
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.tools.view.runs import LOGS
+from swift_grpo_ext.tools.updates import LOGS
 from tests.record.rows import ROW, sample_id
 
 HOSTILE = "<img src=x onerror='window.stolen=1'><script>window.stolen=1</script>‮\u202e"
@@ -36,6 +36,7 @@ def make_rows(step: int, *, num_groups: int = 2, phase: str = "train") -> list[S
             fingerprint=f"{group:032x}",
             prompt=json.dumps([{"role": "user", "content": f"<image>Question {group}?"}]),
             media=[f"images/{group}.png"],
+            columns=json.dumps({"solution": f"s{group}"}),
         )
         for group in range(num_groups)
         for index in range(2)
@@ -131,7 +132,7 @@ def add_logs(run_dir: Path, *seconds: float) -> Path:
     with (run_dir / LOGS).open("a", encoding="utf-8") as file:
         for step, value in enumerate(seconds, 1):
             log = {f"time/{part}": share * value for part, share in shares.items()}
-            log |= {"loss": 0.0, "global_step/max_steps": f"{step}/100"}
+            log |= {"loss": 0.0, "kl": step / 8, "global_step/max_steps": f"{step}/100"}
             file.write(json.dumps(log) + "\n")
         file.write('{"train_loss": 0.0, "global_step/max_steps": "9/100"}\n')
     return run_dir / LOGS

@@ -65,7 +65,7 @@ def test_filters_and_groups(page: Chrome) -> None:
     page.click("summary")
     page.fill("select[name=phase]", "train")
     page.until("location.search.includes('phase=train')")
-    assert "in_prompt" not in page.run("location.search")
+    assert "where" not in page.run("location.search")
     page.until("document.querySelector('details').open")
     page.click("nav a[href^=groups]")
     page.until("document.querySelectorAll('ol.groups li').length >= 2")
@@ -81,17 +81,22 @@ def test_filters_and_groups(page: Chrome) -> None:
 def test_values_of_curves(page: Chrome) -> None:
     page.click("nav a[href^=overview]")
     page.until("document.querySelector('[data-panel=length]')")
-    page.run("""(svg => { const box = svg.getBoundingClientRect(); svg.dispatchEvent(
-        new PointerEvent('pointermove', {clientX: box.left + box.width / 2})) })(
-        document.querySelector('[data-panel=length] svg'))""")
-    assert page.texts("[data-panel=length] output") == ["2 · length 3"]
+    page.until("document.querySelector('[data-panel=length] canvas')")
+    x, y = page.run("""(plot => { plot.scrollIntoView(); const box = plot.getBoundingClientRect();
+        return [box.left + box.width / 2, box.top + box.height / 2] })(
+        document.querySelector('[data-panel=length] .u-over'))""")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    values = "document.querySelector('[data-panel=%s] .u-legend').innerText"
+    page.until(f"{values % 'length'} === 'Step2length3'")
+    # One cursor stands in all charts.
+    assert page.run(values % "gap") == "Step2gap0.1"
 
 
 def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> None:
     rows = [replace(row, text=HOSTILE) for row in make_rows(3)]
     Writer(run_dir, session=1, start_step=3).write(rows)
     page.until("document.querySelector('#count').innerText === '16 of 16'")
-    assert "onerror" in page.texts(f"{ROWS} .text")[0]
+    assert "onerror" in page.texts(f"{ROWS} a > .text")[0]
     page.click(f"{ROWS} a")
     page.until("document.querySelector('.completion')")
     assert "<script>" in page.texts(".completion .tokens")[0]
@@ -100,7 +105,7 @@ def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> Non
 
 
 OVERFLOWING = """[...document.querySelectorAll("header, main, header *, main *")].filter(e => {
-  if (e.closest("svg, select") || e.matches("input, br")) return false;
+  if (e.closest("svg, select, .wide") || e.matches("input, br")) return false;
   if (!e.getClientRects().length) return false;  // the other language, another section
   const box = e.getBoundingClientRect(), around = e.parentElement.getBoundingClientRect();
   return e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== "inline"
@@ -134,11 +139,14 @@ def test_nothing_runs_over_its_box(width: int, page: Chrome, run_dir: Path, tmp_
     page.resize(width)
     live = page.run("location.href").split("?")[0]
     saved = write_page([run_dir], tmp_path / "page.html", num_groups=20).as_uri()
+    other = make_run(tmp_path / ("another_run_" * 9))
+    both = write_page([run_dir, other], tmp_path / "both.html").as_uri()
     pages = {
         live: ROWS,
         live.replace("samples", "groups"): "ol.groups li",
         f"{saved}#overview": "main:target .panels figure",
         f"{saved}#group-train.4.0-1": "main:target .completion",
+        f"{both}#runs": "main:target canvas",
     }
     for url, found in pages.items():
         page.open(url)
@@ -159,7 +167,7 @@ def test_a_saved_page(chrome: Chrome, tmp_path: Path) -> None:
     shutil.rmtree(run_dir)
     chrome.problems.clear()
     chrome.open(page.as_uri())
-    chrome.until("document.querySelector('main:target .verdict')")
+    chrome.until("document.querySelector('main:target canvas')")
     chrome.click("nav a[href='#groups']")
     images = "[...document.querySelectorAll('main:target ol.groups img')]"
     chrome.until(f"{images}.some(image => image.naturalWidth === 56)")

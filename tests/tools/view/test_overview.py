@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.tools.updates import read_steps
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.overview import (
-    Scale,
+    compare_curves,
     evenly_spaced,
     list_alarms,
     make_charts,
@@ -19,7 +20,7 @@ from swift_grpo_ext.tools.view.overview import (
     overall_verdict,
     worst_groups,
 )
-from swift_grpo_ext.tools.view.runs import Follower, Snapshot, read_step_logs
+from swift_grpo_ext.tools.view.runs import Follower, Snapshot
 from tests.diversity.runs import frozen_rounds
 from tests.diversity.runs import make_run as make_watched_run
 from tests.diversity.samples import group_of
@@ -61,83 +62,51 @@ def test_long_curves_are_thinned() -> None:
     assert evenly_spaced([1, 2], 5) == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "labels"),
-    [
-        (-0.03, 1.03, "0 0.5 1"),
-        (0.5, 40.5, "10 20 30 40"),
-        (0, 2.4, "0 1 2"),
-        (-2e-5, 6e-5, "-2e-05 0 2e-05 4e-05 6e-05"),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, labels: str) -> None:
-    ticks = Scale(low, high, 100, 20).ticks()
-    assert [label for _, label in ticks] == labels.split()
-    for place, label in ticks:
-        assert place == pytest.approx(100 - 80 * (float(label) - low) / (high - low), abs=0.06)
-
-
 def test_charts_share_one_axis_of_steps() -> None:
-    line, dot = [(1, 0.0), (9, 1.0)], [(4, 0.5)]
-    panels = {"loss": {"loss": line, "kl": dot}, "copies": {"kl": dot}}
-    loss, copies = make_charts(panels, [{"first_step": 10, "last_step": 11}])
-    assert (loss["key"], copies["key"]) == ("loss", "copies")
-    assert {(c["x"].low, c["x"].high) for c in (loss, copies)} == {(0.5, 11.5)}
-    assert (copies["y"].low, copies["y"].high) == (-0.03, 1.03)
-    assert (loss["y"].low, loss["y"].high) == pytest.approx((-0.05, 1.05))
-    assert [(c["name"], c["colour"]) for c in loss["curves"]] == [("loss", "c0"), ("kl", "c1")]
-    assert loss["data"]["curves"][1] == {"name": "kl", "points": [(4, 0.5)]}
-    assert loss["data"]["axis"] == [0.5, 11.5, 46, 452, 460]
-    [alone] = make_charts({"loss": {"loss": line}}, [])
-    assert alone["curves"][0]["path"] == "M68.6 160.7L429.4 15.3"
+    line, dot = [(1, 0.0), (9, 1.0)], [(4, 0.123456789)]
+    panels = {"kl": {"kl": line, "other": dot}, "copies": {"other": dot}}
+    kl, copies = make_charts(panels, [{"first_step": 10, "last_step": 11}])
+    assert (kl["key"], copies["key"]) == ("kl", "copies")
+    assert kl["axis"] == copies["axis"] == [0.5, 11.5]
+    assert (copies["range"], kl["range"]) == ([-0.03, 1.03], None)
+    assert kl["steps"] == [1, 4, 9]
+    assert kl["curves"] == [
+        {"name": "kl", "colour": "c0", "values": [0.0, None, 1.0]},
+        {"name": "other", "colour": "c1", "values": [None, 0.12346, None]},
+    ]
+
+
+def test_what_was_logged(tmp_path: Path) -> None:
+    """What a session does again replaces what the one before did; a spoilt line is left out."""
+    path = add_logs(tmp_path, 1.0, 1.0, 1.0)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"loss": 1.0, "global\n')
+    add_logs(tmp_path, 2.0, 2.0)
+    panels = make_panels(Snapshot(version=0), [], read_steps(tmp_path))
+    assert panels["kl"] == {"kl": [(1, 0.125), (2, 0.25)]}
+    assert panels["loss"] == {"loss": [(1, 0.0), (2, 0.0)]}
+    assert "grad_norm" not in panels
 
 
 def test_parts_of_a_step_stand_one_on_the_other(tmp_path: Path) -> None:
     """Each second of a step is in one layer; layers that nobody would see are left out. The first
-    step, which was ten times as long, is cut."""
-    add_logs(tmp_path, 40.0, 4.0, 8.0)
-    panels = make_panels(Snapshot(version=0), [], read_step_logs(tmp_path, 100))
+    step, which was ten times as long, is cut. Steps that nobody timed are left out."""
+    path = add_logs(tmp_path, 40.0, 4.0, 8.0)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"loss": 0.0, "global_step/max_steps": "4/100"}\n')
+    panels = make_panels(Snapshot(version=0), [], read_steps(tmp_path))
     layers = panels["time"]
     assert list(layers) == ["generate", "other rollout", "wake", "send", "batch", "logps", "loss"]
     assert layers["other rollout"][:2] == [(1, pytest.approx(2)), (2, pytest.approx(0.2))]
     assert [sum(p[i][1] for p in layers.values()) for i in range(3)] == pytest.approx([40, 4, 8])
-    [chart] = make_charts(panels, [])
-    assert chart["kind"] == "area"
-    assert (chart["y"].low, chart["y"].high) == pytest.approx((0, 8.4))
-    bottom, top = chart["curves"][0], chart["curves"][-1]
-    assert (bottom["colour"], top["colour"]) == ("c0", "c1")
-    x, y = chart["x"], chart["y"]
-    left, second, third, right = (x(step) for step in (0.5, 1.5, 2.5, 3.5))
-    assert bottom["path"] == (
-        f"M{left} {y(0)}V{y(8.4)}H{second}V{y(1.2)}H{third}V{y(2.4)}H{right}"
-        f"V{y(0)}H{third}V{y(0)}H{second}V{y(0)}H{left}Z"
-    )
-    assert top["path"].startswith(
-        f"M{left} {y(0)}V{y(8.4)}H{second}V{y(4)}H{third}V{y(8)}H{right}V"
-    )
-    [alone] = make_charts({"time": {"loss": [(5, 2.0)]}}, [])
-    assert alone["curves"][0]["path"].count("H") == 2
-
-
-def test_logs_of_a_resumed_run(tmp_path: Path) -> None:
-    """What a session does again replaces what the one before did; a spoilt line is left out."""
-    assert read_step_logs(tmp_path, 100) == {}
-    path = add_logs(tmp_path, 1.0, 1.0, 1.0)
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"time/rollout": 1.0, "global\n')
-    add_logs(tmp_path, 2.0, 2.0)
-    logs = read_step_logs(tmp_path, 100)
-    assert {step: log["time/rollout"] for step, log in logs.items()} == {1: 1.0, 2: 1.0}
-    path.unlink()
-    add_logs(tmp_path, *range(1, 11))
-    assert list(read_step_logs(tmp_path, 4)) == [1, 4, 7, 10]
-
-
-def test_a_flat_curve_has_room() -> None:
-    for value, low, high in ((2.0, 1.8, 2.2), (0.0, -1.0, 1.0)):
-        [chart] = make_charts({"kl": {"kl": [(1, value)]}}, [])
-        assert (chart["y"].low, chart["y"].high) == pytest.approx((low, high))
-        assert chart["curves"][0]["path"] == "M249.0 88.0L249.0 88.0"  # a dot
+    chart = make_charts(panels)[-1]
+    assert (chart["key"], chart["is_stacked"], chart["steps"]) == ("time", True, [1, 2, 3])
+    assert chart["range"] == pytest.approx([0, 8.4])
+    assert [chart["curves"][at]["colour"] for at in (0, -1)] == ["c0", "c1"]
+    compared = compare_curves({"one": panels, "two": {"kl": {"kl": [(7, 1.0)]}}})
+    assert compared["step_time"] == {"one": [(1, 40.0), (2, 4.0), (3, 8.0)]}
+    assert compared["kl"] == {"one": [(1, 0.125), (2, 0.25), (3, 0.375)], "two": [(7, 1.0)]}
+    assert list(compared)[:2] == ["loss", "kl"]
 
 
 def collapsed(step: int) -> list[Sample]:

@@ -55,7 +55,7 @@ def test_a_saved_page_is_whole_and_safe(tmp_path: Path) -> None:
     path = write_page([run_dir], tmp_path / "page.html", 6)
     text = path.read_text(encoding="utf-8")
     tags = Page(text).tags
-    assert [tag for tag, _ in tags].count("script") == 1
+    assert [tag for tag, _ in tags].count("script") == 2
     loaded = {values.get("src") for tag, values in tags if tag != "a"}
     loaded |= {values["href"] for tag, values in tags if tag == "link"}
     loaded = {address.partition(",")[0] for address in loaded if address is not None}
@@ -71,7 +71,7 @@ def test_a_saved_page_of_a_run_with_frozen_noise(tmp_path: Path) -> None:
     make_watched_run(tmp_path, frozen_rounds())
     text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="verdict broken"' in text
-    assert text.count('class="alarm broken"') == text.count("data-panel=")
+    assert '[{"' in text.partition("data-alarms='")[2][:4]
     assert "Sample 0" in text
     assert 'class="completion earlier"' in text
 
@@ -85,7 +85,6 @@ def test_the_overview_says_what_would_save_time(tmp_path: Path) -> None:
         add_logs(run_dir, 9.0, 4.0)
         text = write_page([run_dir], tmp_path / "page.html").read_text(encoding="utf-8")
         panel = text.partition('data-panel="time"')[2].partition("</figure>")[0]
-        assert panel.count('class="area c') == 7
         told = "time/rollout is 50% of a step"
         assert (told in panel, "--async_generate" in panel) == (not is_asynchronous,) * 2
 
@@ -107,13 +106,13 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     for page, values in (("groups", groups_values(run, {})), ("overview", overview_values(run))):
         text = render(page, run, **values)
         assert '<p><span lang="en">No samples yet: ' in text
-        assert "No round was watched" not in text
+        assert "Not watched by" not in text
 
 
 def test_all_words_are_there_in_both_languages() -> None:
     """Each key that a template names has words, and each pair has Chinese in it."""
     chinese = re.compile(r"[一-鿿]")
-    same = ("language", "of")
+    same = ("language", "completion", "prompt", "of")
     assert [k for k, (_, text) in words().items() if not chinese.search(text)] == list(same)
     texts = [path.read_text(encoding="utf-8") for path in (HERE / "templates").iterdir()]
     asked = {key for text in texts for key in re.findall(r'\bt\("(\w+)"\)', text)}

@@ -117,7 +117,10 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         ({"text": "G1 I0"}, "2.1.0 1.1.0 0.1.0"),
         ({"text": "a.c"}, "2.1.1"),
         ({"text": "g. i1", "steps": "0"}, ""),
-        ({"text": "question 1", "in_prompt": "1", "steps": "0"}, "0.1.0 0.1.1"),
+        ({"text": "question 1", "where": "prompt", "steps": "0"}, "0.1.0 0.1.1"),
+        ({"text": '"s1', "where": "columns", "steps": "0"}, "0.1.0 0.1.1"),
+        ({"min_reward.Accuracy": "1", "max_reward.Format": "1"}, "1.1.1 0.1.1"),
+        ({"steps": "0", "sort": "-reward.Accuracy"}, "0.1.1 0.0.0 0.0.1 0.1.0"),
         ({"steps": "1:2", "text": "i1", "sort": "-reward"}, "1.1.1 2.0.1 1.0.1"),
         ({"steps": "2", "sort": "reward"}, "2.0.0 2.0.1 2.1.0 2.1.1"),
     ],
@@ -142,7 +145,8 @@ def test_a_sample_as_a_list_shows_it(snapshot: Snapshot, monkeypatch: pytest.Mon
     assert sample["seed"] == 2**62 + 100
     assert sample["parts"] == {"Accuracy": 0.0, "Format": 1.0}
     assert (sample["round"], sample["num_media"]) == ("train.1.0", 1)
-    assert sample["text"] == "g0 i0"
+    assert (sample["text"], sample["asked"]) == ("g0 i0", "<image>Question 0?")
+    assert sample["columns"] == {"solution": "s0"}
 
 
 def test_menus(snapshot: Snapshot) -> None:
@@ -156,6 +160,7 @@ def test_groups_of_a_round(snapshot: Snapshot) -> None:
     _, scored = list_groups(snapshot, RoundName("train", 1, 0))
     assert scored == {
         **{"round": "train.1.0", "group": 1, "prompt": "<image>Question 1?", "num_media": 1},
+        **{"columns": {"solution": "s1"}},
         **{"samples": 2, "distinct": 2, "rewards": [0.0, 1.0], "reward": 0.5, "spread": 0.5},
     }
     _, partly_scored = list_groups(snapshot, RoundName("train", 2, 0))

@@ -40,26 +40,29 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     Writer(run_dir, session=1, start_step=3).write(rows)
     run = RunView(run_dir)
     run.refresh()
-    with TestClient(make_app(run, "T0ken"), base_url="http://127.0.0.1/T0ken/") as client:
+    with TestClient(make_app([run], "T0ken"), base_url="http://127.0.0.1/T0ken/0/") as client:
         yield client
 
 
 def test_nothing_without_the_token(client: TestClient) -> None:
-    for path in ("samples", "t0ken/samples"):
+    for path in ("0/samples", "t0ken/0/samples"):
         answer = client.get(f"http://127.0.0.1/{path}")
         assert (answer.status_code, answer.text) == (404, "Not Found")
 
 
 def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
-    page = client.get("").text
-    assert client.get("").url == client.get("samples").url
-    [script] = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert client.get("..").url == client.get("samples").url
+    page = client.get("overview").text
+    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
+    assert len(digests) == 2
+    assert [len(client.get(p).text.split("<script")) for p in ("samples", "groups")] == [2, 2]
     [policy] = re.findall(r'Content-Security-Policy" content="(.*?)">', page)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     assert html.unescape(policy).startswith(
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
     )
-    for path in ("", "state", image()):
+    for path in ("..", "samples", "state", image()):
         headers = client.get(path).headers
         assert headers["content-security-policy"] == "frame-ancestors 'none'"
         assert headers["x-content-type-options"] == "nosniff"
@@ -74,7 +77,7 @@ def test_the_page_may_run_its_own_script_only(client: TestClient) -> None:
         ("groups", "train.3.0·Group0"),
         ("groups?round=train.1.0", "Spreadofrewards0.500"),
         ("group?round=train.2.0&group=1", "g1i1s2"),
-        ("overview", "Noroundwaswatched"),
+        ("overview", "Notwatchedbythediversitymonitor"),
     ],
 )
 def test_pages(client: TestClient, path: str, expected: str) -> None:
@@ -101,10 +104,10 @@ def test_the_state_tells_when_something_is_new(client: TestClient, tmp_path: Pat
     assert 'data-state="1"' in client.get("samples").text
     # A step's times are logged after its samples are on disk.
     run = RunView(make_run(tmp_path / "run"))
-    states = [pages.state_of(run)]
+    states = [pages.state_of([run])]
     for _ in range(2):
         add_logs(run.run_dir, 1.0)
-        states.append(pages.state_of(run))
+        states.append(pages.state_of([run]))
     assert len(set(states)) == 3
 
 
@@ -213,5 +216,5 @@ def test_a_file_that_cannot_be_read_now_is_tried_again(
 
     monkeypatch.setattr(RunView, "refresh", refresh)
     monkeypatch.setattr(server, "REFRESH_SECONDS", 0)
-    server._follow(RunView("run"), stop)
+    server._follow([RunView("run")], stop)
     assert (caplog.messages, answers) == (["run cannot be read now (gone): tried again."], [])

@@ -1,0 +1,95 @@
+"""Several runs side by side: their curves, and two of them paired."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from swift_grpo_ext.tools.view.group import RunView
+from swift_grpo_ext.tools.view.pages import write_page
+from swift_grpo_ext.tools.view.server import make_app
+from swift_grpo_ext.tools.view.several import differing_settings, pair_values, runs_values
+from tests.tools.view.runs import Writer, add_logs, make_rows, score
+
+
+def make_pair(folder: Path) -> list[RunView]:
+    """Two runs of three and two steps, the second with another text and other rewards in step 1."""
+    runs = []
+    for number, num_steps in enumerate((3, 2)):
+        run_dir = folder / f"run-{number}" / "v0"
+        run_dir.mkdir(parents=True)
+        writer = Writer(run_dir)
+        for step in range(num_steps):
+            rows = make_rows(step)
+            if number and step:
+                rows[3] = replace(rows[3], text="else")
+            writer.write(rows, scored=False)
+            writer.append_scores([score(row, 1.0 * number * step) for row in rows])
+        (run_dir / "args.json").write_text(json.dumps({"seed": number, "output_dir": str(run_dir)}))
+        add_logs(run_dir, *[1.0] * num_steps)
+        runs.append(RunView(run_dir))
+        runs[-1].refresh()
+    return runs
+
+
+def test_runs_have_a_curve_each(tmp_path: Path) -> None:
+    values = runs_values(make_pair(tmp_path))
+    names = [f"{tmp_path}/run-{number}/v0" for number in range(2)]  # both are called v0
+    assert [row["name"] for row in values["rows"]] == names
+    assert [(row["steps"], row["samples"]) for row in values["rows"]] == [(3, 12), (2, 8)]
+    assert [row["last_reward"] for row in values["rows"]] == [0.0, 0.5]
+    assert values["settings"] == {"seed": ["0", "1"]}
+    charts = {chart["key"]: chart for chart in values["charts"]}
+    assert {"reward/reward", "reward/Accuracy", "length", "loss", "kl", "step_time"} <= set(charts)
+    assert charts["reward/reward"]["curves"] == [
+        {"name": names[0], "colour": "c0", "values": [0.0, 0.0, 0.0]},
+        {"name": names[1], "colour": "c1", "values": [0.0, 1.0, None]},
+    ]
+    assert not charts["step_time"]["is_stacked"]
+
+
+def test_settings_that_a_run_lacks_differ() -> None:
+    found = differing_settings([{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}])
+    assert found == {"b": ["2", "None", "2"]}
+
+
+def test_a_pair(tmp_path: Path) -> None:
+    runs = make_pair(tmp_path)
+    values = pair_values(runs, (0, 1))
+    assert values["diff"].num_rounds == 1
+    assert values["diff"].difference.what == "text"
+    assert values["problems"] == []
+    assert values["comparison"].difference == pytest.approx(0.5)
+    assert [prompt["means"] for prompt in values["prompts"]] == [[0.0, 0.5], [0.0, 0.5]]
+    first = values["prompts"][0]
+    assert (first["question"], first["columns"]) == ("<image>Question 0?", {"solution": "s0"})
+    assert [group["round"] for group in first["groups"]] == ["train.2.0", "train.1.0"]
+    (tmp_path / "empty").mkdir()
+    values = pair_values([runs[0], RunView(tmp_path / "empty")], (0, 1))
+    assert len(values["problems"]) == 2
+    assert "prompts" not in values
+
+
+def test_pages_of_several_runs(tmp_path: Path) -> None:
+    runs = make_pair(tmp_path)
+    with TestClient(make_app(runs, "T0ken"), base_url="http://127.0.0.1/T0ken/") as client:
+        start = client.get("")
+        assert start.url == client.get("runs").url
+        assert "2 <span" in start.text
+        pair = client.get("pair?a=0&b=1")
+        assert "B - A +0.5000 [" in pair.text
+        [(number, link)] = set(re.findall(r'href="(1)/(group\?[^"]*group=0)"', pair.text))
+        group = client.get(f"{number}/{link.replace('&amp;', '&')}")
+        assert group.status_code == 200
+        assert 'href="../runs"' in group.text
+        assert client.get("pair?a=0&b=7").status_code == 404
+        assert client.get("state").text.count(" ") == 3
+    text = write_page([run.run_dir for run in runs], tmp_path / "page.html").read_text()
+    assert 'id="runs"' in text
+    assert "B - A +0.5000 [" in text
+    assert "href=" not in text.partition("<main")[2]
