@@ -10,7 +10,7 @@ source "$(dirname "$0")/common.sh"
 run=output/diversity-${1:?collapse or frozen}
 common=(rlhf examples/digits/grpo.yaml --model "$ASSETS/tiny_vlm" --output_dir "$run"
   --add_version false --save_strategy no
-  --callbacks diversity --external_plugins plugins/grpo_ext.py examples/digits/rewards.py)
+  --external_plugins plugins/grpo_ext.py examples/digits/rewards.py)
 case $1 in
   collapse) own=(examples/diversity/favour.py --dataset "$ASSETS/digits/train.jsonl" --seed 1
     --reward_funcs favour --reward_weights 1 --max_steps 16) ;;

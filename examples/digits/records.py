@@ -25,9 +25,12 @@ CURVES = {
 """Our names of curves: ms-swift's, and the decimals that are kept."""
 
 SHARES = ("greedy_accuracy", "sampled_accuracy", "sampled_format")
-NOT_COMPARED = {"report_to", "dataloader_persistent_workers", "ddp_find_unused_parameters"}
-"""Settings that change nothing in a run's result (there are no dataloader workers, and all
-parameters are used)."""
+NOT_COMPARED = {
+    *("callbacks", "report_to"),
+    *("dataloader_persistent_workers", "ddp_find_unused_parameters"),
+}
+"""Settings that change nothing in a run's result: who watches it and where it is logged; there are
+no dataloader workers, and all parameters are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
