@@ -20,11 +20,17 @@ install_project() {
   printf '%s\n' "$PWD" >"$VENV/.swift-grpo-ext-clone"
 }
 
-# run_pip LOG ARGUMENTS...: `pip install`, with its output in LOG; shows every 20th package.
+# run_pip LOG ARGUMENTS...: `pip install`, with its output in LOG; shows large downloads and every 20th
+# package. Not by awk: Debian's and Ubuntu's mawk reads a pipe in blocks, and shows nothing for minutes.
 run_pip() {
-  "$PYTHON" -m pip install "${@:2}" 2>&1 | tee "$1" | awk '
-    /^(Collecting|Processing|Requirement)/ && ++n % 20 == 0 { print "   " n " packages"; fflush() }
-    /^Installing collected/ { print "   installing"; fflush() }'
+  local line n=0
+  PYTHONUNBUFFERED=1 "$PYTHON" -m pip install "${@:2}" 2>&1 | tee "$1" | while IFS= read -r line; do
+    case $line in
+      Collecting* | Processing* | Requirement*) ((++n % 20)) || printf '   %s packages\n' "$n" ;;
+      *Downloading*[0-9][0-9][0-9].[0-9]\ MB*) printf '  %s\n' "$line" ;;
+      Installing\ collected*) printf '   installing\n' ;;
+    esac
+  done
 }
 
 pip_failed() { # LOG: ends with the end of pip's log
