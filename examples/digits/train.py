@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 from machine import describe_machine
 from tqdm import tqdm
@@ -27,6 +27,7 @@ from swift_grpo_ext.checks.resume import last_whole
 
 PRESET = Path(__file__).with_name("grpo.yaml")
 SWIFT = Path(sys.executable).with_name("swift")
+NUM_FIRST_STEPS = 5
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,6 +79,15 @@ def new_rows(logging: Path, seen: int) -> list[dict[str, Any]]:
     return [row for row in rows if "reward" in row][seen:]
 
 
+def new_bar(done: int, total: int, *, has_estimate: bool) -> tqdm[NoReturn]:
+    """A bar of steps; without an estimate for the first ones, which take many times as long."""
+    form = None if has_estimate else "{desc}: {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+    name = "training" if has_estimate else "starting"
+    return tqdm(
+        desc=name, initial=done, total=total, unit="step", bar_format=form, leave=has_estimate
+    )
+
+
 @contextmanager
 def recorded(path: Path, first_step: int) -> Iterator[list[float]]:
     """Writes what this session ran on when it ends; gives a list for the machine's load averages.
@@ -112,8 +122,8 @@ def main() -> int:
     print(f"$ {shlex.join(argv)}\n  (its output goes to {log})")
     seen = len(new_rows(logging, 0))
     record = recorded(options.output / "machine.json", first_step)
-    bar = tqdm(desc="starting", initial=first_step, total=options.max_steps, unit="step")
-    with bar, record as loads, following(log, argv) as process:
+    bar = new_bar(first_step, options.max_steps, has_estimate=False)
+    with record as loads, following(log, argv) as process:
         is_running = True
         while is_running:
             time.sleep(1)
@@ -122,12 +132,16 @@ def main() -> int:
             seen += len(rows)
             for row in rows:
                 loads.append(os.getloadavg()[0])
-                if bar.desc.startswith("starting"):  # an estimate is that of the steps alone
-                    bar.start_t, bar.initial = time.time(), bar.n + 1
-                    bar.set_description("training", refresh=False)
                 bar.set_postfix(reward=f"{row['reward']:.2f}", refresh=False)
                 bar.update()
-            bar.refresh()
+                if len(loads) == NUM_FIRST_STEPS:
+                    bar.close()
+                    bar = new_bar(
+                        first_step + NUM_FIRST_STEPS, options.max_steps, has_estimate=True
+                    )
+            if sys.stderr.isatty():  # the seconds go on; a log file needs none of them
+                bar.refresh()
+    bar.close()
     if process.returncode:
         print("\n".join(log.read_text(encoding="utf-8").splitlines()[-25:]), file=sys.stderr)
         print(f"error: training ended with {process.returncode}; see {log}", file=sys.stderr)

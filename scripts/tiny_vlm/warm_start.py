@@ -233,7 +233,8 @@ def train(
     )
     steps = zip(range(1, MAX_STEPS + 1), batches(num_training, seed), strict=False)
     quality: dict[str, float] = {}
-    with tqdm(steps, total=MAX_STEPS, desc="warm start (stops early)", unit="step") as progress:
+    # How many steps it takes is not known: no estimate.
+    with tqdm(steps, desc=f"warm start (to accuracy {TARGET_ACCURACY})", unit="step") as progress:
         for step, indices_B in progress:
             model.train()
             form_B, digit_B10, _ = answer_log_probs(model, examples, indices_B, log_multiplicity_V)
