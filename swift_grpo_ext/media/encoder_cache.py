@@ -102,12 +102,6 @@ class EncoderCache:
             for each in ((model, *others) if max_gb else ())
             for name, tower in frozen_towers(each)
         ]
-        if self.towers:
-            names = ", ".join(dict.fromkeys(tower.name for tower in self.towers))
-            logger.info(
-                f"{names}, frozen, encodes each image of a round once (--encoder_cache_gb "
-                f"{max_gb:g})."
-            )
 
     @property
     def is_on(self) -> bool:

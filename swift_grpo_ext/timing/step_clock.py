@@ -21,16 +21,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from swift.utils import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
-from swift_grpo_ext.timing.advice import summary
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOTrainer
-
-logger = get_logger()
 
 METHODS = {
     "training_step": "loss",
@@ -170,8 +166,6 @@ class StepClock(TrainerCallback):
     ) -> None:
         self._take_all()
         self._unwrap()
-        if state.is_world_process_zero and (text := summary(state.log_history, vars(args))):
-            logger.info(text)
 
     # --- methods of the trainer ---
 

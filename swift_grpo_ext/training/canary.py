@@ -181,18 +181,16 @@ class WeightCanary:
         action: `--rollout_mismatch`: what to do about a gap.
         ranks: all training ranks.
         limit: the mean gap of a round, in nats, above which something is wrong (`gap_limit`).
-        off: why there can be no canary in this run; "" where there can.
+        is_on: whether there can be one in this run.
     """
 
     def __init__(
-        self, action: Literal["stop", "warn"], ranks: RankGroup, limit: float, off: str
+        self, action: Literal["stop", "warn"], ranks: RankGroup, limit: float, *, is_on: bool
     ) -> None:
         self._action, self._ranks, self._limit = action, ranks, MARGIN * limit
-        self._is_on, self._is_due = not off, False
+        self._is_on, self._is_due = is_on, False
         self._prompt: OnPolicySample | None = None
         self._generated: list[OnPolicySample] = []
-        if off and ranks.rank == 0:
-            logger.info(f"No canary tests what engines sample with: {off}.")
 
     def weights_changed(self) -> None:
         self._is_due = self._is_on

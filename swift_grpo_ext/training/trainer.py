@@ -63,6 +63,7 @@ from swift_grpo_ext.training.prompts import (
     tell_duplicates,
     tell_uneven,
 )
+from swift_grpo_ext.training.summary import RunSummary, what_is_on
 from swift_grpo_ext.training.turns import Conversations, give_turns, servers_turns
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.determinism import (
@@ -134,8 +135,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         self._gap_limit = limit = gap_limit(bits, config.temperature)
         agree = lambda holds: all(self.ranks.all_gather(holds))  # noqa: E731
         self._logps = CompletionLogps(config, template, auto, agree, limit)
-        off = self._reason_against_canary()
-        self._canary = WeightCanary(config.rollout_mismatch, self.ranks, limit, off)
+        no_canary = self._reason_against_canary()
+        self._canary = WeightCanary(config.rollout_mismatch, self.ranks, limit, is_on=not no_canary)
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         self._idle_rounds = IdleRounds()
@@ -146,6 +147,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         self.add_callback(StepClock(self))  # behind all others
+        states = what_is_on(config, self._logps, self._encoder_cache, no_canary)
+        self._summary = RunSummary(self, states, limit)
         if config.full_determinism:
             sum_gradients_one_by_one(self.accelerator)
 
@@ -158,9 +161,11 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._summary.begin()
         try:
             return super().train(*args, **kwargs)
         finally:
+            self._summary.end()
             self._recorder.finish()
 
     # --- engines ---

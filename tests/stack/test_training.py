@@ -7,6 +7,7 @@ Each trains some steps and proves that the engine sampled with the weights that 
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,6 +43,19 @@ def test_engine_samples_with_the_trained_weights(
     assert recorded["encoder_cache_gb"] == 1.0
     assert recorded["ignore_args_error"] is False
     assert_timed(folder, ranks=1 if run == "learned_full" else 2)
+    assert_told(folder)
+
+
+def assert_told(folder: Path) -> None:
+    """The log says once what is on and how to look at it, and at the end what was seen."""
+    log = (folder / "log").read_text(encoding="utf-8")
+    [begin] = re.findall(r"swift-grpo-ext [0-9].*", log)
+    assert "a seed for each sample; training reads prompts once a group where " in begin
+    assert begin.endswith(f"Look at it meanwhile: swift-grpo-ext view {folder / 'run'}")
+    [end] = re.findall(r"Seen by swift-grpo-ext: .*", log)
+    assert f"{LEARNED_STEPS} rounds of training, " in end
+    assert re.search(r"a rollout gap of \S+ nats \(rounding explains 0.01\), \S+ at most", end)
+    assert log.index(begin) < log.index("'loss'") < log.index(end) < log.index("A step took ")
 
 
 def assert_timed(folder: Path, ranks: int) -> None:

@@ -1,0 +1,98 @@
+"""What a training's log says of this plugin: one line as it begins, and one block as it ends.
+
+The block comes from a training that fails, too: what it has seen is where to look first.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from swift.utils import get_logger
+
+from swift_grpo_ext.record.rewards import RewardRow
+from swift_grpo_ext.sampling.seeding import Phase
+from swift_grpo_ext.timing.advice import summary
+from swift_grpo_ext.version import __version__
+
+if TYPE_CHECKING:
+    from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.logits.logps import CompletionLogps
+    from swift_grpo_ext.media.encoder_cache import EncoderCache
+    from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
+
+logger = get_logger()
+
+
+class RunSummary:
+    """Rank 0's line and block; the trainer calls `begin` and `end` around a training."""
+
+    def __init__(self, trainer: RolloutGRPOTrainer, states: Sequence[str], limit: float) -> None:
+        """Listen to the trainer's scores.
+
+        Args:
+            states: what is on, and what is off and why (`what_is_on`).
+            limit: the mean rollout gap, in nats, that rounding explains.
+        """
+        self._trainer, self._states, self._limit = trainer, states, limit
+        self._rounds: set[tuple[Phase, int, int]] = set()
+        trainer.score_listeners.append(self._count)
+
+    def _count(self, rows: Sequence[RewardRow]) -> None:
+        self._rounds.update(row.sample_id.round for row in rows)
+
+    def begin(self) -> None:
+        """Say what is on, and how to look at the run."""
+        if self._trainer.ranks.rank == 0:
+            view = view_command(self._trainer.args.output_dir)
+            states = "; ".join(self._states)
+            logger.info(f"swift-grpo-ext {__version__}: {states}. Look at it meanwhile: {view}")
+
+    def end(self) -> None:
+        """Say what was seen, and what would be faster."""
+        if self._trainer.ranks.rank or not self._rounds:
+            return
+        logs, args = self._trainer.state.log_history, self._trainer.args
+        numbers = Counter(phase for phase, *_ in self._rounds)
+        found = [f"{numbers['train']} rounds of training, {numbers['eval']} of evaluation"]
+        if gaps := [log for log in logs if "rollout_gap/mean" in log]:
+            mean = fmean(gap["rollout_gap/mean"] for gap in gaps)
+            most = max(gap["rollout_gap/max"] for gap in gaps)
+            known = f"rounding explains {self._limit:.2g}"
+            found.append(f"a rollout gap of {mean:.2g} nats ({known}), {most:.2g} at most")
+        if "diversity" in args.callbacks:
+            kinds = ("diversity/broken", "diversity/collapse")
+            steps = [log["step"] for log in logs if any(log.get(kind) for kind in kinds)]
+            told = f"alarms of diversity at {len(steps)} steps, from {min(steps, default=0)} on"
+            found.append(told if steps else "no alarm of diversity")
+        seen = f"Seen by swift-grpo-ext: {'; '.join(found)}."
+        logger.info(f"{seen}\n{summary(logs, vars(args))}".strip())
+
+
+def what_is_on(
+    args: RolloutGRPOConfig, logps: CompletionLogps, encoder: EncoderCache, no_canary: str
+) -> list[str]:
+    """Say what the plugin does in a training; `no_canary` says why there is no canary, if so."""
+    is_seeded = args.use_vllm and args.rollout_seed_mode == "sample"
+    read = "once a group where that saves time" if logps.shares_prompts else "for each sample"
+    towers = dict.fromkeys(tower.name for tower in encoder.towers)
+    watches = "diversity" in args.callbacks
+    return [
+        "a seed for each sample" if is_seeded else "ms-swift's own seeds and requests",
+        f"training reads prompts {read}",
+        *(f"{name} encodes each image once" for name in towers),
+        f"no canary ({no_canary})" if no_canary else "a canary tests each weight update",
+        "diversity is watched" if watches else "diversity is not watched (--callbacks diversity)",
+        "no record" if args.sample_log == "none" else "samples are recorded",
+    ]
+
+
+def view_command(run_dir: str) -> str:
+    """Return the command that shows a run, as it works when typed where the training runs."""
+    folder, here = Path(run_dir), Path.cwd()
+    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    return f"swift-grpo-ext view {shlex.quote(str(shown))}"

@@ -1,0 +1,94 @@
+"""What a training's log says of the plugin as it begins and as it ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
+from swift_grpo_ext.training import summary
+from swift_grpo_ext.training.summary import RunSummary, view_command, what_is_on
+from swift_grpo_ext.version import __version__
+from tests.record.rows import ROW, sample_id
+
+ARGS: dict[str, Any] = {
+    **{"use_vllm": True, "rollout_seed_mode": "sample", "sample_log": "all"},
+    **{"callbacks": ["diversity"], "output_dir": "/runs/my run"},
+}
+LOG = {"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3, "reward": 0.5}
+TOWER = SimpleNamespace(name="model.visual")
+
+
+def on(no_canary: str = "", towers: Any = (), *, shares: bool = True, **changes: Any) -> str:
+    logps: Any = SimpleNamespace(shares_prompts=shares)
+    encoder: Any = SimpleNamespace(towers=towers)
+    args: Any = SimpleNamespace(**{**ARGS, **changes})
+    return "; ".join(what_is_on(args, logps, encoder, no_canary))
+
+
+def test_what_is_on() -> None:
+    assert on() == (
+        "a seed for each sample; training reads prompts once a group where that saves time; a "
+        "canary tests each weight update; diversity is watched; samples are recorded"
+    )
+    assert "model.visual encodes each image once" in on(towers=[TOWER, TOWER])
+    assert on("this is async", shares=False, use_vllm=False, callbacks=[], sample_log="none") == (
+        "ms-swift's own seeds and requests; training reads prompts for each sample; no canary "
+        "(this is async); diversity is not watched (--callbacks diversity); no record"
+    )
+    assert on(rollout_seed_mode="engine").startswith("ms-swift's own seeds and requests")
+
+
+def test_the_command_works_as_typed_where_the_training_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert view_command(f"{tmp_path}/output/v0-1") == "swift-grpo-ext view output/v0-1"
+    assert view_command("/runs/my run") == "swift-grpo-ext view '/runs/my run'"
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any]], *, rank: int = 0, **changes: Any
+) -> list[str]:
+    """What a training logs that has scored two rounds and a batch of an evaluation."""
+    lines: list[str] = []
+    monkeypatch.setattr(summary.logger, "info", lines.append)
+    trainer: Any = SimpleNamespace(
+        **{"args": SimpleNamespace(**{**ARGS, **changes}), "score_listeners": []},
+        **{"ranks": SimpleNamespace(rank=rank), "state": SimpleNamespace(log_history=logs)},
+    )
+    run = RunSummary(trainer, ["all is on"], 0.01)
+    run.begin()
+    run.end()  # before any round: nothing was seen
+    for name in (sample_id(0), sample_id(0, index=1), sample_id(1), sample_id(1, phase="eval")):
+        for listener in trainer.score_listeners:
+            listener([replace(ROW, sample_id=name)])
+    run.end()
+    return lines
+
+
+def test_a_line_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, end = told(monkeypatch, [LOG, {"step": 1, "train_loss": 0.0}])
+    assert begin == (
+        f"swift-grpo-ext {__version__}: all is on. Look at it meanwhile: "
+        "swift-grpo-ext view '/runs/my run'"
+    )
+    assert end == (
+        "Seen by swift-grpo-ext: 2 rounds of training, 1 of evaluation; a rollout gap of 0.0001 "
+        "nats (rounding explains 0.01), 0.002 at most; no alarm of diversity."
+    )
+    assert told(monkeypatch, [LOG], rank=1) == []
+
+
+def test_alarms_and_times_are_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {f"time/{part}": 1.0 for part in (*PARTS, *ROLLOUT_PARTS)}
+    logs = [{"step": s, "diversity/broken": 0.0, "diversity/collapse": s / 2} for s in range(3)]
+    first, *others = told(monkeypatch, [*logs, {"step": 3, **parts}])[1].split("\n")
+    assert first.endswith("; alarms of diversity at 2 steps, from 1 on.")
+    assert others[0].startswith("A step took ")
+    [line] = told(monkeypatch, [], callbacks=[])[1:]
+    assert line.endswith("1 of evaluation.")
