@@ -129,9 +129,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
 FOREIGN_FLAGS = {
     *("shm-size", "ipc", "no-deps", "ntasks-per-node", "markdown", "hypothesis-profile"),
-    "durations",
+    *("durations", "logdir"),
 }
-"""Flags of docker, pip, Slurm and pytest."""
+"""Flags of docker, pip, Slurm, pytest and TensorBoard."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

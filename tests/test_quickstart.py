@@ -1,0 +1,59 @@
+"""What the quickstart prints is read as typed: its settings, its trainings, its table of memory."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import memory
+import pytest
+from pages import ROOT, read_from
+
+from swift_grpo_ext.tools import cli
+from tests.newest import is_newest
+
+PAGE = ROOT / "docs/quickstart.md"
+
+
+def blocks(language: str) -> list[str]:
+    """Return the page's blocks of code of a language, those within lists too."""
+    pattern = rf"^ *```{language}\n(.*?)^ *```$"
+    found = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    return [textwrap.dedent(text) for text in found]
+
+
+def trainings() -> list[tuple[int, list[str]]]:
+    """Return the ranks and the arguments of each `swift rlhf` that the page prints."""
+    commands = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    found = []
+    for words in (shlex.split(command, comments=True) for command in commands):
+        if "rlhf" in words and words[words.index("rlhf") + 1] == "train.yaml":
+            env = dict(word.split("=") for word in words[: words.index("swift")])
+            found.append((int(env.get("NPROC_PER_NODE", 1)), words[words.index("rlhf") + 2 :]))
+    return found
+
+
+@pytest.mark.skipif(not is_newest("swift"), reason="pages speak of the newest ms-swift")
+def test_each_training_of_the_page_holds_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On 1 GPU, on 8, resumed, with W&B: groups fill the batch, and no setting is unknown."""
+    [settings] = blocks("yaml")
+    (tmp_path / "train.yaml").write_text(settings, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    rounds = []
+    for ranks, argv in trainings():
+        check = ["check", "train.yaml", "--settings-only", "--ranks", str(ranks), "--", *argv]
+        status, told = cli.main(check), capsys.readouterr().out
+        assert status == 0, told
+        assert "warning: " not in told
+        rounds += re.findall(r"a round is (\d+) samples .*: (\d+) prompts of 8", told)
+    assert rounds == [("32", "4"), ("128", "16"), ("32", "4"), ("32", "4")]
+
+
+def test_the_table_of_memory_is_up_to_date() -> None:
+    """Else: `python scripts/memory.py --write`."""
+    for page in (PAGE, PAGE.with_stem("quickstart_CN")):
+        assert read_from(page, memory.TABLE) == memory.made()
