@@ -193,6 +193,18 @@ def test_files_exist(page: Path) -> None:
     assert sorted(missing) == []
 
 
+def test_what_contributors_are_told_is_there() -> None:
+    """Functions, such as `check_ranges`."""
+    code = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("swift_grpo_ext", "scripts", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    for section in sections_of(ROOT / "CONTRIBUTING.md"):
+        names = [span for span in section.spans if re.fullmatch(r"[a-z]+(_[a-z]+)+", span)]
+        assert [name for name in names if f"def {name}(" not in code] == []
+
+
 def test_messages_of_the_troubleshooting_page_are_ours() -> None:
     """First columns of its tables; `...` stands for what a message is given."""
     texts = list(our_texts())

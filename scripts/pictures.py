@@ -1,0 +1,98 @@
+"""The pictures of the pages, taken by Chromium of the runs that these make:
+
+    bash scripts/demo.sh
+    for kind in collapse frozen; do bash scripts/diversity_demo.sh $kind; done
+    python scripts/pictures.py    all of them; --runs FOLDER where the runs are elsewhere
+
+Chinese words are boxes where no font has them (Debian's fonts-wqy-microhei does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pages import ROOT
+from PIL import Image
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+VIEW = Path(sys.executable).with_name("swift-grpo-ext")
+MAX_BYTES = 300_000
+PICTURES = (
+    ("docs/img/view_group.png", "digits-seed42", "group?round=train.25.0&group=0", 1200),
+    ("examples/diversity/collapse.png", "diversity-collapse", "overview", 1000),
+    ("examples/diversity/frozen.png", "diversity-frozen", "overview", 1000),
+)
+"""Each file, the run's folder, the page of `swift-grpo-ext view`, and the width in pixels."""
+
+HEIGHT = 860
+
+
+@contextmanager
+def served(run: Path) -> Iterator[str]:
+    """Serve a run within the block; give the address of its pages once it was read."""
+    shown = os.path.relpath(run, ROOT)  # in the commands that the pages give
+    command = [str(VIEW), "view", shown, "--port", "0"]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            words = (word for line in process.stdout for word in line.split())
+            address = next(word for word in words if word.startswith("http://127.0.0.1"))
+            while "reading …" in read(f"{address}overview"):
+                time.sleep(0.5)
+            yield address
+        finally:
+            process.terminate()
+
+
+def read(address: str) -> str:
+    """Return the text of a page."""
+    with urllib.request.urlopen(address) as answer:
+        return str(answer.read().decode())
+
+
+def take(address: str, width: int, path: Path) -> None:
+    """Take the picture of a page, of 256 colours."""
+    with tempfile.TemporaryDirectory() as profile:
+        raw = Path(profile) / "raw.png"
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        options += ["--lang=en-US", f"--window-size={width},{HEIGHT}", "--virtual-time-budget=8000"]
+        options += [f"--user-data-dir={profile}", f"--screenshot={raw}", address]
+        subprocess.run([str(BROWSER), *options], check=True, stderr=subprocess.DEVNULL)
+        picture = Image.open(raw).convert("RGB")
+    path.parent.mkdir(exist_ok=True)
+    picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes, expected {MAX_BYTES:,} at most")
+    print(f"{path.relative_to(ROOT)}: {size:,} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, default=ROOT / "output", help="default: output")
+    folder: Path = parser.parse_args().runs
+    if BROWSER is None:
+        parser.error("neither chromium nor google-chrome is installed")
+    for name, run, page, width in PICTURES:
+        if not (folder / run).is_dir():
+            print(f"{name}: left as it is, since {folder / run} is not there (see --help)")
+            continue
+        with served(folder / run) as address:
+            take(address + page, width, ROOT / name)
+
+
+if __name__ == "__main__":
+    main()
