@@ -48,9 +48,10 @@ def served(run: Path) -> Iterator[str]:
             assert process.stdout is not None
             words = (word for line in process.stdout for word in line.split())
             address = next(word for word in words if word.startswith("http://127.0.0.1"))
-            while "reading …" in read(f"{address}overview"):
+            pages = f"{address}0/"
+            while "reading …" in read(f"{pages}overview"):
                 time.sleep(0.5)
-            yield address
+            yield pages
         finally:
             process.terminate()
 
