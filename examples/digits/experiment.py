@@ -1,4 +1,4 @@
-"""The digit example as an experiment: ten seeds, and the band for runs to come.
+"""The digit example as an experiment: several seeds, and the band for runs to come.
 
     python examples/digits/experiment.py report DIR                  write results, plot, tables
     python examples/digits/experiment.py report RESULTS.json         print the tables of results
