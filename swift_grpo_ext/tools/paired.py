@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from swift_grpo_ext.record.reader import RunIndex, read_rewards, read_samples
+from swift_grpo_ext.record.reader import read_rewards, read_samples
 from swift_grpo_ext.sampling.seeding import Phase
 from swift_grpo_ext.tools.diff import read_args
 from swift_grpo_ext.tools.runs import find_runs
@@ -109,37 +109,26 @@ def pair_by_seed(
     return dict(zip(seeds[0], zip(baselines, candidates, strict=True), strict=True))
 
 
-def scored_steps(run_dir: Path, phase: Phase, steps: range | None) -> range:
-    """Return the steps from a run's first scored round to its last, of `steps` if they are given.
-
-    Raises:
-        FileNotFoundError: the run has no record.
-        ValueError: there is no scored round.
-    """
-    rounds = RunIndex(run_dir).refresh()[1].rounds
-    found = [r.step for r in rounds if r.phase == phase and (steps is None or r.step in steps)]
-    if not found:
-        among = f" in the steps {steps[0]} to {steps[-1]}" if steps else ""
-        raise ValueError(f"{run_dir} has no scored {phase} round{among}.")
-    return range(min(found), max(found) + 1)
-
-
-def read_means(
-    run_dir: Path, *, phase: Phase, steps: range, reward: str | None
-) -> pd.Series[float]:
-    """Return a run's mean rewards by the prompts' hashes.
+def read_scores(
+    run_dir: Path, *, phase: Phase, steps: range | None, reward: str | None
+) -> pd.DataFrame:
+    """Return a run's samples with their `step`, `fingerprint` and `reward`.
 
     Args:
-        steps: count these rounds only.
+        steps: count these rounds only; None for all.
         reward: a reward function's name, or `turns`; None for the total.
 
     Raises:
-        ValueError: there is no such function.
+        FileNotFoundError: the run has no record.
+        ValueError: there is no scored round, or no such function.
     """
     columns = [*SAMPLE, "fingerprint"]
     prompts = read_samples(run_dir, columns=columns, phase=phase, steps=steps).to_pandas()
     columns = [*SAMPLE, "reward", "rewards"]
     scores = read_rewards(run_dir, columns=columns, phase=phase, steps=steps).to_pandas()
+    if not len(scores):
+        among = f" in the steps {steps[0]} to {steps[-1]}" if steps else ""
+        raise ValueError(f"{run_dir} has no scored {phase} round{among}.")
     if reward is not None:
         functions = sorted({name for row in scores["rewards"] for name, _ in row})
         if reward in functions:
@@ -151,8 +140,7 @@ def read_means(
             known = ", ".join([*functions, TURNS])
             raise ValueError(f"--reward {reward!r}: {run_dir} has {known}.")
     # Each turn of a conversation is a row, and all of them share one score.
-    merged = scores.merge(prompts.drop_duplicates(SAMPLE), on=SAMPLE).dropna(subset="reward")
-    return merged.groupby("fingerprint")["reward"].mean().astype(float)
+    return scores.merge(prompts.drop_duplicates(SAMPLE), on=SAMPLE).dropna(subset="reward")
 
 
 def read_pair(
@@ -162,25 +150,21 @@ def read_pair(
     steps: range | None = None,
     reward: str | None = None,
 ) -> Pair:
-    """Read two runs in the steps that both have.
-
-    Args:
-        steps: count these only; None for all.
-        reward: as of `read_means`.
-
-    Raises:
-        FileNotFoundError: a run has no record.
-        ValueError: there is no scored round, no such function, or no step in common.
-    """
-    one, other = (scored_steps(run, phase, steps) for run in runs)
-    common = range(max(one.start, other.start), min(one.stop, other.stop))
+    """Read two runs in the steps that both have; arguments and errors are those of `read_scores`,
+    and ValueError where there is no such step."""
+    scores = [read_scores(run, phase=phase, steps=steps, reward=reward) for run in runs]
+    spans = [range(s["step"].min(), s["step"].max() + 1) for s in scores]
+    common = range(max(span.start for span in spans), min(span.stop for span in spans))
     if not common:
-        raise ValueError(
-            f"{runs[0]} has the steps {one[0]} to {one[-1]}, {runs[1]} {other[0]} to {other[-1]}: "
-            "expected some in common."
+        had = " and ".join(
+            f"{run} has the steps {s[0]} to {s[-1]}" for run, s in zip(runs, spans, strict=True)
         )
-    baseline, candidate = (read_means(r, phase=phase, steps=common, reward=reward) for r in runs)
-    return Pair((baseline, candidate), common, (len(one), len(other)))
+        raise ValueError(f"{had}: expected some in common.")
+    baseline, candidate = (
+        s[s["step"].isin(common)].groupby("fingerprint")["reward"].mean().astype(float)
+        for s in scores
+    )
+    return Pair((baseline, candidate), common, (len(spans[0]), len(spans[1])))
 
 
 def compare(pairs: Mapping[str, Pair]) -> Comparison:

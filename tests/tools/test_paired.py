@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from swift_grpo_ext.tools.cli import main
-from swift_grpo_ext.tools.paired import Comparison, Pair, compare, pair_by_seed, read_means
+from swift_grpo_ext.tools.paired import Comparison, Pair, compare, pair_by_seed, read_pair
 from tests.tools.view.runs import Writer, make_conversations, make_rows, score
 
 
@@ -85,9 +85,10 @@ def test_turns_of_a_conversation_are_one_sample(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     writer.write(rows, scored=False)
     writer.score([row for row in rows if not row.sample_id.turn])
-    means = read_means(tmp_path, phase="train", steps=range(1), reward=None)
+    means, other = read_pair((tmp_path, tmp_path)).means
+    assert means.equals(other)
     assert means.to_dict() == {f"{0:032x}": 0.0, f"{1:032x}": 0.5}
-    turns = read_means(tmp_path, phase="train", steps=range(1), reward="turns")
+    turns, _ = read_pair((tmp_path, tmp_path), reward="turns").means
     assert turns.to_dict() == {f"{0:032x}": 2.0, f"{1:032x}": 2.0}
 
 
@@ -139,4 +140,4 @@ def test_of_runs_of_different_lengths_the_common_steps_are_compared(
     assert result["num_steps"] == {"3": [9, 2], "4": [2, 2]}
     Writer(tmp_path / "late").write(make_rows(7))
     assert main(["compare", "--baseline", short, "--candidate", str(tmp_path / "late")]) == 1
-    assert "late 7 to 7: expected some in common." in capsys.readouterr().err
+    assert "late has the steps 7 to 7: expected some in common." in capsys.readouterr().err
