@@ -1,4 +1,5 @@
-"""Real trainings with the monitor: frozen noise, sound noise, a policy that collapses."""
+"""Real trainings with the monitor: frozen noise, sound noise, a policy that collapses. They write
+where ms-swift makes a folder of --output_dir by default."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import pytest
 
 from swift_grpo_ext.diversity.record import RoundRecord, read_records
 from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.tools.cli import main
+from swift_grpo_ext.tools.runs import find_run
 from swift_grpo_ext.tools.view.pages import write_page
 from tests.stack.processes import PLUGIN, Finished, swift
 from tests.stack.rounds import HOT, digits, read_lines, write_lines
@@ -25,13 +28,12 @@ def train(
     command = [
         *("rlhf", "examples/digits/grpo.yaml", "--external_plugins", *PLUGINS),
         *("--model", str(assets / "tiny_vlm"), "--dataset", str(rows)),
-        *("--output_dir", str(folder / "run"), "--add_version", "false"),
-        *("--callbacks", "diversity", *argv),
+        *("--output_dir", str(folder / "run"), "--callbacks", "diversity", *argv),
     ]
     env = {"NPROC_PER_NODE": str(ranks)} if ranks > 1 else {}
     finished = swift(*command, log=folder / "log", env=env)
     assert finished.returncode == 0, finished.cause
-    return finished, read_records(folder / "run")
+    return finished, read_records(find_run(folder / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +57,10 @@ def test_frozen_noise_stops_the_run_in_its_second_round(
     assert [r.verdict for r in records] == ["healthy", "broken"]
     assert "broken randomness in train round 1.0" in finished.output
     assert "(frozen noise)" in finished.output
-    assert (tmp_path / "run/checkpoint-2/model.safetensors").is_file()
+    run = find_run(tmp_path / "run")
+    assert (run / "checkpoint-2/model.safetensors").is_file()
     assert {s["replica"] for found in records[1].collisions for s in found["samples"]} == {"rank 0"}
-    rows = read_samples(tmp_path / "run", columns=["step", "token_ids"]).to_pylist()
+    rows = read_samples(run, columns=["step", "token_ids"]).to_pylist()
     by_step: dict[int, list[list[int]]] = {}
     for row in rows:
         by_step.setdefault(row["step"], []).append(row["token_ids"])
@@ -76,10 +79,13 @@ def test_sound_noise_is_no_alarm_and_reaches_the_log(
     assert [r.verdict for r in records] == ["healthy"] * 5
     assert all(r.num_earlier_pairs for r in records[1:])
     assert "diversity:" not in finished.output
-    logged = read_lines(tmp_path / "run/logging.jsonl")[: len(records)]
+    logged = read_lines(find_run(tmp_path / "run") / "logging.jsonl")[: len(records)]
     assert [row["diversity/vendi"] for row in logged] == pytest.approx(
         [r.metrics["vendi"] for r in records], abs=1e-6
     )
+    page = tmp_path / "page.html"
+    assert main(["view", str(tmp_path / "run"), "--output", str(page)]) == 0
+    assert 'class="verdict healthy"' in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.extra
@@ -94,6 +100,8 @@ def test_a_reward_that_favours_one_answer_collapses_the_policy(
     assert {r.verdict for r in records} == {"healthy", "collapse"}
     assert "diversity: collapsed policy" in finished.output
     assert records[0].verdict == "healthy"
-    page = write_page([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
+    page = write_page([find_run(tmp_path / "run")], tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )
     assert 'class="verdict collapse"' in page
     assert "data:image/png" in page

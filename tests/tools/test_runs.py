@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from swift.utils import add_version_to_work_dir
 
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.runs import find_run, find_runs, run_name
@@ -37,6 +38,13 @@ def test_output_dir_names_its_newest_version(
     assert [find_run(run) for run in others] == others
     assert run_name(newest) == f"my-run/{newest.name}"
     assert capsys.readouterr().err == ""
+
+
+def test_ms_swift_names_versions_so(tmp_path: Path) -> None:
+    for number in range(2):
+        version = write(Path(add_version_to_work_dir(str(tmp_path))))
+        assert version.name.startswith(f"v{number}-")
+        assert find_run(tmp_path) == version
 
 
 @pytest.mark.parametrize("mark", ["args.json", "logging.jsonl", "diversity.jsonl"])
