@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-Level = Literal["ok", "note", "warning", "error"]
+Level = Literal["ok", "note", "skipped", "warning", "error"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Finding:
     """One result of a check.
 
     An `error` does not run, or trains something else than it says. A `warning` is ignored, wasteful
-    or a likely slip. A `note` is worth knowing, and `ok` holds.
+    or a likely slip. A `note` is worth knowing, `ok` holds, and what is `skipped` was not looked
+    at.
     """
 
     level: Level
@@ -43,6 +44,7 @@ Findings = Iterator[Finding]
 
 ok = partial(Finding, "ok")
 note = partial(Finding, "note")
+skipped = partial(Finding, "skipped")
 warning = partial(Finding, "warning")
 error = partial(Finding, "error")
 

@@ -27,6 +27,7 @@ from swift_grpo_ext.checks.determinism import check_checkpoints, check_determini
 from swift_grpo_ext.checks.finding import Findings, error, warning
 from swift_grpo_ext.checks.idle import check_idle_settings, check_unmet_rows
 from swift_grpo_ext.checks.resume import check_resume
+from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards, leads_conversations
 from swift_grpo_ext.checks.rows import check_rows
 from swift_grpo_ext.flags import DiversityFlags, flag_names
 from swift_grpo_ext.upstream.accelerator import has_accelerator
@@ -343,7 +344,8 @@ def check_model(args: Arguments) -> Findings:
 def check_datasets(
     args: RLHFArguments, train_dataset: Dataset, eval_dataset: Dataset | None
 ) -> Findings:
-    """Refuse data sets whose rows cannot be encoded, or too few rows for a generation batch.
+    """Refuse data sets with rows that cannot be encoded, with too few rows for a generation batch,
+    and without the columns that reward functions ask for.
 
     Rows are looked at by one rank of each machine; the others end with it.
     """
@@ -369,6 +371,13 @@ def check_datasets(
                 deletes_bad_rows=args.truncation_strategy == "delete",
                 tells_duplicates=dataset is train_dataset,
                 placeholders=placeholders,
+            )
+            yield from check_rewards(
+                args.reward_funcs or (),
+                [dataset[i] for i in range(min(len(dataset), len(COMPLETIONS)))],
+                args.training_args,
+                setting=setting,
+                calls=dataset is train_dataset and not leads_conversations(args),
             )
     yield from check_unmet_rows(args, train_dataset, eval_dataset)
 

@@ -19,6 +19,11 @@ CASES = {
         ("--dataset", "{folder}/rows.jsonl"),
         r"--dataset: in the row .*Which.* images\[0\]: '.*none\.png' does not exist\. Correct",
     ),
+    "a column of another name": (
+        ("--dataset", "{folder}/renamed.jsonl"),
+        r"--reward_funcs digit_accuracy: asks for `solution`, and --dataset has the columns .*"
+        r"Did you mean answer\? --columns",
+    ),
     "unknown flag": (
         ("--logit_shim", "off"),
         r"Unknown argument --logit_shim .*did you mean --logits_shim\?",
@@ -37,6 +42,8 @@ def test_a_training_is_refused(case: str, assets: Path, tmp_path: Path) -> None:
     question = [{"role": "user", "content": "<image>Which digit is this?"}]
     row = {"messages": question, "solution": "7", "images": [str(tmp_path / "none.png")]}
     write_lines(tmp_path / "rows.jsonl", [row] * 8)
+    rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "renamed.jsonl").write_text(rows.replace('"solution"', '"answer"'))
     finished = swift(
         *("rlhf", str(PRESET), "--external_plugins", PLUGIN, "examples/digits/rewards.py"),
         *("--model", str(assets / "tiny_vlm"), "--dataset", str(assets / "digits/train.jsonl")),

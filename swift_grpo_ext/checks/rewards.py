@@ -1,0 +1,261 @@
+"""Reward functions, tried on the first rows with made-up completions before a model is loaded.
+
+ms-swift makes each by `orms[name](args=...)`, and calls it as `function(completions, **columns)`
+after the first rollout (4.6, rl_core/grpo_algorithm.py, `compute_rewards_per_func`). An error is
+what no training survives, or would learn from wrongly: a column that no row has, values of another
+number or type. Whatever else a function raises is a warning: rows and completions may be to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import random
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerState
+
+from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, skipped, warning
+from swift_grpo_ext.upstream.rows import short
+
+MAX_SECONDS = 10
+"""A function may take so long for the made-up completions: a judge may sit behind it."""
+
+COMPLETIONS = ("I do not know.", "", "<think>Let me see.</think><answer>42</answer>")
+"""Any model gives such completions at times. They are several, since ms-swift spreads a single
+value over all samples."""
+
+PACKAGE_OF_REWARD = {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"}
+"""Modules that ms-swift's rewards need, which it does not bring along, and asks for once the model
+is loaded."""
+
+ANSWERS = ("solution", "answer", "label", "target", "ground_truth", "ground_truths", "reference")
+"""Names that data sets give to one thing."""
+
+FROM_SERVERS = "trajectory_inputs"
+"""A server that leads conversations adds it (4.6, grpo_trainer.py:354); settings may not tell."""
+
+Row = Mapping[str, Any]
+
+
+class TooSlowError(BaseException):
+    """A reward function takes longer than `MAX_SECONDS`. No `except Exception` catches it."""
+
+
+def check_rewards(
+    names: Sequence[str],
+    rows: Sequence[Row],
+    args: Any,
+    *,
+    setting: str,
+    knows_all_columns: bool = True,
+    calls: bool = True,
+    makes_all: bool = False,
+) -> Findings:
+    """Refuse reward functions that nobody registered, or that fail with the rows of a data set.
+
+    Args:
+        names: `--reward_funcs`.
+        rows: the first ones, as ms-swift reads them; [] where they are not known.
+        args: what ms-swift makes the functions with.
+        setting: the flag that named the data set.
+        knows_all_columns: False where other data sets may have more columns.
+        calls: whether functions are called; else their signatures alone are looked at.
+        makes_all: whether those classes are called, too, whose `__init__` is their own: it may load
+            a model.
+    """
+    from swift.rewards import orms
+
+    columns = columns_of(rows)
+    for name in names:
+        subject, made = f"reward_funcs {name}", orms.get(name)
+        module, is_swifts = PACKAGE_OF_REWARD.get(name), _is_swifts(made)
+        if made is None:
+            hint = did_you_mean(name, orms) or f"known: {', '.join(sorted(orms))}."
+            text = "is registered by neither ms-swift nor a file of external_plugins;"
+            yield error(subject, text, hint)
+        elif module and is_swifts and find_spec(module) is None:
+            text = f"needs the package {module}, which is not installed."
+            yield error(subject, text, f"pip install {module}")
+        elif reason := misfit(made, args=args):
+            text = f"cannot be made as ms-swift does, by orms[{name!r}](args=...): {reason}."
+            yield error(subject, text, "Register a class whose __init__, if any, takes args.")
+        elif problems := [*check_call(subject, made, columns, rows, setting)]:
+            for problem in problems:
+                yield problem if knows_all_columns else replace(problem, level="warning")
+        elif columns and calls and not is_swifts and not _needs_more(made, makes_all):
+            yield from try_reward(subject, made, columns, args)
+
+
+def leads_conversations(args: Any) -> bool:
+    """Return whether rewards may need what a scheduler or a gym adds to rows."""
+    return bool(args.multi_turn_scheduler or args.use_gym_env or args.gym_env)
+
+
+def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Return what reward functions are given for made-up completions of the first rows; {} where no
+    row has messages."""
+    from swift.dataset import RowPreprocessor
+    from swift.rl_core.data import GRPOSample
+    from swift.utils import remove_response
+
+    usable = [row for row in rows if row.get("messages")][: len(COMPLETIONS)]
+    made_up = []
+    for number, text in enumerate(COMPLETIONS if usable else ()):
+        row = usable[number % len(usable)]
+        sample = GRPOSample.from_row({**row, "messages": [dict(m) for m in row["messages"]]})
+        remove_response(sample.messages)
+        sample.messages.append({"role": "assistant", "content": text})
+        sample.prompt_id = sample.request_id = f"made-up-{number}"
+        sample.response_token_ids, sample.finish_reason = [0] * len(text.split()), "stop"
+        made_up.append(sample.to_reward_row())
+    columns: dict[str, list[Any]] = RowPreprocessor.rows_to_batched(made_up)
+    return columns
+
+
+def misfit(function: Any, *given: object, **named: object) -> str:
+    """Say why a call does not fit a signature; "" where it does, or where there is none."""
+    try:
+        inspect.signature(function).bind(*given, **named)
+    except TypeError as e:
+        return str(e)
+    except ValueError:  # written in C
+        pass
+    return ""
+
+
+def check_call(
+    subject: str, made: Any, columns: Mapping[str, Any], rows: Sequence[Row], setting: str
+) -> Findings:
+    """Refuse parameters that no column fills, and a function that does not take every column."""
+    if not columns or not inspect.isclass(made):  # a function that makes one tells nothing of it
+        return
+    given = {**columns, "trainer_state": None}
+    parameters = [*inspect.signature(made.__call__).parameters.values()][2:]
+    given |= {p.name: None for p in parameters if p.name == FROM_SERVERS}
+    reason = misfit(made.__call__, None, COMPLETIONS, **given)
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        and p.name not in given
+    ]
+    if missing:
+        name, there = missing[0], [*{name: 0 for row in rows for name in row}]
+        alike = get_close_matches(name, there)
+        alike += [column for column in there if {column, name} <= {*ANSWERS}]
+        yield error(
+            subject,
+            f"asks for `{'` and `'.join(missing)}`, and --{setting} has the columns "
+            f"{', '.join(there)}.",
+            f'Did you mean {alike[0]}? --columns \'{{"{alike[0]}": "{name}"}}\' renames it.'
+            if alike
+            else "Add the column, or rename yours with --columns.",
+        )
+    elif reason:
+        text = f"does not take all that ms-swift passes by name: {reason}."
+        yield error(subject, text, "Add **kwargs to its parameters.")
+
+
+def try_reward(
+    subject: str, made: Any, columns: Mapping[str, Sequence[Any]], args: Any
+) -> Findings:
+    """Call a reward function once, and look at the number and the type of its values."""
+    given = {"trainer_state": TrainerState(), **columns}
+    try:
+        with _at_most(MAX_SECONDS), _random_state_kept():
+            function = made(args=args)
+            output = function(list(COMPLETIONS), **given)
+            if inspect.iscoroutine(output):
+                output = asyncio.run(output)
+            fault = values_fault(output)
+    except TooSlowError:
+        text = f"gave no values for {len(COMPLETIONS)} made-up completions within {MAX_SECONDS} s."
+        yield skipped(subject, text, "Their number and type are not known.")
+    except Exception as e:  # a user's code raises anything
+        frames = traceback.extract_tb(e.__traceback__)
+        last = [frame for frame in frames if "site-packages" not in frame.filename][-1]
+        yield warning(
+            subject,
+            f"raised {type(e).__name__}: {e} ({Path(last.filename).name}, line {last.lineno}) for "
+            f"the first rows with the made-up completions {', '.join(map(repr, COMPLETIONS))}.",
+            "In a training it ends the run: have it score whatever a model may write.",
+        )
+    else:
+        if fault:
+            text = f"returned {fault} for {len(COMPLETIONS)} completions."
+            yield error(subject, text, "Expected a list with a number, or None, for each.")
+
+
+def values_fault(output: Any) -> str:
+    """Say what is wrong with the values of a reward function; "" where nothing is."""
+    try:
+        values = [math.nan if value is None else value for value in output]
+        shape = torch.tensor(values, dtype=torch.float32).shape
+    except (TypeError, ValueError, RuntimeError):
+        return f"{type(output).__name__} {short(output)}"
+    if len(values) != len(COMPLETIONS):
+        return f"{len(values)} values"
+    return "" if len(shape) == 1 else f"lists of shape {[*shape]}"
+
+
+def _is_swifts(made: Any) -> bool:
+    """Return whether a class or a function is ms-swift's own, and not a user's."""
+    return (getattr(made, "__module__", None) or "").startswith("swift.")
+
+
+def _needs_more(made: Any, makes_all: bool) -> bool:
+    """Return whether a reward may take more than this process and rows: other ranks, none of which
+    would call it, a server's conversations, or a model that its `__init__` loads."""
+    if not (makes_all or _is_swifts(getattr(made, "__init__", None))):
+        return True
+    try:
+        source = inspect.getsource(made)
+    except (OSError, TypeError):
+        return False
+    return "distributed" in source or FROM_SERVERS in source
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise `TooSlowError` within the block after so many seconds, in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TooSlowError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Leave the random numbers that come after the block as they would be without it."""
+    states = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

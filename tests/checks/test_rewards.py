@@ -1,0 +1,185 @@
+"""Reward functions are tried before a model is loaded: what no training survives is refused."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from swift.rewards import ORM, AsyncORM
+
+from swift_grpo_ext.checks import rewards
+from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards
+
+ASKS = [{"role": "user", "content": "Which digit?"}, {"role": "assistant", "content": "7"}]
+ROWS: list[dict[str, Any]] = [
+    {"messages": ASKS, "images": [], "answer": "7"},
+    {"messages": ASKS, "images": [], "answer": None, "level": 2},
+]
+
+
+class Takes(ORM):
+    def __call__(self, completions: list[str], answer: list[Any], **kwargs: Any) -> Any:
+        assert completions == [messages[-1]["content"] for messages in kwargs["messages"]]
+        assert (answer, kwargs["level"]) == (["7", None, "7"], [None, 2, None])
+        assert kwargs["trainer_state"].global_step == 0
+        return [1, None, np.float32(0.5)]
+
+
+class Returns(ORM):
+    value: Any = None
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> Any:
+        return self.value
+
+
+def returns(value: Any) -> type[ORM]:
+    return type("Returned", (Returns,), {"value": value})
+
+
+class Waits(AsyncORM):
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+
+class Solution(ORM):
+    def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
+        raise AssertionError
+
+
+class Odd(ORM):
+    def __call__(self, completions: list[str], *, zzz: Any, yyy: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+
+class Closed(ORM):
+    def __call__(self, completions: list[str], answer: list[str]) -> list[float]:
+        raise AssertionError
+
+
+class Served(ORM):
+    def __call__(self, completions: list[str], trajectory_inputs: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+
+class Raises(ORM):
+    def __call__(self, completions: list[str], **kwargs: Any) -> Any:
+        return [{"yes": 1.0}[text] for text in completions]
+
+
+class Loads(ORM):
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        raise RuntimeError("no GPU")
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        raise AssertionError
+
+
+class Plain:
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        raise AssertionError
+
+
+class Slow(ORM):
+    def __call__(self, completions: list[str], **kwargs: Any) -> Any:
+        while True:
+            with suppress(Exception):
+                time.sleep(60)
+
+
+def told(name: str, made: Any, monkeypatch: pytest.MonkeyPatch, **how: Any) -> str:
+    monkeypatch.setattr("swift.rewards.orms", {"named": made} if made else {"format": Takes})
+    rows = how.pop("rows", ROWS)
+    found = check_rewards([name], rows, SimpleNamespace(), setting="dataset rows.jsonl", **how)
+    return "\n".join(f"{finding.level}: {finding.sentence}" for finding in found)
+
+
+COLUMNS = "and --dataset rows.jsonl has the columns messages, images, answer, level."
+
+
+@pytest.mark.parametrize(
+    ("made", "how", "expected"),
+    [
+        (Takes, {}, ""),
+        (Waits, {}, ""),
+        (returns(torch.zeros(3)), {}, ""),
+        (returns([None, None, None]), {}, ""),
+        # As the text and the image of a column of another name
+        (Solution, {}, f"asks for `solution`, {COLUMNS} Did you mean answer? --columns '{{"),
+        (Odd, {}, f"asks for `zzz` and `yyy`, {COLUMNS} Add the column, or rename yours with"),
+        (Solution, {"rows": []}, ""),
+        (Solution, {"knows_all_columns": False}, "warning: --reward_funcs named: asks for `solu"),
+        (Closed, {}, "does not take all that ms-swift passes by name: got an unexpected keyword"),
+        (Plain, {}, "cannot be made as ms-swift does, by orms['named'](args=...): got an unexp"),
+        (lambda completions, **kwargs: [0.0], {}, "(args=...): missing a required argument: 'comp"),
+        # Values: one of them would be spread over all samples
+        (returns([1.0]), {}, "error: --reward_funcs named: returned 1 values for 3 completions."),
+        (returns([1.0] * 4), {}, "returned 4 values for 3 completions. Expected a list with a num"),
+        (returns(0.5), {}, "returned float 0.5 for 3 completions."),
+        (returns(["a", 1, 2]), {}, "returned list ['a', 1, 2] for 3 completions."),
+        (returns([[1.0]] * 3), {}, "returned lists of shape [3, 1] for 3 completions."),
+        (returns([1.0]), {"calls": False}, ""),
+        # A user's code may have its reasons.
+        (Raises, {}, "warning: --reward_funcs named: raised KeyError: 'I do not know.' (test_rew"),
+        (Served, {}, ""),
+        (Loads, {}, ""),
+        (Loads, {"makes_all": True}, "warning: --reward_funcs named: raised RuntimeError: no GPU"),
+        (lambda args: Waits(args), {"makes_all": True}, ""),
+    ],
+)
+def test_a_reward_function(
+    made: Any, how: Mapping[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = told("named", made, monkeypatch, **how)
+    assert expected in text
+    assert (text == "") == (expected == "")
+    assert text.count("\n") == 0
+
+
+def test_names_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "did you mean format?" in told("fromat", None, monkeypatch, rows=[])
+    assert "known: format." in told("zzz", None, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(rewards, "find_spec", {"math_verify": None}.get)
+    [found] = check_rewards(["cosine"], [], None, setting="dataset")
+    assert found.sentence.startswith("--reward_funcs cosine: needs the package math_verify")
+
+
+def test_a_slow_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "MAX_SECONDS", 0.2)
+    expected = (
+        "skipped: --reward_funcs named: gave no values for 3 made-up completions within 0.2 s"
+    )
+    assert told("named", Slow, monkeypatch).startswith(expected)
+
+
+def test_random_numbers_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Draws(ORM):
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            return [random.random(), np.random.rand(), float(torch.rand(1))]
+
+    drawn = []
+    for made in (None, Draws):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        if made:
+            assert told("named", made, monkeypatch) == ""
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_reward_that_speaks_to_other_ranks_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards.inspect, "getsource", lambda _: "torch.distributed.barrier()")
+    assert told("named", returns([1.0]), monkeypatch) == ""
+
+
+def test_completions_are_several() -> None:
+    """ms-swift spreads a single value over all samples."""
+    assert len(COMPLETIONS) > 1
