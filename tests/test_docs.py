@@ -151,13 +151,13 @@ def known_commands() -> tuple[frozenset[str], frozenset[str]]:
 
     parsers: dict[str, argparse.ArgumentParser] = {}
 
-    def parse_nothing(parser: argparse.ArgumentParser, _: object) -> None:
+    def parse_nothing(parser: argparse.ArgumentParser, *_: object) -> None:
         actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         parsers.update(actions[0].choices)
         raise OSError("as far as needed")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(argparse.ArgumentParser, "parse_args", parse_nothing)
+        patched.setattr(argparse.ArgumentParser, "parse_known_args", parse_nothing)
         with pytest.raises(OSError, match="as far as needed"):
             cli.main([])
     options = {option for parser in parsers.values() for option in parser._option_string_actions}

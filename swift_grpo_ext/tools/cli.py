@@ -128,7 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    options = parser.parse_args(words[:end])
+    options, unknown = parser.parse_known_args(words[:end])
+    if unknown:
+        takes_more = options.command in ("check", "selftest")
+        hint = ". Arguments of swift rlhf stand behind --" if takes_more else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.rest = words[end + 1 :]
     module, _, function = options.runs.rpartition(".")
     try:

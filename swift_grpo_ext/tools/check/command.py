@@ -5,91 +5,159 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import sys
+import os
+import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 
 from swift_grpo_ext.checks.finding import Finding, Findings, error, warning
+from swift_grpo_ext.checks.rows import Row
 from swift_grpo_ext.tools.check import machine
-from swift_grpo_ext.tools.check.lookup import check_template, look_up
-from swift_grpo_ext.tools.check.rules import check_settings
-from swift_grpo_ext.tools.check.settings import Run, parse, read_run
+from swift_grpo_ext.tools.check.settings import Run, read_run
 
 HERE = "this machine"
+GIVEN = "arguments"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what each check says as soon as it is known, below what it looked at; return the exit
-    status: 1 where something is wrong."""
-    shown, status = "", 0
+    """Print what each check says as soon as it is known, below what it looked at, and a verdict;
+    return the exit status: 1 where something is wrong."""
+    shown, found = "", list[Finding]()
     for subject, finding in examine(options):
-        if options.quiet and finding.level in ("ok", "note"):
+        found.append(finding)
+        if options.quiet and finding.level not in ("error", "warning"):
             continue
         if subject != shown:
             print(subject)
         shown = subject
         print(f"  {finding.level}: {finding.sentence}", flush=True)
-        status |= finding.level == "error"
-    return status
+    if not options.quiet:
+        print(verdict(options, found))
+    return int(any(finding.level == "error" for finding in found))
+
+
+def verdict(options: argparse.Namespace, found: list[Finding]) -> str:
+    """Return what all findings come to, and what nobody has looked at."""
+    counts = Counter(finding.level for finding in found)
+    shown = [
+        f"{n} {level}{'s' * (n > 1)}" for level in ("error", "warning") if (n := counts[level])
+    ]
+    has_settings = bool(options.config or options.rest)
+    if counts["error"]:
+        fails = "this run would not start" if has_settings else "not ready"
+        return f"{', '.join(shown)}: {fails}."
+    unseen = [finding.setting for finding in found if finding.level == "skipped"]
+    if options.settings_only:
+        unseen.append("this machine, plugins, rewards, model, data")
+    if has_settings:
+        unseen.append("weights, and the memory that they need")
+    else:
+        unseen.append("settings (give a file, or arguments of swift rlhf behind --)")
+    with_warnings = f" ({shown[0]})" if shown else ""
+    return f"Ready{with_warnings}. Not looked at: {'; '.join(dict.fromkeys(unseen))}."
 
 
 def examine(options: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
-    """Yield the findings, each with what it is about: this machine, or the configuration."""
-    checks: list[tuple[str, Callable[[], Findings]]] = []
+    """Yield the findings, each with what it is about: this machine, or the configuration. What
+    takes seconds comes last."""
+    found: list[Finding] = []
+
+    def about(subject: str, *checks: Callable[[], Findings]) -> Iterator[tuple[str, Finding]]:
+        for check in checks:
+            for finding in quietly(check):
+                found.append(finding)
+                yield subject, finding
+
+    has_settings = bool(options.config or options.rest)
+    subject = options.config or (GIVEN if has_settings else HERE)
+    runs: list[Run] = []
     if not options.settings_only:
-        checks = [
-            (HERE, machine.check_versions),
-            (HERE, machine.check_shared_memory),
-            (HERE, machine.check_builds),
-        ]
-    subject = options.config or HERE
-    model = ["--model", options.model] if options.model else []
+        yield from about(HERE, machine.check_versions, machine.check_shared_memory)
+    if has_settings or options.model or options.dataset:
+        yield from about(subject, partial(read, options, runs))
+    for run in runs if has_settings else ():
+        yield from about(subject, later("rules.check_settings", run))
+    if options.settings_only:
+        return
+    gpus = None if options.gpus is None else [gpu for gpu in options.gpus.split(",") if gpu]
+    for run in runs if has_settings else ():
+        yield from about(subject, later("lookup.look_up", run, gpus))
+    yield from about(HERE, machine.check_builds)
+    are_plugins_imported = has_settings and not any(
+        finding.level == "error" and finding.setting.startswith("external_plugins ")
+        for finding in found
+    )
+    for run in runs:
+        loaded: dict[str, list[Row]] = {}
+        checks = [later("lookup.check_template", run), later("data.check_data", run, loaded)]
+        if are_plugins_imported:
+            checks.append(later("data.check_reward_columns", run, loaded))
+        yield from about(subject, *checks, later("encoding.check_encoding", run, loaded))
+
+
+def read(options: argparse.Namespace, runs: list[Run]) -> Findings:
+    """Read the settings, of a file or not, and add what they are to `runs`."""
     dataset = ["--dataset", *options.dataset] if options.dataset else []
-    overrides = [*model, *dataset, *options.rest]
-    read: Run | None = None
     try:
-        if options.config:
-            read = read_run(
-                options.config, ranks=options.ranks, model=options.model, overrides=overrides
-            )
-        elif overrides:
-            read = Run(training=parse("training", {}, overrides))
+        run = read_run(
+            options.config,
+            ranks=options.ranks,
+            model=options.model,
+            overrides=[*options.rest, *dataset],
+        )
     except ValueError as e:
-        checks.append((subject, partial(iter, [error("Settings", str(e))])))
-    if read is not None and options.config:
-        checks.append((subject, partial(check_settings, read)))
-    if read is not None and not options.settings_only:
-        if options.config:
-            gpus = None if options.gpus is None else [gpu for gpu in options.gpus.split(",") if gpu]
-            checks.append((subject, partial(look_up, read, gpus)))
-        checks += [(subject, partial(check_template, read)), (subject, partial(check_data, read))]
-
-    for subject, check in checks:
-        findings = []
-        with _silence():
-            try:
-                for finding in check():
-                    findings.append(finding)
-            except Exception as e:  # ours, perhaps: nothing is refused for it
-                text = f"the check itself failed ({type(e).__name__}: {e})."
-                findings.append(warning("A check", text, "Look at the lines above, or report it."))
-        for finding in findings:
-            yield subject, finding
+        yield error("Settings", str(e))
+    else:
+        runs.append(run)
 
 
-def check_data(run: Run) -> Findings:
-    """Look at rows, and compare how training and vLLM encode them; imports both."""
-    from swift_grpo_ext.tools.check import encoding
+def later(name: str, *given: object) -> Callable[[], Findings]:
+    """Return a check whose module is imported when it begins: ms-swift and vLLM take seconds."""
+    module, _, function = name.partition(".")
 
-    return encoding.check_data(run)
+    def check() -> Findings:
+        yield from getattr(import_module(f"{__package__}.{module}"), function)(*given)
+
+    return check
+
+
+def quietly(check: Callable[[], Findings]) -> Findings:
+    """Yield what a check finds, and keep the rest of what is said meanwhile off the report."""
+    findings: Findings | None = None
+    while True:
+        try:
+            with _silence():
+                findings = findings or check()
+                finding = next(findings, None)
+        except Exception as e:  # ours, perhaps: nothing is refused for it
+            last = traceback.extract_tb(e.__traceback__)[-1]
+            where = f"{Path(last.filename).name}, line {last.lineno}"
+            text = f"the check itself failed ({type(e).__name__}: {e}; {where})."
+            yield warning("A check", text, "Report it, if other lines do not explain it.")
+            return
+        if finding is None:
+            return
+        yield finding
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep quiet what ms-swift, transformers and vLLM say, which is beside the point."""
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    """Keep quiet what ms-swift, transformers, vLLM, and the processes that they start, print."""
+    logging.disable(logging.CRITICAL)
+    kept = [os.dup(1), os.dup(2)]
+    with Path(os.devnull).open("w") as nowhere, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+        try:
+            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                yield
+        finally:
+            for stream, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, stream)
+                os.close(copy)
+            logging.disable(logging.NOTSET)

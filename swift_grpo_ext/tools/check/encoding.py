@@ -15,7 +15,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import count, groupby, islice
+from itertools import count, groupby
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -29,7 +29,6 @@ from swift_grpo_ext.checks.finding import Findings, error, note, ok, warning
 from swift_grpo_ext.checks.rows import (
     Row,
     RowError,
-    check_rows,
     encoding_error,
     encoding_fault,
     media_of,
@@ -41,7 +40,6 @@ from swift_grpo_ext.logits.joined_passes import larger_micro_batches
 from swift_grpo_ext.logits.shared_prompt import GroupLengths
 from swift_grpo_ext.rollout.positions import PositionCounter
 from swift_grpo_ext.tools.check.lookup import (
-    LOCAL,
     UNKNOWN_MODEL,
     make_template,
     model_folder,
@@ -57,7 +55,6 @@ from swift_grpo_ext.training.batch import (
     spans_of,
     with_text_of,
 )
-from swift_grpo_ext.upstream.models import repair_models
 from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_texts
 from swift_grpo_ext.upstream.rows import COLUMNS
 
@@ -67,10 +64,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
     from swift_grpo_ext.rollout.engine import RolloutEngine
-
-DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
-NUM_ROWS = 512
-"""Rows of each data set that are looked at, the first ones."""
 
 NUM_FIRST, NUM_DRAWN = 16, 16
 """Rows that are encoded: the first, and some of those behind them, drawn by `--data_seed`."""
@@ -88,53 +81,15 @@ OF_PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "
 # --- what is said ---
 
 
-def check_data(run: Run) -> Findings:
-    """Look at the first rows of each data set that is a file, with their images, and compare some
-    as training and vLLM encode them. Ids of a hub are left to ms-swift."""
-    from swift.dataset import load_dataset
-    from swift.dataset.dataset_syntax import DatasetSyntax
-    from swift.utils import json_parse_to_dict
+def check_encoding(run: Run, loaded: Mapping[str, Sequence[Row]]) -> Findings:
+    """Compare some rows as training and vLLM encode them.
 
-    columns = json_parse_to_dict(run.train("columns")) if run.train("columns") else None
-    deletes = run.train("truncation_strategy") == "delete"
-    encoder: RowEncoder | None = None
-    for setting, given in [(s, g) for s in ("dataset", "val_dataset") for g in run.train(s) or ()]:
-        name, path = f"{setting} {given}", DatasetSyntax.parse(given).dataset
-        if not Path(path).expanduser().exists():
-            if Path(path).suffix in DATA_SUFFIXES or path.startswith(LOCAL):
-                text = f"there is no such file in {Path.cwd()}, nor folder."
-                yield error(name, text, "Name a file of rows, or a hub id.")
-            else:
-                yield note(name, "is no file here, so it is taken for a hub id.")
-            continue
-        try:
-            with run.environment("training"):  # which may hold ROOT_IMAGE_DIR
-                loaded, _ = load_dataset(
-                    [given], streaming=True, remove_unused_columns=False, columns=columns
-                )
-                rows: list[Row] = list(islice(iter(loaded), NUM_ROWS))
-        except Exception as e:  # `datasets` and ms-swift raise many kinds
-            text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})."
-            remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
-            yield error(name, text, remedy)
-            continue
-        if not rows:
-            yield error(name, "holds no rows that ms-swift can use.", "Name another file.")
-            continue
-        encoder = encoder or make_encoder(run)
-        with run.environment("training"):
-            yield from check_rows(
-                rows,
-                setting=name,
-                expects_media=True,
-                deletes_bad_rows=deletes,
-                placeholders=encoder.placeholder_texts if encoder else (),
-            )
-        with_media = sum(bool(media_of(row)) for row in rows)
-        text = f"{with_media} of the first {len(rows)} rows hold images, videos or audios."
-        yield note(name, text)
-        if encoder is not None:
-            yield from compare_rows(encoder, rows, setting=name, run=run)
+    Args:
+        loaded: the first rows of each data set, by the setting that named it.
+    """
+    if loaded and (encoder := make_encoder(run)):
+        for setting, rows in loaded.items():
+            yield from compare_rows(encoder, rows, setting=setting, run=run)
 
 
 def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run: Run) -> Findings:
@@ -439,7 +394,6 @@ class RowEncoder:
 def make_encoder(run: Run) -> RowEncoder | None:
     """Return what encodes rows for a run; None where a side's model or template is not known here,
     which `check_template` says."""
-    repair_models()
     folders: dict[Side, Path] = {}
     templates: dict[Side, Template] = {}
     for side, _ in run.sides:
@@ -465,6 +419,7 @@ def make_engine(
     """
     import vllm.platforms
     from swift.utils import json_parse_to_dict
+    from transformers import PreTrainedTokenizerBase
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.engine.core_client import EngineCoreClient
 
@@ -476,7 +431,11 @@ def make_engine(
     kwargs = json_parse_to_dict(args.vllm_engine_kwargs)
     core = MagicMock()
     core.get_supported_tasks.return_value = ("generate",)
-    with patch.object(EngineCoreClient, "make_client", return_value=core):
+    # vLLM's threads, of which none starts here, have copies of the tokenizer: seconds each.
+    uncopied = patch.object(
+        PreTrainedTokenizerBase, "__deepcopy__", lambda self, memo: self, create=True
+    )
+    with patch.object(EngineCoreClient, "make_client", return_value=core), uncopied:
         engine = RolloutEngine(
             str(folder),
             template=template,

@@ -10,22 +10,18 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from swift_grpo_ext.checks import preflight
-from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, note, ok, warning
+from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, ok, skipped, warning
 from swift_grpo_ext.tools.check.rules import PLUGIN
 from swift_grpo_ext.tools.check.settings import Run, Side, devices_of, plugins_of
+from swift_grpo_ext.upstream.models import repair_models
 
 if TYPE_CHECKING:
     from swift.template import Template
-
-PACKAGE_OF_REWARD = {"accuracy": "math_verify", "cosine": "math_verify", "toolbench": "rouge"}
-"""Modules that ms-swift's rewards need, which it does not bring along, and asks for once the model
-is loaded."""
 
 UNKNOWN_MODEL = (ValueError, KeyError, OSError)
 """ms-swift raises these where it does not know a model, its template or its files."""
@@ -52,16 +48,17 @@ def look_up(run: Run, gpus: Sequence[str] | None = None) -> Findings:
 
 
 def check_names(run: Run) -> Findings:
-    """Refuse rewards, schedulers and callbacks that nobody registers, or that lack a package."""
+    """Refuse plugins that cannot be imported, and names that nobody registers; rewards are looked
+    at beside the rows that they are given."""
     from swift.callbacks import callbacks_map
-    from swift.rewards import orms, rm_plugins
+    from swift.rewards import rm_plugins
     from swift.rollout import multi_turns
     from swift.utils import import_external_file
 
     for plugin in dict.fromkeys(p for _, settings in run.sides for p in plugins_of(settings)):
         path, problem = Path(plugin).expanduser(), ""
         if not path.is_file():
-            problem = f"there is no such file in {Path.cwd()}."
+            problem = absent(plugin, "file")
         elif path.name != PLUGIN:  # this one is ours, and changes ms-swift
             try:
                 import_external_file(plugin)
@@ -70,10 +67,8 @@ def check_names(run: Run) -> Findings:
         if problem:
             yield error(f"external_plugins {plugin}", problem)
             return  # the other names may be registered there
-    rewards = run.train("reward_funcs") or ()
     schedulers = {run.train("multi_turn_scheduler"), run.serve("multi_turn_scheduler")} - {None}
     for setting, names, registered in (
-        ("reward_funcs", rewards, orms),
         ("reward_model_plugin", run.train("reward_model_plugin") or (), rm_plugins),
         ("callbacks", run.train("callbacks") or (), {**callbacks_map, "diversity": None}),
         ("multi_turn_scheduler", schedulers, multi_turns),
@@ -83,12 +78,12 @@ def check_names(run: Run) -> Findings:
                 hint = did_you_mean(name, registered) or f"known: {', '.join(sorted(registered))}."
                 text = "is registered by neither ms-swift nor a file of external_plugins;"
                 yield error(f"{setting} {name}", text, hint)
-    for name in rewards:
-        module = PACKAGE_OF_REWARD.get(name)
-        is_swifts = name in orms and orms[name].__module__.startswith("swift.")  # not the user's
-        if module and is_swifts and find_spec(module) is None:
-            text = f"needs the package {module}, which is not installed."
-            yield error(f"reward_funcs {name}", text, f"pip install {module}")
+
+
+def absent(path: str, kind: str) -> str:
+    """Say that there is no such file, and where it was looked for where the path does not."""
+    where = "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
+    return f"there is no such {kind}{where}."
 
 
 def check_gpus(gpus: Sequence[str], present: int) -> Findings:
@@ -98,12 +93,12 @@ def check_gpus(gpus: Sequence[str], present: int) -> Findings:
         gpus: those that processes will use.
         present: the number that this machine has.
     """
-    absent = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= present]
-    if absent:
+    missing = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= present]
+    if missing:
         yield error(
             "CUDA_VISIBLE_DEVICES",
-            f"GPUs {', '.join(absent)} are to be used, counted from 0, and torch sees {present} on "
-            "this machine.",
+            f"GPUs {', '.join(missing)} are to be used, counted from 0, and torch sees {present} "
+            "on this machine.",
             "Without GPUs: swift-grpo-ext init cpu-run --preset cpu_2x6, with a tiny model.",
         )
 
@@ -117,7 +112,7 @@ def check_template(run: Run) -> Findings:
     folder = model_folder(args.model)
     if folder is None:
         if args.model and args.model.startswith(LOCAL):
-            text = f"there is no such directory in {Path.cwd()}."
+            text = absent(args.model, "directory")
             remedy = (
                 "Give the directory of config.json and the weights, or a hub id such as Org/model."
             )
@@ -128,12 +123,13 @@ def check_template(run: Run) -> Findings:
                 f"modelscope download {args.model} --exclude '*.safetensors', then give the folder "
                 "with --model."
             )
-            yield note(f"model {args.model}", f"{text}:", remedy)
+            yield skipped(f"model {args.model}", f"{text}:", remedy)
         return
     try:
-        template = make_template(run, side, folder)
+        with run.environment(side):
+            template = make_template(run, side, folder)
     except UNKNOWN_MODEL as e:
-        text = " ".join(str(e).split())[:300]
+        text = f"{' '.join(str(e).split())[:300]} So no rows are encoded."
         yield warning("template", text, "Give --model_type and --template, as for swift rlhf.")
         return
     words = args.stop_words or ()
@@ -151,12 +147,16 @@ def check_template(run: Run) -> Findings:
 
 
 def make_template(run: Run, side: Side, folder: Path) -> Template:
-    """Return ms-swift's template as a side's settings make it; raises `UNKNOWN_MODEL`."""
+    """Return ms-swift's template as a side's settings make it, once: a tokenizer loads for seconds;
+    raises `UNKNOWN_MODEL`."""
     from swift.arguments import TemplateArguments
     from swift.model import get_processor
     from swift.model.model_meta import get_matched_model_meta
     from swift.template import get_template
 
+    if made := run.templates.get(side):
+        return made
+    repair_models()
     args = run.arguments(side)
     meta = get_matched_model_meta(args.model)  # by the hub's name, which the cache lacks
     processor = get_processor(
@@ -174,6 +174,7 @@ def make_template(run: Run, side: Side, folder: Path) -> Template:
     settings.remove_unused_columns = False  # which its reader looks up
     template = get_template(processor, **settings.get_template_kwargs())
     template.set_mode("train")
+    run.templates[side] = template
     return template
 
 

@@ -40,6 +40,8 @@ SAME_IN_ENV = ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIX
 
 def check_settings(run: Run) -> Findings:
     """Say all that is to be said about a run's settings alone."""
+    for name, full in run.abbreviated.items():
+        yield warning(name, f"is no setting, and ms-swift takes it for --{full}: write it in full.")
     for side, settings in run.sides:
         if PLUGIN not in (PurePath(plugin).name for plugin in plugins_of(settings)):
             yield error(
@@ -76,7 +78,12 @@ def check_training(run: Run) -> Findings:
             f"{batch.num_generations}.",
         )
     except ValueError as e:
-        yield error(f"Batches of {run.num_ranks} ranks", str(e))
+        yield error(
+            f"Batches of {run.num_ranks} ranks",
+            str(e).removesuffix(" Valid values: []."),
+            "A round has ranks (NPROC_PER_NODE) x --per_device_train_batch_size x "
+            "--gradient_accumulation_steps samples: raise one of them.",
+        )
     parallel = run.train("vllm_tensor_parallel_size")
     if not run.has_servers and run.train("use_vllm") and run.num_ranks % parallel:
         yield error(

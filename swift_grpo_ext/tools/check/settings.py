@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +19,18 @@ from unittest.mock import patch
 
 import yaml
 
+from swift_grpo_ext.checks.finding import did_you_mean
 from swift_grpo_ext.checks.former_flags import flag_hint
 
 if TYPE_CHECKING:
+    from swift.template import Template
+
     from swift_grpo_ext.command_line import Parser
 
 Settings = Mapping[str, Any]
 Side = Literal["training", "rollout"]
 COMMANDS: Mapping[Side, str] = {"training": "swift rlhf", "rollout": "swift rollout"}
+COMMAND_WORDS = {word for command in COMMANDS.values() for word in command.split()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +48,17 @@ class Run:
     """Training processes over all nodes; None: as the training's ENV says (NPROC_PER_NODE x NNODES,
     else 1)."""
 
+    abbreviated: Mapping[str, str] = field(default_factory=dict)
+    """The names that were given in part, and what ms-swift takes them for."""
+
+    templates: dict[Side, Template] = field(default_factory=dict, compare=False)
+    """Those that were made."""
+
     @property
     def num_ranks(self) -> int:
         if self.ranks is not None:
             return self.ranks
-        env = environment(self.training)
+        env = {**environment(self.training), **os.environ}  # which wins in ms-swift
         return int(env.get("NPROC_PER_NODE", 1)) * int(env.get("NNODES", 1))
 
     @property
@@ -132,7 +142,7 @@ def plugins_of(settings: Settings) -> list[str]:
 
 
 def read_run(
-    path: str | Path,
+    path: str | Path | None,
     *,
     ranks: int | None = None,
     model: str | None = None,
@@ -141,7 +151,7 @@ def read_run(
     """Return the run of a YAML file: `NAME.train.yaml` and `NAME.rollout.yaml` belong together.
 
     Args:
-        path: one file, or `NAME`, which stands for both.
+        path: one file, or `NAME`, which stands for both; None: `overrides` are all.
         ranks: training processes, instead of what ENV says.
         model: the model of both sides, instead of the files'.
         overrides: arguments of `swift rlhf` that win over its file.
@@ -149,16 +159,43 @@ def read_run(
     Raises:
         ValueError: a file is missing, is no YAML, or holds what `swift` would not take.
     """
-    both = ["--model", model] if model else []
+    file_of_words, env, side_of_words, words = as_pasted(overrides)
+    path = path or file_of_words
+    files = files_of(Path(path)) if path else (None, None)
     parsed: dict[Side, dict[str, Any]] = {}
-    for side, file in zip(COMMANDS, files_of(Path(path)), strict=True):
-        if file:
-            more = [*both, *(overrides if side == "training" else ())]
-            try:
-                parsed[side] = parse(side, read_settings(file), more)
-            except ValueError as e:
-                raise ValueError(f"{file.name}: {str(e).removeprefix(f'{file}: ')}") from e
-    return Run(training=parsed.get("training"), rollout=parsed.get("rollout"), ranks=ranks)
+    abbreviated: dict[str, str] = {}
+    for side, file in zip(COMMANDS, files, strict=True):
+        own = ["--model", model] if model else []
+        own += words if side == side_of_words else []
+        if not file and (side != side_of_words or not (words or (own and not path))):
+            continue
+        try:
+            settings = read_settings(file) if file else {}
+            parsed[side] = parse(side, settings, own, abbreviated)
+        except ValueError as e:
+            beginning = f"{file.name}: " if file else ""
+            raise ValueError(f"{beginning}{str(e).removeprefix(f'{file}: ')}") from e
+        if env and side == side_of_words:
+            parsed[side]["ENV"] = {**environment(parsed[side]), **env}
+    return Run(
+        training=parsed.get("training"),
+        rollout=parsed.get("rollout"),
+        ranks=ranks,
+        abbreviated=abbreviated,
+    )
+
+
+def as_pasted(words: Sequence[str]) -> tuple[str | None, dict[str, str], Side, list[str]]:
+    """Return the file, the environment, the side and the arguments of a command that was pasted,
+    such as `NPROC_PER_NODE=8 swift rlhf train.yaml --model M`, or of arguments alone."""
+    start = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    head = [word for word in words[:start] if word not in COMMAND_WORDS]
+    env = dict(word.split("=", 1) for word in head if "=" in word)
+    bare = [word for word in head if "=" not in word]
+    if len(bare) > 1 or not all(word.endswith((".yaml", ".yml")) for word in bare):
+        raise ValueError(f"{' '.join(head)}: expected arguments of swift rlhf, as --name value.")
+    side: Side = "rollout" if "rollout" in words[:start] else "training"
+    return next(iter(bare), None), env, side, list(words[start:])
 
 
 def files_of(path: Path) -> tuple[Path | None, Path | None]:
@@ -169,7 +206,9 @@ def files_of(path: Path) -> tuple[Path | None, Path | None]:
     if any(pair) and (path.is_file() or path.name == stem):
         return pair
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file, nor {training.name} beside it.")
+        beside = "" if path.suffix else f", nor {training.name} beside it"
+        hint = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+        raise ValueError(f"{path}: there is no such file{beside}. {hint}".rstrip())
     return path, None
 
 
@@ -204,12 +243,18 @@ def defaults(side: Side) -> Settings:
     return vars(_parsers(side)[0].parse_args([]))
 
 
-def parse(side: Side, settings: Settings, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def parse(
+    side: Side,
+    settings: Settings,
+    overrides: Sequence[str] = (),
+    abbreviated: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """Return settings with the types that `swift` gives them.
 
     Args:
         settings: the settings of a YAML file.
         overrides: `--name value ...`, which win.
+        abbreviated: is given the names that ms-swift takes for others, with those.
 
     Raises:
         ValueError: `swift` would not take them; names the first value that is wrong, or all names
@@ -219,14 +264,27 @@ def parse(side: Side, settings: Settings, overrides: Sequence[str] = ()) -> dict
 
     argv = as_typed([*to_argv(settings), *overrides])
     parser, of_swift = _parsers(side)
+    problems = []
+    for token in dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--")):
+        if token in parser._option_string_actions:
+            continue
+        name, near = (
+            token[2:],
+            [*{action.dest: 0 for action, *_ in of_swift._get_option_tuples(token)}],
+        )
+        if not near:
+            hint = flag_hint(name, {action.dest for action in parser._actions}) or "leave it out"
+            problems.append(f"{name} ({hint})")
+        elif len(near) > 1:
+            problems.append(f"{name} (it may mean {' or '.join(near)})")
+        elif abbreviated is not None:
+            abbreviated[name] = near[0]
+    if problems:
+        raise ValueError(f"no setting of {COMMANDS[side]}: {', '.join(problems)}.")
     values, unknown = parser.parse_known_args(argv)
     values, unknown = of_swift.parse_known_args(unknown, values)
     if unknown:
-        names = [token[2:] for token in unknown if token.startswith("--")]
-        hints = (f"{name} ({flag_hint(name, vars(values)) or 'leave it out'})" for name in names)
-        raise ValueError(
-            f"no setting of {COMMANDS[side]}: {', '.join(hints)}; left over: {' '.join(unknown)}"
-        )
+        raise ValueError(f"{' '.join(unknown)}: left over; a setting of {COMMANDS[side]} is --name")
     typed = {token[2:].partition("=")[0].replace("-", "_") for token in argv}
     given = {
         name: value

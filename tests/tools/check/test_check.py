@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.checks.finding import Finding, error
-from swift_grpo_ext.tools.check import encoding, lookup, machine
+from swift_grpo_ext.tools.check import data, lookup, machine
 from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.tools.cli import main
 
@@ -104,11 +104,15 @@ def test_templates(assets: Path) -> None:
         ),
         (
             Run(training={"model": "No-Such/Model"}),
-            "note: --model No-Such/Model: is not on this machine, so that no rows are encoded. ",
+            "skipped: --model No-Such/Model: is not on this machine, so that no rows are encoded. ",
         ),
         (
             Run(training={"model": "./none"}),
             "error: --model ./none: there is no such directory in /",
+        ),
+        (
+            Run(training={"model": "/none"}),
+            "error: --model /none: there is no such directory. Give",
         ),
         (Run(training={}), ""),
     ):
@@ -140,14 +144,15 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("good.png", "pictures/none.png"):
         Image.new("RGB", (56, 56)).save(name)
     Path("text.png").write_text("not an image")
-    Path("garbage.jsonl").write_text("no JSON\n")
+    for name in ("garbage.jsonl", "garbage.json"):
+        Path(name).write_text("no JSON\n")
     Path("text.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     write_rows("good.jsonl", "good.png")
     write_rows("broken.jsonl", "good.png", "text.png")
     write_rows("missing.jsonl", "none.png")
     write_rows("mapped.jsonl", "good.png", question="asked")
     named = {"columns": '{"asked": "messages"}'}
-    absent = f"there is no such file in {tmp_path}, nor folder. Name a file"
+    absent = "there is no such file or folder"
     for dataset, more, expected in (
         ("good.jsonl", {}, "note: --dataset good.jsonl: 1 of the first 1 rows hold images"),
         ("broken.jsonl", {"truncation_strategy": "delete"}, "warning: ...1 of 2 rows that were"),
@@ -155,43 +160,36 @@ def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("missing.jsonl", {"ENV": {"ROOT_IMAGE_DIR": "pictures"}}, "note: --dataset missing.jsonl"),
         ("mapped.jsonl", {}, "error: --dataset ...holds no rows that ms-swift can use."),
         ("mapped.jsonl", named, "note: --dataset ...1 of the first 1 rows hold images"),
-        ("garbage.jsonl", {}, "error: --dataset garbage.jsonl: cannot be read"),
+        ("garbage.jsonl", {}, "error: --dataset garbage.jsonl: cannot be read: line 1 is no JSON"),
+        ("garbage.json", {}, "error: --dataset garbage.json: cannot be read ("),
         ("text.jsonl", {}, "warning: --dataset text.jsonl: no row holds `images`...0 of the first"),
-        ("none.json#5", {}, f"error: --dataset none.json#5: {absent}"),
-        ("~/none", {}, f"error: --dataset ~/none: {absent}"),
-        ("Org/other", {}, "note: --dataset Org/other: is no file here, so it is taken for a hub"),
+        ("none.json#5", {}, f"error: --dataset none.json#5: {absent} in {tmp_path}. Name a file"),
+        ("~/none", {}, f"error: --dataset ~/none: {absent}. Name a file"),
+        ("Org/other", {}, "skipped: --dataset Org/other: is no file here, so it is taken for a"),
     ):
-        assert_says(encoding.check_data(Run(training={"dataset": [dataset], **more})), expected)
+        assert_says(data.check_data(Run(training={"dataset": [dataset], **more}), {}), expected)
     run = Run(training={"val_dataset": ["a.csv"]})
-    assert_says(encoding.check_data(run), "error: --val_dataset a.csv")
+    assert_says(data.check_data(run, {}), "error: --val_dataset a.csv")
 
 
-# --- names, packages, GPUs ---
+# --- names, GPUs ---
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swift.rewards import orms
-
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text("import no_such_module")
-    Path("own.py").write_text(
-        "from swift.rewards import orms\n"
-        "class Own: pass\n"
-        "orms['looked_up'] = orms['cosine'] = Own\n"
-    )
-    monkeypatch.setattr("swift.rewards.orms", dict(orms))
-    monkeypatch.setattr(lookup, "find_spec", {"math_verify": None}.get)
+    broken = "error: --external_plugins broken.py: cannot be imported (ModuleNotFoundError: No mod"
+    absent = f"error: --external_plugins no.py: there is no such file in {tmp_path}."
     for settings, expected in (
-        ({"reward_funcs": ["format"], "callbacks": ["diversity"]}, ""),
-        ({"reward_funcs": ["fromat"]}, "error: --reward_funcs fromat: ...did you mean format?"),
-        ({"reward_funcs": ["format", "zzz"]}, "error: --reward_funcs zzz: ...known: ...repetition"),
+        ({"callbacks": ["diversity"]}, ""),
         ({"callbacks": ["diversty"]}, "error: --callbacks diversty: ...did you mean diversity?"),
+        ({"callbacks": ["zzz"]}, "error: --callbacks zzz: ...known: ...perf_log"),
         ({"reward_model_plugin": ["defualt"]}, "error: --reward_model_plugin ...mean default?"),
         ({"multi_turn_scheduler": "gym_schedular"}, "error: --multi_turn_...mean gym_scheduler?"),
-        ({"reward_funcs": ["cosine"]}, "error: --reward_funcs cosine: needs the package math_ver"),
-        ({"external_plugins": ["no.py"], "reward_funcs": ["zzz"]}, "error: --external_plugins no."),
-        ({"external_plugins": ["broken.py"]}, "error: --external_plugins broken.py: cannot be imp"),
-        ({"external_plugins": [PLUGIN, "own.py"], "reward_funcs": ["looked_up", "cosine"]}, ""),
+        ({"external_plugins": ["no.py"], "callbacks": ["zzz"]}, absent),
+        ({"external_plugins": ["/no.py"]}, "error: --external_plugins /no.py: there is no such f"),
+        ({"external_plugins": ["broken.py"]}, broken),
+        ({"external_plugins": [PLUGIN]}, ""),
     ):
         assert_says(lookup.check_names(Run(training=settings)), expected)
     served = Run(rollout={"multi_turn_scheduler": "none_such"})
@@ -248,9 +246,15 @@ def test_what_is_said_stands_below_what_it_is_about(capsys: pytest.CaptureFixtur
         preset,
         "  note: --num_generations: a round is 128 samples (8 ranks x per_device_train_batch_size "
         "4 x 4 steps_per_generation): 16 prompts of 8.",
+        "Ready. Not looked at: this machine, plugins, rewards, model, data; weights, and the "
+        "memory that they need.",
     ]
     assert main(["check", "--settings-only", "none.yaml"]) == 1
-    assert capsys.readouterr().out.startswith("none.yaml\n  error: Settings: none.yaml: ")
+    assert capsys.readouterr().out.splitlines() == [
+        "none.yaml",
+        "  error: Settings: none.yaml: there is no such file.",
+        "1 error: this run would not start.",
+    ]
 
 
 def test_a_check_that_fails_itself_does_not_hide_the_others(
@@ -263,9 +267,84 @@ def test_a_check_that_fails_itself_does_not_hide_the_others(
     monkeypatch.setattr(machine, "check_builds", lambda: iter([error("seed", "is odd.")]))
     assert main(["check", "--model", "./none"]) == 1
     output = capsys.readouterr().out
-    assert "the check itself failed (ZeroDivisionError: odd)" in output
+    assert "the check itself failed (ZeroDivisionError: odd; test_check.py, line" in output
     assert "error: --seed: is odd." in output
     assert "error: --model ./none: there is no such directory in " in output
+
+
+EXACT = """
+import sys
+from swift.rewards import ORM, orms
+
+print("a plugin speaks")
+print("and warns", file=sys.stderr)
+
+class Exact(ORM):
+    def __call__(self, completions, solution, **kwargs):
+        return [float(answer in text) for text, answer in zip(completions, solution)]
+
+orms["exact"] = Exact
+"""
+
+
+def test_arguments_without_a_file(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The quickstart's command, as typed: its batch, and a column of another name, were passed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+    monkeypatch.setattr(machine, "check_builds", lambda: iter(()))
+    monkeypatch.setattr("swift_grpo_ext.tools.check.encoding.make_encoder", lambda run: None)
+    Path("exact.py").write_text(EXACT)
+    rows = (assets / "digits/train.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    Path("rows.jsonl").write_text("\n".join(rows))
+    Path("renamed.jsonl").write_text("\n".join(rows).replace('"solution"', '"answer"'))
+    argv = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", str(assets / "tiny_vlm")]
+    argv += ["--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"]
+    argv += ["--external_plugins", PLUGIN, "exact.py", "--reward_func", "exact"]
+    argv += ["--use_vllm", "true", "--vllm_mode", "colocate", "--num_generations", "8"]
+
+    def check(*options: str) -> tuple[int, str]:
+        status = main(["check", *options])
+        said, noise = capfd.readouterr()
+        assert noise == ""
+        return status, said
+
+    batches = (
+        "  error: Batches of 1 ranks: generation_batch_size (1) must be evenly divisible by num"
+    )
+    abbreviated = (
+        "  warning: --reward_func: is no setting, and ms-swift takes it for --reward_funcs"
+    )
+    for name, options, count in (
+        ("rows", ["--settings-only"], "1 error"),
+        ("renamed", [], "2 err"),
+    ):
+        status, said = check(*options, "--", *argv, "--dataset", f"{name}.jsonl")
+        assert (status, batches in said, abbreviated in said) == (1, True, True), said
+        assert said.splitlines()[-1].startswith(count), said
+        assert said.endswith(", 1 warning: this run would not start.\n")
+    asks = (
+        "  error: --reward_funcs exact: asks for `solution`, and --dataset renamed.jsonl has the "
+    )
+    assert f"{asks}columns answer, messages, images" in said
+    assert """Did you mean answer? --columns '{"answer": "solution"}' renames it.\n""" in said
+    assert "speaks" not in said
+    ready = "Ready (1 warning). Not looked at: weights, and the memory that they need.\n"
+    for more in ("rows.jsonl",), ("renamed.jsonl", "--columns", '{"answer": "solution"}'):
+        status, said = check("--", "NPROC_PER_NODE=8", *argv, "--dataset", *more)
+        assert status == 0, said
+        assert said.endswith(ready)
+    status, said = check("--model", str(assets / "tiny_vlm"), "--dataset", "rows.jsonl")
+    assert (status, "plugins" in said, "reward_funcs" in said) == (0, False, False)
+    assert "Not looked at: settings (give a file, or arguments of swift rlhf behind --)." in said
+
+
+def test_arguments_in_front_of_the_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "run.yaml", "--temperature", "0.7"])
+    expected = "arguments: --temperature 0.7. Arguments of swift rlhf stand behind --\n"
+    assert capsys.readouterr().err.endswith(expected)
 
 
 @pytest.mark.stack

@@ -13,13 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
+from swift_grpo_ext.checks.rows import Row
+from swift_grpo_ext.tools.check.data import check_data
 from swift_grpo_ext.tools.check.encoding import (
     Difference,
     RowEncoder,
-    check_data,
+    check_encoding,
     differences,
     make_encoder,
 )
+from swift_grpo_ext.tools.check.lookup import check_template
 from swift_grpo_ext.tools.check.settings import Run
 from tests.stack import rounds
 from tests.stack.processes import ROOT
@@ -44,7 +47,10 @@ def write_rows(folder: Path, *rows: tuple[str, dict[str, Sequence[str]]]) -> str
 def said(run: Run) -> list[str]:
     """Return what the check says of the data set behind the number of its media, without its
     name."""
-    names = [f"{f.level}: {f.sentence}" for f in check_data(run)]
+    loaded: dict[str, list[Row]] = {}
+    list(check_template(run))
+    findings = [*check_data(run, loaded), *check_encoding(run, loaded)]
+    names = [f"{f.level}: {f.sentence}" for f in findings]
     names = names[1 + next(i for i, name in enumerate(names) if "hold images" in name) :]
     return [name.replace(f"--dataset {(run.training or {})['dataset'][0]}: ", "") for name in names]
 

@@ -162,7 +162,12 @@ def test_arguments_win_over_a_file() -> None:
         ({"train_type": "lora"}, r"train_type \(ms-swift 4 calls it tuner_type\)"),
         ({"max_prompt_length": 9}, r"max_prompt_length \(ms-swift 4 calls it max_length\)"),
         ({"ckpt_dir": "x"}, r"ckpt_dir \(ms-swift 4 has none of that name: adapters are named by"),
-        ({"zzz_zzz": 4}, r"of swift rlhf: zzz_zzz \(leave it out\); left over: --zzz_zzz 4$"),
+        ({"zzz_zzz": 4}, r"of swift rlhf: zzz_zzz \(leave it out\)\.$"),
+        (
+            {"num_generation": 4, "lerning_rate": 1, "zzz_zzz": 4},
+            r"num_generation \(it may mean num_generations_eval or num_generations\), lerning_rate "
+            r"\(did you mean learning_rate\?\), zzz_zzz",
+        ),
         ({"num_generations": "many"}, "num_generations.*: invalid int value: 'many'"),
         ({"logits_shim": "of"}, "logits_shim.*: invalid choice: 'of'"),
         ({"lora_rank": []}, "lora_rank.*: expected one argument"),
@@ -177,7 +182,8 @@ def test_what_the_parser_does_not_take(settings: dict[str, Any], expected: str) 
 def test_settings_get_the_types_that_swift_gives_them() -> None:
     settings = {"reward_funcs": "format", "vllm_engine_kwargs": {"a": 1}, "ENV": {"A": 1}}
     settings |= {"num_generations_e": 4, "logits_shim": False, "num_generations": "8"}
-    assert parse("training", settings) == {
+    abbreviated: dict[str, str] = {}
+    assert parse("training", settings, (), abbreviated) == {
         "ENV": {"A": 1},
         "reward_funcs": ["format"],
         "vllm_engine_kwargs": '{"a": 1}',
@@ -185,8 +191,28 @@ def test_settings_get_the_types_that_swift_gives_them() -> None:
         "logits_shim": "off",  # which YAML 1.1 reads as a boolean
         "num_generations": 8,
     }
+    assert abbreviated == {"num_generations_e": "num_generations_eval"}
     with pytest.raises(ValueError, match="no setting of swift rollout: num_generations"):
         parse("rollout", {"num_generations": 8})
+
+
+def test_a_command_that_was_pasted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+    argv = ["NPROC_PER_NODE=8", "swift", "rlhf", "--num_generations", "4"]
+    run = read_run(None, model="x", overrides=argv)
+    assert (run.num_ranks, run.training, run.rollout) == (
+        8,
+        {"ENV": {"NPROC_PER_NODE": "8"}, "model": "x", "num_generations": 4},
+        None,
+    )
+    monkeypatch.setenv("NPROC_PER_NODE", "2")  # which wins over ENV in ms-swift
+    assert run.num_ranks == 2
+    file = str(FOLDER / f"{COLOCATED}.yaml")
+    assert read_run(None, overrides=["swift", "rlhf", file]).train("num_generations") == 8
+    served = read_run(None, overrides=["swift", "rollout", "--port", "8001"])
+    assert (served.training, served.serve("port")) == (None, 8001)
+    with pytest.raises(ValueError, match=r"sft: expected arguments of swift rlhf"):
+        read_run(None, overrides=["swift", "sft", "--model", "x"])
 
 
 @pytest.mark.parametrize(
@@ -194,11 +220,12 @@ def test_settings_get_the_types_that_swift_gives_them() -> None:
     [
         ("a: [", r"^run\.yaml: is no YAML file"),
         ("- a", r"^run\.yaml: holds no settings"),
-        (None, "run.yaml: there is no such file, nor run.yaml.train.yaml beside it"),
+        (None, r"run\.yaml: there is no such file\. did you mean runs\.yaml\?$"),
     ],
 )
 def test_files_without_settings(text: str | None, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
+    (tmp_path / "runs.yaml").touch()
     if text is not None:
         file.write_text(text)
     with pytest.raises(ValueError, match=expected):

@@ -1,0 +1,126 @@
+"""A run's data sets: can they be read, are their media there, and do reward functions take them?"""
+
+from __future__ import annotations
+
+import json
+from itertools import islice, zip_longest
+from pathlib import Path
+
+from swift_grpo_ext.checks.finding import Findings, error, note, skipped
+from swift_grpo_ext.checks.rewards import check_rewards, leads_conversations
+from swift_grpo_ext.checks.rows import Row, check_rows, media_of
+from swift_grpo_ext.tools.check.lookup import LOCAL, absent
+from swift_grpo_ext.tools.check.settings import Run
+from swift_grpo_ext.upstream.placeholders import placeholder_texts
+
+DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+NUM_ROWS = 512
+"""Rows of each data set that are looked at, the first ones."""
+
+MAX_BYTES = 2**28
+"""Bytes of a file of JSON lines that are parsed to their end."""
+
+
+def check_data(run: Run, loaded: dict[str, list[Row]]) -> Findings:
+    """Look at the first rows of each data set that is a file, with their media.
+
+    Args:
+        loaded: is given the rows, by the setting that named the data set.
+    """
+    yield from read_data(run, loaded)
+    template = run.templates.get("training")
+    for setting, rows in loaded.items():
+        with run.environment("training"):
+            yield from check_rows(
+                rows,
+                setting=setting,
+                expects_media=True,
+                deletes_bad_rows=run.train("truncation_strategy") == "delete",
+                placeholders=placeholder_texts(template) if template else (),
+            )
+        with_media = sum(bool(media_of(row)) for row in rows)
+        text = f"{with_media} of the first {len(rows)} rows hold images, videos or audios."
+        yield note(setting, text)
+
+
+def read_data(run: Run, loaded: dict[str, list[Row]]) -> Findings:
+    """Read the first rows of each data set that is a file; ids of a hub are left to ms-swift."""
+    from swift.dataset.dataset_syntax import DatasetSyntax
+
+    for name in ("dataset", "val_dataset"):
+        for given in run.train(name) or ():
+            setting, path = f"{name} {given}", Path(DatasetSyntax.parse(given).dataset)
+            if path.expanduser().exists():
+                yield from read_rows(run, given, setting, path.expanduser(), loaded)
+            elif path.suffix in DATA_SUFFIXES or given.startswith(LOCAL):
+                text = absent(str(path), "file or folder")
+                yield error(setting, text, "Name a file of rows, or a hub id.")
+            else:
+                text = "is no file here, so it is taken for a hub id, and its rows are not known."
+                yield skipped(setting, text)
+
+
+def read_rows(
+    run: Run, given: str, setting: str, path: Path, loaded: dict[str, list[Row]]
+) -> Findings:
+    """Read the first rows of a file as ms-swift does; name the line that is no JSON."""
+    from swift.dataset import load_dataset
+    from swift.utils import json_parse_to_dict
+
+    columns = json_parse_to_dict(run.train("columns")) if run.train("columns") else None
+    if path.suffix == ".jsonl" and (problem := broken_line(path)):
+        yield error(setting, f"cannot be read: {problem}.", "Correct the line, or leave it out.")
+        return
+    try:
+        with run.environment("training"):  # which may hold ROOT_IMAGE_DIR
+            rows, _ = load_dataset(
+                [given], streaming=True, remove_unused_columns=False, columns=columns
+            )
+            loaded[setting] = list(islice(iter(rows), NUM_ROWS))
+    except Exception as e:  # `datasets` and ms-swift raise many kinds
+        text = f"cannot be read ({type(e).__name__}: {' '.join(str(e).split())[:200]})."
+        remedy = 'Expected rows such as {"messages": [...], "images": ["1.png"], ...}.'
+        yield error(setting, text, remedy)
+        return
+    if not loaded[setting]:
+        del loaded[setting]
+        yield error(setting, "holds no rows that ms-swift can use.", "Name another file.")
+
+
+def broken_line(path: Path) -> str:
+    """Say which line of a file of JSON lines is no JSON; "" where all are that are looked at."""
+    size = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            size += len(line)
+            if size > MAX_BYTES:
+                break
+            try:
+                if line.strip():
+                    json.loads(line)
+            except ValueError as e:
+                beginning = line[:60].decode(errors="replace").strip()
+                return f"line {number} is no JSON ({e}): {beginning}"
+    return ""
+
+
+def check_reward_columns(run: Run, loaded: dict[str, list[Row]]) -> Findings:
+    """Call reward functions as the training would, with rows of its data sets."""
+    args = run.arguments("training")
+    calls = not leads_conversations(args)
+    for name in ("dataset", "val_dataset"):
+        known = [rows for setting, rows in loaded.items() if setting.startswith(f"{name} ")]
+        given = run.train(name) or ()
+        if not known and name == "val_dataset":
+            continue
+        # ms-swift joins data sets, and fills a column that one of them lacks with None.
+        first = [row for rows in zip_longest(*known) for row in rows if row is not None]
+        yield from check_rewards(
+            run.train("reward_funcs") or (),
+            first,
+            args,
+            setting=" ".join([name, *given]),
+            knows_all_columns=len(known) == len(given),
+            calls=calls and name == "dataset",
+            makes_all=True,
+        )
