@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from swift.rl_core.data import OnPolicySample
 from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.selftest import checks, command, worker
 from swift_grpo_ext.tools.selftest.checks import ends_before, shared_noise, spread
 from swift_grpo_ext.tools.selftest.command import CHANGED, last_error, plan, read_training
@@ -331,7 +333,11 @@ def test_the_reason_is_the_last_exception_of_a_log(tmp_path: Path) -> None:
     ],
 )
 def test_a_process_leaves_what_it_has_and_why_no_more(
-    end: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A small program stands for Python with the worker."""
     program = tmp_path / "python"
@@ -341,7 +347,8 @@ def test_a_process_leaves_what_it_has_and_why_no_more(
         "assert sys.argv[1:3] == ['-m', 'swift_grpo_ext.tools.selftest.worker']\n"
         "job = json.loads(sys.argv[3])\n"
         "with open(job['results'], 'a') as file:\n"
-        "    print(json.dumps({'check': 'seeds', 'topology': os.environ['A']}), file=file)\n"
+        "    result = {'check': 'seeds', 'topology': os.environ['A'], 'status': 'holds'}\n"
+        "    print(json.dumps(result), file=file)\n"
         f"{end}\n"
     )
     program.chmod(0o755)
@@ -350,7 +357,11 @@ def test_a_process_leaves_what_it_has_and_why_no_more(
     (tmp_path / "results.jsonl").write_text("of another run")
     job = plan(TRAINING, tmp_path)[0]
     results, why = command.run_job(job, tmp_path / "part.log", {"A": "1"})
-    assert (results, why) == ([Result(check="seeds", topology="1")], reason)
+    assert (results, why) == ([Result(check="seeds", topology="1", status="holds")], reason)
+    started, *told = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d+:\d\d   starts as `swift rlhf` does, .*; next: prompts", started)
+    assert [line.partition("   ")[2] for line in told] == ["seeds: holds; next: seeds"] * len(told)
+    assert len(told) == ("sleep" in end)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +394,10 @@ def test_the_command(
     ]
     given.json = False
     assert command.run(given) == exit_status
-    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'selftest.json'}\n")
+    printed = capsys.readouterr()
+    assert printed.out.endswith(f"written: {tmp_path / 'selftest.json'}\n")
+    count = statuses.count(statuses[-1]) + (2 if exit_status == 2 else 0)
+    assert re.search(rf"\d+:\d\d Verdict: of 7 checks .*{count} {statuses[-1]}", printed.err)
 
 
 def test_a_command_whose_first_process_ends_at_once(
@@ -392,6 +406,18 @@ def test_a_command_whose_first_process_ends_at_once(
     monkeypatch.setattr(command, "run_job", lambda *_: ([], "give --template"))
     assert command.run(options(model="m", dataset=["d"], output=tmp_path, json=True)) == 2
     assert "no check can start. give --template" in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_json_is_named_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was `DatasetGenerationError: An error occurred while generating the dataset`."""
+    monkeypatch.setattr(command, "run_job", Mock(side_effect=AssertionError))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": []}\n\n{"messages": [}\n')
+    assert main(["selftest", "--model", "m", "--dataset", str(rows)]) == 1
+    expected = f"--dataset {rows}: cannot be read: line 3 is no JSON (Expecting value: line 1 col"
+    assert expected in capsys.readouterr().err
 
 
 def test_results_as_text(capsys: pytest.CaptureFixture[str]) -> None:

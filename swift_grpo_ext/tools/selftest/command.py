@@ -15,16 +15,22 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from swift_grpo_ext.tools.check.command import quietly
+from swift_grpo_ext.tools.check.data import read_data
 from swift_grpo_ext.tools.check.machine import SHOWN, installed_versions
 from swift_grpo_ext.tools.check.settings import (
+    Run,
     devices_of,
     environment,
     parse,
@@ -38,6 +44,9 @@ from swift_grpo_ext.version import __version__
 
 MOST_SECONDS = 1800.0
 """The time that a process may take: a large model loads for minutes."""
+
+SECONDS_BETWEEN_LOOKS = 0.5
+STARTED = time.monotonic()
 
 DEFAULTS: Mapping[str, Any] = {
     "rlhf_type": "grpo",
@@ -88,6 +97,9 @@ def run(options: argparse.Namespace) -> int:
         OSError: the output folder cannot be written.
     """
     settings, folder = read_training(options), options.output
+    for finding in quietly(partial(read_data, Run(training=settings), {})):
+        if finding.level == "error":
+            raise ValueError(finding.sentence)
     folder.mkdir(parents=True, exist_ok=True)
     if torch.accelerator.is_available():
         device = str(torch.accelerator.current_accelerator())
@@ -100,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     jobs = plan(settings, folder)
     Path(jobs[0].first_round).unlink(missing_ok=True)  # of another run
     for number, job in enumerate(jobs):
-        print(f"{job.topology} ...", file=sys.stderr)
+        tell(job.topology)
         measured: list[Result] = []
         reason = f"{job.ranks} devices are needed, and {num_devices} are there ({device})"
         if job.ranks <= num_devices:
@@ -133,10 +145,12 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(results)
         print(f"\nwritten: {folder / 'selftest.json'}")
-    statuses = {result.status for result in results}
-    if "does not hold" in statuses:
+    counts = Counter(result.status for result in results)
+    said = [f"{number} {status}" for status, number in counts.most_common()]
+    tell(f"Verdict: of {len(results)} checks {', '.join(said)}.")
+    if counts["does not hold"]:
         return 1
-    return 0 if "holds" in statuses else 2
+    return 0 if counts["holds"] else 2
 
 
 def read_training(options: argparse.Namespace) -> dict[str, Any]:
@@ -205,11 +219,12 @@ def run_job(job: Job, log: Path, env: Mapping[str, str]) -> tuple[list[Result], 
             stderr=file,
             start_new_session=True,
         )
+    tell(f"  starts as `swift rlhf` does, for a minute or more ({log}); next: {job.checks[0]}")
     try:
-        status = process.wait(MOST_SECONDS)
+        status = wait(process, job)
         reason = f"its process ended with {status}: {last_error(log)}" if status else ""
-    except psutil.TimeoutExpired:
-        reason = f"its process did not end within {MOST_SECONDS:g} seconds"
+        if status is None:
+            reason = f"its process did not end within {MOST_SECONDS:g} seconds"
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             # Ranks of torchrun and engines live in sessions of their own.
@@ -221,6 +236,27 @@ def run_job(job: Job, log: Path, env: Mapping[str, str]) -> tuple[list[Result], 
         process.wait()
     lines = results.read_text(encoding="utf-8").splitlines()
     return [Result(**json.loads(line)) for line in lines], reason
+
+
+def wait(process: psutil.Popen, job: Job) -> int | None:
+    """Return a process's exit status, None where it did not end in time; tell what it tries."""
+    num_told = 0
+    for _ in range(int(MOST_SECONDS / SECONDS_BETWEEN_LOOKS)):
+        with contextlib.suppress(psutil.TimeoutExpired):
+            return int(process.wait(SECONDS_BETWEEN_LOOKS))
+        *lines, _ = Path(job.results).read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(lines[num_told:], num_told + 1):
+            coming = f"; next: {job.checks[number]}" if number < len(job.checks) else ""
+            result = json.loads(line)
+            tell(f"  {result['check']}: {result['status']}{coming}")
+        num_told = len(lines)
+    return None
+
+
+def tell(text: str) -> None:
+    """Print a line of progress, with the time since the start."""
+    minutes, seconds = divmod(int(time.monotonic() - STARTED), 60)
+    print(f"{minutes}:{seconds:02} {text}", file=sys.stderr, flush=True)
 
 
 def last_error(log: Path) -> str:
