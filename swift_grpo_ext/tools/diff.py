@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -184,7 +184,7 @@ class Diff:
 
     updates: Updates = field(default_factory=Updates)
 
-    settings: dict[str, tuple[Any, Any]]
+    settings: dict[str, tuple[Any, ...]]
     """The settings of `args.json` that differ; none where a run has no readable one."""
 
     @property
@@ -204,7 +204,7 @@ def diff(run_a: str | os.PathLike[str], run_b: str | os.PathLike[str]) -> Diff:
     samples, scores = zip(*indices, strict=True)
     result = Diff(
         updates=compare_updates(run_a, run_b),
-        settings=_differing_settings(read_args(run_a), read_args(run_b)),
+        settings=differing_settings(read_args(run_a), read_args(run_b)),
     )
     common = samples[0].rounds.keys() & samples[1].rounds.keys()
     if not common:
@@ -262,12 +262,14 @@ def find_decoder(run_dir: Path) -> Decode | None:
     return None
 
 
-def _differing_settings(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    if not (one and other):
+def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return each run's value of the settings that are not the same in all; none where a run has no
+    settings."""
+    if not all(runs):
         return {}
-    names = [name for name in {**one, **other} if name not in WHERE_ONLY]
-    pairs = {name: (one.get(name), other.get(name)) for name in names}
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
+    names = dict.fromkeys(name for run in runs for name in run if name not in WHERE_ONLY)
+    values = {name: tuple(run.get(name) for run in runs) for name in names}
+    return {name: own for name, own in values.items() if any(value != own[0] for value in own)}
 
 
 def _compare_samples(

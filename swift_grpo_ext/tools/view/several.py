@@ -4,7 +4,7 @@ paired sample by sample and prompt by prompt, as `diff` and `compare` do."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow.compute as pc
 
 from swift_grpo_ext.diversity.record import read_records
-from swift_grpo_ext.tools.diff import WHERE_ONLY, diff, read_args
+from swift_grpo_ext.tools.diff import diff, differing_settings, read_args
 from swift_grpo_ext.tools.paired import compare, read_pair
 from swift_grpo_ext.tools.updates import read_steps
 from swift_grpo_ext.tools.view import overview
@@ -52,17 +52,10 @@ def runs_values(runs: Sequence[RunView]) -> dict[str, Any]:
         )
     return {
         "rows": rows,
-        "settings": differing_settings([read_args(run.run_dir) for run in runs]),
+        "settings": differing_settings(*(read_args(run.run_dir) for run in runs)),
         "charts": overview.make_charts(overview.compare_curves(panels_of_runs)),
         "is_live": True,
     }
-
-
-def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return each run's value of the settings that are not the same in all, as text."""
-    names = dict.fromkeys(name for of_run in settings for name in of_run if name not in WHERE_ONLY)
-    values = {name: [str(of_run.get(name)) for of_run in settings] for name in names}
-    return {name: texts for name, texts in values.items() if len({*texts}) > 1}
 
 
 def pair_values(runs: Sequence[RunView], numbers: tuple[int, int]) -> dict[str, Any]:

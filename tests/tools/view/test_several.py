@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from swift_grpo_ext.tools.diff import differing_settings
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.pages import write_page
 from swift_grpo_ext.tools.view.server import make_app
-from swift_grpo_ext.tools.view.several import differing_settings, pair_values, runs_values
+from swift_grpo_ext.tools.view.several import pair_values, runs_values
 from tests.tools.view.runs import Writer, add_logs, make_rows, score
 
 
@@ -43,7 +44,7 @@ def test_runs_have_a_curve_each(tmp_path: Path) -> None:
     assert [row["name"] for row in values["rows"]] == names
     assert [(row["steps"], row["samples"]) for row in values["rows"]] == [(3, 12), (2, 8)]
     assert [row["last_reward"] for row in values["rows"]] == [0.0, 0.5]
-    assert values["settings"] == {"seed": ["0", "1"]}
+    assert values["settings"] == {"seed": (0, 1)}
     charts = {chart["key"]: chart for chart in values["charts"]}
     assert {"reward/reward", "reward/Accuracy", "length", "loss", "kl", "step_time"} <= set(charts)
     assert charts["reward/reward"]["curves"] == [
@@ -54,8 +55,8 @@ def test_runs_have_a_curve_each(tmp_path: Path) -> None:
 
 
 def test_settings_that_a_run_lacks_differ() -> None:
-    found = differing_settings([{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}])
-    assert found == {"b": ["2", "None", "2"]}
+    assert differing_settings({"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}) == {"b": (2, None, 2)}
+    assert differing_settings({"a": 1}, {}) == {}
 
 
 def test_a_pair(tmp_path: Path) -> None:
