@@ -30,7 +30,6 @@ from swift_grpo_ext.logits.chunked import Logps
 from swift_grpo_ext.logits.joined_passes import (
     JoinedPasses,
     Waiting,
-    larger_micro_batches,
     parts_within_memory,
 )
 from swift_grpo_ext.logits.shared_prompt import PackedBatch, SharedPrompt
@@ -299,8 +298,6 @@ class CompletionLogps:
                 "without gradients take one at a time. (Said once.)"
             )
             return None
-        if values_N is not None:
-            self._tell_of_larger_micro_batches(model, waiting)
         return values_N
 
     def _num_parts(self, num_gradients: int, model: nn.Module, waiting: Sequence[Waiting]) -> int:
@@ -312,12 +309,6 @@ class CompletionLogps:
             num_gradients=num_gradients,
         )
         return self._shim(model).ranks(model).most(number)
-
-    def _tell_of_larger_micro_batches(self, model: nn.Module, waiting: Sequence[Waiting]) -> None:
-        group = waiting[0].groups[0]
-        text = larger_micro_batches(group, text_config(model), self._config)
-        if text:
-            logger.info_once(text, hash_id="larger_micro_batches")
 
     def end_round(self) -> None:
         """Stop sharing prompts on all ranks where that changed log-probabilities on one of them.

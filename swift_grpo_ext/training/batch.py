@@ -461,9 +461,4 @@ def switch_off_dropout(model: torch.nn.Module) -> int:
             if isinstance(value, float) and value > 0:
                 count += 1
                 setattr(module, name, 0.0)
-    if count:
-        logger.info(
-            f"Dropout is switched off in {count} places (--lora_dropout is ignored): importance "
-            "ratios would differ from 1 at equal weights."
-        )
     return count

@@ -74,7 +74,11 @@ class RunSummary:
 
 
 def what_is_on(
-    args: RolloutGRPOConfig, logps: CompletionLogps, encoder: EncoderCache, no_canary: str
+    args: RolloutGRPOConfig,
+    logps: CompletionLogps,
+    encoder: EncoderCache,
+    num_dropouts: int,
+    no_canary: str,
 ) -> list[str]:
     """Say what the plugin does in a training; `no_canary` says why there is no canary, if so."""
     is_seeded = args.use_vllm and args.rollout_seed_mode == "sample"
@@ -85,6 +89,7 @@ def what_is_on(
         "a seed for each sample" if is_seeded else "ms-swift's own seeds and requests",
         f"training reads prompts {read}",
         *(f"{name} encodes each image once" for name in towers),
+        *([f"{num_dropouts} dropouts are off (--lora_dropout is ignored)"] if num_dropouts else ()),
         f"no canary ({no_canary})" if no_canary else "a canary tests each weight update",
         "diversity is watched" if watches else "diversity is not watched (--callbacks diversity)",
         "no record" if args.sample_log == "none" else "samples are recorded",

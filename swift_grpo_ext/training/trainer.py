@@ -143,11 +143,11 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         self._conversations = Conversations(template, has_scheduler=bool(self.multi_turn_scheduler))
         self._rewards = RewardRecorder(self.reward_func_names, self.reward_weights.tolist())
         mask_models(self, template)
-        switch_off_dropout(self.model)
+        num_dropouts = switch_off_dropout(self.model)
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         self.add_callback(StepClock(self))  # behind all others
-        states = what_is_on(config, self._logps, self._encoder_cache, no_canary)
+        states = what_is_on(config, self._logps, self._encoder_cache, num_dropouts, no_canary)
         self._summary = RunSummary(self, states, limit)
         if config.full_determinism:
             sum_gradients_one_by_one(self.accelerator)

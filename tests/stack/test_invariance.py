@@ -117,9 +117,6 @@ def test_a_prompt_that_is_read_once_in_training(
         assert found is not None
         assert int(found[1]) < share * int(found[2])
         assert_same_training(run, again)
-    assert (
-        "--per_device_train_batch_size 4 --gradient_accumulation_steps 3 in the place of 1" in log
-    )
 
 
 def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:

@@ -23,11 +23,13 @@ LOG = {"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3, "reward": 0
 TOWER = SimpleNamespace(name="model.visual")
 
 
-def on(no_canary: str = "", towers: Any = (), *, shares: bool = True, **changes: Any) -> str:
+def on(
+    no_canary: str = "", towers: Any = (), *, shares: bool = True, dropouts: int = 0, **changes: Any
+) -> str:
     logps: Any = SimpleNamespace(shares_prompts=shares)
     encoder: Any = SimpleNamespace(towers=towers)
     args: Any = SimpleNamespace(**{**ARGS, **changes})
-    return "; ".join(what_is_on(args, logps, encoder, no_canary))
+    return "; ".join(what_is_on(args, logps, encoder, dropouts, no_canary))
 
 
 def test_what_is_on() -> None:
@@ -40,6 +42,7 @@ def test_what_is_on() -> None:
         "ms-swift's own seeds and requests; training reads prompts for each sample; no canary "
         "(this is async); diversity is not watched (--callbacks diversity); no record"
     )
+    assert "; 3 dropouts are off (--lora_dropout is ignored); " in on(dropouts=3)
     assert on(rollout_seed_mode="engine").startswith("ms-swift's own seeds and requests")
 
 
