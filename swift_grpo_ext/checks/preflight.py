@@ -361,7 +361,7 @@ def check_datasets(
         )
     if not is_local_master():
         return
-    placeholders = _placeholders(args)
+    placeholders, is_led = _placeholders(args), leads_conversations(args)
     for setting, dataset in (("dataset", train_dataset), ("val_dataset", eval_dataset)):
         if dataset is not None:
             yield from check_rows(
@@ -377,7 +377,8 @@ def check_datasets(
                 [dataset[i] for i in range(min(len(dataset), len(COMPLETIONS)))],
                 args.training_args,
                 setting=setting,
-                calls=dataset is train_dataset and not leads_conversations(args),
+                knows_all_columns=not is_led,
+                calls=dataset is train_dataset and not is_led,
             )
     yield from check_unmet_rows(args, train_dataset, eval_dataset)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import random
 import signal
 import threading
 import traceback
@@ -23,7 +22,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import TrainerState
 
@@ -71,7 +69,7 @@ def check_rewards(
         rows: the first ones, as ms-swift reads them; [] where they are not known.
         args: what ms-swift makes the functions with.
         setting: the flag that named the data set.
-        knows_all_columns: False where other data sets may have more columns.
+        knows_all_columns: False where other data sets, or a scheduler, may add columns.
         calls: whether functions are called; else their signatures alone are looked at.
         makes_all: whether those classes are called, too, whose `__init__` is their own: it may load
             a model.
@@ -111,10 +109,12 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     from swift.rl_core.data import GRPOSample
     from swift.utils import remove_response
 
-    usable = [row for row in rows if row.get("messages")][: len(COMPLETIONS)]
+    usable = [row for row in rows if row.get("messages")]
+    # Joined data sets hold None where one of them lacks a column.
+    joined: Row = {name: None for row in usable for name in row}
     made_up = []
     for number, text in enumerate(COMPLETIONS if usable else ()):
-        row = usable[number % len(usable)]
+        row = {**joined, **usable[number % len(usable)]}
         sample = GRPOSample.from_row({**row, "messages": [dict(m) for m in row["messages"]]})
         remove_response(sample.messages)
         sample.messages.append({"role": "assistant", "content": text})
@@ -176,7 +176,7 @@ def try_reward(
     """Call a reward function once, and look at the number and the type of its values."""
     given = {"trainer_state": TrainerState(), **columns}
     try:
-        with _at_most(MAX_SECONDS), _random_state_kept():
+        with _at_most(MAX_SECONDS):
             function = made(args=args)
             output = function(list(COMPLETIONS), **given)
             if inspect.iscoroutine(output):
@@ -246,16 +246,3 @@ def _at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Leave the random numbers that come after the block as they would be without it."""
-    states = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

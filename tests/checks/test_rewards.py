@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ import torch
 from swift.rewards import ORM, AsyncORM
 
 from swift_grpo_ext.checks import rewards
-from swift_grpo_ext.checks.rewards import COMPLETIONS, check_rewards
+from swift_grpo_ext.checks.rewards import check_rewards
 
 ASKS = [{"role": "user", "content": "Which digit?"}, {"role": "assistant", "content": "7"}]
 ROWS: list[dict[str, Any]] = [
@@ -159,27 +158,6 @@ def test_a_slow_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told("named", Slow, monkeypatch).startswith(expected)
 
 
-def test_random_numbers_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Draws(ORM):
-        def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-            return [random.random(), np.random.rand(), float(torch.rand(1))]
-
-    drawn = []
-    for made in (None, Draws):
-        random.seed(1)
-        np.random.seed(1)
-        torch.manual_seed(1)
-        if made:
-            assert told("named", made, monkeypatch) == ""
-        drawn.append((random.random(), np.random.rand(), float(torch.rand(1))))
-    assert drawn[0] == drawn[1]
-
-
 def test_a_reward_that_speaks_to_other_ranks_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards.inspect, "getsource", lambda _: "torch.distributed.barrier()")
     assert told("named", returns([1.0]), monkeypatch) == ""
-
-
-def test_completions_are_several() -> None:
-    """ms-swift spreads a single value over all samples."""
-    assert len(COMPLETIONS) > 1

@@ -107,20 +107,17 @@ def broken_line(path: Path) -> str:
 def check_reward_columns(run: Run, loaded: dict[str, list[Row]]) -> Findings:
     """Call reward functions as the training would, with rows of its data sets."""
     args = run.arguments("training")
-    calls = not leads_conversations(args)
+    is_led = leads_conversations(args)
     for name in ("dataset", "val_dataset"):
-        known = [rows for setting, rows in loaded.items() if setting.startswith(f"{name} ")]
         given = run.train(name) or ()
-        if not known and name == "val_dataset":
-            continue
-        # ms-swift joins data sets, and fills a column that one of them lacks with None.
-        first = [row for rows in zip_longest(*known) for row in rows if row is not None]
-        yield from check_rewards(
-            run.train("reward_funcs") or (),
-            first,
-            args,
-            setting=" ".join([name, *given]),
-            knows_all_columns=len(known) == len(given),
-            calls=calls and name == "dataset",
-            makes_all=True,
-        )
+        known = [rows for setting, rows in loaded.items() if setting.startswith(f"{name} ")]
+        if known or name == "dataset":
+            yield from check_rewards(
+                run.train("reward_funcs") or (),
+                [row for rows in zip_longest(*known) for row in rows if row is not None],
+                args,
+                setting=" ".join([name, *given]),
+                knows_all_columns=len(known) == len(given) and not is_led,
+                calls=name == "dataset" and not is_led,
+                makes_all=True,
+            )
