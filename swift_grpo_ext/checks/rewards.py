@@ -208,7 +208,7 @@ def values_fault(output: Any) -> str:
     except (TypeError, ValueError, RuntimeError):
         return f"{type(output).__name__} {short(output)}"
     if len(values) != len(COMPLETIONS):
-        return f"{len(values)} values"
+        return f"{len(values)} value{'s' * (len(values) != 1)}"
     return "" if len(shape) == 1 else f"lists of shape {[*shape]}"
 
 

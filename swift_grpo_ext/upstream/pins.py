@@ -100,7 +100,10 @@ swift.rlhf_trainers.vllm_client
 swift.rl_core.data:OnPolicySample
     from_row: cls row
     to_infer_request: self include_extra
+    to_reward_row: self
     apply_rollout_output: self rollout_output
+swift.dataset:RowPreprocessor
+    rows_to_batched: rows
 swift.rlhf_trainers.utils
     encode_sample: sample template
     collate_to_grpo_micro_batch: samples template

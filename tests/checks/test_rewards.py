@@ -118,7 +118,7 @@ COLUMNS = "and --dataset rows.jsonl has the columns messages, images, answer, le
         (Plain, {}, "cannot be made as ms-swift does, by orms['named'](args=...): got an unexp"),
         (lambda completions, **kwargs: [0.0], {}, "(args=...): missing a required argument: 'comp"),
         # Values: one of them would be spread over all samples
-        (returns([1.0]), {}, "error: --reward_funcs named: returned 1 values for 3 completions."),
+        (returns([1.0]), {}, "error: --reward_funcs named: returned 1 value for 3 completions."),
         (returns([1.0] * 4), {}, "returned 4 values for 3 completions. Expected a list with a num"),
         (returns(0.5), {}, "returned float 0.5 for 3 completions."),
         (returns(["a", 1, 2]), {}, "returned list ['a', 1, 2] for 3 completions."),

@@ -100,7 +100,7 @@ def broken_line(path: Path) -> str:
                     json.loads(line)
             except ValueError as e:
                 beginning = line[:60].decode(errors="replace").strip()
-                return f"line {number} is no JSON ({e}): {beginning}"
+                return f"line {number} is no JSON ({str(e).partition(': line 1 ')[0]}): {beginning}"
     return ""
 
 
