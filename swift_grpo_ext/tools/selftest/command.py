@@ -146,8 +146,9 @@ def run(options: argparse.Namespace) -> int:
         show(results)
         print(f"\nwritten: {folder / 'selftest.json'}")
     counts = Counter(result.status for result in results)
-    said = [f"{number} {status}" for status, number in counts.most_common()]
-    tell(f"Verdict: of {len(results)} checks {', '.join(said)}.")
+    said = [f"{counts['holds']} of {len(results)} checks hold"]
+    said += [f"{number} {status}" for status, number in counts.items() if status != "holds"]
+    tell(f"Verdict: {', '.join(said)}.")
     if counts["does not hold"]:
         return 1
     return 0 if counts["holds"] else 2
