@@ -18,6 +18,7 @@ from swift.infer_engine.protocol import RolloutOutput, UsageInfo
 from swift.pipelines import rlhf_main
 from swift.rewards import ORM, orms
 from swift.utils import get_logger
+from transformers import TrainerState
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import SampleRow, to_rows
@@ -104,8 +105,11 @@ class Odd(ORM):
 
     is_deterministic: ClassVar[set[bool]] = set()
 
-    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-        self.is_deterministic.add(torch.are_deterministic_algorithms_enabled())
+    def __call__(
+        self, completions: list[str], trainer_state: TrainerState, **kwargs: Any
+    ) -> list[float]:
+        if trainer_state.max_steps:  # it is tried before there is a training
+            self.is_deterministic.add(torch.are_deterministic_algorithms_enabled())
         return [float(i % 2) for i in range(len(completions))]
 
 
