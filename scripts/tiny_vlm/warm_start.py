@@ -248,7 +248,8 @@ def train(
             ramp.step()
             if step % NUM_STEPS_BETWEEN_CHECKS == 0:
                 quality = measure(model, examples, validation, log_multiplicity_V)
-                progress.set_postfix_str(f"accuracy {quality['sampled_accuracy']:.2f}")
+                accuracy = f"accuracy {quality['sampled_accuracy']:.2f}"
+                progress.set_postfix_str(accuracy, refresh=False)
                 is_right = quality["sampled_accuracy"] >= TARGET_ACCURACY
                 if is_right and quality["form_nats"] <= MAX_FORM_NATS:
                     return step
