@@ -39,14 +39,15 @@ def runs_values(runs: Sequence[RunView]) -> dict[str, Any]:
         records, logs = read_records(run.run_dir), read_steps(run.run_dir)
         panels = overview.make_panels(run.snapshot, records, logs)
         panels_of_runs[name] = panels
-        rewards = [value for _, value in panels.get("reward", {}).get("reward", [])]
+        rewards = panels.get("reward", {}).get("reward", [])
+        last = [value for step, value in rewards if step > rewards[-1][0] - LAST_STEPS]
         steps = [step for curves in panels.values() for p in curves.values() for step, _ in p]
         rows.append(
             {
                 "name": name,
                 "steps": max(steps, default=0),
                 "samples": run.snapshot.table.num_rows,
-                "last_reward": float(np.mean(rewards[-LAST_STEPS:])) if rewards else None,
+                "last_reward": float(np.mean(last)) if last else None,
                 "verdict": overview.overall_verdict(records),
             }
         )

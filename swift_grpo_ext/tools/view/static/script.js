@@ -36,7 +36,7 @@ document.addEventListener("submit", (event) => {
 
 // --- charts, drawn by uPlot ---
 
-let charts = [];
+let charts = [], smoothing = Number(chosen("smoothing"));
 
 function colour(name, alpha = 1) {
   const probe = document.body.appendChild(document.createElement("i"));
@@ -96,6 +96,7 @@ function areas(curves, steps) {
 
 // A flat curve has room, too.
 function around(u, least, most) {
+  if (least === null) return [0, 1];  // all curves are hidden
   const room = least === most ? Math.abs(least) / 10 || 1 : 0;
   return uPlot.rangeNum(least - room, most + room, 0.1, true);
 }
@@ -103,7 +104,7 @@ function around(u, least, most) {
 function drawChart(figure) {
   const {axis: [low, high], range, steps, curves, is_stacked: isStacked} = JSON.parse(figure.dataset.chart);
   const {alarms, step: names} = figure.parentElement.dataset;
-  const {series, data, bands} = isStacked ? areas(curves, steps) : lines(curves, Number(chosen("smoothing")));
+  const {series, data, bands} = isStacked ? areas(curves, steps) : lines(curves, smoothing);
   const plot = figure.querySelector(".plot");
   const shade = (u) => JSON.parse(alarms).forEach(({kind, first_step: first, last_step: last}) => {
     const [start, end] = [first - 0.5, last + 0.5].map((step) => Math.min(Math.max(
@@ -133,14 +134,15 @@ function drawCharts() {
   charts = [];
   document.querySelectorAll("[data-chart]").forEach(drawChart);
   const slider = document.getElementById("smoothing");
-  if (slider) slider.value = chosen("smoothing") || 0;
+  if (slider) slider.value = smoothing;
 }
 
 const isZoomed = ({chart, low, high}) => chart.scales.x.min > low + 1 || chart.scales.x.max < high - 1;
 
 document.addEventListener("input", ({target}) => {
   if (target.id !== "smoothing") return;
-  chosen("smoothing", target.value);
+  smoothing = Number(target.value);
+  chosen("smoothing", smoothing);
   drawCharts();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
