@@ -50,8 +50,10 @@ def parse(command: str, num_ranks: str, argv: list[str]) -> dict[str, Any]:
         distributed.init_process_group("fake", **group)
         for method in ("check_server", "init_communicator", "close_communicator"):
             setattr(swift.rlhf_trainers.VLLMClient, method, lambda *_, **__: None)
-        # It is taken to have accelerators: presets of GPU machines let their engines sleep.
+        # It is taken to have accelerators, as presets of GPU machines let their engines sleep, and
+        # what rewards need: `accuracy` a package, and a data set of its own.
         preflight.check_devices = lambda args: iter(())
+        preflight.check_rewards = lambda *args, **options: iter(())
 
     args = pipeline._parse_args(SimpleNamespace(args_class=pipeline.args_class), argv)
     training = getattr(args, "training_args", None)
