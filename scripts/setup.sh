@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv (or what VENV names) with all that CPU runs need; does nothing where it is complete.
-# Linux, Python 3.10 to 3.12; about 3 minutes and 4.3 GB. Ctrl-C is harmless: run it again.
+# Linux, Python 3.10 to 3.12; about 5 minutes and 4.3 GB. Ctrl-C is harmless: run it again.
 # BASE_PYTHON names an interpreter, such as /usr/bin/python3.11; else it is the newest that runs.
 # With 3.10, vLLM is 0.25.1: newer ones take 3.11 and later.
 # shellcheck source=scripts/common.sh
@@ -79,7 +79,7 @@ fi
 
 # --- the installation ---
 
-step "Setting up $VENV (once; about 3 minutes and 4.3 GB)"
+step "Setting up $VENV (once; about 5 minutes and 4.3 GB)"
 if [ ! -d "$VENV" ]; then
   mkdir "$VENV"
   touch "$made"
