@@ -1,4 +1,4 @@
-"""What training Qwen2.5-VL takes of GPUs, by arithmetic: the table of docs/quickstart.md.
+"""Works out what training Qwen2.5-VL takes of GPUs: the table of docs/quickstart.md.
 
     python scripts/memory.py            print the table
     python scripts/memory.py --write    into the page, in both languages
@@ -72,7 +72,7 @@ VOCABULARY = 152064
 
 @dataclass(frozen=True)
 class Setting:
-    """What is set otherwise than in the quickstart's file."""
+    """Holds what is set otherwise than in the quickstart's file."""
 
     deepspeed: str = ""
     parallel: int = 1

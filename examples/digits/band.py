@@ -122,7 +122,7 @@ def start_differs(record: Record, published: Sequence[Record]) -> str:
 
 
 def gains(record: Record) -> str:
-    """What a run gained, in words."""
+    """Return what a run gained, in words."""
     told = []
     for name in GAINS:
         before, after = record.before[name], record.after[name]
@@ -132,5 +132,5 @@ def gains(record: Record) -> str:
 
 
 def missing_gain(record: Record) -> bool:
-    """Whether an accuracy gained less than is promised."""
+    """Return whether an accuracy gained less than is promised."""
     return any(record.after[n] - record.before[n] < PROMISED_GAIN - 1e-9 for n in GAINS)

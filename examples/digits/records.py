@@ -13,7 +13,7 @@ import yaml
 
 PRESET = Path(__file__).with_name("grpo.yaml")
 RESULTS = Path(__file__).with_name("results") / "experiment.json"
-"""What is published: several seeds."""
+"""This folder holds what is published: several seeds."""
 
 LAST_STEPS = 20
 """Steps at the end of training over which the final reward is averaged."""

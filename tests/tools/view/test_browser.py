@@ -16,7 +16,7 @@ from PIL import Image
 
 from swift_grpo_ext.tools.view.pages import write_page
 from tests.tools.view.chrome import BROWSER, Chrome, open_chrome
-from tests.tools.view.runs import HOSTILE, Writer, add_tokenizer, make_rows, make_run
+from tests.tools.view.runs import HOSTILE, Writer, add_logs, add_tokenizer, make_rows, make_run
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 ROWS = "ol.samples li"
@@ -34,7 +34,9 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs") / "one")
+    made = make_run(tmp_path_factory.mktemp("runs") / "one")
+    add_logs(made, 1.0, 1.0, 1.0)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,12 @@ def test_values_of_curves(page: Chrome) -> None:
     page.until(f"{values % 'length'} === 'Step2length3'")
     # One cursor stands in all charts.
     assert page.run(values % "gap") == "Step2gap0.1"
+    page.run("""(slider => { slider.value = 0.5; slider.dispatchEvent(
+        new Event('input', {bubbles: true})) })(document.getElementById('smoothing'))""")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + 1, y=y)
+    # kl is 1/8, 2/8, 3/8: (1/8 / 4 + 2/8 / 2) / (1 - 1/4)
+    page.until(f"{values % 'kl'}.endsWith('kl0.2083')")
+    assert page.run("document.querySelectorAll('[data-panel=kl] .u-legend .u-raw').length") == 1
 
 
 def test_a_run_that_goes_on_and_hostile_text(page: Chrome, run_dir: Path) -> None:

@@ -71,7 +71,8 @@ def test_a_saved_page_of_a_run_with_frozen_noise(tmp_path: Path) -> None:
     make_watched_run(tmp_path, frozen_rounds())
     text = write_page([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
     assert 'class="verdict broken"' in text
-    assert '[{"' in text.partition("data-alarms='")[2][:4]
+    shaded = json.loads(text.partition("data-alarms='")[2].partition("'")[0])
+    assert {(alarm["kind"], alarm["first_step"]) for alarm in shaded} == {("broken", 3)}
     assert "Sample 0" in text
     assert 'class="completion earlier"' in text
 
@@ -85,6 +86,7 @@ def test_the_overview_says_what_would_save_time(tmp_path: Path) -> None:
         add_logs(run_dir, 9.0, 4.0)
         text = write_page([run_dir], tmp_path / "page.html").read_text(encoding="utf-8")
         panel = text.partition('data-panel="time"')[2].partition("</figure>")[0]
+        assert panel.count('"name"') == 7
         told = "time/rollout is 50% of a step"
         assert (told in panel, "--async_generate" in panel) == (not is_asynchronous,) * 2
 
