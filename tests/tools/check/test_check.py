@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -352,11 +351,7 @@ def test_a_good_machine_is_green(assets: Path) -> None:
     command = [str(Path(sys.executable).with_name("swift-grpo-ext")), "check"]
     command += ["examples/digits/grpo.yaml", "--model", str(assets / "tiny_vlm")]
     command += ["--dataset", str(assets / "digits/train.jsonl"), "--", "--stop_words", "</answer>"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Within half a minute where nothing else runs: CPU time is the same on a busy machine.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 45
     assert done.returncode == 0
     assert "warning: " not in done.stdout
     for setting in ("Versions", "--num_generations", "--template", "--dataset"):
