@@ -23,7 +23,7 @@ PASSAGES = ["Eiffel Tower: in Paris, of 1889", "Paris: the capital of France", "
 
 
 def test_a_run_is_held_against_the_band_of_its_own_start_model() -> None:
-    """What the demo ends with: a gain is asked of all, the band of the published start alone."""
+    """The demo asks for a gain of every start, and for the band of the published one alone."""
     published = records.read_results(records.RESULTS)
     gained = "As it should be: on any machine both gain 15 points or more."
     seeds = f"the band of the {len(published)} published seeds"

@@ -1,4 +1,4 @@
-"""What the quickstart prints is read as typed: its settings, its trainings, its table of memory."""
+"""Settings, trainings and memory of the quickstart hold as a reader types them."""
 
 from __future__ import annotations
 

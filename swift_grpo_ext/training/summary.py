@@ -1,4 +1,4 @@
-"""What a training's log says of this plugin: one line as it begins, and one block as it ends.
+"""A training's log has one line of this plugin as it begins, and one block as it ends.
 
 The block comes from a training that fails, too: what it has seen is where to look first.
 """

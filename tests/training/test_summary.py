@@ -1,4 +1,4 @@
-"""What a training's log says of the plugin as it begins and as it ends."""
+"""A training's log has the plugin's line at its begin, and its block at its end."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from swift_grpo_ext.checks.finding import Finding, Findings, error, warning
 from swift_grpo_ext.checks.rows import Row
 from swift_grpo_ext.tools.check import machine
 from swift_grpo_ext.tools.check.settings import Run, read_run
+from swift_grpo_ext.tools.streams import redirected
 
 HERE = "this machine"
 GIVEN = "arguments"
@@ -148,16 +149,15 @@ def quietly(check: Callable[[], Findings]) -> Findings:
 def _silence() -> Iterator[None]:
     """Keep quiet what ms-swift, transformers, vLLM, and the processes that they start, print."""
     logging.disable(logging.CRITICAL)
-    kept = [os.dup(1), os.dup(2)]
-    with Path(os.devnull).open("w") as nowhere, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for stream in (1, 2):
-            os.dup2(nowhere.fileno(), stream)
-        try:
-            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-                yield
-        finally:
-            for stream, copy in zip((1, 2), kept, strict=True):
-                os.dup2(copy, stream)
-                os.close(copy)
-            logging.disable(logging.NOTSET)
+    try:
+        with (
+            Path(os.devnull).open("w") as nowhere,
+            redirected(1, 2, to=nowhere.fileno()),
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

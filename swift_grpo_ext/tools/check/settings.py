@@ -268,10 +268,8 @@ def parse(
     for token in dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--")):
         if token in parser._option_string_actions:
             continue
-        name, near = (
-            token[2:],
-            [*{action.dest: 0 for action, *_ in of_swift._get_option_tuples(token)}],
-        )
+        name = token[2:]
+        near = [*dict.fromkeys(action.dest for action, *_ in of_swift._get_option_tuples(token))]
         if not near:
             hint = flag_hint(name, {action.dest for action in parser._actions}) or "leave it out"
             problems.append(f"{name} ({hint})")

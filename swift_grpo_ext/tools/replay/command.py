@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +27,7 @@ from swift_grpo_ext.tools.replay.run import (
     weights_of,
 )
 from swift_grpo_ext.tools.runs import find_run
+from swift_grpo_ext.tools.streams import redirected
 
 DIFFERENT = (
     "Tokens differ. Where the log-probabilities before them agree "
@@ -99,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         OSError, ValueError: the group cannot be generated; the message says why.
     """
-    with _output_on_stderr():
+    with redirected(1, to=2):  # standard output is for the result
         replay = _replay(options)
     if options.json:
         print(json.dumps(asdict(replay), ensure_ascii=False, indent=2))
@@ -192,20 +190,6 @@ def _later_prompts(
             asked.append((row, columns))
             before = row
     return asked, notes
-
-
-@contextmanager
-def _output_on_stderr() -> Iterator[None]:
-    """Keep standard output for the result: ms-swift and vLLM write their progress to it."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 def show(replay: Replay) -> None:

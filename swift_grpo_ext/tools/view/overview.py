@@ -136,7 +136,7 @@ def list_alarms(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
 def make_panels(
     snapshot: Snapshot,
     records: Sequence[RoundRecord],
-    logs: Mapping[int, Mapping[str, float]] | None = None,
+    logs: Mapping[int, dict[str, Any]] | None = None,
 ) -> Panels:
     """Return rewards and lengths of the record, what was logged, gaps, the parts of the steps, then
     the monitor's metrics and its collision test of the training rounds; no curve and no panel
@@ -227,11 +227,15 @@ def turn_panels(snapshot: Snapshot) -> Panels:
     }
 
 
-def time_layers(logs: Mapping[int, Mapping[str, float]]) -> dict[str, Points]:
+def timed_steps(logs: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return what was logged of the steps whose parts were timed."""
+    return {step: log for step, log in logs.items() if "time/rollout" in log}
+
+
+def time_layers(logs: Mapping[int, dict[str, Any]]) -> dict[str, Points]:
     """Return the seconds of each part of the steps that were timed, none of which is of another."""
     layers: dict[str, Points] = {name: [] for name in LAYERS}
-    timed = [(step, log) for step, log in logs.items() if "time/rollout" in log]
-    for step, log in evenly_spaced(timed, MAX_POINTS):
+    for step, log in evenly_spaced([*timed_steps(logs).items()], MAX_POINTS):
         seconds = {part: log[f"time/{part}"] for part in (*PARTS, *ROLLOUT_PARTS)}
         engine = sum(seconds[part] for part in ROLLOUT_PARTS)
         seconds["other rollout"] = max(seconds.pop("rollout") - engine, 0.0)

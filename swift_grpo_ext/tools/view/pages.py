@@ -209,7 +209,7 @@ def overview_values(run: RunView) -> dict[str, Any]:
     shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
     logs = read_steps(run.run_dir)
     panels = overview.make_panels(run.snapshot, records, logs)
-    timed = [log for log in logs.values() if "time/rollout" in log]
+    timed = [*overview.timed_steps(logs).values()]
     return {
         "verdict": overview.overall_verdict(records),
         "alarms": alarms,

@@ -340,7 +340,7 @@ def describe(snapshot: Snapshot, row: dict[str, Any]) -> dict[str, Any]:
         "round": f"{row['phase']}.{row['step']}.{row['number']}",
         "parts": dict(row["rewards"] or ()),
         "columns": json.loads(row["columns"] or "{}"),
-        "asked": prompt.question,
+        "question": prompt.question,
         "num_media": len(prompt.media),
     }
 

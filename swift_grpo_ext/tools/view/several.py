@@ -3,7 +3,6 @@ paired sample by sample and prompt by prompt, as `diff` and `compare` do."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from swift_grpo_ext.tools.paired import compare, read_pair
 from swift_grpo_ext.tools.updates import read_steps
 from swift_grpo_ext.tools.view import overview
 from swift_grpo_ext.tools.view.group import RunView
+from swift_grpo_ext.tools.view.runs import describe
 
 LAST_STEPS = 20
 """Steps at the end of a run over which its reward is averaged."""
@@ -96,18 +96,9 @@ def _prompts_apart(
         groups = []
         for run in pair:
             at = pc.index(run.snapshot.table["fingerprint"], fingerprint).as_py()
-            [row] = run.snapshot.table.slice(at, 1).to_pylist() if at >= 0 else [None]
-            groups.append(row and {**row, "round": f"{row['phase']}.{row['step']}.{row['number']}"})
-        known = next((row for row in groups if row), None)
+            rows = run.snapshot.table.slice(at, 1).to_pylist() if at >= 0 else []
+            groups.append(describe(run.snapshot, rows[0]) if rows else None)
+        known = next(filter(None, groups), None)
         if known and gain:
-            prompt = pair[groups.index(known)].snapshot.prompts[fingerprint]
-            prompts.append(
-                {
-                    "question": prompt.question,
-                    "num_media": len(prompt.media),
-                    "columns": json.loads(known["columns"] or "{}"),
-                    "means": both.loc[fingerprint].to_list(),
-                    "groups": groups,
-                }
-            )
+            prompts.append({**known, "means": both.loc[fingerprint].to_list(), "groups": groups})
     return prompts

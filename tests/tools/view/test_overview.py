@@ -77,7 +77,7 @@ def test_charts_share_one_axis_of_steps() -> None:
 
 
 def test_what_was_logged(tmp_path: Path) -> None:
-    """What a session does again replaces what the one before did; a spoilt line is left out."""
+    """A resumed session replaces the steps that it makes again; a spoilt line is left out."""
     path = add_logs(tmp_path, 1.0, 1.0, 1.0)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"loss": 1.0, "global\n')

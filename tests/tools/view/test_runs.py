@@ -145,7 +145,7 @@ def test_a_sample_as_a_list_shows_it(snapshot: Snapshot, monkeypatch: pytest.Mon
     assert sample["seed"] == 2**62 + 100
     assert sample["parts"] == {"Accuracy": 0.0, "Format": 1.0}
     assert (sample["round"], sample["num_media"]) == ("train.1.0", 1)
-    assert (sample["text"], sample["asked"]) == ("g0 i0", "<image>Question 0?")
+    assert (sample["text"], sample["question"]) == ("g0 i0", "<image>Question 0?")
     assert sample["columns"] == {"solution": "s0"}
 
 
