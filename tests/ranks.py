@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import multiprocessing
 
-from swift_grpo_ext.rollout.rank_group import RolloutError
+from swift_grpo_ext.ranks import RankGroup, RolloutError
 
 T = TypeVar("T")
 
@@ -38,12 +38,25 @@ def run_ranks(world_size: int, work: Callable[[int, Gather], T]) -> list[T]:
         return list(pool.map(lambda rank: work(rank, gather_of(rank)), range(world_size)))
 
 
-class ThreadRanks:
-    """Ranks as threads in the place of `RankGroup`; rank 0 drives the engine."""
+class WithOthers(RankGroup):
+    """This process as rank 0 of several, of which the others always hand over these values."""
+
+    def __init__(self, *others: Any) -> None:
+        self.size, self._others = 1 + len(others), others
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+
+class ThreadRanks(RankGroup):
+    """Ranks as threads; rank 0 drives the engine."""
 
     def __init__(self, rank: int, size: int, gather: Gather) -> None:
-        self.rank, self.size, self.all_gather = rank, size, gather
+        self.rank, self.size, self._gather = rank, size, gather
         self.drives_engine = rank == 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._gather(value)
 
     def gather(self, value: Any) -> list[Any]:
         gathered = self.all_gather(value)

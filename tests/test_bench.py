@@ -93,7 +93,7 @@ def test_a_gpu_is_asked_for_what_pays_there(step: Any) -> None:
     assert asked.keys() <= known
     graphs = json.loads(asked["vllm_engine_kwargs"][0])["compilation_config"]
     assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
-    assert graphs["cudagraph_capture_sizes"] == [8, 16, 24, 32, 40]  # 32 samples, and the canary
+    assert graphs["cudagraph_capture_sizes"] == [8, 16, 24, 32]
     assert "vllm_enforce_eager" not in asked
     assert asked["torch_dtype"] == ["bfloat16"]
     assert asked["sleep_level"] == ["1"]

@@ -12,8 +12,8 @@ from PIL import Image
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout.generate import CallEngine, generate
-from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at

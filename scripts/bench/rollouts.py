@@ -150,7 +150,7 @@ class Colocated:
         return {way: partial(self._measure, case, media) for way, media in caches.items()}
 
     def _media(self, max_gb: float = ExtFlags.media_cache_gb) -> MediaCache:
-        return MediaCache(max_gb, self._template, lambda own: [own])
+        return MediaCache(max_gb, self._template)
 
     def _measure(
         self, case: Case, make_media: Callable[[], MediaCache | None], repetition: int

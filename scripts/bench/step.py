@@ -104,12 +104,12 @@ GPU = Device(
 
 
 def graphs(num_samples: int) -> list[str]:
-    """Return the arguments for CUDA graphs without compilation, for batches of up to all samples
-    and the canary."""
+    """Return the arguments for CUDA graphs without compilation, for batches of up to all
+    samples."""
     config = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": list(range(8, num_samples + 9, 8)),
+        "cudagraph_capture_sizes": list(range(8, num_samples + 1, 8)),
     }
     return ["--vllm_engine_kwargs", json.dumps({"compilation_config": config})]
 

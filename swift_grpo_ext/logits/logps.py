@@ -12,8 +12,7 @@ completion tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from swift_grpo_ext.logits.joined_passes import (
 )
 from swift_grpo_ext.logits.shared_prompt import PackedBatch, SharedPrompt
 from swift_grpo_ext.logits.shim import LogitsShim, base_model, output_embedding
+from swift_grpo_ext.ranks import RankGroup
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch, GRPOSample
@@ -62,25 +62,29 @@ class CompletionLogps:
         self,
         config: GRPOConfig,
         template: Template,
-        auto: Callable[[], int] = int,
-        agree: Callable[[bool], bool] = bool,
+        model: nn.Module | None = None,
+        ranks: RankGroup | None = None,
         limit: float = 0.01,
     ) -> None:
         """
         Args:
             config: the training arguments, with our flags.
             template: ms-swift's, of the policy.
-            auto: gives the positions of `--logps_chunk_size auto`, the same on all ranks.
-            agree: whether something holds on all ranks that train; for `end_round`.
+            model: the policy, for whose logits `--logps_chunk_size auto` finds room.
+            ranks: all training ranks, which make these calls together; None stands for one.
             limit: mean difference of log-probabilities, in nats, that rounding explains.
         """
         self._is_strict = config.logits_shim == "strict"
+        self._ranks = ranks or RankGroup()
         size = chunk_size(config.logps_chunk_size)
-        self._chunk_size = auto() if size is None else size
+        if size is None:
+            assert model is not None
+            size = agreed_chunk_size(model, self._ranks)
+        self._chunk_size = size
         self._is_padding_free = bool(template.padding_free)
         self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
         self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
-        self.agree, self.limit = agree, limit
+        self._limit = limit
         self._is_off = config.logits_shim == "off" and not self._chunk_size
 
         self._config = config
@@ -211,7 +215,7 @@ class CompletionLogps:
             return None
         base = base_model(model.model)
         if base not in self._shared_prompts:
-            self._shared_prompts[base] = SharedPrompt(base, self.limit, self._flag)
+            self._shared_prompts[base] = SharedPrompt(base, self._limit, self._flag)
         # DDP's forward has collectives of its own, and a rank may make further passes by itself.
         is_ddp = isinstance(model.model, DistributedDataParallel)
         plain = model.model.module if is_ddp else model.model
@@ -222,15 +226,6 @@ class CompletionLogps:
             model.shim.ranks(model.model),
             plain_logps,
         )
-
-    @contextmanager
-    def sharing_nothing(self) -> Iterator[None]:
-        """Leave batches as ms-swift makes them within the block."""
-        shares, self.shares_prompts = self.shares_prompts, False
-        try:
-            yield
-        finally:
-            self.shares_prompts = shares
 
     # --- several micro-batches in a pass without gradients ---
 
@@ -254,7 +249,7 @@ class CompletionLogps:
         # The rows of a teacher of its own prompt are encoded anew, with that.
         samples = [sample for samples in micro_batches for sample in samples]
         has_teacher_rows = any(map(has_teacher_prompt, samples))
-        if not self.agree(not has_teacher_rows):
+        if not self._ranks.agree(not has_teacher_rows):
             return None
 
         compute = partial(self._logps_of_several, collate, temperature)
@@ -319,7 +314,7 @@ class CompletionLogps:
         if self._is_off or not self.shares_prompts:
             return
         has_failed = any(shared.has_failed for shared in self._shared_prompts.values())
-        if self.agree(not has_failed):
+        if self._ranks.agree(not has_failed):
             return
         self.shares_prompts = False
         if not has_failed:  # else this rank has said so, with its figures
@@ -348,7 +343,7 @@ def scattered(values_N: Tensor, mask_BK: Tensor) -> Tensor:
     return values_N.new_zeros(mask_BK.shape).masked_scatter(mask_BK, values_N)
 
 
-def agreed_chunk_size(model: nn.Module, all_gather: Callable[[int], list[int]]) -> int:
+def agreed_chunk_size(model: nn.Module, ranks: RankGroup) -> int:
     """Decide `--logps_chunk_size auto`: positions whose logits take a 16th of the free memory at
     most.
 
@@ -358,7 +353,7 @@ def agreed_chunk_size(model: nn.Module, all_gather: Callable[[int], list[int]]) 
     for each token of the vocabulary than the logits alone.
     """
     base: Any = base_model(model)
-    free = min(all_gather(free_bytes(base.device)))
+    free = min(ranks.all_gather(free_bytes(base.device)))
     vocabulary = int(base.config.get_text_config().vocab_size)
     of_position = vocabulary * (base.dtype.itemsize + 2)
     size = 2 ** int(math.log2(max(free // 16 // of_position, 64)))

@@ -17,7 +17,7 @@ token, S = B x T tokens, E experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from swift_grpo_ext.logits.shim import base_model
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import mismatch, verify
 from swift_grpo_ext.upstream.patches import patch
@@ -136,12 +137,12 @@ class RouterReplay:
             self._num_given += is_given_S1.sum() * chosen_SK.shape[-1]
         return logits_SE, probs_SK.to(weights_SK), chosen_SK
 
-    def end_round(self, all_gather: Callable[[tuple[float, float]], Sequence[Any]]) -> float:
+    def end_round(self, ranks: RankGroup) -> float:
         """Return the share of the replayed choices that training would have made too, over the
         passes of all ranks since the last call, which all ranks make together."""
         counts = float(self._num_equal), float(self._num_given)
         self._num_equal = self._num_given = 0.0
-        num_equal, num_given = map(sum, zip(*all_gather(counts), strict=True))
+        num_equal, num_given = map(sum, zip(*ranks.all_gather(counts), strict=True))
         return num_equal / num_given if num_given else 1.0
 
 

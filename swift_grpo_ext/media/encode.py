@@ -31,7 +31,7 @@ import pickle
 import sys
 import threading
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
@@ -49,6 +49,7 @@ from swift.utils import get_logger
 from swift_grpo_ext import memory
 from swift_grpo_ext.flags import BYTES_PER_GB, RolloutFlags
 from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.upstream.rows import FILE
 
 if TYPE_CHECKING:
@@ -90,12 +91,10 @@ class MediaCache:
             goes first. With 0, the samples of a training batch share their media, and nothing is
             kept.
         template: of the training. Where its model takes no media, nothing is kept either.
-        all_gather: of the training's ranks. Called once a round where media are kept.
+        ranks: all training ranks, which end rounds together; None stands for one.
     """
 
-    def __init__(
-        self, max_gb: float, template: Template, all_gather: Callable[[Any], Sequence[Any]]
-    ) -> None:
+    def __init__(self, max_gb: float, template: Template, ranks: RankGroup | None = None) -> None:
         self.is_kept = max_gb > 0 and template.model_meta.is_multimodal
         self.counts: Counter[str] = Counter()
         """How many media this round had `decoded`, `processed`, or `reused` of either kind."""
@@ -103,7 +102,7 @@ class MediaCache:
         max_bytes = bounded(max_gb) if self.is_kept else BATCH_BYTES
         self._entries = LRUCache[bytes, _Entry](max_bytes, getsizeof=attrgetter("num_bytes"))
         self._made = WeakSet[_Entry]()
-        self._all_gather = all_gather
+        self._ranks = ranks or RankGroup()
         self._round = 0
         self._lock = threading.Lock()
         self._turns = WeakValueDictionary[bytes, threading.Lock]()
@@ -158,7 +157,7 @@ class MediaCache:
         counts, self.counts = self.counts, Counter()
         if not self.is_kept:
             return {}
-        gathered = self._all_gather((counts, self.num_bytes / BYTES_PER_GB))
+        gathered = self._ranks.all_gather((counts, self.num_bytes / BYTES_PER_GB))
         total = sum((counts for counts, _ in gathered), Counter[str]())
         if not total:
             return {}

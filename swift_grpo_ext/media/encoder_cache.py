@@ -13,7 +13,7 @@ that all have to run it equally often: such towers are left alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from swift_grpo_ext.logger import get_logger
 from swift_grpo_ext.logits.sharding import shard_ranks
 from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.media.lazy_concat import LazyConcat, memory_of
+from swift_grpo_ext.ranks import RankGroup
 
 try:
     from xxhash import xxh3_128 as hash_of
@@ -115,14 +116,14 @@ class EncoderCache:
         for tower in self.towers:
             tower.leave_if_sharded()
 
-    def agree(self, all_gather: Callable[[Any], Sequence[Any]]) -> int:
+    def agree(self, ranks: RankGroup) -> int:
         """Switch off on all ranks the towers that were switched off on one, and say why, once.
 
         Returns:
             How many images went through a tower since the last time, on all ranks.
         """
         problems = [tower.problem for tower in self.towers]
-        counts, by_rank = zip(*all_gather((self.num_encoded, problems)), strict=True)
+        counts, by_rank = zip(*ranks.all_gather((self.num_encoded, problems)), strict=True)
         self.num_encoded = 0
         for tower, of_tower in zip(self.towers, zip(*by_rank, strict=True), strict=True):
             tower.problem = ""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.media.pictures import utf8
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.record.session import RunInUseError, claim_session
 from swift_grpo_ext.rollout.conversation import Turn
-from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import sample_seed
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from swift.infer_engine.protocol import (
     deserialize_ndarray,
 )
 
+from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
 from swift_grpo_ext.rollout.wire import Completion, Numbers, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason

@@ -22,6 +22,7 @@ from swift.rlhf_trainers import vllm_client
 from swift.utils import get_current_device, get_logger
 from urllib3.exceptions import NewConnectionError
 
+from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.conversation import name_server
 from swift_grpo_ext.rollout.dispatch import (
@@ -32,7 +33,6 @@ from swift_grpo_ext.rollout.dispatch import (
     dispatch,
     estimate_cost,
 )
-from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata, WireError
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.upstream.accelerator import has_accelerator

@@ -10,23 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch
+from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch, encode_sample
 from swift.utils import get_logger
 
 from swift_grpo_ext.media.encode import before_collating
-from swift_grpo_ext.rollout.conversation import prompt_of
 from swift_grpo_ext.rollout.positions import Positions
 from swift_grpo_ext.rollout.wire import Prompt
+from swift_grpo_ext.upstream.encoding import only_sampled_tokens
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, column_of
 
 if TYPE_CHECKING:
-    from swift.infer_engine.protocol import RolloutOutput
     from swift.rl_core.data import GRPOBatch, GRPOSample, OnPolicySample
     from swift.template import Template
 
@@ -138,41 +136,71 @@ def collate(
 
 
 @contextmanager
-def rollouts_own_prompts(template: Template, samples: Sequence[GRPOSample]) -> Iterator[None]:
-    """Let what `template` collates have the line breaks of the prompts that rollouts saw, and the
-    text that `--max_length` left of them.
+def encoding_for_training(template: Template, samples: Sequence[OnPolicySample]) -> Iterator[None]:
+    """Let ms-swift encode and collate samples so that training sees what their rollouts saw: no
+    label but those of sampled tokens, and the rollout's own text.
 
     Args:
         template: of ms-swift; changed within the block only. Enter the block before the one in
             which ms-swift takes its `max_length` away.
-        samples: those that are encoded and collated there.
+        samples: those that are encoded and collated there, in this order.
     """
     placeholders, max_length = placeholder_ids(template), template.max_length
-    waiting = deque(samples)  # they come in their order, and a teacher's among them
+    waiting = deque(samples)  # a teacher's rows come among them
 
     def change(batch: list[dict[str, Any]]) -> None:
         for encoded in batch:
-            if not waiting or getattr(waiting[0], "encoded", None) is not encoded:
-                continue
-            sample = waiting.popleft()
-            # A later turn's prompt holds what was sampled before.
-            prompts = rollout_prompts(sample)
-            prompt = prompts[0].token_ids if len(prompts) == 1 else ()
-            was_cut = may_be_cut(prompt, max_length)
-            changed = with_text_of(
-                prompt, encoded, placeholders, template.tokenizer.decode, was_cut=was_cut
-            )
-            encoded.update(changed)
-            if changed and not was_cut:
-                logger.info_once(
-                    "ms-swift's template writes other line breaks beside media for training than "
-                    "for vLLM, or vLLM merges them (docs/support.md): training has those that the "
-                    "rollout saw.",
-                    hash_id="line_breaks",
-                )
+            if waiting and getattr(waiting[0], "encoded", None) is encoded:
+                _give_rollouts_text(waiting.popleft(), template, placeholders, max_length)
 
-    with before_collating(template, change):
+    with before_collating(template, change), only_sampled_tokens(template, samples):
         yield
+
+
+def encode_as_training(template: Template, samples: Sequence[OnPolicySample]) -> None:
+    """Encode generated samples as training sees them, each into its `encoded`.
+
+    It does what ms-swift's trainer does within `encoding_for_training` (4.6, grpo_trainer.py,
+    `_prepare_batch_inputs`), for whoever has samples and no training: `check` and `selftest`.
+    """
+    placeholders = placeholder_ids(template)
+    max_length, template.max_length = template.max_length, None
+    try:
+        with only_sampled_tokens(template, samples):
+            for sample in samples:
+                sample.encoded = encode_sample(sample, template)
+                sample.encoded.pop("_extra_kwargs", None)
+                _give_rollouts_text(sample, template, placeholders, max_length)
+    finally:
+        template.max_length = max_length
+
+
+def _give_rollouts_text(
+    sample: OnPolicySample,
+    template: Template,
+    placeholders: Collection[int],
+    max_length: int | None,
+) -> None:
+    """Give an encoded sample the line breaks of the prompt that its rollout saw, and the text that
+    `--max_length` left of it."""
+    # A later turn's prompt holds what was sampled before.
+    prompts = rollout_prompts(sample)
+    prompt = prompts[0].token_ids if len(prompts) == 1 else ()
+    was_cut, encoded = may_be_cut(prompt, max_length), sample.encoded
+    changed = with_text_of(
+        prompt,
+        encoded,
+        placeholders,
+        template.tokenizer.decode,
+        was_cut=was_cut,
+    )
+    encoded.update(changed)
+    if changed and not was_cut:
+        logger.info_once(
+            "ms-swift's template writes other line breaks beside media for training than for "
+            "vLLM, or vLLM merges them (docs/support.md): training has those that the rollout saw.",
+            hash_id="line_breaks",
+        )
 
 
 def may_be_cut(rollout: Sequence[int], max_length: int | None) -> bool:
@@ -318,14 +346,6 @@ def check_training_batch(
                 f"{sample.sample_id}: {num_sampled} tokens were sampled, and {count} would "
                 f"be trained on. {KEPT_TURNS if is_conversation(sample) else KEPT_TOKENS}"
             )
-
-
-def with_answer(sample: GRPOSample, output: RolloutOutput) -> GRPOSample:
-    """Return a copy of a sample with its completion, of one turn, as the training encodes it."""
-    answered = deepcopy(sample)
-    answered.apply_rollout_output(rollout_output=output)
-    answered.rollout_prompts = [prompt_of(output)]
-    return answered
 
 
 def rollout_prompts(sample: GRPOSample) -> list[Prompt]:

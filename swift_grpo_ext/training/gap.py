@@ -1,7 +1,11 @@
 """The gap between log-probabilities of rollout and training at equal weights (docs/promises.md).
 
-It is judged for each engine and each kind of row: an engine with older weights, or a kind of media
-that one side reads otherwise, disappears in the mean of a round.
+ms-swift computes a round's log-probabilities before it trains on them (4.6, grpo_trainer.py,
+`_prepare_batch_inputs`). So every token says whether its engine uses the trainer's weights (M4),
+which checksums of what it was given cannot say, and whether both sides see the same row (M5).
+
+The gap is judged for each engine and each kind of row: an engine with older weights, or a kind of
+media that one side reads otherwise, disappears in the mean of a round.
 """
 
 from __future__ import annotations
@@ -9,15 +13,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
-from typing import TYPE_CHECKING, Any
+from math import inf, log
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from swift.infer_engine.protocol import RequestConfig
 from swift.utils import get_logger
 
-from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training.batch import DisagreementError, kind_of_row
 
 if TYPE_CHECKING:
@@ -33,15 +37,9 @@ Group = tuple[str, str]
 SPIKES = 32
 """A few tokens may be so many limits apart, in all: `most_explained`."""
 
-WHOLE: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "structured_outputs_regex": (None, ""),
-}
-"""Values of ms-swift's flags with which rollouts come from the whole distribution, as in training.
-None leaves the choice to the model's own generation settings."""
+CUT_OFF = 2.0
+"""Nats by which `--top_k`, `--min_p` and `--repetition_penalty` may move log-probabilities in the
+mean: e^-2 = 14% of the distribution are left. Other weights and NaN lie beyond that, as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +110,32 @@ def most_explained(limit: float, count: int) -> float:
     return limit * (1 + SPIKES / max(count, 1))
 
 
+def sampling_shift(args: RolloutGRPOConfig) -> float:
+    """Return by how many nats, in the mean, log-probabilities of a rollout may lie from those of
+    training because of the settings alone.
+
+    vLLM's log-probabilities are those of the distribution that it samples from. One that keeps a
+    share p of it adds -log(p) to each; `--top_p` keeps that share or more. How much `--top_k`,
+    `--min_p` and penalties keep depends on the model (`CUT_OFF`); one token (`--top_k 1`) may be
+    any share, and so may what a grammar allows. Rollouts of `--async_generate` have the weights of
+    an earlier step. None of ms-swift's flags leaves the choice to the model's generation settings.
+    """
+    # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
+    min_p = args.min_p if hasattr(RequestConfig(), "min_p") else 0
+    is_unbounded = (
+        args.async_generate
+        or args.structured_outputs_regex
+        or args.top_k == 1
+        or None in (args.top_p, args.top_k, min_p, args.repetition_penalty)
+    )
+    if is_unbounded:
+        return inf
+    shift = -log(args.top_p) if 0 < args.top_p < 1 else 0.0
+    if args.top_k > 1 or min_p or args.repetition_penalty != 1:
+        shift += CUT_OFF
+    return shift
+
+
 def measure_rollout_gap(
     micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]],
     args: RolloutGRPOConfig,
@@ -120,7 +144,7 @@ def measure_rollout_gap(
     step: int,
 ) -> dict[str, float]:
     """Measure the gap between log-probabilities at rollout and in training over all ranks, for
-    each engine and each kind of row (M5).
+    each engine and each kind of row (M4, M5).
 
     Args:
         micro_batches: this rank's of a round, each with its samples; without samples where
@@ -134,7 +158,8 @@ def measure_rollout_gap(
     Raises:
         DisagreementError: on every rank, with `--rollout_mismatch stop`; names engines and rows.
     """
-    gathered = ranks.all_gather(_measure_here(micro_batches, limit))
+    shift = sampling_shift(args)
+    gathered = ranks.all_gather(_measure_here(micro_batches, limit, shift))
     groups, kinds = defaultdict[Group, Gap](Gap), defaultdict[str, Gap](Gap)
     for rank_groups, _ in gathered:
         for (engine, kind), gap in rank_groups.items():
@@ -143,16 +168,15 @@ def measure_rollout_gap(
     whole = sum(kinds.values(), Gap())
     if not whole.count:
         return {}
-    is_expected = _is_expected(args)
     beyond = {
         group: gap
         for group, gap in groups.items()
-        if isnan(gap.mean) or (gap.mean > most_explained(limit, gap.count) and not is_expected)
+        if not gap.mean <= most_explained(limit, gap.count) + shift  # nor NaN
     }
     excess, sample = max(worst for _, worst in gathered)
     if beyond:
-        _tell_groups(beyond, groups, args, limit, step)
-    elif excess > 1 and not is_expected:
+        _tell_groups(beyond, groups, args, limit, shift, step)
+    elif excess > 1:
         logger.warning_once(
             f"Step {step}: log-probabilities of single samples lie further apart between rollout "
             f"and training than rounding explains, the furthest of {sample}. Its row is seen "
@@ -166,10 +190,10 @@ def measure_rollout_gap(
 
 
 def _measure_here(
-    micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]], limit: float
+    micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]], limit: float, shift: float
 ) -> tuple[dict[Group, Gap], tuple[float, str]]:
     """Return the gap of each of this rank's groups, and by how many times the furthest sample lies
-    beyond what rounding explains, with its name."""
+    beyond what rounding and the settings explain, with its name."""
     groups = defaultdict[Group, Gap](Gap)
     worst = (0.0, "")
     for samples, batch in micro_batches:
@@ -183,17 +207,9 @@ def _measure_here(
         for sample, gap in zip(samples, gaps, strict=True):
             engine, kind = (sample.rollout_infos or {}).get("replica", ""), kind_of_row(sample)
             groups[str(engine), kind] += gap
-            excess = gap.mean / most_explained(limit, gap.count)
+            excess = gap.mean / (most_explained(limit, gap.count) + shift)
             worst = max(worst, (excess, f"{sample.sample_id} ({kind}): {gap}"))
     return groups, worst
-
-
-def _is_expected(args: RolloutGRPOConfig) -> bool:
-    """Return whether rollouts come from another distribution, or from the weights of a step
-    before."""
-    # ms-swift 4.4 has no `min_p`, though TRL's arguments below its own do.
-    asked = [name for name in WHOLE if hasattr(RequestConfig(), name)]
-    return args.async_generate or any(getattr(args, name) not in WHOLE[name] for name in asked)
 
 
 def _tell_groups(
@@ -201,9 +217,11 @@ def _tell_groups(
     groups: Mapping[Group, Gap],
     args: RolloutGRPOConfig,
     limit: float,
+    shift: float,
     step: int,
 ) -> None:
-    """Say which engines and rows have a gap that nothing explains, and what that points to."""
+    """Say which engines and rows have a gap that nothing explains, and what that points to; raise
+    it with `--rollout_mismatch stop`."""
     names = [" ".join(filter(None, (e, k and f"rows of {k}"))) for e, k in beyond]
     found = "; ".join(f"{n or 'all'}: {gap}" for n, gap in zip(names, beyond.values(), strict=True))
     cause = (
@@ -215,11 +233,15 @@ def _tell_groups(
     if kinds < {kind for _, kind in groups}:
         cause = "Other rows agree: such media are read, placed or encoded otherwise on one side."
     elif engines < {engine for engine, _ in groups}:
-        cause = "Other engines agree: this one has other weights, or a cache of older ones."
+        cause = (
+            "Other engines agree: this one has other weights, or a cache of older ones. Start it "
+            "anew and resume from the last checkpoint."
+        )
+    settings = f", and the {shift:.3g} of the sampling settings" if 0 < shift < inf else ""
     text = (
         f"Step {step}: log-probabilities of the rollout and of training lie further apart than the "
-        f"{limit:g} nats in the mean that rounding explains. {found}. {cause}"
+        f"{limit:g} nats in the mean that rounding explains{settings}. {found}. {cause}"
     )
     if args.rollout_mismatch == "stop":
         raise DisagreementError(f"{text} --rollout_mismatch warn trains all the same.")
-    logger.warning_once(f"{text} (Said once.)", hash_id="rollout_gap")
+    logger.warning_once(f"{text} (Said once of these.)", hash_id=f"rollout_gap {names}")

@@ -25,7 +25,7 @@ from swift_grpo_ext.checks.rows import (
     row_fault,
 )
 from swift_grpo_ext.media.encode import replaced
-from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from math import isinf
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from swift.utils import get_logger
 from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.sampling.seeding import Phase
 from swift_grpo_ext.timing.advice import summary
+from swift_grpo_ext.training.gap import sampling_shift
 from swift_grpo_ext.version import __version__
 
 if TYPE_CHECKING:
@@ -78,9 +80,8 @@ def what_is_on(
     logps: CompletionLogps,
     encoder: EncoderCache,
     num_dropouts: int,
-    no_canary: str,
 ) -> list[str]:
-    """Say what the plugin does in a training; `no_canary` says why there is no canary, if so."""
+    """Say what the plugin does in a training."""
     is_seeded = args.use_vllm and args.rollout_seed_mode == "sample"
     read = "once a group where that saves time" if logps.shares_prompts else "for each sample"
     towers = dict.fromkeys(tower.name for tower in encoder.towers)
@@ -90,7 +91,7 @@ def what_is_on(
         f"training reads prompts {read}",
         *(f"{name} encodes each image once" for name in towers),
         *([f"{num_dropouts} dropouts are off (--lora_dropout is ignored)"] if num_dropouts else ()),
-        f"no canary ({no_canary})" if no_canary else "a canary tests each weight update",
+        f"the rollout gap is {'measured' if isinf(sampling_shift(args)) else 'held to a limit'}",
         "diversity is watched" if watches else "diversity is not watched (--callbacks diversity)",
         "no record" if args.sample_log == "none" else "samples are recorded",
     ]

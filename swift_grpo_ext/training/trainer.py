@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,11 @@ from swift.rlhf_trainers.utils import profiling_context
 from swift.utils import get_logger
 
 from swift_grpo_ext.logits import router_replay
-from swift_grpo_ext.logits.logps import CompletionLogps, agreed_chunk_size
+from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.router_replay import RouterReplay
 from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
+from swift_grpo_ext.ranks import RankGroup, TensorParallelGroup, training_ranks
 from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
 from swift_grpo_ext.record.row import SampleRow
@@ -36,22 +36,19 @@ from swift_grpo_ext.rollout.generate import (
     to_rollout_outputs,
 )
 from swift_grpo_ext.rollout.placeholders import mask_models
-from swift_grpo_ext.rollout.rank_group import RankGroup, TensorParallelGroup, training_ranks
 from swift_grpo_ext.rollout.scheduler import tell_no_room, watch
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
 from swift_grpo_ext.sampling.sampler import EpochSampler
-from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.stops.templates import check_template_stops
 from swift_grpo_ext.timing.step_clock import StepClock
 from swift_grpo_ext.training.batch import (
     check_counts,
     check_training_batch,
-    rollouts_own_prompts,
+    encoding_for_training,
     switch_off_dropout,
 )
-from swift_grpo_ext.training.canary import WeightCanary
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.gap import gap_limit, measure_rollout_gap
 from swift_grpo_ext.training.idle_rounds import IdleRounds
@@ -71,7 +68,7 @@ from swift_grpo_ext.upstream.determinism import (
     exact_unmerging,
     sum_gradients_one_by_one,
 )
-from swift_grpo_ext.upstream.encoding import answers_for_servers, only_sampled_tokens
+from swift_grpo_ext.upstream.encoding import answers_for_servers
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
 from swift_grpo_ext.upstream.rows import read_file_urls
 from swift_grpo_ext.weights.layout import (
@@ -116,7 +113,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings(config)
         router_replay.install(config.router_replay_mode)
-        self._media = MediaCache(config.media_cache_gb, template, self.ranks.all_gather)
+        self._media = MediaCache(config.media_cache_gb, template, self.ranks)
         self._recorder = SampleRecorder(
             config.output_dir,
             self.ranks,
@@ -129,14 +126,10 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         super().__init__(*args, **kwargs)
         num_rows, parallel = len(self.train_dataset), template.sequence_parallel_size
         self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
-        auto = partial(agreed_chunk_size, self.model, self.ranks.all_gather)
         # Under autocast, models of 32 bits compute in 16.
         bits = 16 if config.bf16 or config.fp16 else torch.finfo(self.model.dtype).bits
         self._gap_limit = limit = gap_limit(bits, config.temperature)
-        agree = lambda holds: all(self.ranks.all_gather(holds))  # noqa: E731
-        self._logps = CompletionLogps(config, template, auto, agree, limit)
-        no_canary = self._reason_against_canary()
-        self._canary = WeightCanary(config.rollout_mismatch, self.ranks, limit, is_on=not no_canary)
+        self._logps = CompletionLogps(config, template, self.model, self.ranks, limit)
         if config.router_replay_mode == "R3":
             self._router_replay = RouterReplay(*filter(None, (self.model, self.ref_model)))
         self._idle_rounds = IdleRounds()
@@ -147,7 +140,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         others = filter(None, (self.ref_model, self.teacher_model))
         self._encoder_cache = EncoderCache(config.encoder_cache_gb, self.model, others)
         self.add_callback(StepClock(self))  # behind all others
-        states = what_is_on(config, self._logps, self._encoder_cache, num_dropouts, no_canary)
+        states = what_is_on(config, self._logps, self._encoder_cache, num_dropouts)
         self._summary = RunSummary(self, states, limit)
         if config.full_determinism:
             sum_gradients_one_by_one(self.accelerator)
@@ -281,8 +274,6 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     def _add_prompt_id_to_inputs(self, samples: list[GRPOSample]) -> list[GRPOSample]:
         """Name each sample by its position; groups are never merged by their words."""
-        if not self.args.async_generate:  # an engine beside the model wants the memory
-            self._encoder_cache.forget()
         sizes = self.ranks.all_gather(len(samples))
         round_ = (
             self._rounds.current
@@ -295,14 +286,16 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         for sample, sample_id in zip(samples, sample_ids, strict=True):
             sample.sample_id = sample_id
             sample.request_id, sample.prompt_id = sample_id.request_id, sample_id.prompt_id
-        self._recorder.open(start_step=self.state.global_step)
         return samples
 
     def _generate_completions(self, samples: list[GRPOSample]) -> list[GRPOSample]:
+        if not self.args.async_generate:  # an engine beside the model wants the memory
+            self._encoder_cache.forget()
         with deterministic(False) if self.args.full_determinism else nullcontext():
             return super()._generate_completions(samples)
 
     def _preprocess_inputs(self, samples: list[GRPOSample]) -> list[GRPOSample]:
+        self._recorder.open(start_step=self.state.global_step)
         samples = super()._preprocess_inputs(samples)
         for sample in samples:
             sample.prompt_hash = prompt_hash(sample)
@@ -334,12 +327,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         elif is_global_inputs and self.ranks.rank > 0:
             return []  # rank 0 generates for all
         else:
-            config = self._get_request_config()
             samples2requests = super().samples2requests  # `generate` gives them their metadata
             placeholders = placeholder_texts(self.template)
-            colocated = int(self.vllm_mode == "colocate")
-            num_engines = sum(self._servers.replicas) if self._servers else colocated
-            self._canary.generate(samples, config, num_engines, self._draw_canary)
             outputs, uneven = generate(
                 sample_ids,
                 prompts,
@@ -356,40 +345,6 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             return outputs  # whose turns come with them
         self._conversations.note(samples, outputs, sample_ids, prompts, time.monotonic() - began)
         return outputs
-
-    def _draw_canary(
-        self, sample: GRPOSample, sample_ids: Sequence[SampleId], config: RequestConfig
-    ) -> list[RolloutOutput]:
-        samples2requests = super().samples2requests
-
-        def to_replica(sample_id: SampleId, count: int) -> RequestMetadata:
-            metadata = self._settings.metadata(sample_id, count, packed=True)
-            if self._servers is None:  # an engine of this process
-                return metadata
-            return replace(metadata, replica=sample_id.group % sum(self._servers.replicas))
-
-        outputs, _ = generate(
-            sample_ids,
-            ["canary"] * len(sample_ids),
-            make_request=lambda _: samples2requests([sample])[0],
-            make_metadata=to_replica,
-            sharing=self._sharing(is_global_inputs=False),
-            call_engine=partial(self._call_engine, config=config),
-        )
-        if self.args.full_determinism:  # a resumed run has another canary, and other prefixes
-            self._reset_vllm_cache()
-        return outputs
-
-    def _reason_against_canary(self) -> str:
-        if not self._settings.generates:
-            return "rounds are generated as ms-swift generates them"
-        if self.args.async_generate:
-            return "with --async_generate rollouts are a step behind the trainer's weights"
-        if self.enable_server_multi_turn:
-            return "the server's --multi_turn_scheduler makes its own requests"
-        if self.template.sequence_parallel_size > 1:
-            return "--sequence_parallel_size spreads a sample over ranks"
-        return ""
 
     def _sharing(self, is_global_inputs: bool) -> RankGroup:
         """Return the ranks that share an engine with this one."""
@@ -454,23 +409,18 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> list[dict[str, Any]]:
         self._encoder_cache.forget()
-        with self._media.in_training(self.template):
-            canary_gap = self._canary.judge(self, self.state.global_step)
         check_counts(samples)
-        own_prompts = rollouts_own_prompts(self.template, samples)
         joins_late = self._encoder_cache.is_on or self._logps.shares_prompts
         media = self._media.in_training(self.template, joins_late=joins_late)
         named, joining = named_rows(self.template), self._joining_passes(samples)
-        with joining, media, only_sampled_tokens(self.template, samples), own_prompts, named:
+        with joining, media, encoding_for_training(self.template, samples), named:
             batches = super()._prepare_batch_inputs(samples)
         self._logps.end_round()
         metrics = self._media.end_round()
         if self._router_replay is not None:
-            metrics["router_replay/equal"] = self._router_replay.end_round(self.ranks.all_gather)
-        if canary_gap is not None:
-            metrics["rollout_gap/canary"] = canary_gap
+            metrics["router_replay/equal"] = self._router_replay.end_round(self.ranks)
         if self._encoder_cache.towers:
-            metrics["media/encoded"] = float(self._encoder_cache.agree(self.ranks.all_gather))
+            metrics["media/encoded"] = float(self._encoder_cache.agree(self.ranks))
         grpo_batches = [batch["grpo_batch"] for batch in batches]
         chunks = self._micro_batches(samples, batches)[0] or [[]] * len(batches)
         for chunk, batch in zip(chunks, batches, strict=True):
@@ -548,7 +498,6 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
                 upstream(*args, **kwargs)
 
         self._weights.update(move)
-        self._canary.weights_changed()
 
     def _load_state_dict_to_vllm(self, state_dict: StateDict) -> None:
         load = super()._load_state_dict_to_vllm

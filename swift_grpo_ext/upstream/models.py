@@ -111,7 +111,7 @@ def place_glm_ocr_images() -> None:
     """Give batches of GLM-OCR the positions of their images, in time, height and width.
 
     Symptom: log-probabilities of rollout and training lie 0.2 nats apart (the tiny model; found by
-    the canary), as training counts the positions of an image's tokens up, as those of words.
+    the rollout gap), as training counts the positions of an image's tokens up, as those of words.
     Upstream: ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` hands embeddings to the
     model, which cannot make positions of them; `GLM4VTemplate`'s collator makes them beforehand.
     Can go when `GLMOCRTemplate` makes them too.

@@ -212,7 +212,7 @@ def keep_packed_convolutions() -> None:
     """Leave a convolution's weight as it was packed, where layers are processed once more.
 
     Symptom: after the first weight update the gated delta nets of Qwen3.5 keep a shorter history
-    for their convolutions (1.07 nats a token, the tiny model; found by the canary), on CPUs with
+    for their convolutions (1.07 nats a token, the tiny model; found by its gap), on CPUs with
     AVX512-BF16.
     Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`finish_vllm_weight_reload`) has vLLM process
     all layers behind each update; vLLM 0.32, model_executor/layers/utils.py takes a convolution's
@@ -288,7 +288,7 @@ def name_media_by_request() -> None:
     """Name an image by its request instead of its content; a group's samples still share it.
 
     Symptom: rollouts of a model whose vision tower is trained see images as the tower of an earlier
-    update saw them (0.06 nats a token, the tiny model; found by the canary).
+    update saw them (0.06 nats a token, the tiny model; found by its gap).
     Upstream: vLLM 0.11, v1/core/encoder_cache_manager.py keeps what its tower made of an image;
     ms-swift resets that from vLLM 0.16 on. Can go with vLLM before 0.16.
     """

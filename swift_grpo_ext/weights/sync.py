@@ -2,7 +2,7 @@
 
 Each engine (`receiver.py`, or the colocated one) loads the trainer's weights; their checksums
 (`checksums.py`) must be the trainer's. A failure on one rank is logged there at once, and raised
-where all ranks meet. Then the canary proves that engines use them (`training/canary.py`).
+where all ranks meet. What engines sample then proves that they use them (`training/gap.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.utils import get_logger
 from torch import Tensor
 
-from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.weights.checksums import (
     Loads,

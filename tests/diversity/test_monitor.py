@@ -21,9 +21,9 @@ from swift_grpo_ext.diversity import monitor
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, read_records
 from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.ranks import training_ranks
 from swift_grpo_ext.record.rewards import RewardRow
 from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.rollout.rank_group import training_ranks
 from tests.arguments import training_arguments
 from tests.diversity.samples import LONG, group_of, row_of, sample
 

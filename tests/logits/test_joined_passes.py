@@ -24,6 +24,7 @@ from swift_grpo_ext.logits.shared_prompt import GroupLengths
 from tests.logits.models import build
 from tests.logits.test_logps import Batch, Ours, config_of
 from tests.logits.test_shared_prompt import ROWS, Group, blind_to_masks, positions_of
+from tests.ranks import WithOthers
 
 LENGTHS = [*map(sum, ROWS)]
 PROMPTS = [prompt for prompt, *_ in ROWS]
@@ -145,7 +146,7 @@ def test_a_teacher_of_another_prompt_leaves_micro_batches_alone() -> None:
     round_.samples[3].teacher_prompt = "What is it? It is a 7."
     assert join() is None
     round_.samples[3].teacher_prompt = None
-    completions.agree = lambda holds: False
+    completions._ranks = WithOthers(False)
     assert join() is None
 
 

@@ -21,6 +21,7 @@ from swift_grpo_ext.training import RolloutGRPOTrainer
 from tests.arguments import training_arguments
 from tests.logits.compare import assert_close, counted_positions, values_and_gradients
 from tests.logits.models import add_lora, build
+from tests.ranks import WithOthers
 
 
 class Upstream(GRPOTrainer):
@@ -216,13 +217,14 @@ def test_a_chunk_size_that_fits(
     monkeypatch.setattr(logps, "free_bytes", lambda device: int(free_gib * 2**30))
     model = build("Qwen2")
     model.config.vocab_size = 15_000
-    found = logps.agreed_chunk_size(add_lora(model), lambda own: [1 << 50, own, 1 << 45])
+    found = logps.agreed_chunk_size(add_lora(model), WithOthers(1 << 50, 1 << 45))
     assert found == positions
     template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
     for given, size in (("auto", found), ("512", 512), ("0", 0), (16, 16)):
-        config = config_of(logps_chunk_size=given)
-        assert CompletionLogps(config, template, lambda: found)._chunk_size == size
-    [line] = said
+        ours = CompletionLogps(config_of(logps_chunk_size=given), template, model)
+        assert ours._chunk_size == size
+    line, again = said
+    assert again == line
     assert line.startswith(f"--logps_chunk_size auto: {positions} positions at a time, whose ")
     assert told in line
     assert line.endswith(f"the rank with the least has {free_gib:.1f} GiB free).")

@@ -24,6 +24,8 @@ from swift_grpo_ext.logits.router_replay import (
     no_experts,
     routers_of,
 )
+from swift_grpo_ext.ranks import RankGroup
+from tests.ranks import WithOthers
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3},
@@ -95,9 +97,9 @@ def test_the_given_experts_are_used() -> None:
     assert list(routers_of(model)) == ["model.layers.0", "model.layers.2"]
     replay = RouterReplay(model)
     assert torch.equal(logits_of(replay, model, ids, None), plain)
-    assert replay.end_round(lambda counts: [counts]) == 1.0  # nothing was replayed
+    assert replay.end_round(RankGroup()) == 1.0  # nothing was replayed
     assert torch.allclose(logits_of(replay, model, ids, experts), expected, atol=1e-5)
-    share = replay.end_round(lambda counts: [counts, (0, 2 * 10 * K)])
+    share = replay.end_round(WithOthers((0, 2 * 10 * K)))
     assert 0 < share < 0.5
     given_all = torch.full_like(experts, NOT_GIVEN)
     assert torch.equal(logits_of(replay, model, ids, given_all), plain)

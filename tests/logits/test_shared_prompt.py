@@ -343,7 +343,7 @@ def blind_to_masks(model: Any) -> None:
 
 
 def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
-    """Log-probabilities without gradients, as of the old policy or for the canary."""
+    """Log-probabilities without gradients, as of the old policy."""
     with torch.no_grad():
         logps_BK, _ = trainer._get_per_token_logps_and_entropies_single(
             model, dict(batch.inputs), batch.grpo_batch()
@@ -351,8 +351,8 @@ def make_pass(trainer: Any, model: Any, batch: Batch) -> Tensor:
     return logps_BK
 
 
-def test_a_pass_over_the_canary_decides_nothing(warned: list[str]) -> None:
-    """It holds one sample; the run's own batches come after it, and say what is true of them."""
+def test_a_pass_over_one_sample_decides_nothing(warned: list[str]) -> None:
+    """It has nothing to share; batches that come after it say what is true of them."""
     trainer = Ours(config_of(logps_shared_prompt="true"), keys=set(), padding_free=False)
     model = build("Qwen2")
     seen = positions_of(model)
@@ -409,7 +409,7 @@ def test_what_one_rank_has_seen_fail_no_rank_does(warned: list[str]) -> None:
 
     def work(ranks: ThreadRanks) -> None:
         trainer = Ours(config, keys=set(), padding_free=False)
-        trainer._logps.agree = lambda holds: all(ranks.all_gather(holds))
+        trainer._logps._ranks = ranks
         for _ in range(2):
             for _ in range(2 - ranks.rank):
                 make_pass(trainer, models[ranks.rank], Group(ROWS))

@@ -32,6 +32,7 @@ from swift_grpo_ext.media.encode import (
     content_key,
     source_key,
 )
+from tests.ranks import WithOthers
 
 NUM_SAMPLES = 4
 """Samples of a group."""
@@ -83,7 +84,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, processor: Any) -> Counter[str]:
 def cache_of(num_bytes: int, *others: Any, is_multimodal: bool = True) -> MediaCache:
     """A cache of so many bytes (with 0, what a training batch may hold), beside other ranks'."""
     template: Any = SimpleNamespace(model_meta=SimpleNamespace(is_multimodal=is_multimodal))
-    return MediaCache(num_bytes and (num_bytes + 0.5) / 1e9, template, lambda own: [own, *others])
+    return MediaCache(num_bytes and (num_bytes + 0.5) / 1e9, template, WithOthers(*others))
 
 
 def row(*images: Any, answer: str = "7", **fields: Any) -> dict[str, Any]:
@@ -328,7 +329,7 @@ def test_what_is_free_bounds_it(
     monkeypatch.setattr(media_encode.logger, "warning", lambda t: told.append(("warning", t)))
     monkeypatch.setattr(media_encode.memory, "free_bytes", lambda: 3 * 10**9)
     meta = SimpleNamespace(is_multimodal=True)
-    cache = MediaCache(max_gb, cast("Any", SimpleNamespace(model_meta=meta)), lambda own: [own])
+    cache = MediaCache(max_gb, cast("Any", SimpleNamespace(model_meta=meta)))
     assert cache._entries.maxsize == kept_gb * 1e9
     assert [how for how, _ in told] == ([level] if level else [])
     for _, text in told:

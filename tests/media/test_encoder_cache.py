@@ -21,6 +21,8 @@ from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.media import encoder_cache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
 from swift_grpo_ext.media.lazy_concat import LazyConcat
+from swift_grpo_ext.ranks import RankGroup
+from tests.ranks import WithOthers
 
 SMALL = {"hidden_size": 16, "num_heads": 2, "depth": 2, "patch_size": 2, "temporal_patch_size": 1}
 
@@ -47,10 +49,6 @@ class Counted(nn.Module):
     def calls(self) -> list[int]:
         taken, self.seen[:] = self.seen[:], []
         return taken
-
-
-def alone(share: Any) -> list[Any]:
-    return [share]
 
 
 @pytest.fixture
@@ -120,8 +118,8 @@ def test_a_group_and_its_later_passes_encode_each_image_once() -> None:
     assert model.calls() == [2, 1, 3]  # whether images are apart is asked first
     assert_equal(see(model, [c, b], [VIDEO, TALL]), other)
     assert model.calls() == []
-    assert cache.agree(alone) == 3
-    assert cache.agree(alone) == 0
+    assert cache.agree(RankGroup()) == 3
+    assert cache.agree(RankGroup()) == 0
     cache.forget()
     assert_equal(see(model, shown, grids), expected)
     assert model.calls() == [3]
@@ -209,7 +207,7 @@ def test_a_tower_whose_weights_ranks_share_is_left_alone(
     [a] = images(WIDE)
     see(model, [a, a], [WIDE] * 2)
     assert model.calls() == [2]
-    assert (cache.agree(alone), warnings) == (0, [])
+    assert (cache.agree(RankGroup()), warnings) == (0, [])
 
 
 def test_what_fails_leaves_calls_as_they_are(
@@ -228,11 +226,11 @@ def test_what_fails_leaves_calls_as_they_are(
     assert_equal(see(model, shown, grids), expected)
     assert model.calls() == [2, 1, 3]
     assert not cache.is_on
-    assert cache.agree(alone) == 0
+    assert cache.agree(RankGroup()) == 0
     assert_equal(see(model, shown, grids), expected)
     assert model.calls() == [3]
     other = EncoderCache(1.0, qwen())
-    assert other.agree(lambda own: [own, (3, ["it is another one"])]) == 3
+    assert other.agree(WithOthers((3, ["it is another one"]))) == 3
     assert not other.is_on
     reasons = ["TypeError: 'NoneType' object is not callable", "it is another one"]
     assert warnings == [f"--encoder_cache_gb has no effect on visual: {r}" for r in reasons]
@@ -264,7 +262,7 @@ def test_a_tower_that_mixes_images_is_left_alone(tower: type[Stub], warnings: li
     cache = EncoderCache(1.0, model)
     for _ in range(2):
         assert torch.equal(model.visual(pixel_values=shown), expected)
-        cache.agree(alone)
+        cache.agree(RankGroup())
     [told] = warnings
     assert told == (
         f"--encoder_cache_gb has no effect on visual: what {tower.__name__} says of an image "
@@ -308,7 +306,7 @@ def test_only_a_grid_of_images_is_one(
     cache = EncoderCache(1.0, model)
     assert torch.equal(model.visual(*given), ROWS)
     assert len(model.calls()) == num_calls
-    cache.agree(alone)
+    cache.agree(RankGroup())
     assert not warnings
 
 
@@ -328,7 +326,7 @@ def test_a_tower_that_takes_more_than_images_is_left_alone(
     for _ in range(2):
         model.visual(pixel_values=pixels, image_sizes=torch.full((2, 2), 4))
     assert model.calls() == [2, 2]
-    assert cache.agree(alone) == 0
+    assert cache.agree(RankGroup()) == 0
     assert not cache.is_on
     reason = "Sized takes image_sizes beside images."
     assert warnings == [f"--encoder_cache_gb has no effect on visual: {reason}"]
@@ -341,4 +339,4 @@ def test_the_reference_model_has_outputs_of_its_own() -> None:
     cache = EncoderCache(1.0, policy, [reference])
     see(policy, [a], [WIDE])
     assert_equal(see(reference, [a], [WIDE]), expected)
-    assert cache.agree(alone) == 2
+    assert cache.agree(RankGroup()) == 2

@@ -22,13 +22,13 @@ from swift.infer_engine.protocol import (
 from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.media.pictures import media_name
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, other_columns
 from swift_grpo_ext.record.row import SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import Conversation, Turn, turn_of
-from swift_grpo_ext.rollout.rank_group import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.ranks import ThreadRanks, run_rank_groups
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from swift_grpo_ext.checks.finding import enforce
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.record import session
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.row import SAMPLES
 from swift_grpo_ext.record.session import check_output_dir
-from swift_grpo_ext.rollout.rank_group import RankGroup
 from tests.arguments import ROOT, command_line_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 from tests.record.rows import ROW, sample_id

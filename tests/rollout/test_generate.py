@@ -19,6 +19,7 @@ from swift.infer_engine.protocol import (
     serialize_ndarray,
 )
 
+from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.generate import (
     PackedResponse,
@@ -30,7 +31,6 @@ from swift_grpo_ext.rollout.generate import (
     to_rollout_output,
     to_rollout_outputs,
 )
-from swift_grpo_ext.rollout.rank_group import RankGroup, RolloutError
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
+from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.server import bodies, routes
 from swift_grpo_ext.server.client import RolloutServers
 from tests.server.forked import deployed, use_fork

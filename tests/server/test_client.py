@@ -19,8 +19,8 @@ from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.rlhf_trainers import vllm_client
 from urllib3.exceptions import NewConnectionError
 
+from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.rank_group import RolloutError
 from swift_grpo_ext.rollout.wire import Prompt, WireError
 from swift_grpo_ext.server import client as servers_module
 from swift_grpo_ext.server.client import RolloutServers, connect_servers

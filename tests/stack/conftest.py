@@ -48,7 +48,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 @pytest.fixture(scope="session")
 def reference_folder(assets: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One colocated rank draws 6 rounds, three epochs. All that is compared has a canary."""
+    """One colocated rank draws 6 rounds, three epochs."""
 
     def make(folder: Path) -> rounds.Samples:
         return train(assets, rows, folder, "--rollout_mismatch", "warn", steps=STEPS)

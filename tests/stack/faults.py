@@ -25,9 +25,6 @@ from swift_grpo_ext.rollout import engine, wire
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server import replicas
 
-CANARY = 2**31
-"""As in training/canary.py, which a server has no need to import."""
-
 FAULTS = json.loads(os.environ.get("FAULTS", "[]"))
 
 
@@ -72,7 +69,7 @@ class FailingEngine(engine.RolloutEngine):
     def _batch_encode(self, infer_requests: Any, *args: Any, **kwargs: Any) -> Any:
         for request in infer_requests:
             metadata = wire.read_metadata(wire.data_dict_of(request))
-            if metadata is not None and metadata.sample_id.number != CANARY:
+            if metadata is not None:
                 meet(metadata.sample_id.step, metadata.sample_id.turn)
         return super()._batch_encode(infer_requests, *args, **kwargs)
 

@@ -20,7 +20,7 @@ import yaml
 from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.diversity.sample import Origin, Sample
-from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.selftest import checks, command, worker
@@ -188,8 +188,6 @@ def test_passes_agree_within_completions(
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
 
     class Logps:
-        agree = limit = None
-
         def __init__(self, args: Any, *_: Any, **__: Any) -> None:
             self.is_upstream = args.logits_shim == "off"
 
@@ -204,11 +202,11 @@ def test_passes_agree_within_completions(
     trainer._encoder_cache, trainer._logps = SimpleNamespace(towers=()), Logps(args)
     trainer._gap_limit = gap_limit(bits, temperature)
     trainer._get_per_token_logps_and_entropies = compute
-    rig = cast("Any", SimpleNamespace(trainer=trainer, bits=bits))
+    trainer.ranks = RankGroup()
     batch = SimpleNamespace(completion_mask=mask)
+    rig = cast("Any", SimpleNamespace(trainer=trainer, bits=bits, encode=lambda _: ({}, batch)))
     drawn = [SimpleNamespace(response_token_ids=[[7] * n], response_loss_mask=[]) for n in (3, 4)]
     monkeypatch.setattr(checks, "unequal_samples", lambda _: drawn)
-    monkeypatch.setattr(checks, "encoded_batch", lambda *_: ({}, batch))
     monkeypatch.setattr(checks, "CompletionLogps", Logps)
     values, faults = checks.check_logits(rig)
     assert bool(faults) == is_fault

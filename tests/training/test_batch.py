@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from swift_grpo_ext.training import batch as batch_module
 from swift_grpo_ext.training.batch import (
     DisagreementError,
     check_counts,
     check_prompts_of,
     check_training_batch,
+    encode_as_training,
+    encoding_for_training,
     kind_of_row,
-    rollouts_own_prompts,
     switch_off_dropout,
     with_text_of,
 )
@@ -251,10 +253,30 @@ def test_what_is_collated_has_the_text_that_max_length_left(
     for one in samples:
         one.encoded = {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5]}
     made = template(max_length)
-    with rollouts_own_prompts(made, samples):
+    with encoding_for_training(made, samples):
         made.max_length = None  # as ms-swift, while it encodes
         collated = made.data_collator([one.encoded for one in samples])
     assert [len(encoded["input_ids"]) for encoded in collated] == [4 if is_cut else 6, 6, 6, 6]
+
+
+def test_what_has_no_training_is_encoded_as_training_sees_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a length, with the labels of sampled tokens alone, and with the rollout's text."""
+    made, seen = template(3), list[tuple[Any, bool]]()
+
+    def encode(one: Any, template: Any) -> dict[str, Any]:
+        seen.append((template.max_length, hasattr(template, "_add_dynamic_eos")))
+        return {"input_ids": [1, 2, 3, 90, 4, 5], "labels": [-100] * 5 + [5], "_extra_kwargs": {}}
+
+    monkeypatch.setattr(batch_module, "encode_sample", encode)
+    samples = [sample(rollout_prompts=prompts([3, 90, 4])) for _ in range(2)]
+    encode_as_training(made, samples)
+    assert [one.encoded for one in samples] == [
+        {"input_ids": [3, 90, 4, 5], "labels": [-100] * 3 + [5]}
+    ] * 2
+    assert seen == [(None, True)] * 2
+    assert (made.max_length, hasattr(made, "_add_dynamic_eos")) == (3, False)
 
 
 def test_a_micro_batch_looks_at_its_own_samples() -> None:
@@ -275,7 +297,7 @@ def test_a_micro_batch_looks_at_its_own_samples() -> None:
             Looked(own=own, response_token_ids=[[5]], rollout_prompts=prompts([3, 90, 4]))
         )
     made = template(3)
-    with rollouts_own_prompts(made, samples):
+    with encoding_for_training(made, samples):
         for one in samples:
             [changed, teacher] = made.data_collator([one.own, {"input_ids": [7]}])
             assert (changed["input_ids"], teacher["input_ids"]) == ([3, 90, 4, 5], [7])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from swift.infer_engine.protocol import RequestConfig
 
-from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training.batch import DisagreementError
-from swift_grpo_ext.training.gap import Gap, gap_limit, measure_rollout_gap
+from swift_grpo_ext.training.gap import Gap, gap_limit, measure_rollout_gap, sampling_shift
 from tests.ranks import run_rank_groups
 from tests.training.samples import arguments, batch, sample
 
@@ -154,25 +154,43 @@ def test_a_single_sample_is_told_and_stops_nothing(warnings: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_warnings"),
+    ("changes", "shift"),
     [
-        # Rollouts from a part of the vocabulary, or with older weights, lie apart by design (R4).
-        ({"top_p": 0.9}, 0),
-        ({"top_p": None}, 0),
-        ({"top_k": 20}, 0),
-        pytest.param({"min_p": 0.3}, 0, marks=HAS_MIN_P),
-        ({"repetition_penalty": 1.1}, 0),
-        ({"structured_outputs_regex": r"\d"}, 0),
-        ({"async_generate": True}, 0),
-        # Settings that cut nothing hide nothing.
-        ({"top_p": 1}, 1),
-        ({"top_k": 0}, 1),
-        ({"top_k": -1}, 1),
-        ({"structured_outputs_regex": ""}, 1),
+        ({}, 0),
+        ({"top_p": 1}, 0),
+        ({"top_k": 0}, 0),
+        ({"structured_outputs_regex": ""}, 0),
+        # A part p of the vocabulary adds -log(p) to what is left.
+        ({"top_p": 0.9}, 0.10536),
+        ({"top_p": 0.5}, 0.69315),
+        ({"top_k": 20}, 2),
+        ({"repetition_penalty": 1.1}, 2),
+        ({"top_p": 0.5, "top_k": 20}, 2.69315),
+        pytest.param({"min_p": 0.3}, 2, marks=HAS_MIN_P),
+        # One token has a log-probability of 0, and a grammar may leave as little.
+        ({"top_k": 1}, math.inf),
+        ({"structured_outputs_regex": r"\d"}, math.inf),
+        ({"top_p": None}, math.inf),  # the model's own generation settings say
+        ({"async_generate": True}, math.inf),  # weights of a step before (R4)
     ],
 )
-def test_a_healthy_run_gets_no_alarm(
-    changes: dict[str, Any], num_warnings: int, warnings: list[str]
+def test_settings_explain_a_part_of_the_gap(
+    changes: dict[str, Any], shift: float, warnings: list[str]
 ) -> None:
-    assert measure(batch_of(0.4), **changes)["rollout_gap/max"] == pytest.approx(0.4)
-    assert len(warnings) == num_warnings
+    """What lies beyond is told with both parts; NaN always is."""
+    assert sampling_shift(arguments(**changes)) == pytest.approx(shift, abs=1e-5)
+    near, far = (0.24 + shift, 0.26 + shift) if shift < 9 else (30.0, NAN)
+    measure(batch_of(near, count=2**14), **changes)
+    assert warnings == []
+    measure(batch_of(far, count=2**14), **changes)
+    [warning] = warnings
+    parts = f"the 0.25 nats in the mean that rounding explains, and the {shift:.3g} of the sampling"
+    assert (parts in warning) == (0 < shift < 9)
+
+
+def test_each_engine_is_told_of_once(warnings: list[str]) -> None:
+    """One that turns stale later is not hidden by what was said of another."""
+    rows = [drawn("rank 0"), drawn("rank 1")]
+    for nats in ((9.0, 0.0), (9.0, 0.0), (0.0, 9.0)):
+        measure((rows, batch_of(*nats)))
+    assert [text.partition("explains. ")[2][:6] for text in warnings] == ["rank 0", "rank 1"]

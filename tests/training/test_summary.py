@@ -18,29 +18,30 @@ from tests.record.rows import ROW, sample_id
 ARGS: dict[str, Any] = {
     **{"use_vllm": True, "rollout_seed_mode": "sample", "sample_log": "all"},
     **{"callbacks": ["diversity"], "output_dir": "/runs/my run"},
+    **{"async_generate": False, "structured_outputs_regex": None},
+    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
 }
 LOG = {"step": 1, "rollout_gap/mean": 1e-4, "rollout_gap/max": 2e-3, "reward": 0.5}
 TOWER = SimpleNamespace(name="model.visual")
 
 
-def on(
-    no_canary: str = "", towers: Any = (), *, shares: bool = True, dropouts: int = 0, **changes: Any
-) -> str:
+def on(towers: Any = (), *, shares: bool = True, dropouts: int = 0, **changes: Any) -> str:
     logps: Any = SimpleNamespace(shares_prompts=shares)
     encoder: Any = SimpleNamespace(towers=towers)
     args: Any = SimpleNamespace(**{**ARGS, **changes})
-    return "; ".join(what_is_on(args, logps, encoder, dropouts, no_canary))
+    return "; ".join(what_is_on(args, logps, encoder, dropouts))
 
 
 def test_what_is_on() -> None:
     assert on() == (
-        "a seed for each sample; training reads prompts once a group where that saves time; a "
-        "canary tests each weight update; diversity is watched; samples are recorded"
+        "a seed for each sample; training reads prompts once a group where that saves time; the "
+        "rollout gap is held to a limit; diversity is watched; samples are recorded"
     )
     assert "model.visual encodes each image once" in on(towers=[TOWER, TOWER])
-    assert on("this is async", shares=False, use_vllm=False, callbacks=[], sample_log="none") == (
-        "ms-swift's own seeds and requests; training reads prompts for each sample; no canary "
-        "(this is async); diversity is not watched (--callbacks diversity); no record"
+    rest = {"use_vllm": False, "callbacks": [], "sample_log": "none"}
+    assert on(shares=False, async_generate=True, **rest) == (
+        "ms-swift's own seeds and requests; training reads prompts for each sample; the rollout "
+        "gap is measured; diversity is not watched (--callbacks diversity); no record"
     )
     assert "; 3 dropouts are off (--lora_dropout is ignored); " in on(dropouts=3)
     assert on(rollout_seed_mode="engine").startswith("ms-swift's own seeds and requests")

@@ -27,7 +27,6 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import PackedResponse
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import sample_seed
-from swift_grpo_ext.training.canary import ROUND as CANARY
 
 ROOT = Path(__file__).resolve().parents[2]
 END_OF_TURN = 151645
@@ -43,7 +42,6 @@ class RecordingEngine:
         self.template = copy(template)
         self.template.set_mode("vllm")
         self.rounds: list[list[tuple[str, RequestMetadata]]] = []
-        self.canaries: list[list[tuple[str, RequestMetadata]]] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.engine = self.inner_model = self
         self.model_config = None
@@ -74,9 +72,8 @@ class RecordingEngine:
     def infer(self, requests: list[Any], config: Any, use_tqdm: bool) -> list[RolloutOutput]:
         found: list[Any] = [wire.read_metadata(request.data_dict) for request in requests]
         pairs = [(r.messages[-1]["content"], m) for r, m in zip(requests, found, strict=True)]
-        is_canary = found[0].sample_id.number == CANARY
-        (self.canaries if is_canary else self.rounds).append(pairs)
-        self._note("canary" if is_canary else "infer")
+        self.rounds.append(pairs)
+        self._note("infer")
         return [self._output(r, m) for r, m in zip(requests, found, strict=True)]
 
     def _output(self, request: Any, metadata: RequestMetadata) -> RolloutOutput:
@@ -122,7 +119,6 @@ class Trained(NamedTuple):
     weights: list[float]
     """Of each update, the sum of all tensors."""
 
-    canaries: list[list[tuple[str, RequestMetadata]]]
     log: list[dict[str, Any]]
     samples: list[SampleRow]
     warnings: list[str]
@@ -141,6 +137,7 @@ def train(argv: list[str], folder: Path) -> Trained:
     orms["odd"] = Odd
     warnings: list[str] = []
     logger.warning = warnings.append  # type: ignore[assignment, method-assign]
+    logger.warning_once = lambda text, **_: warnings.append(text)  # type: ignore[attr-defined]
     engine_module.RolloutEngine = RecordingEngine  # type: ignore[assignment, misc]
     rlhf_main(argv)
     [engine] = RecordingEngine.made
@@ -151,7 +148,6 @@ def train(argv: list[str], folder: Path) -> Trained:
     return Trained(
         engine.rounds,
         sums,
-        engine.canaries,
         log_rows,
         samples,
         warnings,
@@ -219,17 +215,14 @@ def names(rounds: list[list[tuple[str, RequestMetadata]]]) -> list[list[str]]:
     return [[metadata.sample_id.request_id for _, metadata in pairs] for pairs in rounds]
 
 
-def test_the_canary_sees_an_engine_that_does_not_sample_with_its_weights(whole: Trained) -> None:
-    """This one makes its log-probabilities up. Each update is followed by one request more."""
-    assert len(whole.canaries) == len(whole.weights)
-    [first, *others] = [[(words, m.sample_id) for words, m in pairs] for pairs in whole.canaries]
-    assert [len(first), *map(len, others)] == [1] * len(whole.canaries)
-    assert others == [first] * len(others)
-    told = [text for text in whole.warnings if "does not sample with the trainer's" in str(text)]
-    assert len(told) == len(whole.canaries)
-    assert told[0].startswith("rank 0 does not sample")
-    assert all(row["rollout_gap/canary"] > 1 for row in whole.log if "rollout_gap/canary" in row)
-    assert any("rollout_gap/canary" in row for row in whole.log)
+def test_an_engine_that_does_not_sample_with_its_weights_is_named(whole: Trained) -> None:
+    """This one makes its log-probabilities up."""
+    told, *_ = [text for text in whole.warnings if "lie further apart than" in str(text)]
+    assert told.startswith("Step 0: log-probabilities of the rollout and of training")
+    assert "rank 0 rows of text: " in told
+    assert "do not see the same weights" in told
+    assert all(row["rollout_gap/mean"] > 1 for row in whole.log if "rollout_gap/mean" in row)
+    assert any("rollout_gap/mean" in row for row in whole.log)
 
 
 TRAIN = [["train-0.0-0-0", "train-0.0-1-0"], ["train-2.0-0-0", "train-2.0-1-0"]]
@@ -279,6 +272,4 @@ def test_the_engine_knows_nothing_of_full_determinism(whole: Trained) -> None:
     assert not whole.blocks_launches
     names = [name for name, _ in whole.calls]
     assert names[0] == "made"
-    assert names.count("canary") == len(whole.weights)
-    after = [names[i + 1] for i, name in enumerate(names) if name == "canary"]
-    assert set(after) == {"reset_prefix_cache"}, "another canary would leave another prefix"
+    assert names.count("infer") == len(whole.rounds)

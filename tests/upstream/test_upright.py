@@ -128,7 +128,7 @@ def test_a_cache_hands_out_what_the_loader_made(max_gb: float, tmp_path: Path) -
     template: Any = SimpleNamespace(
         model_meta=SimpleNamespace(is_multimodal=True), _load_image=Template._load_image
     )
-    cache = MediaCache(max_gb, template, lambda value: [value])
+    cache = MediaCache(max_gb, template)
     for _ in range(2):
         with cache.in_training(template):
             image = template._load_image(str(path), True)

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from swift.rlhf_trainers.utils import FlattenedTensorBucket
 
-from swift_grpo_ext.rollout.rank_group import RankGroup
+from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.weights import sync
 from swift_grpo_ext.weights.checksums import WeightChecksums, WeightUpdateError, weight_checksums

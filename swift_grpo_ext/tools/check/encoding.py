@@ -39,6 +39,7 @@ from swift_grpo_ext.checks.rows import (
 from swift_grpo_ext.logits.joined_passes import larger_micro_batches
 from swift_grpo_ext.logits.shared_prompt import GroupLengths
 from swift_grpo_ext.rollout.positions import PositionCounter
+from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.tools.check.lookup import (
     UNKNOWN_MODEL,
     make_template,
@@ -49,11 +50,11 @@ from swift_grpo_ext.training.batch import (
     POSITIONS_REMEDY,
     REMEDY,
     SHOWN,
+    encode_as_training,
     first_misplaced,
     may_be_cut,
     positions_in_training,
     spans_of,
-    with_text_of,
 )
 from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_texts
 from swift_grpo_ext.upstream.rows import COLUMNS
@@ -349,29 +350,19 @@ class RowEncoder:
         self, sample: GRPOSample, rollout: Sequence[int]
     ) -> tuple[list[int], torch.Tensor | None]:
         """Return the prompt's tokens as training is given them, and their positions (M-RoPE)."""
-        from swift.rlhf_trainers.utils import encode_sample
-
-        tokenizer, max_length = self.template.tokenizer, self.template.max_length
+        tokenizer = self.template.tokenizer
         sample.messages.append({"role": "assistant", "content": ""})
         sample.response_token_ids = tokenizer.encode("a", add_special_tokens=False)[:1]
         sample.add_eos = False
-        self.template.max_length = None  # as in ms-swift's trainer (`_template_context`)
-        try:
-            with torch.inference_mode():
-                encoded = encode_sample(sample, self.template)
-        finally:
-            self.template.max_length = max_length
-        was_cut = may_be_cut(rollout, max_length)
-        encoded = encoded | with_text_of(
-            rollout, encoded, self._placeholders, tokenizer.decode, was_cut=was_cut
-        )
+        sample.rollout_prompts = [Prompt(list(rollout))]
+        with torch.inference_mode():
+            encode_as_training(self.template, [sample])
+        encoded = sample.encoded
         labels = encoded["labels"]
         end = next((i for i, label in enumerate(labels) if label != -100), len(labels))
         prompt: list[int] = torch.as_tensor(encoded["input_ids"]).flatten().tolist()[:end]
         if not self.compares_positions:
             return prompt, None
-        encoded.pop("_extra_kwargs", None)
-        sample.encoded = encoded
         with torch.inference_mode():
             collated = self.template.data_collator([encoded])
         return prompt, positions_in_training([sample], collated)[0]

@@ -9,7 +9,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import replace
 from math import log2, log10
 from pathlib import Path
@@ -31,8 +31,6 @@ from swift_grpo_ext.training.batch import (
     logprobs_of,
     trained_ids,
 )
-from swift_grpo_ext.training.canary import encoded_batch, probe_config, sample_gap
-from swift_grpo_ext.training.gap import Gap
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 Finding = tuple[dict[str, Any], list[str]]
@@ -54,7 +52,7 @@ def check_prompts(rig: Rig) -> Finding:
     faults, lengths = [], []
     for row in rig.hardest_prompts(NUM_HARDEST):
         [sample] = rig.generate_for_training([row], rig.ids(0, 1, 1), rig.config(1))
-        encoded_batch(trainer, [sample])
+        rig.encode([sample])
         lengths.append(len(sample.rollout_prompts[0].token_ids))
         try:
             check_prompts_of(sample, trainer.template, placeholder_ids(trainer.template))
@@ -206,7 +204,7 @@ def _stop_faults(rig: Rig, word: str, sample: OnPolicySample) -> Iterator[str]:
         yield f"{word!r} was forced and is not in {spelled!r}"
         return
     end = match.end if trainer.args.include_stop_str_in_output else match.start
-    _, batch = encoded_batch(trainer, [sample])
+    _, batch = rig.encode([sample])
     found = {
         "the text": sample.messages[-1]["content"],
         "finish_reason": sample.finish_reason,
@@ -242,16 +240,16 @@ def check_weights(rig: Rig) -> Finding:
     """Compare log-probabilities of rollout and trainer on the same tokens: as they are, after an
     update of a known change, and after it was taken back."""
     limit, samples = rig.trainer._gap_limit, _probes(rig)
-    gaps = {"before an update": _gap(rig, samples)}
+    gaps = {"before an update": rig.gap(samples)}
     if not gaps["before an update"].count:
         raise NotTriedError(
             "rollout and training see other prompts: `prompts` says how they differ"
         )
     with _changed(rig, samples, CLEAR * limit) as moved:
         rig.update_weights()
-        gaps["after an update"] = _gap(rig, _probes(rig))
+        gaps["after an update"] = rig.gap(_probes(rig))
     rig.update_weights()
-    gaps["after it was taken back"] = _gap(rig, _probes(rig))
+    gaps["after it was taken back"] = rig.gap(_probes(rig))
     faults = [
         f"{when}: log-probabilities lie {gap.mean:.3g} nats apart in the mean, above the "
         f"{limit:g} that numbers of {rig.bits} bits explain"
@@ -267,15 +265,12 @@ def check_weights(rig: Rig) -> Finding:
 
 
 def _probes(rig: Rig) -> list[OnPolicySample]:
-    """Generate two samples of each prompt."""
-    ids = rig.ids(0, len(rig.prompts), 2)
+    """Generate two samples of each prompt, from the whole distribution as in training."""
+    ids, config = rig.ids(0, len(rig.prompts), 2), rig.config()
+    config.top_p, config.top_k, config.min_p, config.repetition_penalty = 1.0, -1, 0.0, 1.0
+    config.structured_outputs_regex = None
     rows = [rig.prompts[sample_id.group] for sample_id in ids]
-    return rig.generate_for_training(rows, ids, probe_config(rig.config(), MAX_TOKENS))
-
-
-def _gap(rig: Rig, samples: Sequence[OnPolicySample]) -> Gap:
-    """Return how far the samples' log-probabilities lie from those of the trainer's model."""
-    return sum((sample_gap(rig.trainer, deepcopy(sample)) for sample in samples), Gap())
+    return rig.generate_for_training(rows, ids, config)
 
 
 @contextmanager
@@ -294,7 +289,7 @@ def _changed(rig: Rig, samples: Sequence[OnPolicySample], least: float) -> Itera
                 size = float(value.float().pow(2).mean().sqrt()) or 0.02
                 scale = FIRST_CHANGE * 2**attempt * size
                 parameter.data.copy_(value.to(parameter.device) + scale * noise)
-            moved = _gap(rig, samples).mean
+            moved = rig.gap(samples).mean
             if moved >= least:
                 break
         else:
@@ -407,12 +402,11 @@ def _logps(
         for tower in trainer._encoder_cache.towers if as_upstream else ():
             as_before.callback(setattr, tower, "is_off", tower.is_off)
             tower.is_off = True
-        usual = trainer._logps
-        as_before.callback(setattr, trainer, "_logps", usual)
+        as_before.callback(setattr, trainer, "_logps", trainer._logps)
         trainer._logps = CompletionLogps(
-            args, trainer.template, agree=usual.agree, limit=usual.limit
+            args, trainer.template, trainer.model, trainer.ranks, trainer._gap_limit
         )
-        inputs, batch = encoded_batch(trainer, deepcopy(samples))
+        inputs, batch = rig.encode(samples)
         with torch.no_grad():
             # Twice: --logps_shared_prompt proves itself on a first batch.
             for _ in range(2):

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import copy, deepcopy
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.utils import aggressive_empty_cache, set_expandable_segments
+from swift.trainers import disable_gradient_checkpointing
 from swift.utils import remove_response
 
-from swift_grpo_ext.checks.rows import encoding_error, media_of, prompt_of
+from swift_grpo_ext.checks.rows import encoding_error, media_of
+from swift_grpo_ext.checks.rows import prompt_of as prompt_of_row
 from swift_grpo_ext.diversity.sample import Origin, Sample
+from swift_grpo_ext.rollout.conversation import prompt_of
 from swift_grpo_ext.rollout.generate import generate
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
-from swift_grpo_ext.training.batch import with_answer
+from swift_grpo_ext.training.batch import (
+    DisagreementError,
+    check_prompts_of,
+    collate,
+    encode_as_training,
+)
+from swift_grpo_ext.training.gap import Gap, gaps_between
+from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 if TYPE_CHECKING:
+    from swift.rl_core.data import GRPOBatch
+
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
 NUM_PROMPTS = 4
@@ -36,6 +49,19 @@ ROWS_LOOKED_AT = 500
 """Rows of the data set, evenly spread."""
 
 Row = dict[str, Any]
+
+
+def reason_against(trainer: RolloutGRPOTrainer) -> str:
+    """Say which of a training's settings keeps a rig from generating as it does; "" for none."""
+    if not trainer._settings.generates:
+        return "rounds are generated as ms-swift generates them"
+    if trainer.args.async_generate:
+        return "with --async_generate rollouts are a step behind the trainer's weights"
+    if trainer.enable_server_multi_turn:
+        return "the server's --multi_turn_scheduler makes its own requests"
+    if trainer.template.sequence_parallel_size > 1:
+        return "--sequence_parallel_size spreads a sample over ranks"
+    return ""
 
 
 class Rig:
@@ -77,7 +103,7 @@ class Rig:
     @cached_property
     def prompts(self) -> list[Row]:
         """A few different prompts."""
-        different = {prompt_hash(prompt_of(row)): row for row in reversed(self.rows())}
+        different = {prompt_hash(prompt_of_row(row)): row for row in reversed(self.rows())}
         return self.usable(reversed(different.values()), NUM_PROMPTS)
 
     def hardest_prompts(self, count: int) -> list[Row]:
@@ -101,7 +127,7 @@ class Rig:
                 break
             if error := encoding_error(self.trainer.template, row, self.trainer._max_model_len):
                 reason = reason or error
-                self.refused.add(prompt_hash(prompt_of(row)))
+                self.refused.add(prompt_hash(prompt_of_row(row)))
             else:
                 numbers.append(number)
         # Another rank may have other luck with a URL, and would generate something else.
@@ -146,7 +172,7 @@ class Rig:
         if run_seed is not None:
             settings = copy(settings)
             settings.run_seed = run_seed
-        samples = trainer._set_inputs_system(trainer.to_samples(deepcopy(list(rows))))
+        samples = trainer._set_inputs_system(trainer.to_samples([deepcopy(row) for row in rows]))
         for sample in samples:
             remove_response(sample.messages)
         start, end = (len(ids) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
@@ -190,9 +216,37 @@ class Rig:
     ) -> list[OnPolicySample]:
         """Generate samples with their completions, as the training encodes them."""
         samples, outputs = self.generate(rows, ids, config=config)
-        for sample, sample_id in zip(samples, ids, strict=True):
+        for sample, sample_id, output in zip(samples, ids, outputs, strict=True):
             sample.sample_id, sample.request_id = sample_id, sample_id.request_id
-        return [with_answer(*pair) for pair in zip(samples, outputs, strict=True)]
+            sample.apply_rollout_output(rollout_output=output)
+            sample.rollout_prompts = [prompt_of(output)]
+        return samples
+
+    # --- training's view ---
+
+    def encode(self, samples: Sequence[OnPolicySample]) -> tuple[dict[str, Any], GRPOBatch]:
+        """Encode generated samples as the training does, each into its `encoded`, and return the
+        model's inputs and their batch."""
+        encode_as_training(self.trainer.template, samples)
+        return collate(self.trainer, samples)
+
+    def gap(self, samples: Sequence[OnPolicySample]) -> Gap:
+        """Return how far log-probabilities of generated samples lie from those of the trainer's
+        model. A sample of which training sees another prompt counts nothing: `prompts` says so."""
+        trainer, whole = self.trainer, Gap()
+        placeholders = placeholder_ids(trainer.template)
+        for sample in samples:
+            inputs, batch = self.encode([sample])
+            checkpointing = disable_gradient_checkpointing(
+                trainer.model, trainer.args.gradient_checkpointing_kwargs
+            )
+            with torch.no_grad(), checkpointing:  # a collective where weights are sharded
+                logps, _ = trainer._get_per_token_logps_and_entropies(trainer.model, inputs, batch)
+            with suppress(DisagreementError):
+                check_prompts_of(sample, trainer.template, placeholders)
+                if (rollout := batch.rollout_per_token_logps) is not None:
+                    whole += gaps_between(rollout, logps, batch.completion_mask.bool())[0]
+        return whole
 
     def update_weights(self) -> None:
         """Give the engines the trainer's weights, verified."""

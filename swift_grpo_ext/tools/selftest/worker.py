@@ -80,10 +80,9 @@ def run_with_trainer(argv: Sequence[str], use: Callable[[RolloutGRPOTrainer], No
 def check_all(job: Job, trainer: RolloutGRPOTrainer) -> None:
     """Run the job's checks, and append the results to its file."""
     from swift_grpo_ext.tools.selftest.checks import CHECKS, check_same_tokens
-    from swift_grpo_ext.tools.selftest.rig import Rig
+    from swift_grpo_ext.tools.selftest.rig import Rig, reason_against
 
-    # What keeps a canary from being generated keeps checks from it.
-    reason = trainer._reason_against_canary()
+    reason = reason_against(trainer)
     rig = None if reason else Rig(trainer)
     first_round = Path(job.first_round)
     if rig is not None and job.checks == ALL:
@@ -101,7 +100,7 @@ def check_all(job: Job, trainer: RolloutGRPOTrainer) -> None:
 
 def attempt(rig: Rig, name: str, check: Check) -> Result:
     """Run a check. Errors that say that a promise is broken are a result; others leave it open."""
-    from swift_grpo_ext.rollout.rank_group import RolloutError
+    from swift_grpo_ext.ranks import RolloutError
     from swift_grpo_ext.training.batch import DisagreementError
     from swift_grpo_ext.weights.checksums import WeightUpdateError
 

@@ -23,8 +23,8 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from swift_grpo_ext.rollout import rank_group
-from swift_grpo_ext.rollout.rank_group import (
+from swift_grpo_ext import ranks as ranks_module
+from swift_grpo_ext.ranks import (
     INTERFACE,
     MainRankGroup,
     RankGroup,
@@ -171,17 +171,17 @@ OF_NODE = """
 import json, os, sys, time
 import torch.distributed as dist
 from datetime import timedelta
-from swift_grpo_ext.rollout import rank_group
+from swift_grpo_ext import ranks as ranks_module
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 interface = os.environ.pop("GLOO_SOCKET_IFNAME")
 dist.get_backend = lambda: "nccl"  # the default group's, which gloo takes the place of here
 if sys.argv[1:]:
     os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[1]
-rank_group.SECONDS_TO_CONNECT = 5.0 if sys.argv[1:] else 60.0
+ranks_module.SECONDS_TO_CONNECT = 5.0 if sys.argv[1:] else 60.0
 start = time.monotonic()
 try:
-    seen = rank_group.training_ranks(60.0).all_gather(interface)
+    seen = ranks_module.training_ranks(60.0).all_gather(interface)
 except Exception as e:
     seen = f"{type(e).__name__}: {e}"
 seconds = time.monotonic() - start
@@ -231,10 +231,10 @@ def test_an_interface_is_chosen_by_the_address_it_sends_from() -> None:
     names = psutil.net_if_addrs()
     by_address = {a.address: n for n in names for a in names[n] if a.family == socket.AF_INET}
     for address, name in by_address.items():
-        assert rank_group.interface_of(address) == name
+        assert ranks_module.interface_of(address) == name
         is_own = address.startswith("127.")
-        assert rank_group.address_to(address) == (None if is_own else address)
-    assert rank_group.address_to("no such host") is rank_group.interface_of(None) is None
+        assert ranks_module.address_to(address) == (None if is_own else address)
+    assert ranks_module.address_to("no such host") is ranks_module.interface_of(None) is None
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,9 @@ def test_gloo_listens_elsewhere_on_several_nodes_alone(
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(rank_group, "address_to", own.get)
-    monkeypatch.setattr(rank_group, "interface_of", interfaces.get)
-    with rank_group._listening_to_all_nodes():
+    monkeypatch.setattr(ranks_module, "address_to", own.get)
+    monkeypatch.setattr(ranks_module, "interface_of", interfaces.get)
+    with ranks_module._listening_to_all_nodes():
         assert os.environ.get(INTERFACE) == chosen
     assert os.environ.get(INTERFACE) == given
     if rank == 2 and given is None:

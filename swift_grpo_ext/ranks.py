@@ -50,6 +50,10 @@ class RankGroup:
         """Return each rank's value, in the order of ranks, on every rank."""
         return [value]
 
+    def agree(self, holds: bool) -> bool:
+        """Return whether something holds on all ranks, on every rank."""
+        return all(self.all_gather(holds))
+
     def gather(self, value: T) -> list[T]:
         """Return each rank's value on ranks that drive an engine; [] on others."""
         return self.all_gather(value)
