@@ -296,15 +296,15 @@ def check_router_replay(args: RLHFArguments) -> Findings:
 def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
     """Warn of flags that nobody reads: those of a training on a server, those of a server's engine
     in a training, those of the monitor where there is none."""
-    of_trainings = {*flag_names()}.difference(SERVER_FLAGS)
-    of_servers = {*ENGINE_FLAGS_OF_SERVERS}
+    training_flags = {*flag_names()}.difference(SERVER_FLAGS)
+    server_flags = {*ENGINE_FLAGS_OF_SERVERS}
     if getattr(args, "vllm_mode", None) == "server":
-        of_servers.update(ENGINE_FLAGS_OF_BOTH)
+        server_flags.update(ENGINE_FLAGS_OF_BOTH)
     for name in dict.fromkeys(given):
-        if _serves(args) and name in of_trainings:
+        if _serves(args) and name in training_flags:
             text = "is ignored by `swift rollout`; `swift rlhf` decides. Leave it out."
             yield warning(name, text)
-        elif not _serves(args) and name in of_servers:
+        elif not _serves(args) and name in server_flags:
             text = "is read by nothing in this training: ms-swift gives it to servers alone."
             yield warning(name, text, "Leave it out, or give it to `swift rollout`.")
         elif name in DIVERSITY_FLAGS and "diversity" not in (args.callbacks or ()):

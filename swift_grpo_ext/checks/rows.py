@@ -266,7 +266,7 @@ def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
                 "expected text, with <image>, <video> or <audio> where a medium is shown"
             )
     for kind in KINDS:
-        given = len(read.of_kind(kind))
+        given = len(read.shown_as(kind))
         marks = sum(text.count(f"<{kind}>") for _, text in read.texts())
         # Questions about HTML have such tags, and no column of videos.
         counts = kind == "image" or given or _is_null(row, f"{kind}s")

@@ -58,7 +58,7 @@ def chunked_logps(
         with_entropy: whether entropies are wanted too.
     """
 
-    def of_chunk(hidden_CH: Tensor, targets_C: Tensor) -> Logps:
+    def chunk_logps(hidden_CH: Tensor, targets_C: Tensor) -> Logps:
         return token_logps(
             head(hidden_CH),
             targets_C,
@@ -70,10 +70,10 @@ def chunked_logps(
     # An empty tensor splits into one empty part.
     parts = list(zip(hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True))
     parts += [(hidden_NH[:0], targets_N[:0])] * (num_chunks - len(parts))
-    run = of_chunk
+    run = chunk_logps
     if torch.is_grad_enabled():
         # No check: with ZeRO-3, a frozen weight is released again when it would be looked at.
-        run = partial(checkpoint, of_chunk, use_reentrant=False, determinism_check="none")
+        run = partial(checkpoint, chunk_logps, use_reentrant=False, determinism_check="none")
     # To stop early spares nothing here, and with torch 2.8 keeps what all chunks made again.
     with set_checkpoint_early_stop(False):
         logps, entropies = zip(*(run(*part) for part in parts), strict=True)

@@ -355,13 +355,13 @@ def agreed_chunk_size(model: nn.Module, ranks: RankGroup) -> int:
     base: Any = base_model(model)
     free = min(ranks.all_gather(free_bytes(base.device)))
     vocabulary = int(base.config.get_text_config().vocab_size)
-    of_position = vocabulary * (base.dtype.itemsize + 2)
-    size = 2 ** int(math.log2(max(free // 16 // of_position, 64)))
+    position_bytes = vocabulary * (base.dtype.itemsize + 2)
+    size = 2 ** int(math.log2(max(free // 16 // position_bytes, 64)))
     size = min(size, 4096)
     logger.info(
         f"--logps_chunk_size auto: {size} positions at a time, whose logits take "
-        f"{size * of_position / 2**30:.2f} GiB (vocabulary {vocabulary}; the rank with the least "
-        f"has {free / 2**30:.1f} GiB free)."
+        f"{size * position_bytes / 2**30:.2f} GiB (vocabulary {vocabulary}; the rank with the "
+        f"least has {free / 2**30:.1f} GiB free)."
     )
     return size
 

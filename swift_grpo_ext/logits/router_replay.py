@@ -186,7 +186,7 @@ def batch_experts(
         RouterReplayError: a sample lacks experts, or has them for other tokens than it is trained
             on.
     """
-    of_samples = []
+    rows_experts = []
     for sample in samples:
         name, length = getattr(sample, "sample_id", "A sample"), int(sample.encoded["length"])
         if sample.routed_experts is None:
@@ -202,11 +202,11 @@ def batch_experts(
                 f"{length} tokens in training."
             )
         padding = (0, 0, 0, 0, 0, length - len(experts))
-        of_samples.append(nn.functional.pad(experts, padding, value=NOT_GIVEN))
+        rows_experts.append(nn.functional.pad(experts, padding, value=NOT_GIVEN))
     if template.padding_free:
-        return torch.cat(of_samples)[None].to(device)
+        return torch.cat(rows_experts)[None].to(device)
     side = template.padding_side
-    rows = pad_sequence(of_samples, batch_first=True, padding_value=NOT_GIVEN, padding_side=side)
+    rows = pad_sequence(rows_experts, batch_first=True, padding_value=NOT_GIVEN, padding_side=side)
     return rows.to(device)
 
 

@@ -245,7 +245,7 @@ def pack(
     media = media_of(inputs, samples, config)
 
     def have_same_media(a: int, b: int) -> bool:
-        ours, theirs = media[a].of_prompt, media[b].of_prompt
+        ours, theirs = media[a].prompt, media[b].prompt
         return all(
             # Copies of one image often are views of one tensor.
             ours[name].shape == theirs[name].shape
@@ -379,9 +379,9 @@ def pass_cost(groups: Sequence[GroupLengths], text: PretrainedConfig) -> float:
 class Media(NamedTuple):
     """A row's part of the inputs that `MEDIA` and `OF_MEDIA` name, by the inputs' names."""
 
-    of_prompt: dict[str, Tensor]
+    prompt: dict[str, Tensor]
 
-    of_suffix: dict[str, Tensor]
+    suffix: dict[str, Tensor]
     """An environment or a tool gave it. It is the sample's own, though another's may be equal."""
 
 
@@ -400,28 +400,28 @@ def media_of(
         values, grids = inputs.get(pixels), inputs.get(grid)
         if values is None:
             continue
-        of_each: dict[str, Tensor] = {
+        columns: dict[str, Tensor] = {
             name: value
             for name in (grid, *OF_MEDIA[kind])
             if (value := inputs.get(name)) is not None
         }
-        areas = of_each.get("image_sizes")
+        areas = columns.get("image_sizes")
         num_rows = _rows_of_media(values, grids, areas, config)
         sizes = num_rows if grids is not None or areas is None else areas.prod(-1).tolist()
         token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
         ends = _ends(samples, -1 if token is None else token, sizes, is_exact=grids is not None)
         if ends is None or not (
-            sum(num_rows) == len(values) and all(len(x) == len(sizes) for x in of_each.values())
+            sum(num_rows) == len(values) and all(len(x) == len(sizes) for x in columns.values())
         ):
             raise UnknownInputError(f"{pixels} cannot be told apart by sample")
         row_ends = np.cumsum([0, *num_rows])[ends]
         split = getattr(values, "split_parts", values.split)
         parts = {pixels: split(np.diff(row_ends, prepend=0).tolist())}
-        for name, of_media in of_each.items():
-            parts[name] = of_media.split(np.diff(ends, prepend=0).tolist())
+        for name, column in columns.items():
+            parts[name] = column.split(np.diff(ends, prepend=0).tolist())
         for name, pieces_of in parts.items():
             for n, row in enumerate(rows):
-                row.of_prompt[name], row.of_suffix[name] = pieces_of[3 * n : 3 * n + 2]
+                row.prompt[name], row.suffix[name] = pieces_of[3 * n : 3 * n + 2]
     return rows
 
 
@@ -550,12 +550,15 @@ def packed_inputs(
     positions = torch.from_numpy(layout.positions_L).to(device)
     packed: dict[str, Any] = {"position_ids": positions[None]}
     for name, value in inputs.items():
-        if name in media[0].of_prompt:
+        if name in media[0].prompt:
             # A model hands out media in the order of placeholders, which is that of the packed row.
             parts = [
                 part[name]
                 for rows in layout.samples
-                for part in (media[rows[0]].of_prompt, *(media[row].of_suffix for row in rows))
+                for part in (
+                    media[rows[0]].prompt,
+                    *(media[row].suffix for row in rows),
+                )
                 if len(part[name])
             ]
             if not parts:  # the tower would not be called, as on other ranks it is

@@ -86,10 +86,10 @@ def _without_parts(row: object) -> object:
     media: dict[str, Any] = {
         "images": [
             {"bytes": None, "path": medium.value} if isinstance(medium.value, str) else medium.value
-            for medium in read.of_kind("image")
+            for medium in read.shown_as("image")
         ],
-        "videos": [medium.value for medium in read.of_kind("video")],
-        "audios": [medium.value for medium in read.of_kind("audio")],
+        "videos": [medium.value for medium in read.shown_as("video")],
+        "audios": [medium.value for medium in read.shown_as("audio")],
     }
     return {**columns, **extra, **media, "messages": read.messages}
 

@@ -99,7 +99,7 @@ def pair_by_seed(
         for side in (baselines, candidates)
     ]
     if len(baselines) > 1 or len(candidates) > 1:
-        is_single = all(len(set(of_side)) == len(of_side) for of_side in seeds)
+        is_single = all(len(set(side_seeds)) == len(side_seeds) for side_seeds in seeds)
         if not is_single or set(seeds[0]) != set(seeds[1]):
             raise ValueError(
                 f"--baseline has the seeds {seeds[0]} and --candidate {seeds[1]}; expected each "

@@ -87,8 +87,8 @@ def replace_failing_prompts(
         if group not in failed_here and (error := encoding_error(template, row, max_tokens)):
             failed_here[group] = error, row
     # Of a group on several ranks the first rank's row counts.
-    of_ranks = reversed(ranks.all_gather(failed_here))
-    failed = {group: failure for failures in of_ranks for group, failure in failures.items()}
+    by_rank = reversed(ranks.all_gather(failed_here))
+    failed = {group: failure for failures in by_rank for group, failure in failures.items()}
     if not failed:
         return list(rows), []
 
@@ -168,10 +168,11 @@ def candidate_order(seed: int, round_: Round, num_rows: int) -> list[int]:
 
 def tell_duplicates(samples: Sequence[GRPOSample], ranks: RankGroup) -> None:
     """Warn once where a generation batch holds a prompt twice (G4); every rank calls it."""
-    of_ranks = ranks.all_gather([s.prompt_hash for s in samples if s.sample_id.index == 0])
-    if num_duplicates := count_duplicates(h for hashes in of_ranks for h in hashes):
+    first = [sample.prompt_hash for sample in samples if sample.sample_id.index == 0]
+    hashes = [one for rank_hashes in ranks.all_gather(first) for one in rank_hashes]
+    if num_duplicates := count_duplicates(hashes):
         logger.warning_once(
-            f"{samples[0].sample_id}: {num_duplicates} of {sum(map(len, of_ranks))} prompts of the "
+            f"{samples[0].sample_id}: {num_duplicates} of {len(hashes)} prompts of the "
             "generation batch stand in it twice, media included; each is a group of its own, "
             "with its own noise. (Said once.)",
             hash_id="duplicates",

@@ -479,12 +479,10 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         for listener in self.score_listeners:
             listener(rows)
 
-    def _own_share(
-        self, samples: list[GRPOSample], of_all_ranks: torch.Tensor
-    ) -> list[list[float]]:
+    def _own_share(self, samples: list[GRPOSample], values: torch.Tensor) -> list[list[float]]:
         # Not the sizes of `_add_prompt_id_to_inputs`: a scheduler may make several samples of one.
         start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
-        return list(of_all_ranks[start : start + len(samples)].tolist())
+        return list(values[start : start + len(samples)].tolist())
 
     # --- weights and checkpoints ---
 

@@ -56,7 +56,7 @@ class ReadRow:
     media: list[Medium] = field(default_factory=list)
     """Media stand in the order of `KINDS`, and in each kind in the order of the marks."""
 
-    def of_kind(self, kind: str) -> list[Medium]:
+    def shown_as(self, kind: str) -> list[Medium]:
         return [medium for medium in self.media if medium.kind == kind]
 
     def texts(self) -> Iterator[tuple[str, str]]:

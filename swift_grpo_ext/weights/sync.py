@@ -123,13 +123,13 @@ class WeightSync:
         """Return, on every rank, whether a group was made anew; raise a failure of any rank."""
         failure = self._failure
         text = f"{type(failure).__name__}: {failure}" if failure else ""
-        of_ranks = self._ranks.all_gather((text, self._made_anew))
+        failures = self._ranks.all_gather((text, self._made_anew))
         if failure is not None:
             raise failure
-        for rank, (text, _) in enumerate(of_ranks):
+        for rank, (text, _) in enumerate(failures):
             if text:
                 raise WeightUpdateError(f"The weight update failed on rank {rank}: {text}")
-        return any(made_anew for _, made_anew in of_ranks)
+        return any(made_anew for _, made_anew in failures)
 
     # --- what ms-swift's update calls ---
 

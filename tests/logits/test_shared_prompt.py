@@ -130,7 +130,7 @@ def lengths_of_media(ids: list[list[int]], config: dict[str, Any], **inputs: Any
     wanted[:, [2, 4]] = True
     samples = samples_of(input_ids, torch.ones_like(input_ids).bool(), wanted)
     rows = media_of(inputs, samples, SimpleNamespace(**config))
-    return [{name: (len(row.of_prompt[name]), len(row.of_suffix[name])) for name in row.of_prompt}
+    return [{name: (len(row.prompt[name]), len(row.suffix[name])) for name in row.prompt}
             for row in rows]  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def kinds(assets: Path, url: tuple[str, Path], tmp_path: Path) -> Kinds:
         in_parts("no type", {"image": str(digit)}),
     ]
     rows = write_lines(tmp_path / "rows.jsonl", [*good, *bad])
-    names = [{row["solution"] for row in of_kind} for of_kind in (good, bad)]
+    names = [{row["solution"] for row in rows} for rows in (good, bad)]
     return Kinds(rows, *names, steps=-(-len(good + bad) // PROMPTS))
 
 

@@ -117,9 +117,9 @@ def compare_rows(encoder: RowEncoder, rows: Sequence[Row], *, setting: str, run:
             fault = e.fault if isinstance(e, RowError) else encoding_fault(row, e)
             faults.setdefault(("a rollout", fault.partition(":")[0]), []).append((row, fault))
     deletes = run.train("truncation_strategy") == "delete"
-    for (side, _), of_type in faults.items():
-        first, reason = of_type[0]
-        more = f", like {len(of_type) - 1} more," if len(of_type) > 1 else ""
+    for (side, _), rows_faults in faults.items():
+        first, reason = rows_faults[0]
+        more = f", like {len(rows_faults) - 1} more," if len(rows_faults) > 1 else ""
         text = f"{named(first)}{more} cannot be encoded for {side} ({reason})."
         if side == "a rollout":
             yield error(setting, text, "Correct it, or leave it out.")

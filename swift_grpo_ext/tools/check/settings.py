@@ -263,13 +263,13 @@ def parse(
     from swift_grpo_ext.command_line import as_typed
 
     argv = as_typed([*to_argv(settings), *overrides])
-    parser, of_swift = _parsers(side)
+    parser, upstream = _parsers(side)
     problems = []
     for token in dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--")):
         if token in parser._option_string_actions:
             continue
         name = token[2:]
-        near = [*dict.fromkeys(action.dest for action, *_ in of_swift._get_option_tuples(token))]
+        near = [*dict.fromkeys(action.dest for action, *_ in upstream._get_option_tuples(token))]
         if not near:
             hint = flag_hint(name, {action.dest for action in parser._actions}) or "leave it out"
             problems.append(f"{name} ({hint})")
@@ -280,7 +280,7 @@ def parse(
     if problems:
         raise ValueError(f"no setting of {COMMANDS[side]}: {', '.join(problems)}.")
     values, unknown = parser.parse_known_args(argv)
-    values, unknown = of_swift.parse_known_args(unknown, values)
+    values, unknown = upstream.parse_known_args(unknown, values)
     if unknown:
         raise ValueError(f"{' '.join(unknown)}: left over; a setting of {COMMANDS[side]} is --name")
     typed = {token[2:].partition("=")[0].replace("-", "_") for token in argv}

@@ -172,8 +172,8 @@ def _later_prompts(
     """
     asked: list[tuple[SampleRow, dict[str, Any]]] = []
     notes = []
-    for _, of_sample in groupby(logged, key=lambda row: row.sample_id.index):
-        first, *later = of_sample
+    for _, turns in groupby(logged, key=lambda row: row.sample_id.index):
+        first, *later = turns
         asked.append((first, prompts[first.fingerprint]))
         columns, before = request_columns(prompts[first.fingerprint]), first
         for row in later:

@@ -185,13 +185,13 @@ def plan(settings: Mapping[str, Any], folder: Path) -> list[Job]:
     return [
         Job(
             topology=name,
-            argv=[*to_argv(of_topology)],
+            argv=[*to_argv(changes)],
             ranks=ranks,
             checks=[SAME_TOKENS] if number else ALL,
             results=str(folder / "results.jsonl"),
             first_round=str(folder / "round.pickle"),
         )
-        for number, (name, ranks, of_topology) in enumerate(topologies)
+        for number, (name, ranks, changes) in enumerate(topologies)
     ]
 
 

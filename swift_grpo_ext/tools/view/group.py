@@ -262,8 +262,8 @@ def text_of(message: Mapping[str, Any]) -> str:
 def _samples(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each sample once, as its first turn, with its `turns` and their sums."""
     samples = []
-    for _, of_sample in groupby(turns, key=lambda t: (t["round"], t["group"], t["index"])):
-        own = list(of_sample)
+    for _, sample_turns in groupby(turns, key=lambda t: (t["round"], t["group"], t["index"])):
+        own = list(sample_turns)
         sums = ("num_tokens", "engine_seconds", "tool_seconds")
         total = {f"all_{name}": sum(turn[name] for turn in own) for name in sums}
         samples.append({**own[0], **total, "turns": own})

@@ -159,12 +159,12 @@ def make_panels(
         .aggregate([(name, "mean") for name in names])
         .to_pylist()
     )
-    of_training = [(row["step"] + 1, row) for row in means if row["phase"] == "train"]
-    of_evaluation = [(row["step"], row) for row in means if row["phase"] == "eval"]
+    trained_means = [(row["step"] + 1, row) for row in means if row["phase"] == "train"]
+    eval_means = [(row["step"], row) for row in means if row["phase"] == "eval"]
     recorded = {
-        name: _points((step, row[f"{name}_mean"]) for step, row in of_training) for name in names
+        name: _points((step, row[f"{name}_mean"]) for step, row in trained_means) for name in names
     }
-    evaluated = _points((step, row["reward_mean"]) for step, row in of_evaluation)
+    evaluated = _points((step, row["reward_mean"]) for step, row in eval_means)
     panels: Panels = {
         "reward": {
             **{name: recorded[name] for name in ("reward", *snapshot.functions)},
