@@ -121,9 +121,12 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             kept=config.sample_log,
             max_gb=config.sample_log_gb,
         )
-        self.sample_listeners = self._recorder.listeners
-        self.score_listeners = []  # callbacks are made in the next line
+        self.sample_listeners, self.score_listeners = self._recorder.listeners, []
+
+        # ms-swift's own makes engines and callbacks, which ask for what was made so far.
         super().__init__(*args, **kwargs)
+
+        # Here model, reward functions and data set are known, and no round has begun.
         num_rows, parallel = len(self.train_dataset), template.sequence_parallel_size
         self._rounds = RoundNames(RoundClock.of(config, num_rows, parallel))
         # Under autocast, models of 32 bits compute in 16.

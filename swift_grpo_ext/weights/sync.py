@@ -1,8 +1,16 @@
 """One weight update at the trainer's end: sent, and verified on every engine.
 
-Each engine (`receiver.py`, or the colocated one) loads the trainer's weights; their checksums
-(`checksums.py`) must be the trainer's. A failure on one rank is logged there at once, and raised
-where all ranks meet. What engines sample then proves that they use them (`training/gap.py`).
+    WeightSync.update(move)             all ranks, together
+        servers.reconnect()             rank 0 makes the group anew where a replica has come back
+        move(made_anew)                 ms-swift gathers weights, and calls with what it has
+            load_colocated() or send()              whole weights, at once or in parts
+            load_adapter() or send_adapter()        an adapter that lies apart from them
+        compare(sent, loaded)           checksums of every engine must be the trainer's
+
+Each engine (`receiver.py`, or the colocated one) records the checksums (`checksums.py`) of what it
+loads. A failure on one rank is logged there at once, and raised where all ranks meet; an update
+that could not be sent is made once more. That engines use what they have is seen in what they
+sample (`training/gap.py`).
 """
 
 from __future__ import annotations
