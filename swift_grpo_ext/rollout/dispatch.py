@@ -7,8 +7,7 @@ request that was with `MOST_LOST` workers when these were lost is given to no ot
 Requests are spread whole, by estimated cost, the costliest first, each to the worker that would be
 done with it soonest (G5): Graham's LPT rule, with which equal workers are done after at most
 4/3 of the best possible time (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969). A
-server with several replicas counts as one that is so many times as fast. A request with an address
-goes to that worker, unless that one is lost or has failed.
+server with several replicas counts as one that is so many times as fast.
 """
 
 from __future__ import annotations
@@ -119,16 +118,15 @@ def dispatch(
     workers: Callable[[], Mapping[Worker, float]],
     send: Callable[[Worker, list[int]], Sequence[T]],
     on_failure: Callable[[Worker, WorkerError], None],
-    addresses: Sequence[Worker | None] = (),
 ) -> list[T]:
     """Return the answers to all requests, in their order.
 
     Args:
         costs: of the requests, for the balance between workers.
-        workers: those that are left, with their relative speeds; called before each try.
+        workers: those that are left, with their relative speeds; called before each try, and at
+            first at least one.
         send: gives a worker some requests, by their numbers; runs in a thread of its own.
         on_failure: learns of each worker that failed.
-        addresses: of the requests, the worker that should answer; none where empty.
 
     Raises:
         NoWorkerError: no worker is left that has not failed.
@@ -147,17 +145,11 @@ def dispatch(
     while len(answers) < len(costs):
         usable = {w: speed for w, speed in workers().items() if w not in failures}
         if not usable:
-            raise NoWorkerError("; ".join(map(str, failures.values())) or "no worker is left")
+            raise NoWorkerError("; ".join(map(str, failures.values())))
         left = [i for i in range(len(costs)) if i not in answers]
-        numbers = {worker: number for number, worker in enumerate(usable)}
-        fixed = {
-            k: numbers[address]
-            for k, i in enumerate(left)
-            if addresses and (address := addresses[i]) in numbers
-        }
         shares = [
             [left[k] for k in share]
-            for share in balance([costs[i] for i in left], list(usable.values()), fixed)
+            for share in balance([costs[i] for i in left], list(usable.values()))
         ]
         with ThreadPoolExecutor(len(usable)) as pool:
             outcomes = list(pool.map(attempt, usable, shares))
@@ -179,23 +171,19 @@ def dispatch(
     return [answers[i] for i in range(len(costs))]
 
 
-def balance(
-    costs: Sequence[float], capacities: Sequence[float], fixed: Mapping[int, int] | None = None
-) -> list[list[int]]:
+def balance(costs: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
     """Return for each replica the indices of its requests, in their own order.
 
     Args:
         costs: estimated cost of each request, any unit, positive.
         capacities: relative speed of each replica, positive (of a server: its replicas).
-        fixed: the replica of each request that has no choice.
     """
     done_at = [0.0] * len(capacities)
     shares: list[list[int]] = [[] for _ in capacities]
-    fixed = fixed or {}
-    for request in sorted(range(len(costs)), key=lambda i: (i not in fixed, -costs[i])):
+    for request in sorted(range(len(costs)), key=lambda i: -costs[i]):
         cost = costs[request]
         ends = [done + cost / speed for done, speed in zip(done_at, capacities, strict=True)]
-        chosen = fixed.get(request, ends.index(min(ends)))
+        chosen = ends.index(min(ends))
         done_at[chosen] = ends[chosen]
         shares[chosen].append(request)
     return [sorted(share) for share in shares]

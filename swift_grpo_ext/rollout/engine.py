@@ -77,8 +77,10 @@ STOPS = f"{wire.KEY}.stops"
 REQUEST = f"{wire.KEY}.request"
 CUT = f"{wire.KEY}.cut"
 NO_ROOM = f"{wire.KEY}.no_room"
+REPLICA = f"{wire.KEY}.replica"
 """Keys that an encoded request has inside the engine: metadata, what ends completions, what it was,
-its length where `--max_length` has cut it, and whether it is a turn that has no room."""
+its length where `--max_length` has cut it, whether it is a turn that has no room, and the number of
+the replica that draws it, where an engine has several."""
 
 
 try:  # vLLM 0.32 has a class of its own for what it refuses
@@ -154,8 +156,10 @@ class RolloutEngine(GRPOVllmEngine):
         # Not for the constructor of `SamplingParams`, which would cut it off at -100.
         self._placeholder_bias = dict.fromkeys(placeholder_ids(self.template), float("-inf"))
         size = engine_kwargs.get("data_parallel_size", 1) if self.use_async_engine else 1
-        self._replicas = range(size if size > 1 else 0)  # of this engine, where it has several
-        if self._replicas:
+        # Samples that each replica is drawing. vLLM would spread the samples of one request, each
+        # replica would encode its images, and nobody would know which one drew a sample.
+        self._num_drawing = [0] * size if size > 1 else []
+        if self._num_drawing:
             vllm_repairs.hear_all(self.engine)
 
     # --- requests ---
@@ -206,11 +210,16 @@ class RolloutEngine(GRPOVllmEngine):
             )
 
         is_encoded = False
+        replica: int | None = None
+        count = metadata.count if metadata is not None else 1
 
         def attach(kwargs: dict[str, Any]) -> dict[str, Any]:
-            nonlocal is_encoded
+            nonlocal is_encoded, replica
             is_encoded = True
-            kwargs["inputs"] |= {METADATA: metadata, REQUEST: infer_request}
+            if self._num_drawing:
+                replica = self._num_drawing.index(min(self._num_drawing))
+                self._num_drawing[replica] += count
+            kwargs["inputs"] |= {METADATA: metadata, REQUEST: infer_request, REPLICA: replica}
             return pre_infer_hook(kwargs) if pre_infer_hook else kwargs
 
         hooks: dict[str, Any] = {"adapter_request": adapter_request, "pre_infer_hook": attach}
@@ -225,9 +234,12 @@ class RolloutEngine(GRPOVllmEngine):
                 if not is_encoded or isinstance(e, REFUSALS):
                     self._refuse(infer_request, e)
                 raise
-            response = self._no_room(metadata, infer_request.uuid or "")
+            response = self._no_room(metadata, infer_request.uuid or "", replica)
+        finally:
+            if replica is not None:
+                self._num_drawing[replica] -= count
         if led is not None and metadata is not None and not metadata.packed:
-            led.note(infer_request, metadata, response, began)
+            led.note(infer_request, metadata, response, _name(replica), began)
         return response
 
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
@@ -307,7 +319,7 @@ class RolloutEngine(GRPOVllmEngine):
         generation_config.logit_bias = (generation_config.logit_bias or {}) | self._placeholder_bias
         add_video_metadata(inputs)
         add = super()._add_request
-        with vllm_repairs.drawn_by(self.engine, self._address(metadata)):
+        with vllm_repairs.drawn_by(self.engine, inputs.get(REPLICA)):
             try:
                 if CUT in inputs and (self._refuses_cuts or is_later_turn(metadata)):
                     raise MaxLengthError(
@@ -326,10 +338,6 @@ class RolloutEngine(GRPOVllmEngine):
                 token = {"input_ids": [self.template.tokenizer.eos_token_id]}
                 return add(token, generation_config, request_id, adapter_request)
 
-    def _address(self, metadata: RequestMetadata | None) -> int | None:
-        """Return which of this engine's replicas a request names."""
-        return metadata.replica if metadata and metadata.replica in self._replicas else None
-
     # --- answers ---
 
     def _create_chat_completion_response(
@@ -345,7 +353,7 @@ class RolloutEngine(GRPOVllmEngine):
         if metadata is None:
             return super()._create_chat_completion_response(*args)
         if inputs.get(NO_ROOM):
-            return self._no_room(metadata, request_id)
+            return self._no_room(metadata, request_id, inputs.get(REPLICA))
         ended = []
         for output in result.outputs:
             ending = self._take_ending(output, inputs[STOPS])
@@ -363,7 +371,7 @@ class RolloutEngine(GRPOVllmEngine):
                 choices.append(StoppedChoice(**{**vars(choice), **ended_by}))
             response.choices = choices
             return response
-        replica = self._name(metadata)
+        replica = _name(inputs.get(REPLICA))
         completions = []
         for output, ending, text in ended:
             completions.append(
@@ -389,15 +397,9 @@ class RolloutEngine(GRPOVllmEngine):
             completions=completions,
         )
 
-    def _name(self, metadata: RequestMetadata) -> str:
-        """Return the name of the replica that draws a request, as far as it is known."""
-        if not self._replicas:
-            return f"replica {os.environ.get('SWIFT_ROLLOUT_DP_RANK', '0')}"
-        # Where the request named none, vLLM has chosen one for each sample and does not say which.
-        address = self._address(metadata)
-        return f"replicas 0 to {self._replicas[-1]}" if address is None else f"replica {address}"
-
-    def _no_room(self, metadata: RequestMetadata, request_id: str) -> ChatCompletionResponse:
+    def _no_room(
+        self, metadata: RequestMetadata, request_id: str, replica: int | None
+    ) -> ChatCompletionResponse:
         """Return the answer to a later turn whose prompt leaves no room for one: it has no token,
         and has ended as "length"."""
         common = {"model": self.model_name, "usage": self._get_usage_info(0, 0), "id": request_id}
@@ -412,7 +414,7 @@ class RolloutEngine(GRPOVllmEngine):
                 logprobs=[],
                 finish_reason="length",
                 seed=metadata.seed_of(k),
-                replica=self._name(metadata),
+                replica=_name(replica),
             )
             for k in range(metadata.count)
         ]
@@ -440,7 +442,7 @@ class RolloutEngine(GRPOVllmEngine):
         self, tasks: Sequence[Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any
     ) -> Any:
         """Await a server's schedulers, of which each sample has a task."""
-        tasks = [_in_conversation(task, self._name) for task in tasks]
+        tasks = [_in_conversation(task) for task in tasks]
         with self._noted():
             return await super()._batch_infer_stream(tasks, *args, **kwargs)
 
@@ -483,9 +485,6 @@ class _Led:
     """The sample's; its metadata is that of the next turn. Schedulers may ask with requests that
     they made themselves, which have no metadata, and with copies of one request side by side."""
 
-    name: Callable[[RequestMetadata], str]
-    """Names the replica."""
-
     conversation: Conversation = field(default_factory=Conversation)
     responses: list[ChatCompletionResponse] = field(default_factory=list)
     answered: float = field(default_factory=time.monotonic)
@@ -498,9 +497,10 @@ class _Led:
         request: RolloutInferRequest,
         metadata: RequestMetadata,
         response: ChatCompletionResponse,
+        replica: str,
         began: float,
     ) -> None:
-        infos = {"seed": metadata.seed, "replica": self.name(metadata)}
+        infos = {"seed": metadata.seed, "replica": replica}
         output = record_stop_reason(RolloutOutput(response=response, rollout_infos=infos))
         now = time.monotonic()
         turn = turn_of(
@@ -528,9 +528,7 @@ class _Led:
 _led: ContextVar[_Led | None] = ContextVar("led", default=None)
 
 
-async def _in_conversation(
-    task: Coroutine[Any, Any, Any], name: Callable[[RequestMetadata], str]
-) -> Any:
+async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
     """Await one of `_batch_infer_stream`'s coroutines, each of which runs in a context of its own.
 
     All of ms-swift's have the sample's request as a local `infer_request` (4.6, rollout/
@@ -541,7 +539,7 @@ async def _in_conversation(
     metadata = wire.read_metadata(data_dict)
     if metadata is None or metadata.packed or metadata.count > 1:  # no scheduler leads it
         return await task
-    led = _Led(data_dict, name)
+    led = _Led(data_dict)
     _led.set(led)
     with activity.in_conversation():
         try:
@@ -558,6 +556,12 @@ async def _in_conversation(
             ) from e
     led.close(made)
     return made
+
+
+def _name(replica: int | None) -> str:
+    """Return the name of a replica: of this engine, or of the one that it is."""
+    number = os.environ.get("SWIFT_ROLLOUT_DP_RANK", "0") if replica is None else replica
+    return f"replica {number}"
 
 
 def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> list[float] | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
 KEY = "swift_grpo_ext"
-VERSION = 6
+VERSION = 7
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 """HTTP requests that rest on weights name the start of the server that was given them."""
 
@@ -85,12 +85,6 @@ class RequestMetadata:
 
     include_stop_str_in_output: bool = True
     """Whether the text ends with what stopped it, or right before it."""
-
-    replica: NonNegativeInt | None = None
-    """The replica that should serve a packed request: its number among those of all servers
-    (`RolloutServers.replicas`), in a server among its own. Where that one cannot, another does;
-    `Completion.replica` says which did. None leaves it to the balance (G5). Colocated engines
-    have no number."""
 
     @property
     def seed(self) -> int | None:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -175,20 +175,14 @@ class RolloutServers:
     ) -> list[Answer]:
         """Return the samples of each request, in the order of the requests.
 
-        A request for one `replica` goes to the server that has it, which is told its own number.
-
         Raises:
             RolloutError: a request is at fault, or no server is left that could answer; names the
                 sample or the servers, and the causes.
         """
-        addresses = [(s, number) for s in self._servers for number in range(s.replicas)]
-        messages, servers = [], []
-        for request, metadata in zip(requests, metadatas, strict=True):
-            server, number = None, None
-            if metadata.replica is not None and metadata.replica < len(addresses):
-                server, number = addresses[metadata.replica]
-            messages.append(_message(request, replace(metadata, replica=number), config))
-            servers.append(server)
+        messages = [
+            _message(request, metadata, config)
+            for request, metadata in zip(requests, metadatas, strict=True)
+        ]
 
         def send(server: Server, share: list[int]) -> list[Answer]:
             answers = self._request(server, "post", "infer/", data=_body(messages, share, config))
@@ -200,7 +194,7 @@ class RolloutServers:
                 for i, answer in zip(share, answers, strict=True)
             ]
 
-        return self._dispatch(messages, send, servers)
+        return self._dispatch(messages, send)
 
     def converse(
         self, requests: Sequence[RolloutInferRequest], config: RequestConfig
@@ -236,7 +230,6 @@ class RolloutServers:
         self,
         messages: Sequence[Message],
         send: Callable[[Server, list[int]], Sequence[T]],
-        servers: Sequence[Server | None] = (),
     ) -> list[T]:
         """Return the answers to messages; an answer that makes no sense is a server's failure."""
 
@@ -251,7 +244,7 @@ class RolloutServers:
 
         try:
             costs = [message.cost for message in messages]
-            return dispatch(costs, workers, sensible, self._note_failure, servers)
+            return dispatch(costs, workers, sensible, self._note_failure)
         except (NoWorkerError, RequestError) as e:
             raise RolloutError(str(e)) from e
 

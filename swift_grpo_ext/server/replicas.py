@@ -18,21 +18,20 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
-from math import inf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from time import monotonic
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
-from swift.infer_engine.protocol import RequestConfig
+from swift.infer_engine.protocol import RequestConfig, RolloutOutput
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.utils import get_logger
@@ -52,6 +51,8 @@ from swift_grpo_ext.upstream.patches import patch
 
 logger = get_logger()
 
+T = TypeVar("T")
+
 PING = "ping"
 GIVE_UP = "give up"
 """A command without a reply: nobody waits for the conversations."""
@@ -62,6 +63,9 @@ GOES_ON = "goes on"
 SECONDS_BETWEEN_NOTES = 0.25
 Command = dict[str, Any] | str
 """What a replica is told: a command of ms-swift's, `PING` or `GIVE_UP`."""
+
+NONE_LEFT = "it has no replica left"
+"""A server's answer to whatever needs a replica."""
 
 SECONDS_TO_END = 10.0
 
@@ -379,70 +383,112 @@ def call_all(server: SwiftRolloutDeploy, command: Command, timeout: float) -> li
         else:
             replies.append(outcome)
     if not replies:
-        raise NoWorkerError("; ".join(causes) or "it has no replica left")
+        raise NoWorkerError("; ".join(causes) or NONE_LEFT)
     return replies
 
 
-def infer(
+# --- rollouts ---
+
+
+def infer_groups(
     server: SwiftRolloutDeploy,
-    requests: Sequence[Any],
+    requests: Sequence[Mapping[str, Any]],
     request_config: RequestConfig | None,
     costs: Sequence[float],
     timeout: float,
-    addresses: Sequence[int | None] = (),
-) -> list[Any]:
+) -> list[RolloutOutput]:
     """Return the output of each request, in order. Others do what one replica cannot.
 
     Args:
-        requests: one with one output each; or slices of them, lists that each go to one replica,
-            and have any number of outputs.
+        requests: ours, each of which has one output with all of its samples.
         costs: of the requests, for the balance.
-        timeout: seconds that a replica may be silent; twice that for all tries, but of
-            conversations.
-        addresses: of the requests, the number of the replica that should do it. An async engine
-            finds it in the requests: one worker runs all of its replicas.
+        timeout: seconds that a replica may be silent; twice that for all tries.
 
     Raises:
         NoWorkerError: names what became of the replicas.
         RequestError: a request is at fault.
     """
-    # Conversations take as long as they go on.
-    deadline = inf if requests and isinstance(requests[0], list) else monotonic() + 2 * timeout
-    method = "async_infer" if server.use_async_engine else "infer"
-    by_number: dict[int | None, ReplicaConnection] = dict(enumerate(server.connections))
+    deadline = monotonic() + 2 * timeout
 
-    def generate(connection: ReplicaConnection, asked: list[Any], is_counted: bool) -> list[Any]:
+    def send(connection: ReplicaConnection, share: list[int]) -> list[RolloutOutput]:
         bound = min(timeout, deadline - monotonic())
         if bound <= 0:
             raise WorkerError(f"no time is left of {2 * timeout:g} s (2 x --rollout_timeout)")
-        kwargs = {"infer_requests": asked, "request_config": request_config, "use_tqdm": False}
-        answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, bound)
-        if isinstance(answer, dict) and FAILURE in answer:
-            error = RequestError if answer.get(REQUEST_FAULT) else WorkerError
-            raise error(f"a replica failed: {answer[FAILURE]}")
-        is_list = isinstance(answer, list)
-        if not is_list or (is_counted and len(answer) != len(asked)):
-            raise WorkerError(
-                f"a replica gave {len(answer) if is_list else 'no'} answers to {len(asked)} "
-                "requests; the log of `swift rollout` tells why"
-            )
-        return list(answer)
-
-    def send(connection: ReplicaConnection, share: list[int]) -> list[Any]:
         asked = [requests[i] for i in share]
-        if isinstance(asked[0], list):
-            return [generate(connection, of_slice, is_counted=False) for of_slice in asked]
-        return generate(connection, asked, is_counted=True)
+        outputs = _generate(server, connection, asked, request_config, bound)
+        if len(outputs) != len(asked):
+            raise _miscounted(len(outputs), len(asked))
+        return outputs
+
+    return _dispatch(server, costs, send)
+
+
+def infer_slices(
+    server: SwiftRolloutDeploy,
+    slices: Sequence[Sequence[Mapping[str, Any]]],
+    request_config: RequestConfig | None,
+    timeout: float,
+) -> list[list[RolloutOutput]]:
+    """Return the outputs of each slice, in order. Others do what one replica cannot.
+
+    Args:
+        slices: any client's requests, each slice for one replica. A server's scheduler may make
+            several outputs of one request.
+        timeout: seconds that a replica may be silent. Conversations take as long as they go on.
+
+    Raises:
+        NoWorkerError: names what became of the replicas.
+        RequestError: a request is at fault.
+    """
+
+    def send(connection: ReplicaConnection, share: list[int]) -> list[list[RolloutOutput]]:
+        return [_generate(server, connection, slices[i], request_config, timeout) for i in share]
+
+    return _dispatch(server, [float(len(asked)) for asked in slices], send)
+
+
+def _generate(
+    server: SwiftRolloutDeploy,
+    connection: ReplicaConnection,
+    requests: Sequence[Mapping[str, Any]],
+    request_config: RequestConfig | None,
+    timeout: float,
+) -> list[RolloutOutput]:
+    """Return what one replica answers to requests."""
+    kwargs = {"infer_requests": requests, "request_config": request_config, "use_tqdm": False}
+    method = "async_infer" if server.use_async_engine else "infer"
+    answer = connection.call({"type": "call", "method": method, "kwargs": kwargs}, timeout)
+    if isinstance(answer, dict) and FAILURE in answer:
+        error = RequestError if answer.get(REQUEST_FAULT) else WorkerError
+        raise error(f"a replica failed: {answer[FAILURE]}")
+    if not isinstance(answer, list):
+        raise _miscounted("no", len(requests))
+    return answer
+
+
+def _miscounted(num_answers: int | str, num_requests: int) -> WorkerError:
+    return WorkerError(
+        f"a replica gave {num_answers} answers to {num_requests} requests; the log of "
+        "`swift rollout` tells why"
+    )
+
+
+def _dispatch(
+    server: SwiftRolloutDeploy,
+    costs: Sequence[float],
+    send: Callable[[ReplicaConnection, list[int]], Sequence[T]],
+) -> list[T]:
+    """Return what the replicas that hold weights answer; those that are lost are removed."""
+
+    def workers() -> dict[ReplicaConnection, float]:
+        return {c: 1.0 for c in server.connections if c.holds_weights}
 
     def on_failure(connection: ReplicaConnection, error: WorkerError) -> None:
         if isinstance(error, WorkerLostError):
             remove(server, connection, error)
 
-    def workers() -> dict[ReplicaConnection, float]:
-        return {c: 1.0 for c in server.connections if c.holds_weights}
-
-    addressed = [by_number.get(number) for number in addresses]
-    try:
-        return dispatch(costs, workers, send, on_failure, addressed)
-    except NoWorkerError as e:
-        raise NoWorkerError(str(e).replace("no worker is left", "it has no replica left")) from e
+    if not workers():
+        count = len(server.connections)
+        waiting = f"its {count} replicas wait for a training's weights; send these first"
+        raise NoWorkerError(waiting if count else NONE_LEFT)
+    return dispatch(costs, workers, send, on_failure)

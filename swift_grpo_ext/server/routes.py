@@ -490,8 +490,7 @@ def _infer(
                 estimate_cost(request, metadata.count, max_tokens)
                 for request, metadata in zip(requests, ours, strict=True)
             ]
-            addresses = [metadata.replica for metadata in ours]
-            outputs = replicas.infer(server, requests, config, costs, timeout, addresses)
+            outputs = replicas.infer_groups(server, requests, config, costs, timeout)
             # Plain values, which FastAPI need not look into any further.
             return [
                 {"response": asdict(output.response), "rollout_infos": output.rollout_infos}
@@ -499,9 +498,8 @@ def _infer(
             ]
         parts = np.array_split(np.arange(len(requests)), max(len(server.connections), 1))
         slices = [[requests[i] for i in part] for part in parts if len(part)]
-        sizes = [float(len(batch)) for batch in slices]
-        outputs = replicas.infer(server, slices, config, sizes, timeout)
-        return [output for of_slice in outputs for output in of_slice]
+        answers = replicas.infer_slices(server, slices, config, timeout)
+        return [output for outputs in answers for output in outputs]
     except (ValueError, RequestError) as e:
         raise HTTPException(status_code=400, detail=str(e)) from e
     except NoWorkerError as e:

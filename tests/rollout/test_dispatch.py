@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,19 +25,17 @@ from swift_grpo_ext.rollout.dispatch import (
 
 
 @pytest.mark.parametrize(
-    ("costs", "capacities", "fixed", "expected"),
+    ("costs", "capacities", "expected"),
     [
-        ([1, 1, 8, 1, 5], [1.0, 1.0], {}, [[2], [0, 1, 3, 4]]),
-        ([1, 1, 1, 1, 1, 1], [1.0, 2.0], {}, [[1, 4], [0, 2, 3, 5]]),
-        ([4, 4], [1.0, 4.0], {}, [[], [0, 1]]),
-        ([9, 1, 1], [1.0, 1.0, 1.0], {0: 2, 1: 2}, [[2], [], [0, 1]]),
-        ([3, 9, 1, 1], [1.0, 1.0], {1: 0}, [[1], [0, 2, 3]]),
+        ([1, 1, 8, 1, 5], [1.0, 1.0], [[2], [0, 1, 3, 4]]),
+        ([1, 1, 1, 1, 1, 1], [1.0, 2.0], [[1, 4], [0, 2, 3, 5]]),
+        ([4, 4], [1.0, 4.0], [[], [0, 1]]),
     ],
 )
 def test_shares_by_example(
-    costs: list[float], capacities: list[float], fixed: dict[int, int], expected: list[list[int]]
+    costs: list[float], capacities: list[float], expected: list[list[int]]
 ) -> None:
-    assert balance(costs, capacities, fixed) == expected
+    assert balance(costs, capacities) == expected
 
 
 @settings(deadline=None)
@@ -108,8 +105,8 @@ class Workers:
         if isinstance(error, WorkerLostError):
             del self.speeds[worker]
 
-    def dispatch(self, costs: list[float], addresses: Sequence[str | None] = ()) -> list[Any]:
-        return dispatch(costs, lambda: self.speeds, self.send, self.on_failure, addresses)
+    def dispatch(self, costs: list[float]) -> list[Any]:
+        return dispatch(costs, lambda: self.speeds, self.send, self.on_failure)
 
 
 def test_all_workers_share_the_requests_by_cost_and_speed() -> None:
@@ -120,15 +117,6 @@ def test_all_workers_share_the_requests_by_cost_and_speed() -> None:
     idle = Workers("abc")
     idle.dispatch([1.0])
     assert idle.sent == [("a", [0])]
-
-
-def test_an_addressed_request_goes_to_its_worker_unless_that_cannot() -> None:
-    """The others are spread around it."""
-    assert Workers("abc").dispatch([9, 1, 1], "cca") == ["c0", "c1", "a2"]
-    assert Workers("ab").dispatch([3, 9, 1, 1], [None, "a", None, None]) == ["b0", "a1", "b2", "b3"]
-    assert Workers("ab").dispatch([1], ["c"]) == ["a0"]
-    for error in (WorkerError("full"), WorkerLostError("gone")):
-        assert Workers("ab", b=error).dispatch([1, 1], "ba") == ["a0", "a1"]
 
 
 @pytest.mark.parametrize("error", [WorkerError("full"), WorkerLostError("gone")])
@@ -145,8 +133,6 @@ def test_with_none_left_the_causes_are_named() -> None:
     workers = Workers("ab", a=WorkerError("full"), b=WorkerError("broken"))
     with pytest.raises(NoWorkerError, match=r"^full; broken$"):
         workers.dispatch([1.0, 1.0])
-    with pytest.raises(NoWorkerError, match="no worker is left"):
-        Workers("").dispatch([1.0])
 
 
 def test_a_request_is_with_at_most_two_workers_that_are_lost() -> None:

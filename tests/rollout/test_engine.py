@@ -79,6 +79,7 @@ class RecordingVllm:
         self.inputs: list[Any] = []
         self.ranks: list[int | None] = []
         self.experts: Any = None
+        self.answers: asyncio.Event | None = None  # not before
         self._says, self._finish_reason = iter(says), finish_reason
         self._waiting: list[Any] = []
 
@@ -124,7 +125,10 @@ class RecordingVllm:
     ) -> AsyncIterator[Any]:
         self.ranks.append(data_parallel_rank)
         self.add_request(request_id, inputs, params)
-        yield self._waiting.pop()
+        answer = self._waiting.pop()
+        if self.answers is not None:
+            await self.answers.wait()
+        yield answer
 
 
 @pytest.fixture
@@ -452,27 +456,49 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     assert first.rollout_infos[wire.KEY]["replica"] == "replica 0"
 
 
-def test_an_async_engine_gives_a_request_to_the_replica_that_it_names(
+def test_an_async_engine_gives_each_group_to_the_replica_that_draws_least(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The answer names that replica; what has ended or failed no longer counts."""
     heard: list[Any] = []
     monkeypatch.setattr(vllm_repairs, "hear_all", heard.append)
-    vllm = RecordingVllm(["a."] * 4)
+    vllm = RecordingVllm(["a."] * 20)
     engine = make(vllm, serves=True, use_async=True, data_parallel_size=2)
     assert heard == [vllm]
 
-    def name_of_drawer(engine: Any, replica: int | None) -> str:
-        # One at a time: side by side they leave torch's inference mode on, which ms-swift 4.6 holds
-        # around an `await` (`VllmEngine.infer_async`).
-        asked = [request(metadata_of(replica=replica))]
-        [output] = asyncio.run(engine.async_infer(asked, config(n=1), use_tqdm=False))
-        return str(output.rollout_infos[wire.KEY]["replica"])
+    async def draw(engine: Any, vllm: RecordingVllm, *counts: int) -> list[str]:
+        """Ask for groups of such sizes, one after another, and let none end before all are asked
+        for; return the names of the replicas that drew them."""
+        vllm.ranks.clear()
+        vllm.answers = asyncio.Event()
+        tasks = []
+        for count in counts:
+            asked = [request(metadata_of(count=count))]
+            answer = engine.async_infer(asked, config(n=1), use_tqdm=False)
+            tasks.append(asyncio.create_task(answer))
+            while len(vllm.ranks) < len(tasks) and not tasks[-1].done():
+                await asyncio.sleep(0.001)
+        vllm.answers.set()
+        outputs = [output for answer in await asyncio.gather(*tasks) for output in answer]
+        return [output.rollout_infos[wire.KEY]["replica"] for output in outputs]
 
-    names = [name_of_drawer(engine, replica) for replica in (1, 0, None, 7)]
-    assert names == ["replica 1", "replica 0", "replicas 0 to 1", "replicas 0 to 1"]
-    assert vllm.ranks == [1, 0, None, None]
+    def drawers(*args: Any) -> list[str]:
+        # In a thread of its own: side by side they leave torch's inference mode on, which ms-swift
+        # 4.6 holds around an `await` (`VllmEngine.infer_async`).
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, draw(*args)).result()
+
+    expected = [0, 1, 1, 1, 0, 1]
+    assert drawers(engine, vllm, 3, 1, 1, 1, 1, 1) == [f"replica {k}" for k in expected]
+    assert vllm.ranks == expected
+    with monkeypatch.context() as broken:
+        broken.setattr(RecordingVllm, "generate", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drawers(engine, vllm, 2)
+    assert drawers(engine, vllm, 1) == ["replica 0"]
     single = RecordingVllm(["a."])
-    assert name_of_drawer(make(single, serves=True, use_async=True), 1) == "replica 0"
+    alone = make(single, serves=True, use_async=True)
+    assert drawers(alone, single, 1) == ["replica 0"]
     assert single.ranks == [None]
     assert heard == [vllm]
 

@@ -47,9 +47,8 @@ def test_an_envelope_is_read_as_it_was_written() -> None:
         packed=False,
         stop_token_ids=(0, 2**31 - 1),
         include_stop_str_in_output=False,
-        replica=0,
     )
-    for metadata in (METADATA, whole, replace(whole, run_seed=None, replica=None)):
+    for metadata in (METADATA, whole, replace(whole, run_seed=None)):
         data_dict: dict[str, Any] = {"solution": "七"}
         write_metadata(data_dict, metadata)
         data_dict = over_http(data_dict)
@@ -71,7 +70,7 @@ def test_an_envelope_is_read_as_it_was_written() -> None:
 def test_another_version_is_refused_with_the_remedy(message: Any, version: Any) -> None:
     told = (
         rf"a request speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
-        r"6: load the same version of the plugin in `swift rlhf` and `swift rollout`"
+        r"7: load the same version of the plugin in `swift rlhf` and `swift rollout`"
     )
     with pytest.raises(WireError, match=told):
         read_metadata({wire.KEY: message})
@@ -88,7 +87,6 @@ def test_a_request_without_an_envelope_has_none(data_dict: dict[str, Any] | None
         *({"count": count} for count in (0, "2", True, 2**14 + 1)),
         {"run_seed": -1},
         *({"stop_token_ids": ids} for ids in ([-1], [2**31])),
-        {"replica": -1},
         {"packed": 1},
         {"sample_id": {}},
         *(
@@ -189,5 +187,5 @@ def test_counts_that_disagree_are_refused(changes: dict[str, Any], message: str)
 def test_an_answer_to_another_request_or_version_names_the_server() -> None:
     with pytest.raises(WireError, match=r"server 0 answered .*count=3.* with \[2\] samples"):
         unpack_answer(ANSWER, replace(METADATA, count=3), "server 0")
-    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 6"):
+    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 7"):
         unpack_answer({**ANSWER, "version": 1}, METADATA, "server 0")

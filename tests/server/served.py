@@ -66,7 +66,6 @@ class Replica:
         self.name = f"replica {number}"
         self.faults = {"infer": fault} | faults
         self.groups: list[int] = []
-        self.addresses: list[int | None] = []
         self.calls: list[str] = []
         self.commands: list[tuple[Any, ...]] = []
         self.checksums = [{"w": "float32 (1,) 00"}]
@@ -122,7 +121,6 @@ class Replica:
         metadatas = [wire.read_metadata(r.get("data_dict")) for r in requests]
         groups = [-1 if metadata is None else metadata.sample_id.group for metadata in metadatas]
         self.groups += groups
-        self.addresses += [metadata.replica for metadata in metadatas if metadata]
         if fault == "raises":
             return {FAILURE: "OSError: the disk is gone", REQUEST_FAULT: False}
         if fault == "cannot encode":

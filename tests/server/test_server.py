@@ -127,6 +127,16 @@ def test_with_no_replica_a_server_says_so() -> None:
     assert infer([], [request(0, packed=False)]).status_code == 503
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_replicas_that_wait_for_weights_draw_nothing(packed: bool) -> None:
+    waiting = Replica()
+    waiting.connection.holds_weights = False
+    refused = infer([waiting], [request(0, packed=packed)])
+    expected = "its 1 replicas wait for a training's weights; send these first"
+    assert (refused.status_code, refused.json()["detail"]) == (500, expected)
+    assert waiting.calls == []
+
+
 # --- answers are paired (F1) ---
 
 
@@ -565,14 +575,12 @@ def test_what_a_server_says_of_itself() -> None:
 # --- each replica of each server ---
 
 
-def test_addressed_requests_reach_each_replica_of_each_server() -> None:
-    """A costly request, and cheap ones that balance would give to those that are done first."""
+def test_each_answer_names_the_replica_of_the_server_that_drew_it() -> None:
     ends = [[Replica(number=number) for number in range(4)] for _ in range(2)]
-    words = [20_000, *range(1, 8)]
     with listening(Deployed(*ends[0])) as first, listening(Deployed(*ends[1])) as second:
         servers = RolloutServers(VLLMInferClient(base_urls=[first, second]), timeout=60.0)
         assert servers.replicas == [4, 4]
-        rows = [request(k, words[k], count=1, replica=k) for k in range(8)]
+        rows = [request(k, count=1) for k in range(16)]
         metadatas = [metadata for row in rows if (metadata := wire.read_metadata(row["data_dict"]))]
         asked = [RolloutInferRequest(**row) for row in rows]
         answers = servers.infer(asked, metadatas, RequestConfig(max_tokens=8))
@@ -582,15 +590,12 @@ def test_addressed_requests_reach_each_replica_of_each_server() -> None:
             for name in names
             for worker in range(4)
         ]
-    assert [replica.groups for end in ends for replica in end] == [[k] for k in range(8)]
-    drawn_by = [completion.replica for [completion], _ in answers]
-    assert drawn_by == [
-        f"server {k // 4} ({(first, second)[k // 4]}) replica {k % 4}" for k in range(8)
-    ]
-
-
-def test_an_async_engine_addresses_its_replicas_itself() -> None:
-    one = Replica()
-    body = {"infer_requests": [request(k, replica=k) for k in range(3)], "request_config": CONFIG}
-    answer = TestClient(Deployed(one, use_async=True).app).post("/infer/", json=body)
-    assert groups_of(answer) == one.groups == one.addresses == [0, 1, 2]
+    drew = {
+        f"{name} {replica.name}": replica.groups
+        for name, end in zip(names, ends, strict=True)
+        for replica in end
+    }
+    assert [len(groups) for groups in drew.values()] == [2] * 8
+    for group, ([completion], _) in enumerate(answers):
+        assert completion.text == f"{group}.0"
+        assert group in drew[completion.replica]

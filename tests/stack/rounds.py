@@ -11,14 +11,10 @@ from typing import Any
 
 import cv2
 import yaml
-from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
-from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.row import SampleRow, to_rows
-from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.server.client import RolloutServers
 from tests.stack.processes import PLUGIN, ROOT, Finished, free_port, swift
 
 Samples = dict[str, dict[str, Any]]
@@ -193,23 +189,6 @@ def client_argv(*ports: int) -> list[str]:
         # A trainer that was killed leaves the default one taken, on servers that live on.
         *("--vllm_server_group_port", *(str(free_port()) for _ in ports)),
     ]
-
-
-def drawn_by(*ports: int) -> tuple[list[str], RolloutServers]:
-    """Send each replica of running servers a request, by its number; return which replica says that
-    it drew each, and the connection. The prompts are of unequal lengths."""
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    servers = RolloutServers(VLLMInferClient(base_urls=urls), timeout=600.0)
-    asked, metadatas = [], []
-    for number in range(sum(servers.replicas)):
-        message = {"role": "user", "content": "word " * (1 + 100 * number)}
-        asked.append(RolloutInferRequest(messages=[message]))
-        sample_id = SampleId(phase="eval", step=0, number=0, group=number, index=0)
-        metadatas.append(
-            RequestMetadata(sample_id=sample_id, count=1, run_seed=42, packed=True, replica=number)
-        )
-    answers = servers.infer(asked, metadatas, RequestConfig(max_tokens=4, logprobs=True))
-    return [" ".join(c.replica.split()[-2:]) for [c], _ in answers], servers
 
 
 def token_ids(samples: Samples) -> dict[str, list[int]]:

@@ -10,8 +10,10 @@ import re
 from pathlib import Path
 
 import pytest
+from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.server.client import RolloutServers
 from tests.stack.conftest import STEPS
 from tests.stack.policy import SAME
 from tests.stack.processes import rollout_server
@@ -21,7 +23,6 @@ from tests.stack.rounds import (
     Samples,
     assert_same,
     client_argv,
-    drawn_by,
     logged_steps,
     read_records,
     server_argv,
@@ -128,12 +129,13 @@ def test_two_ranks_and_resuming(assets: Path, rows: Path, folder: Path, referenc
 
 
 def test_async_engine(assets: Path, rows: Path, folder: Path, reference: Samples) -> None:
-    """Both of its replicas have the weights, and draw what is meant for them."""
+    """Both of its replicas have the weights, and each sample names the one that drew it."""
     argv = ("--vllm_use_async_engine", "true", "--vllm_data_parallel_size", "2")
     with rollout_server(*server_argv(assets, *argv), log=folder / "async.log") as port:
         samples = train(assets, rows, folder / "async-engine", *client_argv(port))
-        replicas, servers = drawn_by(port)
-        (_, first), (_, second) = servers.loaded_checksums()
+        client = VLLMInferClient(base_urls=[f"http://127.0.0.1:{port}"])
+        (_, first), (_, second) = RolloutServers(client, timeout=600.0).loaded_checksums()
     assert first == second != {}
-    assert replicas == ["replica 0", "replica 1"]
+    replicas = {sample["infos"]["replica"] for sample in samples.values()}
+    assert {name.split(") ")[1] for name in replicas} == {"replica 0", "replica 1"}
     assert_same(samples, reference)

@@ -22,7 +22,6 @@ from tests.stack.rounds import (
     Samples,
     assert_same,
     client_argv,
-    drawn_by,
     train,
 )
 
@@ -46,10 +45,6 @@ def test_a_callers_fault_is_told_as_his(servers: tuple[int, int]) -> None:
             refused = requests.post(url, json={"infer_requests": [asked]}, timeout=60)
             assert reason in refused.json()["detail"]
             assert refused.status_code == 400
-
-
-def test_each_replica_draws_what_is_meant_for_it(servers: tuple[int, int]) -> None:
-    assert drawn_by(*servers)[0] == ["replica 0", "replica 0", "replica 1"]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("two-replicas", 6), ("two-servers", 3)])
