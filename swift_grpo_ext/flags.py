@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import docstring_parser
+
 BYTES_PER_GB = 1e9
 """Of the flags that end with `_gb`."""
 
@@ -129,8 +131,6 @@ class FlagInfo:
 @cache
 def flag_infos() -> tuple[FlagInfo, ...]:
     """Return every flag in the order of its group, with its field's docstring."""
-    import docstring_parser  # comes with ms-swift
-
     infos: list[FlagInfo] = []
     hints, defaults = get_type_hints(ExtFlags), ExtFlags()
     for group in FLAG_GROUPS:

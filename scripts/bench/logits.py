@@ -3,8 +3,8 @@
     python scripts/bench/logits.py --output scripts/bench/results/logits.json
 
 A Qwen2 with random weights, of Qwen's vocabulary and next to nothing else, so that logits are what
-is measured: forward and backward of the sum of all log-probabilities, in float32 on CPU (`--dtype`,
-`--device cuda`), in turns. Peaks are of torch's allocator, beyond the model and its gradients.
+is measured: forward and backward of the sum of all log-probabilities, in float32 (`--dtype`), in
+turns. Peaks are of torch's allocator, beyond the model and its gradients.
 *No keyword*: a model whose `forward` does not name `logits_to_keep`, where ms-swift computes the
 logits of all positions.
 """
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from common import Results, as_markdown, make_rows
+from common import Results, as_markdown, default_device, make_rows
 from swift.rlhf_trainers import GRPOTrainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -59,7 +59,7 @@ def main() -> None:
         help="completion tokens, after a prompt of 512")  # fmt: skip
     add("--vocabulary", type=int, default=QWEN_VOCABULARY, help="of the first case, and of others "
         "a quarter; with Qwen's own, ms-swift takes 19 GB")  # fmt: skip
-    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--device", default=default_device(), choices=("cpu", "cuda"))
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--output", type=Path, help="write rows and environment there, as JSON")
     options = parser.parse_args()

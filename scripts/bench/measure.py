@@ -2,7 +2,7 @@
 
 In each repetition every way has its turn, in an order that rotates from one repetition to the next,
 so that a machine that grows slower or faster does so for all of them. The first repetition warms up
-and is thrown away. `scripts/gpu.sh` runs this without ms-swift.
+and is thrown away.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -71,7 +70,11 @@ def stopwatch(measures: Measures) -> Iterator[None]:
 
 
 def side_by_side(
-    ways: Mapping[str, Callable[[], object]], repetitions: int, device: str, label: str = "turns"
+    ways: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    device: str,
+    label: str,
+    max_seconds: float = math.inf,
 ) -> dict[str, list[Measures]]:
     """Return `seconds` and `peak_bytes` of each turn; not numbers where memory did not suffice."""
 
@@ -91,15 +94,7 @@ def side_by_side(
         return {"seconds": seconds, "peak_bytes": peak}
 
     turns = {name: partial(turn, work) for name, work in ways.items()}
-    return interleave(turns, repetitions, label)
-
-
-def medians(measured: Mapping[str, Sequence[Measures]]) -> dict[str, Measures]:
-    """Return the median of each measure of each way."""
-    return {
-        way: {name: median(m[name] for m in turns) for name in turns[0]}
-        for way, turns in measured.items()
-    }
+    return interleave(turns, repetitions, label, max_seconds=max_seconds)
 
 
 def device_seconds(work: Callable[[], object], device: str) -> float:

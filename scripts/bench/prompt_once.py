@@ -1,18 +1,21 @@
 """Time training passes that read a group's prompt once, against passes that read it G times.
 
     python scripts/bench/prompt_once.py --output scripts/bench/results/prompt_once.json
+    python scripts/bench/prompt_once.py --size 3b 7b --layers 4    on a machine with a GPU
 
-Forward and backward of one group, with the passes that `scripts/gpu.sh` measures on a GPU, on
-models with random weights and 1,024 words, with `sdpa` in float32. Completions have 64 to 256
-tokens. The rows of a plain pass do not depend on one another: of those beyond `--positions`, some
-are run, and their time is multiplied. The ratio that is expected is that of `--logps_shared_prompt
-auto`.
+Forward and backward of one group (`passes.py`), on models with random weights, with logits at once
+and in chunks; on a CPU in float32, on a GPU in bfloat16 with gradient checkpointing. Completions
+have from 64 to 256 tokens, on a GPU all of them 256: without padding the plain pass takes its
+fastest kernel. The rows of a plain pass do not depend on one another: of those beyond
+`--positions`, some are run, and their time is multiplied. The ratio that is expected is that of
+`--logps_shared_prompt auto`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,14 +23,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Results, as_markdown, make_rows
-from tiny_vlm.families import draw, make_config, numbering, sized
+from common import Results, as_markdown, default_device, make_rows
 from tqdm import tqdm
-from transformers import AutoModelForImageTextToText
 
-from scripts.bench.measure import Measures, Turn, interleave, stopwatch
-from scripts.gpu.models import Batch, group_of
-from scripts.gpu.prompt_once import once, packed, plain
+from scripts.bench.measure import side_by_side
+from scripts.bench.passes import (
+    FLASH,
+    group_of,
+    make_model,
+    once,
+    packed,
+    plain,
+    why_not_installed,
+)
 from swift_grpo_ext.logits.logps import free_bytes
 from swift_grpo_ext.logits.shared_prompt import (
     GroupLengths,
@@ -36,89 +44,116 @@ from swift_grpo_ext.logits.shared_prompt import (
     samples_of,
     saving,
 )
+from swift_grpo_ext.upstream.determinism import deterministic
 
 FAMILIES = ("qwen2_5_vl", "qwen3_5", "gemma3")
-PLAIN, ONCE = "plain", "prompt once"
-LIMIT = 1e-3
-"""The mean difference in nats that rounding explains."""
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""The mean difference of the passes in nats that rounding explains. On a CPU, with widths of 64 and
+512 and prompts of 128 and 1,500 tokens, bfloat16 lies 0.03 to 0.04 from float32; a prompt that is
+read once 0.006 at most from the plain pass, and one in which samples see one another 0.33 to
+1.07."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--families", choices=FAMILIES, nargs="+", default=FAMILIES)
+    add("--device", default=default_device(), choices=("cpu", "cuda"))
+    add("--families", choices=FAMILIES, nargs="+", default=FAMILIES[:1])
+    add("--size", nargs="+", help="of `tiny_vlm/families.yaml` (default: passes; on a GPU 3b)")
+    add("--layers", type=int, help="in the place of the size's own (default on a GPU: 4)")
+    add("--attentions", nargs="+", default=["sdpa"], choices=("sdpa", "eager", *FLASH))
     add("--group-sizes", type=int, nargs="+", default=[4, 8, 16, 32], metavar="G")
     add("--prompts", type=int, nargs="+", default=[256, 1024, 4096, 8192], metavar="TOKENS")
-    add("--positions", type=int, default=8192, help="of a plain pass, unless one row has more")
-    add("--repetitions", type=int, default=3, help="of both ways, after one that warms up")
+    add("--completions", type=int, nargs=2, metavar="TOKENS", help="the shortest and the longest")
+    add("--chunk-size", type=int, default=512, help="--logps_chunk_size; 0: without that way")
+    add("--deterministic", action="store_true", help="also as with --full_determinism true")
+    add("--positions", type=int, default=8192, help="of a plain pass, unless one row has more; a "
+        "GPU runs all")  # fmt: skip
+    add("--repetitions", type=int, default=3, help="of all ways, after one that warms up")
     add("--max-seconds", type=float, default=60.0, help="begin no further repetition after these")
     add("--output", type=Path, help="write rows and environment there, as JSON")
     options = parser.parse_args()
+    is_cpu = options.device == "cpu"
+    options.size = options.size or (["passes"] if is_cpu else ["3b"])
+    options.layers = options.layers or (None if is_cpu else 4)
+    options.completions = options.completions or ([64, 256] if is_cpu else [256, 256])
+    dtype = torch.float32 if is_cpu else torch.bfloat16
     results = Results(options.output)
-    sizes = list(product(options.prompts, options.group_sizes))
-    for family in options.families:
-        model = make_model(family)
-        for prompt, group_size in tqdm(sizes, desc=family, unit="point", dynamic_ncols=True):
-            completions = np.linspace(64, 256, group_size, dtype=int).tolist()
-            point = {"family": family, "prompt": prompt, "G": group_size}
-            results.add(run_point(model, point, completions, options))
-    names = ("family", "prompt", "G", "rows run", "expected", "skipped", "way")
-    print(as_markdown(results.rows, names, ("seconds",)))
+    points = list(product(options.prompts, options.group_sizes))
+    for family, size, attention in product(options.families, options.size, options.attentions):
+        if reason := why_not_installed(attention):
+            print(f"{attention} is left out: {reason}", file=sys.stderr)
+            continue
+        model = make_model(family, size, options.layers, options.device, dtype, attention)
+        check_passes(model)
+        label = f"{family} {size}, {attention}"
+        for prompt, group_size in tqdm(points, desc=label, unit="point", dynamic_ncols=True):
+            point = {"family": family, "size": size, "attention": attention, "prompt": prompt}
+            results.add(run_point(model, {**point, "G": group_size}, options))
+    names = ("family", "size", "attention", "prompt", "G", "rows run", "expected", "skipped", "way")
+    print(as_markdown(results.rows, names, ("seconds", "peak_bytes")))
 
 
-def make_model(family: str) -> Any:
-    """Return a model of the family, whose passes agree in a prompt that is longer than a window."""
-    torch.manual_seed(0)
-    config = make_config(sized(family, "passes"), numbering())
-    config._attn_implementation = "sdpa"
-    model = draw(AutoModelForImageTextToText, config, "cpu", torch.float32).train()
-    batch = make_batch(model, 640, [16, 16])
+def check_passes(model: Any) -> None:
+    """Stop where the passes of a model do not agree in a prompt that is longer than a window."""
+    prompt_T = torch.randint(200, model.config.get_text_config().vocab_size, (640,))
+    batch = group_of(model, prompt_T, [16, 16])
+    if reason_against(model, batch.inputs):
+        return  # each point says it
     with torch.no_grad():
         nats = float((once(model, batch) - plain(model, batch)).abs().mean())
-    assert nats < LIMIT, f"{family}: {nats} nats between the passes"
-    return model
-
-
-def make_batch(model: Any, prompt: int, completions: Sequence[int]) -> Batch:
-    vocabulary = model.config.get_text_config().vocab_size
-    return group_of(model, torch.randint(200, vocabulary, (prompt,)), completions)
+    assert nats < LIMITS[model.dtype], f"{nats} nats between the passes"
 
 
 def run_point(
-    model: Any, point: dict[str, Any], completions: list[int], options: argparse.Namespace
+    model: Any, point: dict[str, Any], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return a row for each way, or one that says why there are none."""
     text = model.config.get_text_config()
-    prompt, group_size = point["prompt"], len(completions)
-    num_rows = min(max(options.positions // (prompt + max(completions)), 1), group_size)
-    group = make_batch(model, prompt, completions)
-    batches = {PLAIN: make_batch(model, prompt, completions[:num_rows]), ONCE: group}
+    prompt, group_size = point["prompt"], point["G"]
+    shortest, longest = options.completions
+    completions = np.linspace(shortest, longest, group_size, dtype=int).tolist()
+    num_rows = group_size
+    if options.device == "cpu":
+        num_rows = min(max(options.positions // (prompt + max(completions)), 1), group_size)
+    prompt_T = torch.randint(200, text.vocab_size, (prompt,))
+    group, part = (group_of(model, prompt_T, completions[:n]) for n in (group_size, num_rows))
     attended = group.inputs["attention_mask"].bool()
     samples = samples_of(group.inputs["input_ids"], attended, group.predicts_BT)
     lengths = [*map(GroupLengths.of, groups_of(samples, lambda a, b: True))]
     expected = round(1 - saving(lengths, text), 3)
     point |= {"rows run": f"{num_rows} of {group_size}", "expected": expected, "skipped": ""}
-    # Up to 72 numbers of the width for each position and layer, as measured (gated delta nets).
-    largest = max(batches[PLAIN].predicts_BT.numel(), packed(model, group).predicts_1L.numel())
-    needed = largest * text.num_hidden_layers * 80 * text.hidden_size * 4
     reason = reason_against(model, group.inputs)
-    if needed > (free := free_bytes(torch.device("cpu"))):
-        reason = f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} free"
+    if options.device == "cpu" and not reason:
+        # Up to 72 numbers of the width for each position and layer, as measured (gated delta nets).
+        largest = max(part.predicts_BT.numel(), packed(model, group).predicts_1L.numel())
+        needed = largest * text.num_hidden_layers * 80 * text.hidden_size * 4
+        if needed > (free := free_bytes(torch.device("cpu"))):
+            reason = f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} free"
     if reason:
         return [{**point, "skipped": reason, "way": ""}]
 
-    def turn(way: str, _: int) -> Measures:
-        measures: Measures = {}
-        model.zero_grad()
-        with stopwatch(measures):
-            (plain if way == PLAIN else once)(model, batches[way]).sum().backward()
-        share = group_size / num_rows if way == PLAIN else 1.0
-        return {"seconds": measures["seconds"] * share}
+    passes: dict[str, Callable[[], torch.Tensor]] = {"plain": partial(plain, model, part)}
+    if options.chunk_size:
+        passes["chunked"] = partial(plain, model, part, options.chunk_size)
+    passes["prompt once"] = partial(once, model, group)
 
-    ways: dict[str, Turn] = {way: partial(turn, way) for way in batches}
-    label = f"prompt {prompt}, G = {group_size}"
-    limit = options.max_seconds
-    return make_rows(point, interleave(ways, options.repetitions, label, max_seconds=limit))
+    def work(compute: Callable[[], torch.Tensor], is_deterministic: bool) -> None:
+        with deterministic(is_deterministic):
+            model.zero_grad()
+            compute().sum().backward()
+
+    works = {way: partial(work, compute, False) for way, compute in passes.items()}
+    if options.deterministic:
+        works |= {f"{way}, deterministic": partial(work, p, True) for way, p in passes.items()}
+    label, limit = f"prompt {prompt}, G = {group_size}", options.max_seconds
+    measured = side_by_side(works, options.repetitions, options.device, label, limit)
+    for way, turns in measured.items():
+        if num_rows < group_size and not way.startswith("prompt once"):
+            for turn in turns:
+                turn["seconds"] *= group_size / num_rows
+                del turn["peak_bytes"]  # of some rows
+    return make_rows(point, measured)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from swift.utils import get_logger
 from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
-from swift_grpo_ext.logger import get_logger
 from swift_grpo_ext.logits import segments
 from swift_grpo_ext.logits.sharding import ShardRanks
 

@@ -20,20 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from swift.utils import get_logger
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from xxhash import xxh3_128
 
 from swift_grpo_ext.flags import BYTES_PER_GB
-from swift_grpo_ext.logger import get_logger
 from swift_grpo_ext.logits.sharding import shard_ranks
 from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.media.lazy_concat import LazyConcat, memory_of
 from swift_grpo_ext.ranks import RankGroup
-
-try:
-    from xxhash import xxh3_128 as hash_of
-except ModuleNotFoundError:  # it comes with ms-swift's `datasets`
-    from hashlib import sha256 as hash_of  # type: ignore[assignment]
 
 logger = get_logger()
 
@@ -322,7 +318,7 @@ def image_keys(call: Call) -> list[Hashable]:
         memory = memory_of(image)
         if memory not in digests:
             values = image.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            digests[memory] = hash_of(values).digest()
+            digests[memory] = xxh3_128(values).digest()
         keys.append((how, grid, image.shape, digests[memory]))
     return keys
 

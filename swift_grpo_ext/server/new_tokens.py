@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from swift.arguments import RLHFArguments, RolloutArguments
+from swift.utils import HfConfigFactory
+from transformers import AutoConfig, AutoTokenizer
 
 
 def check_model_tokens(args: RLHFArguments | RolloutArguments) -> None:
@@ -22,9 +24,6 @@ def check_model_tokens(args: RLHFArguments | RolloutArguments) -> None:
     new_tokens = args.new_special_tokens
     if not new_tokens or not (isinstance(args, RolloutArguments) or args.use_vllm):
         return
-    from swift.utils import HfConfigFactory
-    from transformers import AutoConfig, AutoTokenizer
-
     directory = Path(args.model_dir)
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=True)

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+
 if TYPE_CHECKING:
     from swift.rlhf_trainers.utils import TensorLoRARequest
     from vllm.config import ModelConfig
@@ -132,9 +134,6 @@ def recorded_adapter(manager: Any) -> Iterator[WeightChecksums]:
     Raises:
         WeightUpdateError: the engine does not use it, or not all of it.
     """
-    # Not above: of a machine without pydantic, `scripts/gpu.sh` wants checksums alone.
-    from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
-
     sums: WeightChecksums = {}
 
     def add_adapter(request: TensorLoRARequest) -> bool:

@@ -1,22 +1,75 @@
-"""Steps that are not the same twice are seen by their checksums."""
+"""Steps of a training made twice with the switch of `--full_determinism true` are the same, bit for
+bit; steps that are not are seen by their checksums."""
 
 from __future__ import annotations
 
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from scripts.gpu.deterministic import STEPS, train, unequal
-from scripts.gpu.media import group_with_image
-from scripts.gpu.models import Batch, wide
-from scripts.gpu.prompt_once import plain
+from scripts.bench.passes import Batch, make_model, once, plain, why_not_installed
+from swift_grpo_ext.logits.shared_prompt import reason_against
+from swift_grpo_ext.upstream.determinism import deterministic
+from swift_grpo_ext.weights.checksums import weight_checksums
+from tests.gpu.compare import Pass
+from tests.gpu.conftest import DEVICE
+from tests.gpu.models import group_with_image
+
+STEPS = 4
+LEARNING_RATE = 1e-3
+
+
+def train(model: Any, batch: Batch, way: Pass) -> list[str]:
+    """A checksum of each step's values, gradients and weights; the model is as before."""
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    advantages_N = torch.linspace(-1, 1, len(batch.targets_N), device=model.device)
+    sums = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        logps_N = way(model, batch)
+        (-advantages_N * logps_N).mean().backward()
+        optimizer.step()
+        tensors = [("values", logps_N.detach())]
+        for name, weight in model.named_parameters():
+            tensors.append((name, weight.detach()))
+            if weight.grad is not None:
+                tensors.append((f"{name}.grad", weight.grad))
+        words = (text.rpartition(" ")[2] for text in weight_checksums(tensors).values())
+        sums.append(f"{sum(int(word, 16) for word in words) % 2**64:016x}")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(weights[name])
+    optimizer.zero_grad()
+    return sums
+
+
+@pytest.mark.parametrize("way", [plain, once])
+@pytest.mark.parametrize(
+    "attention", ["sdpa", "flash_attention_2"] if DEVICE == "cuda" else ["sdpa"]
+)
+def test_steps_twice(attention: str, way: Pass, device: str) -> None:
+    """At the 3B's width on a GPU, with its tower. The same GPU and releases print the same
+    checksum on every machine."""
+    if reason := why_not_installed(attention):
+        pytest.skip(reason)
+    shape, of_group = (("3b", 4), (64, 256, 8)) if device == "cuda" else (("small", 2), (8, 16, 4))
+    model = make_model("qwen2_5_vl", *shape, device, torch.bfloat16, attention)
+    batch = group_with_image(model, *of_group)
+    if way is once and (reason := reason_against(model, batch.inputs)):
+        pytest.skip(f"left alone: {reason}")
+    with deterministic(True):
+        first, second = (train(model, batch, way) for _ in range(2))
+    print(f"{attention}, {way.__name__}: after the last step {first[-1]}")
+    assert first == second
 
 
 def test_a_last_bit_is_seen() -> None:
-    model = wide("small", 2, "cpu", "sdpa", sees=True)
-    batch = unequal(group_with_image(model, side=8, completion=16, group_size=4))
+    model = make_model("qwen2_5_vl", "small", 2, "cpu", torch.bfloat16, "sdpa")
+    batch = group_with_image(model, side=8, completion=16, group_size=4)
     assert batch.predicts_BT.sum(1).tolist() == [16, 15, 14, 13]
     before = [weight.clone() for weight in model.parameters()]
     calls = count()

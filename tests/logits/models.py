@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -68,8 +69,6 @@ def internvl() -> Any:
 def video_llama_3() -> Any:
     config_class = getattr(transformers, "VideoLlama3Config", None)
     if config_class is None:
-        import pytest  # not above: `scripts/gpu.sh` reads this module where there is none
-
         pytest.skip(f"transformers {transformers.__version__} has no VideoLlama3")
     config = config_class(
         text_config={"model_type": "qwen2", **TEXT},

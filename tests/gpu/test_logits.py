@@ -5,35 +5,23 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from scripts.bench.measure import peak_bytes
-from scripts.gpu.compare import BFLOAT16, FLOAT32, compare, difference
-from scripts.gpu.found import Comparison, Found
-from scripts.gpu.models import Batch, made, why_missing
+from scripts.bench.passes import Batch
 from swift_grpo_ext.logits.chunked import Logps, chunked_logps, token_logps
 from swift_grpo_ext.logits.shim import LogitsShim
+from tests.gpu.compare import BFLOAT16, FLOAT32, assert_within, compare, difference
+from tests.gpu.models import made
 from tests.logits.compare import largest
 
-
-def run(device: str, model: str, dtype: str) -> Found:
-    """Compare a tiny model's log-probabilities and entropies.
-
-    Those of remote code are asked for their last positions by their own keyword, old or new, and
-    their chunks are left alone.
-    """
-    if reason := why_missing(model):
-        return Found(not_tried=reason)
-    ways = {
-        "chosen positions": partial(chosen_positions, chunk_size=0),
-        "chunks of 3": partial(chosen_positions, chunk_size=3),
-    }
-    return Found(compare(partial(made, model, device, dtype), all_positions, ways))
+MODELS = ("Qwen2", "Qwen2.5-VL", "InternVL", "Qwen3.5", "Gemma3", "new spelling", "old spelling")
 
 
 def all_positions(model: Any, batch: Batch) -> Tensor:
-    """Return log-probabilities [N] and, behind them, entropies [N]."""
+    """Log-probabilities [N] and, behind them, entropies [N]."""
     logits_NV = model(**batch.inputs).logits[batch.predicts_BT].float()
     log_p_NV = logits_NV.log_softmax(-1)
     logps_N = log_p_NV.gather(-1, batch.targets_N[:, None])[:, 0]
@@ -41,7 +29,7 @@ def all_positions(model: Any, batch: Batch) -> Tensor:
 
 
 def chosen_positions(model: Any, batch: Batch, chunk_size: int) -> Tensor:
-    """Return the same through the shim."""
+    """The same through the shim."""
     logps = LogitsShim(model, warn=lambda _: None).logps(
         model, batch.inputs, batch.predicts_BT, batch.targets_N,
         chunk_size=chunk_size, with_entropy=True,
@@ -50,8 +38,25 @@ def chosen_positions(model: Any, batch: Batch, chunk_size: int) -> Tensor:
     return torch.cat([logps.logps_N, logps.entropies_N])
 
 
-def run_head(device: str, positions: int, vocabulary: int, width: int, dtype: str) -> Found:
-    """Compare a head's chunks of a 16th with all positions at once: values, and peak memory."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_chosen_positions(model: str, dtype: str, device: str) -> None:
+    """Those of remote code are asked for their last positions by their own keyword, old or new, and
+    their chunks are left alone."""
+    ways = {
+        "chosen positions": partial(chosen_positions, chunk_size=0),
+        "chunks of 3": partial(chosen_positions, chunk_size=3),
+    }
+    assert_within(compare(partial(made, model, device, dtype), all_positions, ways))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 3584])
+def test_chunks_of_a_head_take_a_part_of_its_memory(width: int, dtype: str, device: str) -> None:
+    """Chunks of a 16th."""
+    is_small = device == "cpu"
+    positions, vocabulary = (256, 4096) if is_small else (8192, 151_936)
+    width = min(width, 96) if is_small else width
     torch.manual_seed(0)
     how: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
     head = nn.Linear(width, vocabulary, bias=False, **how)
@@ -68,23 +73,8 @@ def run_head(device: str, positions: int, vocabulary: int, width: int, dtype: st
     with torch.no_grad():
         expected = at_once().logps_N
         error = difference(in_chunks().logps_N, expected) / largest(expected)
+    assert error <= (BFLOAT16 if dtype == "bfloat16" else FLOAT32)
     whole = peak_bytes(lambda: at_once().logps_N.sum().backward())
     chunked = peak_bytes(lambda: in_chunks().logps_N.sum().backward())
     # The head's gradient: the sum so far, a chunk's, and the sum of both.
-    less = chunked - 3 * head.weight.nbytes
-    return Found(
-        [
-            Comparison("values", error, BFLOAT16 if dtype == "bfloat16" else FLOAT32),
-            Comparison("peak in chunks, of that at once", less / whole, 0.2),
-        ],
-        [
-            {
-                "positions": positions,
-                "vocabulary": vocabulary,
-                "width": width,
-                "dtype": dtype,
-                "at once, GiB": whole / 2**30,
-                "in chunks, GiB": chunked / 2**30,
-            }
-        ],
-    )
+    assert (chunked - 3 * head.weight.nbytes) / whole <= 0.2

@@ -1,4 +1,4 @@
-"""Compares passes.
+"""Compares passes of a model.
 
 A run in float32 is held against another one in float32. Runs in bfloat16 are held against the same
 weights in float32: rounding may take a pass as far from there as it takes the plain pass, and
@@ -9,17 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scripts.gpu.found import Comparison
-from scripts.gpu.models import Batch
+from scripts.bench.passes import Batch
 from tests.logits.compare import Gradients, largest, values_and_gradients
 
 Run = tuple[Tensor, Gradients]
 """Values, and the gradient of a mixture of them by each weight."""
+
+
+class Comparison(NamedTuple):
+    """A number that must not be larger than its bound."""
+
+    what: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Return whether it is within its bound, which what is not a number never is."""
+        return self.error <= self.bound
+
 
 Pass = Callable[[Any, Batch], Tensor]
 """Computes values of a model and a batch."""
@@ -96,10 +109,6 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max())
 
 
-def equal(what: str, found: object, expected: object) -> Comparison:
-    """Compare what has to be the same: tensors bit by bit, and numbers."""
-    if isinstance(found, Tensor) and isinstance(expected, Tensor):
-        same = torch.equal(found, expected)
-    else:
-        same = found == expected
-    return Comparison(what, 0.0 if same else 1.0, 0.0)
+def assert_within(comparisons: list[Comparison]) -> None:
+    assert comparisons
+    assert [c for c in comparisons if not c.passed] == []

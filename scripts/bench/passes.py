@@ -1,0 +1,127 @@
+"""Training passes over a group, plain and with its prompt read once, and the models that run them.
+
+The benches time these passes, and `tests/gpu` compares them with one another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from tiny_vlm.families import draw, make_config, numbering, sized
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from swift_grpo_ext.logits.shared_prompt import PackedBatch, pack
+from swift_grpo_ext.logits.shim import LogitsShim
+
+FLASH = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
+"""Each needs this distribution; transformers would ask its hub otherwise."""
+
+SPREAD = 1.5
+"""Standard deviation of what a linear layer makes of normed states. With transformers' weights of
+0.02 attention is so even that a wrong mask hardly shows."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of groups, padded on the right."""
+
+    inputs: dict[str, Any]
+    """The arguments of a model's forward."""
+
+    predicts_BT: Tensor
+    """The positions whose logits are wanted."""
+
+    targets_N: Tensor
+    """The tokens that they predict."""
+
+
+def why_not_installed(attention: str) -> str:
+    """Return why an attention cannot be tried; '' where it can."""
+    package = FLASH.get(attention, "torch")
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return f"{package} is not installed"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def make_model(
+    family: str, size: str, layers: int | None, device: str, dtype: torch.dtype, attention: str
+) -> Any:
+    """Return a random model of a family's size, in training mode."""
+    torch.manual_seed(0)
+    config = make_config(sized(family, size, layers), numbering())
+    text = config.get_text_config()
+    text.update({"use_cache": False, "initializer_range": SPREAD / text.hidden_size**0.5})
+    config._attn_implementation = attention
+    model: Any = draw(AutoModelForImageTextToText, config, device, dtype).train()
+    if device == "cuda":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def group_of(model: Any, prompt_T: Tensor, completions: Sequence[int]) -> Batch:
+    """Return a prompt's samples, of random tokens, padded on the right."""
+    prompt, length = len(prompt_T), len(prompt_T) + max(completions)
+    text = model.config.get_text_config()
+    shape = (len(completions), max(completions))
+    news = torch.randint(200, text.vocab_size, shape, device=model.device)
+    ids = torch.cat([prompt_T.to(model.device).expand(len(completions), -1), news], dim=1)
+    ends = prompt + torch.tensor(completions, device=model.device)[:, None]
+    columns = torch.arange(length, device=model.device)[None]
+    predicts = (columns >= prompt - 1) & (columns < ends - 1)
+    inputs = {"input_ids": ids, "attention_mask": (columns < ends).long()}
+    if "mrope_section" in (getattr(text, "rope_parameters", None) or text.rope_scaling or {}):
+        inputs["position_ids"] = columns.expand(3, *ids.shape)
+    if model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    return Batch(inputs, predicts, ids.roll(-1, 1)[predicts])
+
+
+def positions_of(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return the positions that ms-swift's templates give a batch with images."""
+    find = model.model.get_rope_index
+    # transformers 4 looks for placeholders itself.
+    names = ("image_grid_thw", "attention_mask", "mm_token_type_ids")
+    taken = {name: inputs[name] for name in names if name in inspect.signature(find).parameters}
+    positions: Tensor = find(inputs["input_ids"], **taken)[0]
+    return positions
+
+
+def plain(model: Any, batch: Batch, chunk_size: int = 0) -> Tensor:
+    """Return log-probabilities [N] of the batch as it is."""
+    return _logps(model, batch, PackedBatch(batch.inputs, batch.predicts_BT), chunk_size)
+
+
+def once(model: Any, batch: Batch, chunk_size: int = 0) -> Tensor:
+    """Return log-probabilities [N] of the batch with each prompt once."""
+    return _logps(model, batch, packed(model, batch), chunk_size)
+
+
+def packed(model: Any, batch: Batch) -> PackedBatch:
+    """Return a batch in which each group's prompt stands once."""
+    found = pack(batch.inputs, batch.predicts_BT, model)
+    assert found is not None
+    return found
+
+
+def _logps(model: Any, batch: Batch, given: PackedBatch, chunk_size: int) -> Tensor:
+    return _shim_of(model).logps(model, *given, batch.targets_N, chunk_size=chunk_size).logps_N
+
+
+@lru_cache(maxsize=1)
+def _shim_of(model: Any) -> LogitsShim:
+    """Return the model's shim, which learns of the model at its first forward."""
+    return LogitsShim(model, strict=True)
