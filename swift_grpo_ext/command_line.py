@@ -5,9 +5,6 @@ hands on declared dataclass fields only. `BaseArguments._init_model_kwargs`, the
 the import, therefore turns the object into our subclass of its own class, which declares our flags
 as fields, with the values of what ms-swift is parsing: the command line, or a script's list. It is
 the same where a script has called `register()` before.
-
-Upstream: ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py. Can go when ms-swift
-imports plugins before it parses arguments.
 """
 
 from __future__ import annotations
@@ -26,17 +23,14 @@ from transformers import HfArgumentParser
 from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.checks.former_flags import flag_hint
+from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
 from swift_grpo_ext.record.session import check_output_dir
 from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
-from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 from swift_grpo_ext.upstream.determinism import prepare_process
-from swift_grpo_ext.upstream.models import repair_models
-from swift_grpo_ext.upstream.patches import patch
-from swift_grpo_ext.upstream.upright import load_upright
+from swift_grpo_ext.upstream.patches import Moment, apply, patch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -59,8 +53,12 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
-            repair_models()
-            load_upright()
+            apply(Moment.TRAINING)
+
+    def _init_external_vllm(self) -> None:
+        if self.vllm_server_host is not None or self.vllm_server_base_url is not None:
+            apply(Moment.TRAINER)  # before it connects to servers
+        super()._init_external_vllm()
 
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
         # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.
@@ -74,9 +72,7 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
     def _check_device_count(self) -> None:
         check_model_tokens(self)
         enforce(preflight.check_model(self))
-        # Without an accelerator there are no devices to count: replicas share cores and memory.
-        if has_accelerator():
-            super()._check_device_count()
+        super()._check_device_count()
 
 
 EXTENDED: dict[type, type] = {
@@ -119,9 +115,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
     if isinstance(args, RolloutArguments):
         if "swift.pipelines.infer.rollout" in sys.modules:
             # A script may have called `register()` before it loaded the server.
-            from swift_grpo_ext.server import routes
-
-            routes.install_where_served()
+            apply(Moment.SERVER)
         api_key.take(args)
     else:
         api_key.check_urls(args)

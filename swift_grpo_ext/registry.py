@@ -10,7 +10,9 @@ import sys
 from functools import cache
 
 from swift_grpo_ext.upstream import pins
+from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import tried_packages, untried, verify
+from swift_grpo_ext.upstream.patches import Moment, apply
 
 TRAINER = "swift_grpo_ext.training.RolloutGRPOTrainer"
 TRAINING_ARGUMENTS = "swift_grpo_ext.config.RolloutGRPOConfig"
@@ -27,7 +29,6 @@ def register() -> None:
     from swift.callbacks import callbacks_map
     from swift.trainers import TrainerFactory
 
-    from swift_grpo_ext import command_line
     from swift_grpo_ext.diversity.monitor import DiversityMonitor
 
     if news := untried(tried_packages()):
@@ -35,12 +36,14 @@ def register() -> None:
             f"swift-grpo-ext was not tried with {', '.join(news)}. All names that it builds on are "
             "there; `swift-grpo-ext selftest` checks its promises on this machine."
         )
-    command_line.install()
+    if not has_accelerator():
+        from swift_grpo_ext.cpu import patches as cpu_patches
+
+        cpu_patches.register()
+    apply(Moment.REGISTRATION)
     TrainerFactory.TRAINER_MAPPING["grpo"] = TRAINER
     TrainerFactory.TRAINING_ARGS_MAPPING["grpo"] = TRAINING_ARGUMENTS
     callbacks_map["diversity"] = DiversityMonitor
     # The trainer puts the engine in place itself, when it makes one.
     if "swift.pipelines.infer.rollout" in sys.modules:
-        from swift_grpo_ext.server import routes
-
-        routes.install_where_served()
+        apply(Moment.SERVER)

@@ -43,3 +43,10 @@ def test_the_core_imports_no_tool_and_upstream_nothing_of_ours() -> None:
     below = [(room, other) for room, other in imports() if not room.startswith("tools")]
     assert [pair for pair in below if pair[1].startswith("tools")] == []
     assert [pair for pair in below if pair[0] == "upstream"] == []
+
+
+def test_what_only_a_cpu_needs_is_a_leaf() -> None:
+    """The core meets it where the plugin enters and where arguments are made; engines name it."""
+    assert {other for room, other in imports() if room == "cpu"} <= {"upstream", "weights"}
+    users = {room for room, other in imports() if other == "cpu" and not room.startswith("tools")}
+    assert users == {"registry", "command_line"}

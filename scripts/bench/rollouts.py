@@ -54,12 +54,12 @@ from swift.rlhf_trainers.utils import encode_sample
 from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from scripts.bench.measure import Measures, Turn, interleave, stopwatch
+from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.flags import ExtFlags
 from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.generate import ServedSample, to_rollout_outputs
 from swift_grpo_ext.server.client import RolloutServers
-from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
 CACHES = ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
 STARTUP_SECONDS = 600

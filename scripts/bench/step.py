@@ -39,8 +39,8 @@ from swift.template import get_template
 from tiny_vlm.families import FAMILIES, make_family, sized
 
 from scripts.bench.measure import Measures, Turn, interleave
+from swift_grpo_ext.cpu.settings import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
 from swift_grpo_ext.timing.step_clock import PARTS, ROLLOUT_PARTS
-from swift_grpo_ext.upstream.cpu import CPU_ENVIRONMENT, KEEP_FREED_MEMORY
 
 READ_AGAIN = ["--logps_shared_prompt", "false"]
 WAYS: dict[str, list[str]] = {

@@ -24,8 +24,9 @@ from swift.rlhf_trainers import GRPOTrainer
 from swift.trainers import TrainerFactory
 from transformers import TrainerCallback
 
+from swift_grpo_ext.cpu import patches as cpu_patches
 from swift_grpo_ext.timing.step_clock import StepClock
-from swift_grpo_ext.upstream.vllm_repairs import keep_packed_convolutions
+from swift_grpo_ext.upstream.patches import make
 
 
 class StepTimes(TrainerCallback):
@@ -76,4 +77,5 @@ orms["vowels"] = Vowels
 if "swift_grpo_ext" not in TrainerFactory.TRAINER_MAPPING["grpo"]:
     TrainerFactory.TRAINER_MAPPING["grpo"] = "timed_steps.PlainTrainer"
     if not torch.accelerator.is_available():
-        keep_packed_convolutions()
+        cpu_patches.register()
+        make("cpu.engines:keep_packed_convolutions")

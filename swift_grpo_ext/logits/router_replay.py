@@ -221,14 +221,7 @@ def no_experts(samples: Sequence[OnPolicySample], **_: Any) -> None:
 
 
 def install(mode: str) -> None:
-    """Have ms-swift make batches with experts where they are replayed, and without elsewhere.
-
-    Symptom: experts that vLLM returned are among the model's inputs, and change nothing, in
-    silence; those of one sample missing, a batch's are dropped. With padding on the left, the
-    experts of each token are those of the token before it.
-    Upstream: ms-swift 4.6, rlhf_trainers/utils.py (`build_routed_experts_batch`): made for
-    Megatron. Can go when ms-swift's own trainer replays experts.
-    """
+    """Have ms-swift make batches with experts where they are replayed, and without elsewhere."""
     from swift.rlhf_trainers import utils
 
     if any(map(mismatch, pins.ROUTER_REPLAY)):  # before 4.6, which carries no experts

@@ -33,6 +33,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.utils.rnn import pad_sequence
 from transformers import modeling_flash_attention_utils as flash
 
+from swift_grpo_ext.upstream.patches import patch, patch_entry
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -445,11 +447,11 @@ def read_by_segments(model: PreTrainedModel) -> None:
     for interface in attention_interfaces(model):
         attend = eager_attention if name == "eager" else interface[name]
         if not hasattr(attend, "reads_segments"):
-            interface[name] = by_segments(attend, name)
+            patch_entry(interface, name, by_segments(attend, name))
     for module in model.modules():
         is_delta_net = type(module).__name__.endswith("GatedDeltaNet")
         if is_delta_net and not hasattr(module.forward, "reads_segments"):
-            module.forward = delta_net_by_segments(module, module.forward)
+            patch(module, forward=delta_net_by_segments(module, module.forward))
 
 
 def attention_interfaces(model: PreTrainedModel) -> list[MutableMapping[str, Attention]]:

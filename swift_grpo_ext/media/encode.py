@@ -25,7 +25,6 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import functools
 import io
 import pickle
 import sys
@@ -50,6 +49,7 @@ from swift_grpo_ext import memory
 from swift_grpo_ext.flags import BYTES_PER_GB, RolloutFlags
 from swift_grpo_ext.media.lazy_concat import LazyConcat, is_rows
 from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.upstream.patches import wrapped
 from swift_grpo_ext.upstream.rows import FILE
 
 if TYPE_CHECKING:
@@ -71,9 +71,6 @@ COLLATED = ("pixel_values", "pixel_values_videos")
 `_data_collator_mm_data`)."""
 
 KINDS = ("decoded", "processed", "reused")
-
-_MARK = "shares_media"
-"""An attribute of functions that a `MediaCache` has put in the place of upstream's."""
 
 
 class MediaChangedError(RuntimeError):
@@ -106,6 +103,7 @@ class MediaCache:
         self._round = 0
         self._lock = threading.Lock()
         self._turns = WeakValueDictionary[bytes, threading.Lock]()
+        self._hooks: dict[tuple[int, str], tuple[set[object], ExitStack]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -212,11 +210,27 @@ class MediaCache:
         ]
         with ExitStack() as stack:
             for owner, name, wrap in hooks:
-                original = getattr(owner, name, None)
-                # Within another block of this template, media are shared already.
-                if original is not None and not hasattr(original, _MARK):
-                    setattr(stack.enter_context(replaced(owner, name, wrap)), _MARK, True)
+                if getattr(owner, name, None) is not None:
+                    stack.enter_context(self._hooked(owner, name, wrap))
             yield
+
+    @contextmanager
+    def _hooked(self, owner: Any, name: str, wrap: Callable[..., Any]) -> Iterator[None]:
+        """Hook a function as long as a block of any thread wants it: media are shared once in a
+        block within another, and none of two side by side takes it from the other. Threads without
+        a block may call it meanwhile: they get what they would have got, from the cache."""
+        with self._lock:
+            users, hook = self._hooks.setdefault((id(owner), name), (set(), ExitStack()))
+            if not users:
+                hook.enter_context(wrapped(owner, name, wrap))
+            users.add(user := object())
+        try:
+            yield
+        finally:
+            with self._lock:
+                users.remove(user)
+                if not users:
+                    hook.close()
 
     def _decode_image(self, load: Callable[..., Any], image: Any, load_images: bool) -> Any:
         # A path that is not to be loaded comes back as it is.
@@ -431,28 +445,8 @@ def before_collating(
         change(batch)
         return upstream(batch, **kwargs)
 
-    with replaced(template, "data_collator", collate):
+    with wrapped(template, "data_collator", collate):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrap: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Let `owner.NAME(...)` be `wrap(original, ...)` within the block, and yield what it is."""
-    original, own = getattr(owner, name), vars(owner).get(name)
-
-    # A function, not an object: a copied or printed owner must not meet a live hook.
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrap(original, *args, **kwargs)
-
-    setattr(owner, name, replacement)
-    try:
-        yield replacement
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

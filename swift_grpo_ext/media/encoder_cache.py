@@ -30,6 +30,7 @@ from swift_grpo_ext.logits.sharding import shard_ranks
 from swift_grpo_ext.logits.shim import base_model
 from swift_grpo_ext.media.lazy_concat import LazyConcat, memory_of
 from swift_grpo_ext.ranks import RankGroup
+from swift_grpo_ext.upstream.patches import patch
 
 logger = get_logger()
 
@@ -189,7 +190,7 @@ class FrozenTower:
             args, kwargs = pytree.tree_map_only(LazyConcat, LazyConcat.join, (args, kwargs))
             return upstream(*args, **kwargs)
 
-        tower.forward = forward
+        patch(tower, forward=forward)
 
     def switch_off(self, problem: str) -> None:
         """Leave all further calls as they are."""

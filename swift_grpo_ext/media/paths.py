@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
-from functools import cache, wraps
+from functools import wraps
 from io import BytesIO
 from itertools import product
 from pathlib import Path
@@ -149,7 +149,6 @@ def _check_pixels(picture: BytesIO | str) -> bool:
     return True
 
 
-@cache
 def check_redirects() -> None:
     """Let the templates of this process, of a replica, encode files in the place of URLs: each is
     fetched here alone, judged at each hop and by what came. And let Pillow refuse a picture that

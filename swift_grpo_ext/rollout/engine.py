@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import requests
 import swift.infer_engine
-import torch
 from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
@@ -35,12 +34,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.checks.rows import RowError, encoding_fault
-from swift_grpo_ext.media import paths
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.conversation import Conversation, attach_packed, turn_of
 from swift_grpo_ext.rollout.dispatch import RequestError, activity, note_failure
 from swift_grpo_ext.rollout.generate import PackedResponse
-from swift_grpo_ext.rollout.positions import keep_positions
+from swift_grpo_ext.rollout.positions import kept_positions
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.stops.rule import Ending, Stops
@@ -48,15 +46,9 @@ from swift_grpo_ext.stops.templates import StoppedChoice, TemplateStops, record_
 from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
-from swift_grpo_ext.upstream.encoding import (
-    add_video_metadata,
-    supply_video_loader,
-    tool_calls,
-)
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.encoding import add_video_metadata, tool_calls
+from swift_grpo_ext.upstream.patches import Moment, apply, patch
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
-from swift_grpo_ext.upstream.rows import read_file_urls
-from swift_grpo_ext.upstream.upright import load_upright
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
@@ -70,7 +62,7 @@ logger = get_logger()
 ROLLOUT_MODULE = "swift.pipelines.infer.rollout"
 UPSTREAM_EXTENSION = f"{ROLLOUT_MODULE}.WeightSyncWorkerExtension"
 VERIFIED_EXTENSION = "swift_grpo_ext.weights.receiver.VerifiedWeightSyncWorkerExtension"
-CPU_EXTENSION = "swift_grpo_ext.weights.receiver.CPUWeightSyncWorkerExtension"
+CPU_EXTENSION = "swift_grpo_ext.cpu.receiver.CPUWeightSyncWorkerExtension"
 
 METADATA = f"{wire.KEY}.metadata"
 STOPS = f"{wire.KEY}.stops"
@@ -105,11 +97,7 @@ def is_about_length(error: Exception) -> bool:
 
 def note_cuts(template: Template) -> bool:
     """Have the template of an engine say of an encoded prompt that it was cut, under `CUT`, where
-    that is so, and return whether it is to refuse such prompts instead.
-
-    ms-swift cuts the turns of a conversation as it cuts prompts (4.6, template/base.py), and
-    training sees all of them.
-    """
+    that is so, and return whether it is to refuse such prompts instead."""
     cut = template._truncate
 
     def noted(input_ids: list[int], labels: Any, encoded: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +106,7 @@ def note_cuts(template: Template) -> bool:
         encoded[CUT] = length
         return result
 
-    template._truncate = noted
+    patch(template, _truncate=noted)
     refuses = template.truncation_strategy == "raise"
     if refuses:
         template.truncation_strategy = "left"
@@ -135,19 +123,9 @@ class RolloutEngine(GRPOVllmEngine):
         if extension == UPSTREAM_EXTENSION:
             ours = VERIFIED_EXTENSION if has_accelerator() else CPU_EXTENSION
             engine_kwargs["worker_extension_cls"] = ours
-        if not has_accelerator():
-            vllm_repairs.repair_cpu_engine()
-            if engine_kwargs.get("enable_return_routed_experts"):
-                engine_kwargs["async_scheduling"] = False  # steps that the repair can follow
-        vllm_repairs.leave_out_broken_plugins()
-        vllm_repairs.name_media_by_request()
-        vllm_repairs.load_processors_uncopied()
-        supply_video_loader()
-        self._positions = keep_positions()
-        load_upright()
-        read_file_urls()
+        apply(Moment.ENGINE)
         if self._serves:
-            paths.check_redirects()
+            apply(Moment.REPLICA)
         super().__init__(*args, engine_kwargs=engine_kwargs, **kw)
         self._refuses_cuts = note_cuts(self.template)
         if self._serves:
@@ -348,7 +326,7 @@ class RolloutEngine(GRPOVllmEngine):
         request_id: str,
     ) -> ChatCompletionResponse:
         metadata = inputs.get(METADATA)
-        prompt_positions = self._positions.pop(request_id, None)
+        prompt_positions = kept_positions.pop(request_id, None)
         args = (result, inputs, request_config, request_id)
         if metadata is None:
             return super()._create_chat_completion_response(*args)
@@ -464,18 +442,6 @@ class RolloutEngine(GRPOVllmEngine):
             outputs[i] = RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
         return outputs
 
-    # --- weights ---
-
-    def reload_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace a colocated engine's weights, by their checkpoint names.
-
-        vLLM's CPU layers keep packed weights only, which `model.load_weights` cannot fill (vLLM
-        0.32, `dispatch_cpu_unquantized_gemm`); this rebuilds them, all but a tied head's, which
-        waits for ms-swift's `finish_vllm_weight_reload` after all weights have come.
-        """
-        model_runner = self.inner_model_executor.driver_worker.worker.model_runner
-        vllm_repairs.reload_weights(model_runner, weights)
-
 
 @dataclass
 class _Led:
@@ -578,11 +544,10 @@ _verify_once = cache(verify)  # of a second training in one process, the hooks a
 
 
 def install() -> None:
-    """Put `RolloutEngine` where the trainer looks for its engine (ms-swift 4.6,
-    rlhf_trainers/rollout_mixin.py). Can go when ms-swift lets a plugin name the engine's class.
+    """Put `RolloutEngine` where the trainer looks for its engine.
 
     Raises:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
-    _verify_once((*pins.ENGINE, *(() if has_accelerator() else pins.CPU)))
+    _verify_once(pins.ENGINE)
     patch(swift.infer_engine, GRPOVllmEngine=RolloutEngine)

@@ -8,7 +8,7 @@ prompt's tokens stood, and training compares (`training/batch.py`, docs/promises
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -74,13 +74,12 @@ class PositionCounter:
         return np.asarray(counted, dtype=np.int32)
 
 
-@cache
-def keep_positions() -> LRUCache[str, Positions]:
-    """Have vLLM's frontend count the positions of each prompt with media, and return what keeps
-    them by the requests' ids; nothing ever comes in with a release that has other names (0.11)."""
-    kept = LRUCache[str, Positions](MAX_WAITING)
-    if any(map(mismatch, pins.POSITIONS)):
-        return kept
+kept_positions = LRUCache[str, Positions](MAX_WAITING)
+"""Positions by the requests' ids; nothing ever comes in with vLLM 0.11."""
+
+
+def keep_positions() -> None:
+    """Have vLLM's frontend count the positions of each prompt with media, and keep them."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     process = InputProcessor.process_inputs
@@ -97,7 +96,7 @@ def keep_positions() -> LRUCache[str, Positions]:
                     counters[self] = PositionCounter(self.model_config)
                 found = counters[self].positions(request.prompt_token_ids, request.mm_features)
                 if found is not None:
-                    kept[request_id] = found
+                    kept_positions[request_id] = found
             except Exception as e:  # of a model that reads more than its configuration
                 logger.warning_once(
                     "Positions of prompts in rollout and training are not compared: vLLM's model "
@@ -107,4 +106,3 @@ def keep_positions() -> LRUCache[str, Positions]:
         return request
 
     patch(InputProcessor, process_inputs=process_inputs)
-    return kept

@@ -35,11 +35,9 @@ from swift_grpo_ext.rollout.dispatch import (
 )
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata, WireError
 from swift_grpo_ext.server.lease import Leaseholder
-from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.weight_sync import (
     bounded_broadcasts,
     bounded_rendezvous,
-    connect_client,
 )
 
 if TYPE_CHECKING:
@@ -107,8 +105,6 @@ def connect(client: VLLMClient, timeout: float) -> None:
     """Make the communicators of a client; each wait has `timeout` seconds."""
     with bounded_rendezvous(vllm_client, timeout):
         client.init_communicator(device=get_current_device())
-    if not has_accelerator():
-        connect_client(client, timeout)
 
 
 class RolloutServers:

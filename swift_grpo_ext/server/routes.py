@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -111,29 +111,18 @@ class InferRequest(TypedDict, total=False):
     data_dict: dict[str, Any] | None
 
 
-def install_where_served() -> None:
-    """Put our engine and routes into `swift rollout`, whose module is loaded.
-
-    That module names its engine when it loads, which is before plugins are imported.
+def install() -> None:
+    """Give `swift rollout` our engine and routes.
 
     Raises:
         UnsupportedUpstreamError: ms-swift or vLLM does not have the hooks that we extend.
     """
-    engine.install()
-    if rollout.GRPOVllmEngine is not engine.RolloutEngine:
-        verify(pins.SERVER)
-        patch(
-            rollout,
-            GRPOVllmEngine=engine.RolloutEngine,
-            get_rollout_engine_type=get_rollout_engine_type,
-        )
-        install()
-
-
-@cache
-def install() -> None:
-    """Give `swift rollout` our routes. Call this before a server is made."""
-    replicas.install()
+    verify(pins.SERVER)
+    patch(
+        rollout,
+        GRPOVllmEngine=engine.RolloutEngine,
+        get_rollout_engine_type=get_rollout_engine_type,
+    )
     patch(
         SwiftRolloutDeploy,
         infer=infer,

@@ -15,8 +15,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
+from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOTrainer
@@ -116,7 +118,7 @@ class StepClock(TrainerCallback):
         """
         self._trainer = trainer
         self._new_event = new_event
-        self._wrapped: list[tuple[Any, str]] = []
+        self._timed = ExitStack()
         self._stack = ["rest"]  # of parts, each within the one before
         self._step = StepMarks([])
         self._ended: list[StepMarks] = []  # steps whose last event may not have happened
@@ -133,13 +135,13 @@ class StepClock(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         trainer = self._trainer
-        self._unwrap()  # what an earlier training left that failed
+        self._timed.close()  # what an earlier training left that failed
         for name in METHODS:
             if hasattr(trainer, name):
                 self._wrap(trainer, name, METHODS[name])
         if trainer.deepspeed is not None:  # its optimizer steps within `training_step`
             self._wrap(trainer.deepspeed, "step", "optimizer")
-        self._wrap_log()
+        self._timed.enter_context(wrapped(trainer, "log", self._log_with_seconds))
         self._thread = threading.get_ident()
         self._new_event = self._new_event or event_type(trainer.accelerator.device)
         self._stack = ["rest"]
@@ -165,15 +167,12 @@ class StepClock(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._take_all()
-        self._unwrap()
+        self._timed.close()
 
     # --- methods of the trainer ---
 
     def _wrap(self, owner: Any, name: str, part: str) -> None:
-        method = getattr(owner, name)
-
-        @wraps(method)
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             # With `--async_generate` another thread generates, beside the step.
             if self._is_evaluating or threading.get_ident() != self._thread:
                 return method(*args, **kwargs)
@@ -189,24 +188,11 @@ class StepClock(TrainerCallback):
                 self._is_evaluating = False
                 self._end(part)
 
-        setattr(owner, name, timed)
-        self._wrapped.append((owner, name))
+        self._timed.enter_context(wrapped(owner, name, timed))
 
-    def _wrap_log(self) -> None:
-        log = self._trainer.log
-
-        @wraps(log)
-        def log_with_seconds(*args: Any, **kwargs: Any) -> None:
-            self._take_all()
-            log(*args, **kwargs)
-
-        self._trainer.log = log_with_seconds
-        self._wrapped.append((self._trainer, "log"))
-
-    def _unwrap(self) -> None:
-        for owner, name in self._wrapped:
-            vars(owner).pop(name, None)  # another clock may have done so
-        self._wrapped = []
+    def _log_with_seconds(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._take_all()
+        log(*args, **kwargs)
 
     def _begin(self, part: str) -> None:
         if part == "logps" and self._stack[-1] == "loss":

@@ -21,6 +21,7 @@ from swift_grpo_ext.media.encode import before_collating
 from swift_grpo_ext.rollout.positions import Positions
 from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.upstream.encoding import only_sampled_tokens
+from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, column_of
 
@@ -163,16 +164,12 @@ def encode_as_training(template: Template, samples: Sequence[OnPolicySample]) ->
     It does what ms-swift's trainer does within `encoding_for_training` (4.6, grpo_trainer.py,
     `_prepare_batch_inputs`), for whoever has samples and no training: `check` and `selftest`.
     """
-    placeholders = placeholder_ids(template)
-    max_length, template.max_length = template.max_length, None
-    try:
-        with only_sampled_tokens(template, samples):
-            for sample in samples:
-                sample.encoded = encode_sample(sample, template)
-                sample.encoded.pop("_extra_kwargs", None)
-                _give_rollouts_text(sample, template, placeholders, max_length)
-    finally:
-        template.max_length = max_length
+    placeholders, max_length = placeholder_ids(template), template.max_length
+    with only_sampled_tokens(template, samples), replaced(template, "max_length", None):
+        for sample in samples:
+            sample.encoded = encode_sample(sample, template)
+            sample.encoded.pop("_extra_kwargs", None)
+            _give_rollouts_text(sample, template, placeholders, max_length)
 
 
 def _give_rollouts_text(

@@ -14,8 +14,8 @@ from torch import nn
 from swift_grpo_ext.logits.joined_passes import JoinedPasses
 from swift_grpo_ext.logits.logps import CompletionLogps
 from swift_grpo_ext.logits.router_replay import RouterReplay
-from swift_grpo_ext.media.encode import replaced
 from swift_grpo_ext.training.batch import collate
+from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch, GRPOSample
@@ -52,7 +52,7 @@ class TrainingPasses(GRPOTrainer):
             self.model,
         )
         try:
-            with replaced(self.template, "data_collator", collate_copies):
+            with wrapped(self.template, "data_collator", collate_copies):
                 yield
         finally:
             self._joined_passes = None

@@ -24,11 +24,11 @@ from swift_grpo_ext.checks.rows import (
     question_of,
     row_fault,
 )
-from swift_grpo_ext.media.encode import replaced
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOSample, OnPolicySample
@@ -154,7 +154,7 @@ def named_rows(template: Template) -> Iterator[None]:
         except Exception as e:  # templates, processors and readers of media raise many kinds
             raise RowError(inputs, encoding_fault(inputs, e)) from e
 
-    with replaced(template, "encode", encode):
+    with wrapped(template, "encode", encode):
         yield
 
 

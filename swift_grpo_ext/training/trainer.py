@@ -62,15 +62,14 @@ from swift_grpo_ext.training.prompts import (
 )
 from swift_grpo_ext.training.summary import RunSummary, what_is_on
 from swift_grpo_ext.training.turns import Conversations, give_turns, servers_turns
-from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.determinism import (
     deterministic,
     exact_unmerging,
     sum_gradients_one_by_one,
 )
 from swift_grpo_ext.upstream.encoding import answers_for_servers
+from swift_grpo_ext.upstream.patches import Moment, apply
 from swift_grpo_ext.upstream.placeholders import placeholder_texts
-from swift_grpo_ext.upstream.rows import read_file_urls
 from swift_grpo_ext.weights.layout import (
     StateDict,
     checkpoint_buffers,
@@ -102,14 +101,9 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     """All training ranks, for the exchange of Python objects."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        client = kwargs.get("vllm_client")
-        if client is not None and not has_accelerator():
-            from swift_grpo_ext.upstream.weight_sync import connect_client
-
-            connect_client(client, kwargs["args"].rollout_timeout)
+        apply(Moment.TRAINER)
         config, template = kwargs["args"], kwargs["template"]
         check_template_stops(config, template)
-        read_file_urls()
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings(config)
         router_replay.install(config.router_replay_mode)

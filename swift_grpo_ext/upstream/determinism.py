@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +35,8 @@ import torch
 from torch import distributed
 from torch.backends import cudnn
 
-from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.patches import patch, repair
+from swift_grpo_ext.upstream.patches import Moment, apply, patch, replaced
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -63,14 +62,16 @@ def prepare_process() -> None:
     called before a model is loaded."""
     os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
     os.environ.update(ENVIRONMENT)
-    _take_over()
+    apply(Moment.DETERMINISM)
 
 
-@repair(pins.FULL_DETERMINISM)
-def _take_over() -> None:
+def leave_the_environment() -> None:
+    """Have transformers leave the environment as it is."""
     from transformers import trainer
 
     patch(trainer, enable_full_determinism=enable_full_determinism)
+    # Nothing reads what it has not written: to fill it would only cost time.
+    patch(torch.utils.deterministic, fill_uninitialized_memory=False)
 
 
 def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
@@ -78,8 +79,6 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     from transformers import set_seed
 
     set_seed(seed)
-    # Nothing reads what it has not written: to fill it would only cost time.
-    patch(torch.utils.deterministic, fill_uninitialized_memory=False)
     _switch(on=True, warn_only=warn_only)
 
 
@@ -145,17 +144,14 @@ def exact_unmerging(model: nn.Module) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    for layer in layers:
-        _unmerge_exactly(layer)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for layer in layers:
-            vars(layer).pop("merge", None)  # its class's own are seen again
-            vars(layer).pop("unmerge", None)
+            stack.enter_context(_exact_unmerging(layer))
+        yield
 
 
-def _unmerge_exactly(layer: BaseTunerLayer) -> None:
+@contextmanager
+def _exact_unmerging(layer: BaseTunerLayer) -> Iterator[None]:
     merge, unmerge = layer.merge, layer.unmerge
     lost: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
 
@@ -176,7 +172,8 @@ def _unmerge_exactly(layer: BaseTunerLayer) -> None:
             weight, places, values = lost.pop()
             weight[places] = values
 
-    layer.merge, layer.unmerge = merge_and_keep, unmerge_exactly
+    with replaced(layer, "merge", merge_and_keep), replaced(layer, "unmerge", unmerge_exactly):
+        yield
 
 
 def _sum_one_by_one(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:

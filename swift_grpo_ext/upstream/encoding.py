@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.infer_engine.infer_engine import InferEngine
 
-from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.upstream.patches import patch, replaced
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
@@ -73,14 +73,7 @@ def add_video_metadata(inputs: MutableMapping[str, Any]) -> None:
 
 
 def supply_video_loader() -> None:
-    """Let ms-swift's base template find what loads videos for vLLM.
-
-    Symptom: `No module named 'swift.vision_utils'` at the first video, with InternVL and others
-    whose template leaves videos to the base class.
-    Upstream: ms-swift 4.6, template/base.py (`replace_tag`); the module is
-    template/vision_utils.py, and reads other frames there than training does.
-    Can go when ms-swift finds its own module, and reads alike.
-    """
+    """Let ms-swift's base template find what loads videos for vLLM."""
     name = "swift.vision_utils"
     if name not in sys.modules and find_spec(name) is None:
         module = ModuleType(name)
@@ -128,11 +121,8 @@ def only_sampled_tokens(template: Template, samples: Sequence[OnPolicySample]) -
     if not all(sample.response_token_ids for sample in samples):
         yield
         return
-    template._add_dynamic_eos = lambda *_: None
-    try:
+    with replaced(template, "_add_dynamic_eos", lambda *_: None):
         yield
-    finally:
-        del template._add_dynamic_eos
 
 
 def answers_for_servers(

@@ -1,12 +1,12 @@
-"""Repairs of what ms-swift gives to models of transformers: forwards, batches, encoded rows. Each
-names the symptom that it cures. A release without the names of a repair is left as it is.
+"""Repairs of what ms-swift gives to models of transformers: forwards, batches, encoded rows.
+`patches.py` says why each of them is there.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import groupby
 from types import MethodType, ModuleType
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swift_grpo_ext.upstream import pins
-from swift_grpo_ext.upstream.patches import patch, repair
+from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
     from swift.template.template_inputs import StdTemplateInputs
@@ -24,28 +23,9 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
-def repair_models() -> None:
-    """Repair what trainings need of models. Call it before one is loaded."""
-    repair_gemma4()
-    place_glm_ocr_images()
-    place_what_follows_videos()
-    join_internvl_videos()
-
-
-@repair(pins.GEMMA4_FORWARD)
 def repair_gemma4() -> None:
     """Give ms-swift's forward of Gemma 4 the features of all images, or videos, as one tensor, and
-    the masks of transformers.
-
-    Symptom: `'tuple' object has no attribute 'to'` at the first image, in training;
-    `num_frames_per_video is required` at the first video. Where images look both ways
-    (`use_bidirectional_attention: vision`), they do so in all layers, and not in those with windows
-    only: the trained policy is none that vLLM, or transformers, knows.
-    Upstream: ms-swift 4.6, model/models/gemma.py (`_patch_gemma4_forward`) was written against
-    transformers 5.6; 5.19 (models/gemma4 and gemma4_unified) splits features by image and by video,
-    and makes masks in `create_masks_for_vision_model`.
-    Can go when ms-swift does so, or leaves the forward to transformers.
-    """
+    the masks of transformers."""
     from swift.model.models import gemma
 
     patch_forward = gemma._patch_gemma4_forward
@@ -53,15 +33,14 @@ def repair_gemma4() -> None:
     @wraps(patch_forward)
     def _patch_gemma4_forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         patch_forward(model, *args, **kwargs)
-        model.get_image_features = MethodType(get_image_features, model)
+        patch(model, get_image_features=MethodType(get_image_features, model))
         if hasattr(model, "get_video_features"):
-            model.get_video_features = MethodType(get_video_features, model)
+            patch(model, get_video_features=MethodType(get_video_features, model))
         modeling = sys.modules[type(model).__module__]
         if model.config.get_text_config().use_bidirectional_attention == "vision" and hasattr(
             modeling, "create_masks_for_vision_model"
         ):
-            model.forward_with_masks = model.forward
-            model.forward = MethodType(partial(forward, modeling=modeling), model)
+            patch(model, forward=partial(forward, model, model.forward, modeling))
 
     patch(gemma, _patch_gemma4_forward=_patch_gemma4_forward)
 
@@ -82,7 +61,12 @@ def get_video_features(
 
 
 def forward(
-    model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, modeling: ModuleType, **kwargs: Any
+    model: PreTrainedModel,
+    upstream: Callable[..., Any],
+    modeling: ModuleType,
+    input_ids: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     types, mask = kwargs.get("mm_token_type_ids"), kwargs.get("attention_mask")
     if types is not None and not isinstance(mask, dict):
@@ -97,7 +81,7 @@ def forward(
                 types, device=input_ids.device
             ),
         )
-    return model.forward_with_masks(input_ids, *args, **kwargs)
+    return upstream(input_ids, *args, **kwargs)
 
 
 def _joined(outputs: BaseModelOutputWithPooling) -> BaseModelOutputWithPooling:
@@ -106,16 +90,8 @@ def _joined(outputs: BaseModelOutputWithPooling) -> BaseModelOutputWithPooling:
     return outputs
 
 
-@repair(pins.GLM_OCR_POSITIONS)
 def place_glm_ocr_images() -> None:
-    """Give batches of GLM-OCR the positions of their images, in time, height and width.
-
-    Symptom: log-probabilities of rollout and training lie 0.2 nats apart (the tiny model; found by
-    the rollout gap), as training counts the positions of an image's tokens up, as those of words.
-    Upstream: ms-swift 4.6, template/templates/glm.py: `GLMOCRTemplate` hands embeddings to the
-    model, which cannot make positions of them; `GLM4VTemplate`'s collator makes them beforehand.
-    Can go when `GLMOCRTemplate` makes them too.
-    """
+    """Give batches of GLM-OCR the positions of their images, in time, height and width."""
     from swift.template.templates.glm import GLM4vPackingTemplateMixin, GLMOCRTemplate
 
     collate = GLMOCRTemplate._data_collator
@@ -134,18 +110,8 @@ def place_glm_ocr_images() -> None:
     patch(GLMOCRTemplate, _data_collator=_data_collator, use_model=True)
 
 
-@repair(pins.QWEN_POSITIONS)
 def place_what_follows_videos() -> None:
-    """Let positions of Qwen2-VL and Qwen2.5-VL go on behind the largest of a video, in time too.
-
-    Symptom: behind a video with more frames than patches on its longer side, training has other
-    positions than vLLM (0.024 nats in the mean, 0.58 at most, 6 frames of the tiny model). Ids are
-    equal, so that nothing else tells.
-    Upstream: transformers 5.3 to 5.19, models/qwen2_vl and qwen2_5_vl (`get_rope_index`) go on at
-    the larger of height and width; 4.57, vLLM 0.32 and Qwen's own code at the maximum of all three.
-    5.12 also rounds a video's seconds down before it multiplies them (transformers 48669).
-    Can go when transformers does as vLLM does.
-    """
+    """Let positions of Qwen2-VL and Qwen2.5-VL go on behind the largest of a video, in time too."""
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
     from transformers.models.qwen2_vl import modeling_qwen2_vl
 
@@ -209,17 +175,8 @@ def _listed(values: torch.Tensor | Sequence[Any] | None) -> list[Any]:
     return [] if values is None else torch.as_tensor(values).tolist()
 
 
-@repair(pins.INTERNVL_VIDEOS)
 def join_internvl_videos() -> None:
-    """Let ms-swift's template of InternVL, and Intern-S1, encode rows of several videos.
-
-    Symptom: in training, `stack expects each tensor to be equal size` where a row's videos differ
-    in length or size; where they do not, `Number of elements of source < number of ones in mask`.
-    Upstream: ms-swift 4.6, template/templates/internvl.py:246: one array holds all videos of a row,
-    and of each but the first a frame is left out (`start` is one too far). vLLM 0.32 takes videos
-    one by one (interns1.py:395).
-    Can go when the template does so too.
-    """
+    """Let ms-swift's template of InternVL, and Intern-S1, encode rows of several videos."""
     from swift.template.templates.internvl import InternvlhfTemplate
 
     encode = InternvlhfTemplate._encode

@@ -1,7 +1,7 @@
 """All methods of ms-swift, vLLM and others that we override, or call with their signature.
 
 Each table is verified once, before the classes that build on it are used: `COMMAND_LINE` in
-`register()`, `TRAINER` before the trainer is made, `ENGINE`, `CPU` and `SERVER` when the rollout
+`register()`, `TRAINER` before the trainer is made, `ENGINE` and `SERVER` when the rollout
 engine is installed, which needs vLLM, `DATA_PARALLEL` when such an engine is made.
 
 A table has a line for each module, or class of it (`module:Class`). Indented below stand its names,
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from swift_grpo_ext.upstream.contract import Pin
 
 
-def _pins(table: str) -> tuple[Pin, ...]:
+def read_table(table: str) -> tuple[Pin, ...]:
     return tuple(_parse(re.sub(r"\n {8,}", " ", table)))  # continued lines
 
 
@@ -35,7 +35,7 @@ def _parse(table: str) -> Iterator[Pin]:
             yield Pin(module, path, known[0] or None, tuple(known[1:]), since or None)
 
 
-COMMAND_LINE = _pins("""
+COMMAND_LINE = read_table("""
 swift.arguments:BaseArguments
     _init_model_kwargs load_dataset: self
 swift.arguments:RLHFArguments
@@ -59,7 +59,7 @@ swift.callbacks:TrainerCallback
         self args state control
 """)
 
-TRAINER = _pins("""
+TRAINER = read_table("""
 swift.rlhf_trainers
     GRPOConfig
 swift.rlhf_trainers:GRPOTrainer
@@ -97,6 +97,8 @@ swift.rlhf_trainers.vllm_client
     _broadcast_tensors_for_vllm_weight_sync: communicator tensors since 4.5.3
     broadcast_tensor_for_vllm_weight_sync: communicator tensor src
     synchronize
+torch.nn:Module
+    forward
 swift.rl_core.data:OnPolicySample
     from_row: cls row
     to_infer_request: self include_extra
@@ -104,6 +106,8 @@ swift.rl_core.data:OnPolicySample
     apply_rollout_output: self rollout_output
 swift.dataset:RowPreprocessor
     rows_to_batched: rows
+swift.rlhf_trainers.utils:FlattenedTensorBucket
+    (): named_tensors flattened_tensor metadata
 swift.rlhf_trainers.utils
     encode_sample: sample template
     collate_to_grpo_micro_batch: samples template
@@ -166,7 +170,7 @@ swift.pipelines.export.merge_lora
     merge_lora: args device_map replace_if_exists
 """)
 
-ENGINE = _pins("""
+ENGINE = read_table("""
 swift.template.vision_utils
     load_video_hf: videos
     load_vllm_video: path num_frames
@@ -189,73 +193,20 @@ vllm.lora.worker_manager:LRUCacheWorkerLoRAManager
     add_adapter: self lora_request
 """)
 
-CPU = _pins("""
-swift.rlhf_trainers.utils:FlattenedTensorBucket
-    (): named_tensors flattened_tensor metadata
-swift.rlhf_trainers.utils
-    finish_vllm_weight_reload: vllm_model model_config target_device
-vllm.v1.worker.gpu_model_runner:GPUModelRunner
-    reload_weights: self weights_iterator weights_path is_checkpoint_format | self
-vllm.model_executor.layers.utils
-    dispatch_cpu_unquantized_gemm: layer remove_weight
-vllm.distributed.utils:StatelessProcessGroup
-    (): rank world_size store
-""")
-"""Names that are needed where there is no accelerator."""
-
-SPLIT_PROMPTS = _pins("""
-vllm.v1.worker.cpu_model_runner:CPUModelRunner
-    _bookkeeping_sync: self scheduler_output sampler_output logits hidden_states
-        num_scheduled_tokens
-    _sample: self logits spec_decode_metadata
-""")
-SHARED_MEMORY = _pins("""
-vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed
-    _init_cpu_shm: self
-    make_group_name: communicator
-""")
-PACKED_EXPERTS = _pins("""
-vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod
-    _init_moe_kernel: self layer
-    _setup_kernel: self layer w13 w2
-""")
-ROUTED_EXPERTS = _pins("""
-vllm.config:VllmConfig
-    _verify_aux_output_compatibility: self
-vllm.distributed.aux_output_connector.worker
-    get_aux_output_connector: model vllm_config kv_cache_config
-vllm.distributed.aux_output_connector.worker:PendingAuxOutput
-    enqueue_cpu_copy: self num_sampled num_rejected
-    process_output: self
-vllm.v1.worker.cpu_model_runner:CPUModelRunner
-    initialize_kv_cache: self kv_cache_config
-    execute_model: self scheduler_output
-    sample_tokens: self grammar_output
-""")
-PACKED_CONVOLUTIONS = _pins("""
-vllm._custom_ops
-    causal_conv1d_weight_pack
-""")
-"""Repairs for CPU; releases without these names do without them."""
-
-NAMED_MEDIA = _pins("""
+NAMED_MEDIA = read_table("""
 vllm.v1.engine.processor:Processor
     _maybe_build_mm_uuids: self request_id prompt
     process_inputs: self request_id prompt params
 """)
-BOUND_THREADS = _pins("""
-vllm.v1.worker.cpu_worker:CPUWorker
-    _get_autobind_cpu_ids: self cpu_selector
-""")
-"""Repairs of vLLM 0.11; newer releases need none."""
+"""A repair of vLLM 0.11; newer releases need none."""
 
-PROCESSOR_COPIES = _pins("""
+PROCESSOR_COPIES = read_table("""
 vllm.transformers_utils.processor
     get_processor: processor_name args revision trust_remote_code processor_cls kwargs
     cached_get_processor
 """)
 
-POSITIONS = _pins("""
+POSITIONS = read_table("""
 vllm.v1.engine.input_processor:InputProcessor
     process_inputs: self request_id prompt params
 vllm.model_executor.model_loader.utils
@@ -264,25 +215,31 @@ vllm.model_executor.models.interfaces:SupportsMRoPE
     get_mrope_input_positions: self input_tokens mm_features
 """)
 
-GEMMA4_FORWARD = _pins("""
+GEMMA4_FORWARD = read_table("""
 swift.model.models.gemma
     _patch_gemma4_forward: model processor
 """)
-GLM_OCR_POSITIONS = _pins("""
+GEMMA4_FEATURES = read_table("""
+transformers.models.gemma4.modeling_gemma4:Gemma4Model
+    get_image_features get_video_features: self
+transformers.models.gemma4_unified.modeling_gemma4_unified:Gemma4UnifiedModel
+    get_image_features get_video_features: self
+""")
+GLM_OCR_POSITIONS = read_table("""
 swift.template.templates.glm:GLM4vPackingTemplateMixin
     _get_position_ids: self inputs
 swift.template.templates.glm:GLMOCRTemplate
     _data_collator: self batch padding_to
     use_model
 """)
-QWEN_POSITIONS = _pins("""
+QWEN_POSITIONS = read_table("""
 transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VLModel
     get_rope_index: self input_ids mm_token_type_ids image_grid_thw video_grid_thw
 transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VLModel
     get_rope_index: self input_ids mm_token_type_ids image_grid_thw video_grid_thw
         second_per_grid_ts
 """)
-INTERNVL_VIDEOS = _pins("""
+INTERNVL_VIDEOS = read_table("""
 swift.template.templates.internvl:InternvlhfTemplate
     _encode: self inputs
     _extend_tokens: input_ids labels loss_scale replace_idx_list get_new_tokens
@@ -291,7 +248,7 @@ swift.template.templates.internvl
 """)
 """Repairs of models and templates of ms-swift and transformers; others need none."""
 
-SERVER = _pins("""
+SERVER = read_table("""
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
     _register_rl_rollout_app _start_data_parallel_workers close_communicator get_engine_type
         get_model_state_keys get_world_size process_weights_after_loading
@@ -306,6 +263,8 @@ swift.pipelines.infer.rollout
     InitCommunicatorRequest
 vllm.v1.engine.exceptions
     EngineDeadError
+vllm.distributed.utils:StatelessProcessGroup
+    barrier: self timeout
 swift.pipelines.infer.rollout:StatelessProcessGroup
     create: host port rank world_size data_expiration_seconds store_timeout
 swift.pipelines.infer.rollout:WeightSyncWorkerExtension
@@ -325,7 +284,7 @@ swift.template.vision_utils
 """)
 """Names that `swift rollout` is extended at."""
 
-DATA_PARALLEL = _pins("""
+DATA_PARALLEL = read_table("""
 vllm.v1.engine.async_llm:AsyncLLM
     collective_rpc: self method timeout args kwargs
     generate: self prompt sampling_params request_id prompt_text lora_request
@@ -337,12 +296,17 @@ vllm.v1.engine.core_client:DPLBAsyncMPClient
 """)
 """Names that are needed by an async engine with several replicas."""
 
-ROUTER_REPLAY = _pins("""
+ROUTER_REPLAY = read_table("""
 swift.rlhf_trainers.utils
     build_routed_experts_batch: samples seq_lengths max_seq_len template device
 """)
 
-STEP_PARTS = _pins("""
+SEGMENTS = read_table("""
+transformers.modeling_utils:AttentionInterface
+    __setitem__: self key value
+""")
+
+STEP_PARTS = read_table("""
 swift.rlhf_trainers:GRPOTrainer
     _assemble_teacher_api_logps _fast_infer _generate_completions
         _get_per_token_logps_and_entropies _infer_single_or_multi_turn _move_model_to_vllm
@@ -354,7 +318,7 @@ accelerate.utils.deepspeed:DeepSpeedEngineWrapper
     backward: self loss sync_gradients
 """)
 
-FULL_DETERMINISM = _pins("""
+FULL_DETERMINISM = read_table("""
 transformers.trainer
     enable_full_determinism: seed warn_only
 accelerate.utils:DistributedDataParallelKwargs
@@ -363,7 +327,7 @@ torch.utils.deterministic
     fill_uninitialized_memory
 """)
 
-REPLACED = _pins("""
+REPLACED = read_table("""
 swift.pipelines.train.rlhf:SwiftRLHF
     args_class
 swift.pipelines.infer.rollout:SwiftRolloutDeploy
@@ -375,20 +339,23 @@ swift.infer_engine
 """)
 """Attributes that are replaced by a subclass of what stands there, or by its like."""
 
-NEEDED = (*COMMAND_LINE, *TRAINER, *ENGINE, *CPU, *SERVER, *DATA_PARALLEL)
+NEEDED = (*COMMAND_LINE, *TRAINER, *ENGINE, *SERVER, *DATA_PARALLEL)
 OPTIONAL = {
-    "prompts longer than a step, with seeds, on CPU": SPLIT_PROMPTS,
-    "colocated tensor parallelism of two runs at once, on CPU": SHARED_MEMORY,
     "a tokenizer is copied when needed": PROCESSOR_COPIES,
     "positions of prompts are compared": POSITIONS,
-    "weight updates of experts, on CPU": PACKED_EXPERTS,
-    "experts of a rollout, on CPU": ROUTED_EXPERTS,
     "replay of a rollout's experts": ROUTER_REPLAY,
+    "a prompt that samples share is read once": SEGMENTS,
     "the time of a step, part by part": STEP_PARTS,
     "deterministic training passes beside an engine": FULL_DETERMINISM,
 }
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
-OF_MODELS = (*GEMMA4_FORWARD, *GLM_OCR_POSITIONS, *INTERNVL_VIDEOS, *QWEN_POSITIONS)
-UNVERIFIED = (*PACKED_CONVOLUTIONS, *NAMED_MEDIA, *BOUND_THREADS, *OF_MODELS, *REPLACED)
+OF_MODELS = (
+    *GEMMA4_FORWARD,
+    *GEMMA4_FEATURES,
+    *GLM_OCR_POSITIONS,
+    *INTERNVL_VIDEOS,
+    *QWEN_POSITIONS,
+)
+UNVERIFIED = (*NAMED_MEDIA, *OF_MODELS, *REPLACED)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,16 +177,8 @@ def source_of(value: Any) -> Any:
 # --- addresses of files ---
 
 
-@cache
 def read_file_urls() -> None:
-    """Let ms-swift read `file:///1.png` as the path that it is, as qwen_vl_utils does of videos.
-
-    Symptom: `UnidentifiedImageError` in the first rollout.
-    Upstream: ms-swift 4.6, template/vision_utils.py (`load_file`) takes it for base64. All media of
-    all templates pass through `StdTemplateInputs` (template/template_inputs.py), in training and in
-    the engines.
-    Can go when `load_file` reads it.
-    """
+    """Let ms-swift read `file:///1.png` as the path that it is, as qwen_vl_utils does of videos."""
     from swift.template.template_inputs import StdTemplateInputs
 
     upstream = StdTemplateInputs.__post_init__

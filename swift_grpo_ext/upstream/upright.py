@@ -1,13 +1,7 @@
 """Rollouts and training see photographs upright, as every viewer shows them.
 
-Symptom: the policy is asked about a photograph that stands upright and trained on it lying down;
-log-probabilities are 0.08 to 1.2 nats apart (tiny models), token ids agree where it is square.
-Upstream: vLLM 0.32 turns images by their EXIF orientation, twice (multimodal/parse.py:773 and, for
-what its cache lacks, multimodal/processing/processor.py:1382; `normalize_image`); ms-swift 4.6 does
-not (template/vision_utils.py, `load_image`), in training and with its other engines.
-Adaptation: the one function by which ms-swift's templates load an image, for training and for each
-engine, turns it and takes all marks away, so that whoever turns images by their marks finds none.
-Can go when ms-swift's `load_image` does so.
+The one function by which ms-swift's templates load an image, for training and for each engine,
+turns it and takes all marks away, so that whoever turns images by their marks (vLLM) finds none.
 
 Why upright: so the photograph is seen by the trained policy later (vLLM and its servers,
 `transformers.image_utils.load_image`, `datasets.Image`), by a teacher's server now, and by whoever
@@ -18,7 +12,7 @@ which `warn_of_boxes` says once, where a row has both.
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from functools import wraps
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +52,8 @@ def upright(image: Image.Image) -> Image.Image:
     return turned
 
 
-@cache
 def load_upright() -> None:
-    """Let ms-swift's templates load images upright, for the rest of this process."""
+    """Let ms-swift's templates load images upright."""
     from swift.template import Template, base, vision_utils
 
     load = vision_utils.load_image

@@ -14,13 +14,14 @@ own takes, such as adapters of a vision tower, without a word (vLLM 0.32, lora/m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
+from swift_grpo_ext.upstream.patches import replaced
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers.utils import TensorLoRARequest
@@ -116,11 +117,8 @@ def recorded_loads(model: torch.nn.Module, loads: Loads) -> Iterator[None]:
         loads.filled = None if filled is None or loads.filled is None else loads.filled | filled
         return filled
 
-    model.load_weights = load_weights
-    try:
+    with replaced(model, "load_weights", load_weights):
         yield
-    finally:
-        del model.load_weights  # its class's own is seen again
 
 
 @contextmanager
@@ -171,16 +169,12 @@ def recorded_adapter(manager: Any) -> Iterator[WeightChecksums]:
             )
         return added
 
-    if manager is not None:
-        manager.add_adapter = add_adapter
     try:
-        yield sums
+        with replaced(manager, "add_adapter", add_adapter) if manager else nullcontext():
+            yield sums
     except Exception as e:
         sums[ADAPTER_FAULT] = str(e)
         raise
-    finally:
-        if manager is not None:
-            del manager.add_adapter
 
 
 def note_unfilled(model: torch.nn.Module, loads: Loads, config: ModelConfig) -> None:

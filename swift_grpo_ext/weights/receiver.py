@@ -8,9 +8,7 @@ With ms-swift's own extension (4.6, pipelines/infer/rollout.py) a failed update 
 replica's rank in the group is its number at the start, which leaves a hole where one has ended, and
 a worker waits up to 5 minutes for a trainer that does not come. Here a worker records what it has
 loaded, and the server gives each replica its number among the living ones, and the bound of its
-waits. On CPU vLLM's layers pack their weights and drop the originals (vLLM 0.32,
-model_executor/layers/utils.py): a worker collects the tensors, and reloads the model once all have
-come.
+waits.
 """
 
 from __future__ import annotations
@@ -21,15 +19,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
-from swift_grpo_ext.upstream.accelerator import has_accelerator
-from swift_grpo_ext.upstream.patches import patch
-from swift_grpo_ext.upstream.vllm_repairs import reload_weights, repair_cpu_engine
 from swift_grpo_ext.upstream.weight_sync import (
-    GlooCommunicator,
     bounded_broadcasts,
     bounded_rendezvous,
 )
@@ -42,15 +35,6 @@ from swift_grpo_ext.weights.checksums import (
 )
 
 REPLICA_NUMBER = "SWIFT_ROLLOUT_DP_RANK"
-
-if not has_accelerator():
-    repair_cpu_engine()
-    # Receiving is ms-swift's own.
-    patch(
-        rollout,
-        synchronize=lambda *_: None,
-        broadcast_tensor_for_vllm_weight_sync=GlooCommunicator.broadcast,
-    )
 
 
 class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
@@ -148,35 +132,3 @@ class VerifiedWeightSyncWorkerExtension(WeightSyncWorkerExtension):
         bounded = bounded_broadcasts([self.communicator], self._timeout)
         with bounded, recorded_loads(self.model_runner.model, self._loads):
             yield
-
-
-class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
-    """The extension for CPU, which receives through gloo and reloads packed weights."""
-
-    communicator: Any = None
-    """ms-swift's own, until `init_communicator` has put a `GlooCommunicator` in its place."""
-
-    def init_communicator(self, *args: Any, **kwargs: Any) -> None:
-        if self.communicator is None:
-            super().init_communicator(*args, **kwargs)
-            disabled: Any = self.communicator
-            self.communicator = GlooCommunicator(disabled.group, self._timeout)
-            self._received: list[tuple[str, torch.Tensor]] = []
-
-    @contextmanager
-    def _recorded_loads(self) -> Iterator[None]:
-        """Collect what ms-swift would load."""
-        model = self.model_runner.model
-        model.load_weights = lambda weights: self._received.extend(weights)
-        try:
-            yield
-        finally:
-            del model.load_weights  # its class's own is seen again
-
-    def process_weights_after_loading(self) -> None:
-        """Reload the model with all that was received since the last reload."""
-        received, self._received = self._received, []
-        with super()._recorded_loads():
-            reload_weights(self.model_runner, received)
-        # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
-        super().process_weights_after_loading()

@@ -26,14 +26,13 @@ from swift.utils import get_logger
 from torch import Tensor
 
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.weights.checksums import (
     Loads,
     WeightChecksums,
     WeightUpdateError,
     compare,
     note_unfilled,
-    plain_name,
     recorded_adapter,
     recorded_loads,
     weight_checksums,
@@ -146,10 +145,7 @@ class WeightSync:
         self._engine = engine
         self._sent |= weight_checksums(state_dict.items())
         with recorded_loads(engine.inner_model, self._loads):
-            if has_accelerator():
-                load(state_dict)
-            else:
-                engine.reload_weights((plain_name(n), t) for n, t in state_dict.items())
+            load(state_dict)
 
     def send(self, state_dict: StateDict, load: Load) -> None:
         """Send tensors to the servers, and take their checksums. After a failure rank 0 still
@@ -190,9 +186,8 @@ class WeightSync:
         def send_parts_recorded(config: LoraConfig, tensors: StateDict) -> None:
             self.send(tensors, partial(send_parts, config))
 
-        client.update_adapter_flattened_param = send_recorded
-        client.update_adapter_param = send_parts_recorded
-        try:
+        with (
+            replaced(client, "update_adapter_flattened_param", send_recorded),
+            replaced(client, "update_adapter_param", send_parts_recorded),
+        ):
             move()
-        finally:
-            del client.update_adapter_flattened_param, client.update_adapter_param

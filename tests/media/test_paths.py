@@ -177,7 +177,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server by whose number alone it may be asked, in a replica's process."""
     monkeypatch.setenv("SWIFT_URL_ALLOWED_HOSTS", "127.0.0.1")
     monkeypatch.setattr(Template, "encode", Template.encode)
-    check_redirects.__wrapped__()
+    check_redirects()
     server: Any = HTTPServer(("127.0.0.1", 0), Site)
     server.asked, server.content = [], {}
     server.url = f"http://127.0.0.1:{server.server_port}"

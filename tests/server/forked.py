@@ -36,6 +36,7 @@ from swift.rlhf_trainers.utils import FlattenedTensorBucket
 from swift.rlhf_trainers.vllm_client import VLLMClient
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.generate import generate, to_rollout_output
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
@@ -43,8 +44,8 @@ from swift_grpo_ext.sampling.seeding import SampleId
 from swift_grpo_ext.server.client import connect_servers
 from swift_grpo_ext.server.lease import Leaseholder
 from swift_grpo_ext.server.replicas import Restarts
-from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous, connect_client
-from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
+from swift_grpo_ext.upstream.patches import Moment, apply
+from swift_grpo_ext.upstream.weight_sync import bounded_rendezvous
 from swift_grpo_ext.weights.sync import WeightSync
 from tests.ranks import ThreadRanks, run_rank_groups
 from tests.server.served import Deployed, listening
@@ -292,9 +293,9 @@ class Training:
         client, connected = None, None
         try:
             client = VLLMClient(self.urls, group_ports=self.group_ports, connection_timeout=5.0)
+            apply(Moment.TRAINER)
             with bounded_rendezvous(vllm_client, self.timeout):  # of ms-swift's own 300 s
                 client.init_communicator(device="cpu")
-            connect_client(client, self.timeout)
             args = SimpleNamespace(
                 rollout_timeout=self.timeout,
                 new_special_tokens=[],

@@ -21,12 +21,12 @@ from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.server import routes
 from swift_grpo_ext.server.replicas import (
     ReplicaConnection,
     Restarts,
     WorkerConnection,
 )
+from swift_grpo_ext.upstream.patches import Moment, apply
 
 
 def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Deployed(SwiftRolloutDeploy):
         key: str | None = None,
         use_async: bool = False,
     ) -> None:
-        routes.install()
+        apply(Moment.SERVER)
         self.args = SimpleNamespace(
             api_key=key,
             rollout_timeout=timeout,

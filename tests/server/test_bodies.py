@@ -18,8 +18,9 @@ from swift.rlhf_trainers.vllm_client import VLLMInferClient
 
 from swift_grpo_ext.ranks import RolloutError
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.server import bodies, routes
+from swift_grpo_ext.server import bodies
 from swift_grpo_ext.server.client import RolloutServers
+from swift_grpo_ext.upstream.patches import Moment, apply
 from tests.server.forked import deployed, use_fork
 from tests.server.served import Deployed, Replica, listening, request
 
@@ -85,7 +86,7 @@ def test_health_is_not_held_up_while_a_large_body_arrives(
     """Of 400 MB, which are read, parsed, judged and handed to a replica. In seconds of this
     process between two answers, which do not count what else the machine does; beside many others
     on few cores, all threads wait for one another, and the bound does not hold."""
-    routes.install()
+    apply(Moment.SERVER)
     use_fork(monkeypatch)
     has_ended, spent = threading.Event(), []
     body = body_of(["A" * (400_000_000 // num_images)] * num_images)

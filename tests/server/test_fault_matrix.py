@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.server import client, routes
+from swift_grpo_ext.server import client
+from swift_grpo_ext.upstream.patches import Moment, apply
 from tests.server.forked import (
     OF_CONNECTIONS,
     RANKS,
@@ -97,7 +98,7 @@ def name(cell: tuple[str, Fault, tuple[int, ...], str]) -> str:
 
 @pytest.fixture(autouse=True)
 def _forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    routes.install()
+    apply(Moment.SERVER)
     use_fork(monkeypatch)
     monkeypatch.setattr(client, "BACKOFF", (0.01, 0.02, 0.04))
     monkeypatch.setattr(client, "SECONDS_BETWEEN_LOOKS", 0.02)

@@ -76,7 +76,7 @@ class FailingEngine(engine.RolloutEngine):
 
 def spoil_received_weights() -> None:
     """Flip a bit of what a server's worker received, as a bad wire would."""
-    from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension as Extension
+    from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension as Extension
 
     receive = Extension.process_weights_after_loading
 

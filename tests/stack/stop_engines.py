@@ -22,10 +22,10 @@ from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
 from swift.model import get_model_processor, get_processor
 from swift.template import get_template
 
+from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId
-from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 from tests.stack.stop_cases import CASES, NEW_TOKEN, Case
 
 COUNT = 2

@@ -45,7 +45,8 @@ class RecordingEngine:
         self.weights: list[dict[str, torch.Tensor]] = []
         self.engine = self.inner_model = self
         self.model_config = None
-        self.inner_model_executor = SimpleNamespace(is_sleeping=False)
+        worker = SimpleNamespace(worker=SimpleNamespace(model_runner=self))
+        self.inner_model_executor = SimpleNamespace(is_sleeping=False, driver_worker=worker)
         self.calls: list[tuple[str, bool]] = []
         self._note("made")
         self.made.append(self)
@@ -58,8 +59,8 @@ class RecordingEngine:
     def _note(self, name: str) -> None:
         self.calls.append((name, torch.are_deterministic_algorithms_enabled()))
 
-    def reload_weights(self, weights: Any) -> None:
-        self.load_weights(weights)
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.load_weights(weights_iterator)
 
     def named_parameters(self) -> list[Any]:
         return []

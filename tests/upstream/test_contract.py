@@ -8,13 +8,14 @@ import pytest
 import vllm
 
 from swift_grpo_ext.command_line import RLHFExtArguments, RolloutExtArguments
+from swift_grpo_ext.cpu import pins as cpu_pins
+from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.transformers_engine import RolloutTransformersEngine
 from swift_grpo_ext.training import RolloutGRPOTrainer
 from swift_grpo_ext.upstream import contract, pins
 from swift_grpo_ext.upstream.contract import Pin, UnsupportedUpstreamError, mismatch
-from swift_grpo_ext.weights.receiver import CPUWeightSyncWorkerExtension
 
 EXTENDED = (
     RolloutGRPOTrainer,
@@ -29,7 +30,7 @@ EXTENDED = (
 SAVE_ARGS = ("swift.arguments", "BaseArguments.save_args")
 
 
-@pytest.mark.parametrize("pin", [pytest.param(pin, id=str(pin)) for pin in pins.NEEDED])
+@pytest.mark.parametrize("pin", [*pins.NEEDED, *cpu_pins.NEEDED], ids=str)
 def test_upstream_is_what_we_know(pin: Pin) -> None:
     assert mismatch(pin) is None
 
@@ -45,7 +46,7 @@ a.c
     fourth: x since 4.5
 """
     signature, older = ("self", "one", "two"), (("self",),)
-    assert pins._pins(table) == (
+    assert pins.read_table(table) == (
         Pin("a.b", "Class", ("args",)),
         Pin("a.b", "Class.first", signature, older),
         Pin("a.b", "Class.second", signature, older),
@@ -78,7 +79,8 @@ def test_training_needs_no_vllm_and_the_newest_release_goes_without_nothing() ->
     without_vllm = (*pins.COMMAND_LINE, *pins.TRAINER)
     assert not [pin for pin in without_vllm if pin.module.startswith("vllm")]
     if vllm.__version__ == contract.TRIED["vllm"][-1]:
-        assert [name for name, table in pins.OPTIONAL.items() if any(map(mismatch, table))] == []
+        optional = pins.OPTIONAL | cpu_pins.OPTIONAL
+        assert [name for name, table in optional.items() if any(map(mismatch, table))] == []
 
 
 NO_HOOK = ("swift.arguments", "BaseArguments._no_such_hook")

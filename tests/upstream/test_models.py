@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_grpo_ext.upstream import models, pins
+from swift_grpo_ext.upstream import pins
 from swift_grpo_ext.upstream.contract import mismatch
+from swift_grpo_ext.upstream.patches import make
 
 TOKENS = {"image": 60, "video": 61}
 SIDES = st.integers(1, 4).map(lambda half: 2 * half)
@@ -28,7 +29,7 @@ def gemma4(request: pytest.FixtureRequest) -> Any:
     transformers = pytest.importorskip("transformers", minversion="5.19")
     from swift.model.models import gemma
 
-    models.repair_gemma4()
+    make("upstream.models:repair_gemma4")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.Gemma4Config(
@@ -100,7 +101,7 @@ def test_positions_are_those_of_vllm(name: str, data: st.DataObject) -> None:
     import transformers
     from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
 
-    models.place_what_follows_videos()
+    make("upstream.models:place_what_follows_videos")
     config = getattr(transformers, f"{name}Config")()
     modeling = getattr(transformers, f"{name}Model")
     module = qwen2_vl if name == "Qwen2VL" else qwen2_5_vl

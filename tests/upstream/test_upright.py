@@ -22,7 +22,8 @@ from swift.utils import get_logger
 from vllm.multimodal import image as of_vllm
 
 from swift_grpo_ext.media.encode import MediaCache
-from swift_grpo_ext.upstream.upright import MARKS, load_upright
+from swift_grpo_ext.upstream.patches import make
+from swift_grpo_ext.upstream.upright import MARKS
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (8, 24, 3), dtype=np.uint8)
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "MPO")
@@ -42,7 +43,7 @@ TURN: dict[int, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _loads_upright() -> None:
-    load_upright()
+    make("upstream.upright:load_upright")
 
 
 def photograph(form: str, orientation: int | None, mode: str = "RGB") -> bytes:

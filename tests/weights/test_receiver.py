@@ -12,11 +12,12 @@ import torch
 from swift.pipelines.infer import rollout
 from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
 
+from swift_grpo_ext.cpu.gloo import GlooCommunicator
+from swift_grpo_ext.cpu.receiver import CPUWeightSyncWorkerExtension
 from swift_grpo_ext.rollout.wire import ADAPTER_FAULT
 from swift_grpo_ext.weights.checksums import MERGED, UNFILLED, WeightUpdateError, weight_checksums
 from swift_grpo_ext.weights.receiver import (
     REPLICA_NUMBER,
-    CPUWeightSyncWorkerExtension,
     VerifiedWeightSyncWorkerExtension,
 )
 
@@ -140,7 +141,7 @@ def test_a_cpu_worker_receives_all_and_then_reloads(
     def init_communicator(self: Any, host: str, port: int, world_size: int) -> None:
         assert self.communicator is None, "the second call changes nothing"
         group = SimpleNamespace(rank=0, world_size=world_size)
-        self.communicator = SimpleNamespace(group=group)
+        self.communicator = GlooCommunicator(group)  # type: ignore[arg-type]
 
     class CPUWorker(CPUWeightSyncWorkerExtension):
         def __init__(self) -> None:
@@ -161,23 +162,23 @@ def test_a_cpu_worker_receives_all_and_then_reloads(
         held.process_weights_after_loading()
         assert model.weights == TENSORS
         assert held.read_weight_checksums() == weight_checksums(TENSORS.items())
-    assert held.communicator._timeout.total_seconds() == 9.5
+    assert held.communicator.timeout == 9.5
 
 
 def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[Any] = []
 
-    class Group:
+    class StatelessProcessGroup(SimpleNamespace):
         @staticmethod
         def create(**kwargs: Any) -> Any:
-            return SimpleNamespace(kwargs=kwargs, rank=0, barrier=dict)
+            return StatelessProcessGroup(kwargs=kwargs, rank=0, barrier=dict)
 
     def init_communicator(self: Any, host: str, port: int, world_size: int) -> None:
         group = rollout.StatelessProcessGroup.create(host=host)
         bounds = (group.kwargs, group.barrier())
         joined.append((host, port, world_size, os.environ.get(REPLICA_NUMBER), *bounds))
 
-    monkeypatch.setattr(rollout, "StatelessProcessGroup", Group)
+    monkeypatch.setattr(rollout, "StatelessProcessGroup", StatelessProcessGroup)
     monkeypatch.setattr(WeightSyncWorkerExtension, "init_communicator", init_communicator)
     monkeypatch.setenv(REPLICA_NUMBER, "5")
     worker.init_communicator("host", 7, 3, None, 4.0)
@@ -187,7 +188,7 @@ def test_a_worker_joins_under_its_number(worker: Worker, monkeypatch: pytest.Mon
         ("host", 7, 3, "5", {"host": "host", "store_timeout": 4}, {"timeout": 4.0}),
         ("host", 7, 3, "0", {"host": "host", "store_timeout": 9}, {"timeout": 9.5}),
     ]
-    assert rollout.StatelessProcessGroup is Group
+    assert rollout.StatelessProcessGroup is StatelessProcessGroup
 
 
 # --- adapters ---

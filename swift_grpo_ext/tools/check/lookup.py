@@ -18,7 +18,7 @@ from swift_grpo_ext.checks import preflight
 from swift_grpo_ext.checks.finding import Findings, did_you_mean, error, ok, skipped, warning
 from swift_grpo_ext.tools.check.rules import PLUGIN
 from swift_grpo_ext.tools.check.settings import Run, Side, devices_of, plugins_of
-from swift_grpo_ext.upstream.models import repair_models
+from swift_grpo_ext.upstream.patches import Moment, apply
 
 if TYPE_CHECKING:
     from swift.template import Template
@@ -156,7 +156,7 @@ def make_template(run: Run, side: Side, folder: Path) -> Template:
 
     if made := run.templates.get(side):
         return made
-    repair_models()
+    apply(Moment.TRAINING)
     args = run.arguments(side)
     meta = get_matched_model_meta(args.model)  # by the hub's name, which the cache lacks
     processor = get_processor(

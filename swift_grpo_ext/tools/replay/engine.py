@@ -18,13 +18,13 @@ from swift.arguments import BaseArguments
 from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import OnPolicySample
 
+from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.record.row import SampleRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import PROMPT_FIELDS
 from swift_grpo_ext.tools.replay.run import Run
-from swift_grpo_ext.upstream.cpu import apply_cpu_settings
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -31,6 +31,7 @@ from swift_grpo_ext.training.batch import (
     logprobs_of,
     trained_ids,
 )
+from swift_grpo_ext.upstream.patches import replaced
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
 Finding = tuple[dict[str, Any], list[str]]
@@ -400,12 +401,11 @@ def _logps(
     vars(args).update(flags)
     with ExitStack() as as_before:
         for tower in trainer._encoder_cache.towers if as_upstream else ():
-            as_before.callback(setattr, tower, "is_off", tower.is_off)
-            tower.is_off = True
-        as_before.callback(setattr, trainer, "_logps", trainer._logps)
-        trainer._logps = CompletionLogps(
+            as_before.enter_context(replaced(tower, "is_off", True))
+        logps = CompletionLogps(
             args, trainer.template, trainer.model, trainer.ranks, trainer._gap_limit
         )
+        as_before.enter_context(replaced(trainer, "_logps", logps))
         inputs, batch = rig.encode(samples)
         with torch.no_grad():
             # Twice: --logps_shared_prompt proves itself on a first batch.

@@ -1,6 +1,6 @@
 """Two ranks of colocated tensor parallelism on CPU (gloo), as vLLM joins them by shared memory.
 
-python -m tests.upstream.shared_memory FOLDER
+python -m tests.cpu.shared_memory FOLDER
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swift_grpo_ext.upstream.vllm_repairs import name_shared_memory_by_run
+from swift_grpo_ext.cpu import patches
+from swift_grpo_ext.upstream.patches import make
 from tests.ranks import start_two_processes
 
 
@@ -21,7 +22,8 @@ def run(rank: int, folder: str) -> None:
     import vllm._C  # noqa: F401
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    name_shared_memory_by_run()
+    patches.register()
+    make("cpu.engines:name_shared_memory_by_run")
     os.environ.update(VLLM_DIST_IDENT="//", MASTER_PORT=f"of {folder}".replace("/", "-"))
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
     group: Any = SimpleNamespace(

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from swift_grpo_ext.cpu import settings as cpu
 from swift_grpo_ext.flags import ExtFlags
-from swift_grpo_ext.upstream import cpu
+from swift_grpo_ext.upstream.patches import make
 
 
 @pytest.fixture
@@ -48,6 +49,7 @@ def test_defaults_without_an_accelerator() -> None:
 def test_what_was_saved_is_loaded_onto_a_rank(tmp_path: Path) -> None:
     """As transformers before 5.19 does to resume."""
     cpu.apply_cpu_settings(arguments(), given=[])
+    make("cpu.settings:load_onto_ranks")
     torch.save(torch.arange(3), tmp_path / "optimizer.pt")
     for only in (True, False):
         saved = torch.load(tmp_path / "optimizer.pt", map_location="cpu:0", weights_only=only)
@@ -99,8 +101,8 @@ import pathlib
 import time
 import torch
 import torch.distributed as dist
-from swift_grpo_ext.upstream.cpu import _leave_group
-from swift_grpo_ext.upstream.weight_sync import GlooCommunicator
+from swift_grpo_ext.cpu.gloo import GlooCommunicator
+from swift_grpo_ext.cpu.settings import _leave_group
 from types import SimpleNamespace
 
 def gloo_threads(fewer_than=1000):
@@ -123,7 +125,7 @@ def start():
     trainer.itself = trainer
     return store
 
-weights = GlooCommunicator(SimpleNamespace(rank=0, world_size=1, store=start()), timeout=60.0)
+weights = GlooCommunicator(SimpleNamespace(rank=0, world_size=1, store=start()))
 weights.broadcast(torch.zeros(2), src=0)
 both = gloo_threads()
 del weights

@@ -8,11 +8,9 @@ models under fp16 autocast; glibc gives every large buffer back to the system, a
 by page (full-vocabulary logits are such buffers: 4.0 s a step became 2.5 s on the digits); gloo
 threads that outlive the interpreter may abort a rank at its very end ("terminate called without an
 active exception", pytorch issue 190489: 4 of 7 times with six ranks on four busy cores), and
-`destroy_process_group` leaves them running for as long as anything refers to the group; a build of
-torch for GPUs brings NCCL, with which vLLM fails ("unhandled cuda error"); and transformers before
-5.19 resumes with the location `cpu:0` of a rank, which torch does not know.
-Upstream: ms-swift 4.6, vLLM 0.32 (envs.py), transformers 4.57 to 5.16 (trainer.py,
-`_load_optimizer_and_scheduler`). What the user has set himself wins.
+`destroy_process_group` leaves them running for as long as anything refers to the group; and a build
+of torch for GPUs brings NCCL, with which vLLM fails ("unhandled cuda error").
+Upstream: ms-swift 4.6, vLLM 0.32 (envs.py). What the user has set himself wins.
 Can go when ms-swift makes these choices for CPU runs.
 """
 
@@ -25,13 +23,14 @@ import platform
 import sys
 import weakref
 from collections.abc import Collection
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from swift_grpo_ext.cpu import patches
 from swift_grpo_ext.upstream.accelerator import has_accelerator
+from swift_grpo_ext.upstream.patches import patch
 
 if TYPE_CHECKING:
     from swift.arguments import BaseArguments
@@ -67,6 +66,7 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     """
     if has_accelerator():
         return
+    patches.register()
     sizes_cache = "kv_cache_memory_bytes" in (getattr(args, "vllm_engine_kwargs", None) or {})
     for name, value in CPU_ENVIRONMENT.items():
         if not (sizes_cache and name == KV_CACHE_GIB):  # the variable would win over the setting
@@ -77,7 +77,6 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
     for name, setting in CPU_TRAINING_ARGUMENTS.items():
         if hasattr(args, name) and not getattr(args, name) and name not in given:
             setattr(args, name, setting)
-    _load_onto_ranks()
     # At exit, these run in the reverse of their order: after vLLM's, which leaves its own groups.
     weakref.finalize(sys.modules[__name__], _leave_group)
     if platform.libc_ver()[0] == "glibc":
@@ -89,8 +88,14 @@ def apply_cpu_settings(args: BaseArguments, given: Collection[str]) -> None:
                 libc.mallopt(option, number)
 
 
-@cache  # torch compares functions where a second entry has the same priority
-def _load_onto_ranks() -> None:
+def count_no_devices() -> None:
+    """Let replicas of a server share what there is."""
+    from swift.arguments import RolloutArguments
+
+    patch(RolloutArguments, _check_device_count=lambda self: None)
+
+
+def load_onto_ranks() -> None:
     """Let `torch.load` leave what is meant for `cpu:0` where it is."""
 
     def locate(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:

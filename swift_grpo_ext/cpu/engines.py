@@ -1,0 +1,236 @@
+"""What vLLM's engines need where there is no accelerator; `patches.py` says why."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable
+from functools import cache, wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from swift_grpo_ext.cpu import pins
+from swift_grpo_ext.upstream.contract import verify
+from swift_grpo_ext.upstream.patches import patch
+from swift_grpo_ext.weights.checksums import plain_name
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def serve_split_prompts() -> None:
+    """Put a request's generator aside for a step that computes only a part of its prompt; the token
+    that is thrown away is drawn with the global generator."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample, bookkeeping_sync = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+
+    @wraps(sample)
+    def _sample(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        if hasattr(self, "discard_request_mask"):
+            discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        else:  # vLLM 0.11
+            discarded = self.discard_request_indices.np[: self.num_discarded_requests]
+        self._put_aside = {i: generators.pop(i) for i in discarded.tolist() if i in generators}
+        return sample(self, *args, **kwargs)
+
+    @wraps(bookkeeping_sync)
+    def _bookkeeping_sync(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return bookkeeping_sync(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators.update(self._put_aside)
+            self._put_aside = {}
+
+    patch(CPUModelRunner, _sample=_sample, _bookkeeping_sync=_bookkeeping_sync)
+
+
+def name_shared_memory_by_run() -> None:
+    """Make the rendezvous' port a part of the name of the ranks' shared memory, and take the name
+    back as soon as all ranks have mapped it."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    make_name, join = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
+
+    def make_group_name(communicator: CpuCommunicator) -> str:
+        return f"{make_name(communicator)}-{os.environ.get('MASTER_PORT', '')}"
+
+    @wraps(join)
+    def _init_cpu_shm(self: _CPUSHMDistributed) -> int:
+        memory = Path("/dev/shm", f"{self.group_name.lstrip('/')}_{self.communicator.rank}")
+        memory.unlink(missing_ok=True)  # of a run on this port that was killed before it joined
+        handle = join(self)  # returns after a barrier: all ranks have mapped all memory
+        memory.unlink(missing_ok=True)
+        return handle
+
+    patch(
+        _CPUSHMDistributed,
+        make_group_name=staticmethod(make_group_name),
+        _init_cpu_shm=_init_cpu_shm,
+    )
+
+
+def pack_experts_anew() -> None:
+    """Pack the experts that an update has brought, as those that were loaded first."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as upstream
+
+    setup_kernel = upstream.UnquantizedFusedMoEMethod._setup_kernel
+
+    @wraps(setup_kernel)
+    def _setup_kernel(
+        self: Any, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
+    ) -> None:
+        is_first = self.moe_kernel is None
+        setup_kernel(self, layer, w13, w2)
+        if is_first:
+            self._packed = [layer.w13_weight]  # bare, the method would be this parameter's module
+        elif w13 is not self._packed[0]:  # a reload loads into another, and copies into that one
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    patch(upstream.UnquantizedFusedMoEMethod, _setup_kernel=_setup_kernel)
+
+
+def return_routed_experts() -> None:
+    """Let an engine return the experts that it chose without an accelerator too, in steps that
+    follow one another."""
+    from vllm.config import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    create = EngineArgs.create_engine_config
+
+    @wraps(create)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        if self.enable_return_routed_experts:
+            self.async_scheduling = False
+        return create(self, *args, **kwargs)
+
+    initialize_kv_cache = CPUModelRunner.initialize_kv_cache
+    execute_model, sample_tokens = CPUModelRunner.execute_model, CPUModelRunner.sample_tokens
+
+    @wraps(initialize_kv_cache)
+    def _initialize_kv_cache(
+        self: CPUModelRunner, config: KVCacheConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        initialize_kv_cache(self, config, *args, **kwargs)
+        self._experts = None
+        if self.vllm_config.aux_output_config.enabled:
+            self._experts = get_aux_output_connector(self.model, self.vllm_config, config)
+
+    @wraps(execute_model)
+    def _execute_model(
+        self: CPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._experts is not None:
+            self._experts.begin_step(scheduler_output.aux_output_connector_metadata)
+        output = execute_model(self, scheduler_output, *args, **kwargs)
+        if self._experts is not None and scheduler_output.total_num_scheduled_tokens:
+            batch = self.input_batch
+            counts = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+            self._step = SimpleNamespace(
+                req_ids=list(batch.req_ids),
+                query_start_loc_np=np.cumsum([0, *counts]),
+                num_computed_tokens_np=batch.num_computed_tokens_cpu[: batch.num_reqs].copy(),
+            )
+        return output
+
+    @wraps(sample_tokens)
+    def _sample_tokens(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        output = sample_tokens(self, *args, **kwargs)
+        pending = self._experts and self._experts.prepare_output(self._step)
+        if pending:  # not on a rank whose output nobody takes
+            num_sampled = np.array([len(ids) for ids in output.sampled_token_ids])
+            pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    patch(EngineArgs, create_engine_config=create_engine_config)
+    patch(VllmConfig, _verify_aux_output_compatibility=lambda self: None)
+    patch(
+        CPUModelRunner,
+        initialize_kv_cache=_initialize_kv_cache,
+        execute_model=_execute_model,
+        sample_tokens=_sample_tokens,
+    )
+
+
+def keep_packed_convolutions() -> None:
+    """Leave a convolution's weight as it was packed, where layers are processed once more."""
+    from vllm.model_executor.layers import utils as upstream
+
+    dispatch = upstream.dispatch_cpu_unquantized_gemm
+
+    @wraps(dispatch)
+    def dispatch_once(layer: torch.nn.Module, remove_weight: bool) -> None:
+        is_convolution = layer.weight.ndim == 3
+        if is_convolution or not getattr(layer, "has_packed_convolution", False):
+            dispatch(layer, remove_weight)
+            layer.has_packed_convolution = is_convolution and layer.weight.ndim == 2
+
+    patch(upstream, dispatch_cpu_unquantized_gemm=dispatch_once)
+
+
+@cache
+def reloads_from_tensors() -> bool:
+    """Return whether this vLLM's `reload_weights` takes tensors (0.11 reads files only)."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return "weights_iterator" in inspect.signature(GPUModelRunner.reload_weights).parameters
+
+
+def reload_weights(model_runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace the weights of a CPU engine's model, by their checkpoint names."""
+    if reloads_from_tensors():
+        model_runner.reload_weights(weights_iterator=iter(weights))
+    else:
+        model_runner.model.load_weights(weights)
+
+
+def reload_colocated() -> None:
+    """Have ms-swift's trainer reload the model of its own engine, all but a tied head, which waits
+    for ms-swift's `finish_vllm_weight_reload` after all weights have come."""
+    from swift.rlhf_trainers import GRPOTrainer
+
+    load = GRPOTrainer._load_state_dict_to_vllm
+
+    @wraps(load)
+    def _load_state_dict_to_vllm(self: GRPOTrainer, state_dict: dict[str, torch.Tensor]) -> None:
+        if self.vllm_mode != "colocate":
+            load(self, state_dict)
+            return
+        model_runner = self.engine.inner_model_executor.driver_worker.worker.model_runner
+        reload_weights(model_runner, ((plain_name(n), t) for n, t in state_dict.items()))
+
+    patch(GRPOTrainer, _load_state_dict_to_vllm=_load_state_dict_to_vllm)
+
+
+def keep_plain_weights() -> None:
+    """Let the layers of vLLM 0.11 keep their weights, and multiply with these."""
+    from vllm.model_executor.layers import utils as upstream
+
+    verify(pins.NEEDED)  # here, since this is called before every engine
+    if reloads_from_tensors():
+        return
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = multiply
+
+    patch(upstream, dispatch_cpu_unquantized_gemm=keep)
+
+
+def leave_threads_unbound() -> None:
+    """Let threads run on all cores, where vLLM 0.11 would bind them."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    patch(CPUWorker, _get_autobind_cpu_ids=lambda self, cpu_selector: "all")

@@ -1,0 +1,50 @@
+"""Weight updates at the end of an engine without an accelerator. vLLM imports this module in every
+process that holds a worker.
+
+vLLM's CPU layers pack their weights and drop the originals (vLLM 0.32, model_executor/layers/
+utils.py): a worker collects the tensors, and reloads the model once all have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from swift_grpo_ext.cpu import patches
+from swift_grpo_ext.cpu.engines import reload_weights
+from swift_grpo_ext.upstream.patches import Moment, apply, replaced
+from swift_grpo_ext.upstream.weight_sync import bounded_broadcasts
+from swift_grpo_ext.weights.receiver import VerifiedWeightSyncWorkerExtension
+
+patches.register()
+apply(Moment.WORKER)
+
+
+class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
+    """The extension for CPU, which reloads packed weights."""
+
+    def init_communicator(self, *args: Any, **kwargs: Any) -> None:
+        if self.communicator is None:
+            super().init_communicator(*args, **kwargs)
+            self._received: list[tuple[str, torch.Tensor]] = []
+
+    @contextmanager
+    def _recorded_loads(self) -> Iterator[None]:
+        """Collect what ms-swift would load."""
+        model = self.model_runner.model
+        with (
+            bounded_broadcasts([self.communicator], self._timeout),
+            replaced(model, "load_weights", self._received.extend),
+        ):
+            yield
+
+    def process_weights_after_loading(self) -> None:
+        """Reload the model with all that was received since the last reload."""
+        received, self._received = self._received, []
+        with super()._recorded_loads():
+            reload_weights(self.model_runner, received)
+        # `reload_weights` leaves a tied head with the packed weights of before (vLLM 0.32).
+        super().process_weights_after_loading()
