@@ -10,7 +10,6 @@ the same where a script has called `register()` before.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +29,7 @@ from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings
 from swift_grpo_ext.upstream.determinism import prepare_process
+from swift_grpo_ext.upstream.local_names import being_parsed
 from swift_grpo_ext.upstream.patches import Moment, apply, patch
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
 
 def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
     """Turn `args` into its extended class with our flags' values; return the flags given."""
-    given, left_over = _being_parsed(type(args))
+    given, left_over = being_parsed(type(args))
     argv = as_typed(given)
     parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
     values, unknown = parser.parse_known_args(argv)
@@ -149,24 +149,6 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
         for name in flag_names():
             setattr(args, name, getattr(values, name))
     return _given(argv, parser)
-
-
-def _being_parsed(kind: type) -> tuple[list[str], list[str]]:
-    """Return what is being parsed into arguments of that class, and ms-swift's own list of what it
-    did not know; nothing where Python makes the arguments.
-
-    Plugins are imported in the middle of it: only the call that is under way knows what it was
-    given, the command line, a script's list, or Ray's.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is HfArgumentParser.parse_args_into_dataclasses.__code__:
-            names = frame.f_locals
-            if kind in names["self"].dataclass_types:
-                argv = sys.argv[1:] if names["args"] is None else names["args"]
-                return list(argv), names["remaining_args"]
-        frame = frame.f_back
-    return [], []
 
 
 def as_typed(argv: list[str]) -> list[str]:

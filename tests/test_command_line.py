@@ -34,7 +34,7 @@ def parsed(argv: list[str] | None, *, registered: bool) -> dict[str, Any] | str:
 
         def stop(args: Any, given: list[str]) -> None:
             """End where settings are checked, which needs a model and data."""
-            assert command_line._being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
+            assert command_line.being_parsed(RLHFArguments)[1] == []  # nothing for ms-swift
             found.update({name: getattr(args, name) for name in MEANT}, given=given)
             raise InterruptedError
 

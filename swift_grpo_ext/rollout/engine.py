@@ -6,7 +6,6 @@ async. A request without our metadata (an evaluation, another client) gets ms-sw
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import time
@@ -47,6 +46,7 @@ from swift_grpo_ext.upstream import pins, vllm_repairs
 from swift_grpo_ext.upstream.accelerator import has_accelerator
 from swift_grpo_ext.upstream.contract import verify
 from swift_grpo_ext.upstream.encoding import add_video_metadata, tool_calls
+from swift_grpo_ext.upstream.local_names import request_of
 from swift_grpo_ext.upstream.patches import Moment, apply, patch
 from swift_grpo_ext.upstream.placeholders import placeholder_ids
 
@@ -497,11 +497,10 @@ _led: ContextVar[_Led | None] = ContextVar("led", default=None)
 async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
     """Await one of `_batch_infer_stream`'s coroutines, each of which runs in a context of its own.
 
-    All of ms-swift's have the sample's request as a local `infer_request` (4.6, rollout/
-    multi_turn.py, `_infer_async_single`; `infer_async` of the engine).
+    Raises:
+        UnsupportedUpstreamError: it does not say which request it serves.
     """
-    request = inspect.getcoroutinelocals(task).get("infer_request")
-    data_dict = request and wire.data_dict_of(request)
+    data_dict = wire.data_dict_of(request_of(task))
     metadata = wire.read_metadata(data_dict)
     if metadata is None or metadata.packed or metadata.count > 1:  # no scheduler leads it
         return await task

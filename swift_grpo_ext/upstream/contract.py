@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from packaging.version import Version
@@ -35,7 +36,8 @@ class Pin:
     `parameters` are the names in its signature, in order, up to those we know; None where only the
     name counts (an attribute, a registry). `also` are signatures of other supported releases of
     ms-swift. `since` is the first of them that has the name, where older supported ones lack it.
-    The module that extends it works with each.
+    The module that extends it works with each. `binds` are local variables of the function that we
+    read, or, as `inner.name`, those of a function within it.
     """
 
     module: str
@@ -43,6 +45,7 @@ class Pin:
     parameters: tuple[str, ...] | None = None
     also: tuple[tuple[str, ...], ...] = ()
     since: str | None = None
+    binds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -64,15 +67,28 @@ def mismatch(pin: Pin) -> str | None:
             value = get(value, part)
     except (AttributeError, ImportError) as e:
         return f"{pin} is missing ({e})"
-    if pin.parameters is None:
-        return None
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
+    code = getattr(inspect.unwrap(value), "__code__", None) if pin.binds else None
+    if unbound := [name for name in pin.binds if not _binds(code, *name.split("."))]:
+        return f"{pin} has no local variable {', '.join(unbound)}"
+    if pin.parameters is None:
+        return None
     found = tuple(inspect.signature(value).parameters)
     known = (pin.parameters, *pin.also)
     if not any(found[: len(parameters)] == parameters for parameters in known):
         return f"{pin} takes {found}, expected {' or '.join(map(str, known))}"
     return None
+
+
+def _binds(code: CodeType | None, name: str, *inner: str) -> bool:
+    """Return whether a function has a local variable, or a function within it that has one."""
+    if code is None:
+        return False
+    if inner:
+        found = (c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+        return _binds(next(found, None), *inner)
+    return name in (*code.co_varnames, *code.co_cellvars)
 
 
 def swift_version() -> str:

@@ -6,7 +6,8 @@ engine is installed, which needs vLLM, `DATA_PARALLEL` when such an engine is ma
 
 A table has a line for each module, or class of it (`module:Class`). Indented below stand its names,
 those that share their parameters on one line: `names: parameters`. `()` is the class itself; a name
-without parameters needs only be there; `|` parts the signatures of different releases.
+without parameters needs only be there; `|` parts the signatures of several releases; `binds` names
+local variables that we read (`local_names.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ def _parse(table: str) -> Iterator[Pin]:
         if not line.startswith(" "):
             module, _, owner = line.partition(":")
             continue
+        line, _, binds = line.partition(" binds ")
         line, _, since = line.partition(" since ")
         names, _, signatures = line.partition(":")
         known = [tuple(signature.split()) for signature in signatures.split("|")]
         for name in names.split():
             path = ".".join(part for part in (owner, name) if part not in ("", "()"))
-            yield Pin(module, path, known[0] or None, tuple(known[1:]), since or None)
+            also, bound = tuple(known[1:]), tuple(binds.split())
+            yield Pin(module, path, known[0] or None, also, since or None, bound)
 
 
 COMMAND_LINE = read_table("""
@@ -48,7 +51,7 @@ swift.utils.utils
     _patch_get_type_hints
 transformers:HfArgumentParser
     parse_args_into_dataclasses: self args return_remaining_strings look_for_args_file
-        args_filename args_file_flag
+        args_filename args_file_flag binds remaining_args
 swift.trainers:TrainerFactory
     TRAINER_MAPPING TRAINING_ARGS_MAPPING
 swift.callbacks
@@ -265,6 +268,8 @@ vllm.v1.engine.exceptions
     EngineDeadError
 vllm.distributed.utils:StatelessProcessGroup
     barrier: self timeout
+swift.rollout.multi_turn:MultiTurnScheduler
+    async_infer: self infer_requests request_config binds _infer_async_single.infer_request
 swift.pipelines.infer.rollout:StatelessProcessGroup
     create: host port rank world_size data_expiration_seconds store_timeout
 swift.pipelines.infer.rollout:WeightSyncWorkerExtension

@@ -44,6 +44,7 @@ from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.server.replicas import numbered_pipe
 from swift_grpo_ext.upstream import vllm_repairs
+from swift_grpo_ext.upstream.contract import UnsupportedUpstreamError
 
 RUN_SEED = 42
 EOS, END_OF_TEXT, IMAGE, VIDEO = 151645, 151643, 151655, 151656
@@ -420,6 +421,22 @@ def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(make: A
     assert len(vllm.params) == 8
     assert {params.seed for params in vllm.params} == expected
     assert all(7 in params.stop_token_ids for params in vllm.params)
+
+
+def test_a_coroutine_that_does_not_say_its_request_is_refused(make: Any) -> None:
+    """Its seeds would be vLLM's, in silence, as in a release that has renamed the variable."""
+
+    class Renamed(RolloutScheduler):
+        async def async_infer(self, infer_requests: list[Any], *args: Any, **kw: Any) -> Any:
+            async def single(row: Any, config: Any) -> Any:
+                return await self.infer_engine.infer_async(row, config)
+
+            tasks = [single(row, config(n=1)) for row in infer_requests]
+            return await self.infer_engine._batch_infer_stream(tasks, False, False, None)
+
+    told = r"single has the local names row, config, self; expected `infer_request`.*ms-swift 4\.4"
+    with pytest.raises(UnsupportedUpstreamError, match=told):
+        served(Renamed(make(RecordingVllm(["a."]), serves=True, use_async=True)), [request(None)])
 
 
 def test_several_completions_of_a_schedulers_request_are_refused(make: Any) -> None:

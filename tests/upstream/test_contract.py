@@ -43,7 +43,7 @@ a.b:Class
         two | self
     third since 4.6
 a.c
-    fourth: x since 4.5
+    fourth: x since 4.5 binds y inner.z
 """
     signature, older = ("self", "one", "two"), (("self",),)
     assert pins.read_table(table) == (
@@ -51,7 +51,7 @@ a.c
         Pin("a.b", "Class.first", signature, older),
         Pin("a.b", "Class.second", signature, older),
         Pin("a.b", "Class.third", since="4.6"),
-        Pin("a.c", "fourth", ("x",), since="4.5"),
+        Pin("a.c", "fourth", ("x",), since="4.5", binds=("y", "inner.z")),
     )
 
 
@@ -83,6 +83,8 @@ def test_training_needs_no_vllm_and_the_newest_release_goes_without_nothing() ->
         assert [name for name, table in optional.items() if any(map(mismatch, table))] == []
 
 
+PARSED = ("transformers", "HfArgumentParser.parse_args_into_dataclasses")
+SCHEDULED = ("swift.rollout.multi_turn", "MultiTurnScheduler.async_infer")
 NO_HOOK = ("swift.arguments", "BaseArguments._no_such_hook")
 
 
@@ -95,6 +97,12 @@ NO_HOOK = ("swift.arguments", "BaseArguments._no_such_hook")
         (Pin(*SAVE_ARGS, ("self", "x"), also=(("self",),)), ""),
         (Pin(*NO_HOOK, since="4.0"), "_no_such_hook is missing"),
         (Pin(*NO_HOOK, since="99"), ""),
+        (Pin(*PARSED, binds=("remaining_args", "args")), ""),
+        (Pin(*PARSED, binds=("args", "left")), r"dataclasses has no local variable left\."),
+        (Pin(*SCHEDULED, binds=("_infer_async_single.infer_request",)), ""),
+        (Pin(*SCHEDULED, binds=("_infer_async_single.request",)), "no local .*single.request"),
+        (Pin(*SCHEDULED, binds=("_infer.infer_request",)), "no local variable _infer.infer_req"),
+        (Pin("swift.callbacks", "callbacks_map", binds=("a",)), "callbacks_map has no local"),
     ],
 )
 def test_what_upstream_lacks_is_refused_by_name(pin: Pin, message: str) -> None:
