@@ -152,8 +152,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="into docs/quickstart.md and _CN.md")
+    options = parser.parse_args()
     print(made())
-    if parser.parse_args().write:
+    if options.write:
         for name in ("quickstart.md", "quickstart_CN.md"):
             write_into(ROOT / "docs" / name, TABLE, made())
 

@@ -2,7 +2,7 @@
 
 Each family trains all weights on one rank, LoRA on two, and against a server. The
 prompts hold the image first, last, between words, twice, and not at all. Weights want nothing more
-than placeholders. `python scripts/families.py --run NAME` keeps what was found for the page.
+than placeholders. `python scripts/support.py --run NAME` keeps what was found for the page.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversations, whoever leads them and whoever draws them: the same samples.
 
-`scripts/conversations.py` makes a table of docs/support.md from what these find.
+`scripts/support.py` makes a table of docs/support.md from what these find.
 """
 
 from __future__ import annotations
