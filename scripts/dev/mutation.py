@@ -1,8 +1,8 @@
 """How many small changes of the code do the unit tests notice? A mutation run with mutmut.
 
-    python scripts/mutation.py                              300 mutants at random, of all rooms
-    python scripts/mutation.py --only sampling --sample 60  60 of a room, by its own tests: minutes
-    python scripts/mutation.py --only 'swift_grpo_ext.stops.rule.*' --sample 0     all of a module
+    python scripts/dev/mutation.py              300 mutants at random, of all rooms
+    python scripts/dev/mutation.py --only sampling --sample 60    60 of a room, by its own tests
+    python scripts/dev/mutation.py --only 'swift_grpo_ext.stops.rule.*' --sample 0    of a module
 
 mutmut changes one expression at a time in a copy of the tree (`mutants/`), and runs the unit tests
 that reach the changed function. `[tool.mutmut]` in pyproject.toml lists rooms and tests; `--only`
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import tomllib
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = ROOT / "mutants"
 EQUIVALENT = ROOT / "tests/equivalent_mutants.toml"
 PACKAGE = "swift_grpo_ext"

@@ -1,7 +1,7 @@
 """How large the project is, and how it reads: lines by room, functions, comments, types.
 
-    python scripts/counts.py                     the files that git knows, as they are
-    python scripts/counts.py --against HEAD~20   another commit's figures beside them
+    python scripts/dev/counts.py                     the files that git knows, as they are
+    python scripts/dev/counts.py --against HEAD~20   another commit's figures beside them
 
 Lines are all lines of .py, .sh, .md and of the page's .html, .js and .css; a link counts nowhere.
 Code lines, of which functions are counted per 1,000, are those that are neither empty nor comment
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "swift_grpo_ext"
 COUNTED = (".py", ".sh", ".md", ".html", ".js", ".css")
 Figures = dict[str, str]
