@@ -24,7 +24,7 @@ from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.checks.former_flags import flag_hint
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
 from swift_grpo_ext.flags import ExtFlags, flag_infos, flag_names
-from swift_grpo_ext.record.session import check_output_dir
+from swift_grpo_ext.record.log import check_output_dir
 from swift_grpo_ext.server import api_key
 from swift_grpo_ext.server.new_tokens import check_model_tokens
 from swift_grpo_ext.stops.templates import check_stop_settings

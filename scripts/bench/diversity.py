@@ -28,7 +28,7 @@ from tqdm import tqdm
 from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
 from swift_grpo_ext.diversity.metrics import outcome_metrics, round_metrics
 from swift_grpo_ext.diversity.sample import Origin, Sample, group_samples, sample_from_row
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
 VOCABULARY = 128

@@ -38,8 +38,7 @@ from tqdm import tqdm
 
 from swift_grpo_ext.record.log import SampleLog, record_files
 from swift_grpo_ext.record.reader import index_samples, read_group, read_samples
-from swift_grpo_ext.record.rewards import REWARDS, RewardRow
-from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SAMPLES, SampleRow
+from swift_grpo_ext.record.tables import REWARDS, SAMPLE_ID_COLUMNS, SAMPLES, RewardRow, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
 GROUP_SIZE = 8
@@ -133,6 +132,8 @@ def write(options: argparse.Namespace, texts: list[Text], run_dir: Path) -> dict
         for log, part in zip(logs, parts, strict=True):
             log.append([make_score(rng, sample.sample_id) for sample in part], REWARDS)
             log.flush()
+    for log in logs:
+        log.finish()  # merges the last files
     files = list((run_dir / "samples").rglob("*.parquet"))
     num_tokens = options.rounds * options.samples * options.tokens
     return {

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.diversity.collision import format_p
-from swift_grpo_ext.diversity.record import RoundRecord, round_name
+from swift_grpo_ext.record.tables import DiversityRow
+from swift_grpo_ext.sampling.seeding import SampleId
 
 ENGLISH, CHINESE = LANGUAGES = (0, 1)
 MAX_NAMED_ORIGINS = 4
@@ -26,7 +27,7 @@ def read_words() -> dict[str, list[str]]:
     return words
 
 
-def alarm_line(record: RoundRecord, num_rounds: int) -> str:
+def alarm_line(record: DiversityRow, num_rounds: int) -> str:
     """Write one line for the log: verdict, round, cause, remedy, and who shares noise.
 
     Args:
@@ -37,7 +38,7 @@ def alarm_line(record: RoundRecord, num_rounds: int) -> str:
     is_broken = record.verdict == "broken"
     in_a_row = "" if is_broken else f", {num_rounds} rounds in a row"
     line = (
-        f"diversity: {words[record.verdict][ENGLISH]} in {record.round_name}{in_a_row}: "
+        f"diversity: {words[record.verdict][ENGLISH]} in {record.round}{in_a_row}: "
         f"{describe_cause(record, ENGLISH)} {words[record.remedy][ENGLISH]}"
     )
     if is_broken:
@@ -48,7 +49,7 @@ def alarm_line(record: RoundRecord, num_rounds: int) -> str:
     return line
 
 
-def describe_cause(record: RoundRecord, language: int) -> str:
+def describe_cause(record: DiversityRow, language: int) -> str:
     """Say why the round is an alarm, with its figures."""
     return read_words()[f"cause_{record.verdict}"][language].format(
         p=format_p(record.log10_p),
@@ -58,14 +59,14 @@ def describe_cause(record: RoundRecord, language: int) -> str:
 
 
 def describe_collision(collision: dict[str, Any], language: int) -> str:
-    """Say who shares what (an entry of `RoundRecord.collisions`)."""
+    """Say who shares what (an entry of `DiversityRow.collisions`)."""
     earlier = collision["earlier"][-1:]
     return read_words()[f"collision_{collision['kind']}"][language].format(
         samples=_name(collision["samples"], collision["num_samples"], language),
         num_tokens=collision["num_tokens"],
         bits=collision["bits"],
         earlier=_name(earlier, len(earlier), language),
-        round="".join(round_name(origin["sample_id"]) for origin in earlier),
+        round="".join(str(SampleId(**origin["sample_id"]).round) for origin in earlier),
     )
 
 

@@ -27,8 +27,8 @@ from swift_grpo_ext.diversity.collision import (
     collision_test,
 )
 from swift_grpo_ext.diversity.metrics import Scores, outcome_metrics, round_metrics
-from swift_grpo_ext.diversity.record import RoundRecord
 from swift_grpo_ext.diversity.sample import Group, Sample, group_samples
+from swift_grpo_ext.record.tables import DiversityRow
 
 COMMON_MODE = 0.9
 """`common_mode` from which on a round looks collapsed, if half of the samples are copies too."""
@@ -64,7 +64,9 @@ class RoundAnalyzer:
         self._num_collapsed: dict[str, int] = {}
         """Collapsed rounds in a row, by phase."""
 
-    def analyze(self, samples: Sequence[Sample], scores: Scores | None = None) -> list[RoundRecord]:
+    def analyze(
+        self, samples: Sequence[Sample], scores: Scores | None = None
+    ) -> list[DiversityRow]:
         """Return a record of each round that the samples of all ranks belong to.
 
         Args:
@@ -75,18 +77,15 @@ class RoundAnalyzer:
         by_round = groupby(groups, key=lambda group: group[0].origin.sample_id.round)
         return [self._analyze_round(list(of_round), scores or {}) for _, of_round in by_round]
 
-    def _analyze_round(self, groups: Sequence[Group], scores: Scores) -> RoundRecord:
+    def _analyze_round(self, groups: Sequence[Group], scores: Scores) -> DiversityRow:
         samples = [sample for group in groups for sample in group]
         test = CollisionTest(num_untested=len(samples))
         if not self._is_greedy:
             test = collision_test(samples, self._memory)
             self._memory.remember(samples)
         metrics = {**round_metrics(groups), **outcome_metrics(groups, scores)}
-        sample_id = samples[0].origin.sample_id
-        record = RoundRecord(
-            phase=sample_id.phase,
-            step=sample_id.step,
-            number=sample_id.number,
+        record = DiversityRow(
+            round=samples[0].origin.sample_id.round,
             num_samples=len(samples),
             num_groups=len(groups),
             verdict=judge(test, metrics, self._alarm_p),
@@ -107,9 +106,9 @@ class RoundAnalyzer:
             values = {**asdict(shortened), "num_samples": len(collision.samples)}
             record.collisions.append(values)
 
-        num_before = self._num_collapsed.get(record.phase, 0)
+        num_before = self._num_collapsed.get(record.round.phase, 0)
         num_collapsed = num_before + 1 if record.verdict == "collapse" else 0
-        self._num_collapsed[record.phase] = num_collapsed
+        self._num_collapsed[record.round.phase] = num_collapsed
         is_broken = record.verdict == "broken"
         if is_broken or num_collapsed >= PATIENCE:
             of_noise = "remedy_ignored_seeds" if self._seed_mode == "sample" else "remedy_seed_mode"

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.callbacks import TrainerCallback
@@ -21,10 +20,8 @@ from swift.utils import get_logger
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, append_line
 from swift_grpo_ext.diversity.sample import Sample, sample_from_row
-from swift_grpo_ext.record.rewards import RewardRow
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
@@ -35,9 +32,6 @@ logger = get_logger()
 
 GREEDY_TEMPERATURE = 1e-5
 """Below which vLLM decodes greedily (`_SAMPLING_EPS` in vllm/v1/sample/sampler.py)."""
-
-MAX_WAITING_LINES = 1000
-"""Lines, of a few kilobytes, that wait for a disk that is full; beyond them the oldest are lost."""
 
 
 @dataclass
@@ -77,12 +71,8 @@ class DiversityMonitor(TrainerCallback):
         self._unscored: list[Sample] = []
         """Rank 0 keeps samples here whose rounds may not be whole yet (`--async_generate`)."""
 
-        self._waiting: list[RoundRecord | int] = []
-        """Lines that rank 0 has not written yet; none unless the disk fails."""
-
-        self._is_failing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
-        self._analyses: list[Future[list[RoundRecord]]] = []
+        self._analyses: list[Future[list[DiversityRow]]] = []
         """Those of rank 0, in their order."""
 
         self._last_alarm: dict[str, str] = {}
@@ -95,7 +85,6 @@ class DiversityMonitor(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        self._write(state.global_step)
         if self._is_greedy:
             reason = f"--temperature {self.args.temperature} decodes greedily"
         elif not self.args.use_vllm:
@@ -116,11 +105,6 @@ class DiversityMonitor(TrainerCallback):
         self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._process_pending(control)
-
-    def on_train_end(
-        self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._write_waiting()
 
     # --- samples in ---
 
@@ -201,40 +185,15 @@ class DiversityMonitor(TrainerCallback):
         begins, not in each of its rounds."""
         analyses, self._analyses = self._analyses, []
         decision = Decision()
-        for record in (record for analysis in analyses for record in analysis.result()):
-            self._write(record)
-            decision.scalars.append((record.phase, record.scalars()))
-            if record.alarm:
+        for row in (row for analysis in analyses for row in analysis.result()):
+            self.trainer.record_diversity(row)
+            phase = row.round.phase
+            decision.scalars.append((phase, row.scalars()))
+            if row.alarm:
                 action = self.args.diversity_action
-                if action != "log" and self._last_alarm.get(record.phase) != record.verdict:
+                if action != "log" and self._last_alarm.get(phase) != row.verdict:
                     where = f"`swift-grpo-ext view {self.args.output_dir}` shows all of them"
-                    logger.warning(f"{record.alarm} (Said once; {where}.)")
+                    logger.warning(f"{row.alarm} (Said once; {where}.)")
                 decision.stop |= action == "stop"
-            self._last_alarm[record.phase] = record.verdict if record.alarm else ""
+            self._last_alarm[phase] = row.verdict if row.alarm else ""
         return decision
-
-    # --- the file ---
-
-    def _write(self, line: RoundRecord | int) -> None:
-        """Write a line; no disk that fails ends the training."""
-        self._waiting.append(line)
-        if len(self._waiting) > MAX_WAITING_LINES:
-            del self._waiting[1]  # the first may be the session's mark
-        self._write_waiting()
-
-    def _write_waiting(self) -> None:
-        try:
-            while self._waiting:
-                append_line(self.args.output_dir, self._waiting[0])
-                del self._waiting[0]
-            self._is_failing = False
-        except OSError as e:
-            if not self._is_failing:
-                path = Path(self.args.output_dir) / FILE_NAME
-                logger.warning(
-                    f"--callbacks diversity: {path} cannot be written ([Errno {e.errno}] "
-                    f"{e.strerror}). Its lines wait in memory, the newest {MAX_WAITING_LINES} of "
-                    "them, and are tried again with each round. Make room there, or correct "
-                    "--output_dir. The training goes on."
-                )
-            self._is_failing = True

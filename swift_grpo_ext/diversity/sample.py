@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
-    from swift_grpo_ext.record.row import SampleRow
+    from swift_grpo_ext.record.tables import SampleRow
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]

@@ -1,5 +1,6 @@
 """The run's record: every completion once, and how it scored. Imports no torch, vLLM or ms-swift.
 
-`recorder` makes a row of each completion (`row`), `rewards` says how it scored, `log` writes both
-as Parquet, `reader` reads them over all ranks and sessions.
+`tables` defines rows. `recorder` makes one of each completion, `rewards` says how it scored, the
+diversity monitor what a round was worth. `log` writes them as Parquet, `reader` reads them over all
+ranks and sessions.
 """

@@ -1,22 +1,32 @@
-"""Writes the tables of a run's record, round by round, as Parquet files.
+"""Writes the tables of a run's record as Parquet: a file for each round of each rank.
 
-    RUN_DIR/samples/session-0000-step-000000-rank-00000-part-0000.parquet
+    RUN_DIR/samples/session-0000-step-000000-rank-00000-file-000017-train-000017-00.parquet
+    RUN_DIR/samples/session-0000-step-000000-rank-00000-files-000000-000016.parquet
 
-Each rank of each session (a start of the trainer, from the checkpoint of a step) writes files of
-its own, so that ranks need not wait for one another. A file holds a row group for each round.
+A session is a start of the trainer, from the checkpoint of a step. Each rank of each session
+numbers files of its own, so that ranks need not wait for one another. A file is written under
+another name, and takes its own once it is whole and on disk. From then on it never changes.
 
-Parquet files cannot be appended to: the newest file of a rank is written anew with each round,
-under another name, and takes the old one's place once it is whole and on disk. So that this costs
-little, a file that is large enough stays as it is, and the next part begins. Rounds keep their
-place in a file.
+So that a run has few files, small ones that follow one another are merged. The merged file has a
+row group for each of them, in their order, and the first and last number in its name. Only once it
+is on disk are they removed. Where a process dies between, the small ones stand there still:
+`record_files` leaves out what a merged file holds, and the next session removes it.
+
+A session takes its number by making `samples/.session-0000.lock`, which a disk grants to one
+process alone, and locks it for as long as the process lives, so that no second training writes to
+the folder: of a process that was killed, the kernel unlocks it. Where disks have no locks, two
+trainings in one folder have numbers, and so files, of their own.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,20 +37,37 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from swift_grpo_ext.record.row import ROUND_COLUMNS, SAMPLES, SampleRow, Table, to_arrow
+from swift_grpo_ext.checks.finding import Findings, error
+from swift_grpo_ext.record.tables import (
+    REWARDS,
+    ROUND_COLUMNS,
+    SAMPLES,
+    TABLES,
+    Row,
+    Table,
+    round_of,
+    to_arrow,
+)
+from swift_grpo_ext.sampling.seeding import RoundId
 
 if TYPE_CHECKING:
-    from swift_grpo_ext.record.rewards import RewardRow
+    from swift.arguments import RLHFArguments
 
 logger = logging.getLogger(__name__)
 
-ROUNDS_PER_FILE = 32
-FILE_BYTES = 4 << 20
-"""Bytes in memory (about 0.35 million tokens, 1.5 MB on disk) from which on a file stays as it is:
-to write half of it anew takes 0.03 CPU-seconds a round."""
+FILES = 64
+"""So many files are merged into one. A run of 64 ranks and 5,000 steps writes 320,000 files of each
+table, and keeps 5,000."""
+
+FILE_BYTES = 64 << 20
+"""Bytes on disk at which fewer are merged."""
+
+LARGE = 8
+"""A file of an eighth of that stays as it is: merging compresses rows once more (1.7 CPU-seconds
+for 10 million tokens, which take 40 MB), and is for small ones."""
 
 PARTS = 8
-"""A bounded log keeps at least so many files, for its oldest to go one by one."""
+"""A bounded record keeps at least so many files, for its oldest to go one by one."""
 
 ZSTD_LEVEL = 7
 """Of 1.7 CPU-seconds for 10 million tokens, compression takes 1.3; level 9 takes 2.0, and 1% less
@@ -58,7 +85,20 @@ DICTIONARY_COLUMNS = [
 ]
 """The columns whose texts come again, by their names in Parquet."""
 
-FILE_NAME = re.compile(r"session-(\d+)-step-(\d+)-rank-(\d+)-part-(\d+)\.parquet")
+BOUNDED = (SAMPLES, REWARDS)
+"""What `--sample_log_gb` bounds: a round's diversity takes 3 KB."""
+
+FILE_NAME = re.compile(
+    r"session-(\d+)-step-(\d+)-rank-(\d+)-"
+    r"(?:file-(\d+)-(train|eval)-(\d+)-(\d+)|(?:files-(\d+)-|part-)(\d+))\.parquet"
+)
+"""Version 0.1.0 wrote parts, of up to 32 rounds each."""
+
+LOCK_NAME = re.compile(r"\.session-(\d+)\.lock")
+
+_held: dict[str, int] = {}
+"""Descriptors of locks by path. None is closed before the process ends: to close any of a file's
+descriptors ends all locks that the process has on it (fcntl(2))."""
 
 
 class RecordFile(NamedTuple):
@@ -69,31 +109,153 @@ class RecordFile(NamedTuple):
     """The optimizer step of the checkpoint that the session was resumed from."""
 
     rank: int
-    part: int
+    first: int
+    last: int
+    """Numbers of the files that it holds, both its own where it was not merged."""
+
     path: Path
+    round: RoundId | None
+    """None where it may hold several."""
+
+    def holds(self, other: RecordFile) -> bool:
+        """Return whether the file was merged of another, or of one that it holds."""
+        is_within = self.first <= other.first and other.last <= self.last
+        return self[:3] == other[:3] and is_within and self != other
+
+
+def parse_name(path: Path) -> RecordFile | None:
+    """Return what a file's name says; None where it is no file of a record."""
+    match = FILE_NAME.fullmatch(path.name)
+    if match is None:
+        return None
+    session, start_step, rank = map(int, match.groups()[:3])
+    number, phase, step, number_in_step, first, last = match.groups()[3:]
+    if number is None:
+        return RecordFile(session, start_step, rank, int(first or last), int(last), path, None)
+    round_ = RoundId("eval" if phase == "eval" else "train", int(step), int(number_in_step))
+    return RecordFile(session, start_step, rank, int(number), int(number), path, round_)
+
+
+def without_merged(files: Iterable[RecordFile]) -> list[RecordFile]:
+    """Return the files from the oldest to the newest, but for those that a merged one holds."""
+    kept: list[RecordFile] = []
+    for file in sorted(files, key=lambda file: (*file[:4], -file.last)):
+        if not (kept and kept[-1].holds(file)):
+            kept.append(file)
+    return kept
 
 
 def record_files(folder: Path) -> list[RecordFile]:
-    """Return the files of a table, the oldest first; empty where there is no folder."""
-    files = []
-    for path in folder.glob("*.parquet"):
-        if match := FILE_NAME.fullmatch(path.name):
-            session, start_step, rank, part = map(int, match.groups())
-            files.append(RecordFile(session, start_step, rank, part, path))
-    return sorted(files)
+    """Return the files that hold a table, the oldest first; empty where there is no folder."""
+    return without_merged(filter(None, map(parse_name, folder.glob("*.parquet"))))
+
+
+# --- sessions ---
+
+
+class RunInUseError(RuntimeError):
+    """Another training writes its record to the folder."""
+
+
+def claim_session(run_dir: str | os.PathLike[str]) -> int:
+    """Return the number of the session that starts now: one more than the greatest, from 0.
+
+    One rank calls it, before any rank has written, and tells the others. Other processes are
+    refused until this one ends. A folder that cannot be written is claimed by nobody.
+
+    Raises:
+        RunInUseError: a process that lives has claimed the folder.
+        OSError: the folder cannot be read.
+    """
+    folder = SAMPLES.folder(run_dir)
+    number = next_session(run_dir)
+    with suppress(OSError):  # the log warns of what it cannot write
+        folder.mkdir(parents=True, exist_ok=True)
+        while not _make(lock := folder / f".session-{number:04d}.lock"):
+            number += 1
+        if reason := reason_against(run_dir):
+            lock.unlink()
+            raise RunInUseError(f"--output_dir {os.fspath(run_dir)}: {reason}")
+        for table in TABLES:  # what a process that was killed has left
+            for unfinished in table.folder(run_dir).glob(".session-*.tmp"):
+                unfinished.unlink()
+            files = {*filter(None, map(parse_name, table.folder(run_dir).glob("*.parquet")))}
+            for merged in files.difference(without_merged(files)):
+                merged.path.unlink()
+    return number
+
+
+def check_output_dir(args: RLHFArguments) -> Findings:
+    """Refuse a folder that another training writes its record to; the first rank looks."""
+    writes = args.sample_log != "none" or "diversity" in args.callbacks
+    if writes and os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):  # the record warns of a folder that cannot be read
+            if reason := reason_against(args.output_dir):
+                yield error(f"output_dir {args.output_dir}", reason)
+
+
+def next_session(run_dir: str | os.PathLike[str]) -> int:
+    """Return one more than the greatest number of a session that left files, from 0."""
+    tables = [table.folder(run_dir) for table in TABLES]
+    numbers = [file.session for folder in tables for file in record_files(folder)]
+    return max([*numbers, *_locks(run_dir)], default=-1) + 1
+
+
+def reason_against(run_dir: str | os.PathLike[str]) -> str:
+    """Say which other training writes its record to the folder, and what to do; "" for none."""
+    for lock in _locks(run_dir).values():
+        if str(lock) not in _held:
+            with suppress(OSError), lock.open("r+") as file:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    return (
+                        f"{file.read() or 'another process'} trains into it. Expected a folder of "
+                        "its own for each training, or one would replace what the other writes. "
+                        "End that process, or give this training another --output_dir. If that "
+                        f"machine is gone and the disk does not know it, remove {lock}."
+                    )
+    return ""
+
+
+def _locks(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """Return the files by which sessions were claimed, by number."""
+    found = SAMPLES.folder(run_dir).resolve().glob(".session-*.lock")
+    named = ((LOCK_NAME.fullmatch(path.name), path) for path in found)
+    return {int(match[1]): path for match, path in named if match}
+
+
+def _make(lock: Path) -> bool:
+    """Make and lock a file; false where it is there already."""
+    try:
+        descriptor = os.open(lock.resolve(), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    _held[str(lock.resolve())] = descriptor
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    owner = f"process {os.getpid()} on {socket.gethostname()} (since {now})"
+    with suppress(OSError):
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, owner.encode())
+    return True
+
+
+# --- the writer ---
 
 
 @dataclass(kw_only=True)
-class _Newest:
-    """The newest file of a table, and the rounds that go there next."""
+class _Written:
+    """How far a table is written."""
 
     table: Table
-    part: int = 0
-    groups: list[pa.Table] = field(default_factory=list)
-    """The file's row groups."""
+    number: int = 0
+    """The next file's."""
 
-    waiting: list[pa.Table] = field(default_factory=list)
-    """Row groups that are not on disk: those of the last call, and more where the disk failed."""
+    waiting: list[tuple[RoundId, pa.Table]] = field(default_factory=list)
+    """Rounds that are not on disk: those of the last call, and more where the disk failed."""
+
+    unmerged: dict[RecordFile, int] = field(default_factory=dict)
+    """The files since the last that was merged or is large, with their bytes."""
 
 
 class SampleLog:
@@ -113,7 +275,7 @@ class SampleLog:
         num_ranks: int = 1,
         max_bytes: int | None = None,
     ) -> None:
-        """Write nothing yet.
+        """Write no rows yet; merge what earlier sessions of this rank left.
 
         Args:
             session: the number from `claim_session`, the same on all ranks.
@@ -121,29 +283,29 @@ class SampleLog:
                 run from the beginning; the same on all ranks.
             rank: the rank of this process.
             num_ranks: how many ranks write.
-            max_bytes: bound of all files of all tables in the folder, those of other ranks and of
+            max_bytes: bound of all files of `BOUNDED` in the folder, those of other ranks and of
                 earlier sessions included; None for no bound. The newest file of a rank that writes
                 is never removed.
         """
         self._run_dir = run_dir
-        self._session = session
-        self._prefix = f"session-{session:04d}-step-{start_step:06d}-rank-{rank:05d}"
+        self._session, self._start_step, self._rank = session, start_step, rank
+        self._num_ranks = num_ranks
         self._max_bytes = max_bytes
         bound = FILE_BYTES * PARTS if max_bytes is None else max_bytes // num_ranks
         self._file_bytes = min(FILE_BYTES, bound // PARTS)
-        self._newest: dict[str, _Newest] = {}
-        """The newest file of each table, by the table's name."""
-
-        self._unchanging: dict[Path, os.stat_result] = {}
-        """Files that are written no more are asked of the disk once."""
+        self._tables: dict[str, _Written] = {}
+        self._sizes: dict[RecordFile, int] = {}
+        """Bytes of all ranks' files, which never change: the disk is asked once."""
 
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample-log")
         self._unwritten: list[Future[None]] = []
         self._troubles: set[str] = set()
         """What was warned of, and holds still."""
 
-    def append(self, rows: Sequence[SampleRow | RewardRow], table: Table = SAMPLES) -> None:
-        """Have the thread write rows, a row group for each round; `flush` waits for it."""
+        self._writer.submit(self._merge_earlier_sessions)
+
+    def append(self, rows: Sequence[Row], table: Table = SAMPLES) -> None:
+        """Have the thread write rows, a file for each round; `flush` waits for it."""
         if rows:
             self._unwritten.append(self._writer.submit(self._write, rows, table))
 
@@ -158,28 +320,34 @@ class SampleLog:
             self._unwritten.pop(0).result()
 
     def finish(self) -> None:
-        """Try once more to write what waits for a disk that failed: no rows may come any more."""
+        """Merge the files that are left, and try once more to write what waits for a disk that
+        failed: no rows may come any more."""
         self._writer.submit(self._write_waiting).result()
-        if waiting := [group for newest in self._newest.values() for group in newest.waiting]:
+        for written in self._tables.values():
+            self._writer.submit(self._merge, written).result()
+        if num_lost := sum(len(written.waiting) for written in self._tables.values()):
             logger.warning(
                 "%d rounds of the run's record are lost: %s cannot be written still, and the "
                 "training has ended.",
-                *(len(waiting), self._run_dir),
+                *(num_lost, self._run_dir),
             )
 
-    def _write(self, rows: Sequence[SampleRow | RewardRow], table: Table) -> None:
-        """Write rows, a row group for each round; runs in the thread."""
-        rounds = groupby(rows, key=lambda row: row.sample_id.round)
-        groups = [to_arrow(list(of), table, session=self._session) for _, of in rounds]
-        self._newest.setdefault(table.name, _Newest(table=table)).waiting += groups
+    def _write(self, rows: Sequence[Row], table: Table) -> None:
+        """Write rows, a file for each round; runs in the thread."""
+        rounds = groupby(rows, key=round_of)
+        tables = [(name, to_arrow(list(of), table, session=self._session)) for name, of in rounds]
+        self._tables.setdefault(table.name, _Written(table=table)).waiting += tables
         self._write_waiting()
+        for written in self._tables.values():
+            if self._is_due(written):
+                self._writer.submit(self._merge, written)  # `flush` need not wait for it
 
     def _write_waiting(self) -> None:
         folder = Path(self._run_dir)
         try:
-            for newest in self._newest.values():
-                while newest.waiting:
-                    self._write_next(newest)
+            for written in self._tables.values():
+                while written.waiting:
+                    self._write_next(written)
             self._troubles -= {"full", "lost"}
         except OSError as e:
             self._warn(
@@ -189,76 +357,109 @@ class SampleLog:
                 "Make room there, or correct --output_dir. The training goes on.",
             )
             self._forget_oldest()
-        if self._max_bytes is not None:
-            try:
-                self._remove_oldest(self._max_bytes)
-            except OSError as e:
-                self._warn(
-                    "unbounded",
-                    f"{folder}: the oldest rounds of the run's record cannot be removed ({e}), so "
-                    "that --sample_log_gb does not bound it. Let this process remove files there.",
-                )
+        self._remove_oldest()
 
-    def _write_next(self, newest: _Newest) -> None:
-        """Write what waits to the newest file, as far as it belongs there, or begin the next."""
-        part, groups = newest.part, newest.groups
-        if self._is_full(groups):
-            part, groups = part + 1, []
-        num_added = 1
-        while num_added < len(newest.waiting) and not self._is_full(
-            [*groups, *newest.waiting[:num_added]]
-        ):
-            num_added += 1
-        groups = groups + newest.waiting[:num_added]
+    def _write_next(self, written: _Written) -> None:
+        """Write the round that has waited longest."""
+        (round_, rows), number = written.waiting[0], written.number
+        name = (
+            f"session-{self._session:04d}-step-{self._start_step:06d}-rank-{self._rank:05d}-"
+            f"file-{number:06d}-{round_.phase}-{round_.step:06d}-{round_.number:02d}.parquet"
+        )
+        path = written.table.folder(self._run_dir) / name
         try:
-            path = newest.table.folder(self._run_dir) / f"{self._prefix}-part-{part:04d}.parquet"
-            _write_file(path, groups)
-            newest.part, newest.groups = part, groups
+            _write_file(path, rows.schema, [rows])
         except pa.ArrowException as e:  # not the disk's fault: another time it fails again
-            self._warn("arrow", f"{path}: {num_added} rounds of the run's record are lost ({e}).")
-        del newest.waiting[:num_added]
-
-    def _is_full(self, groups: Sequence[pa.Table]) -> bool:
-        is_large = sum(group.nbytes for group in groups) >= self._file_bytes
-        return bool(groups) and (is_large or len(groups) >= ROUNDS_PER_FILE)
+            self._warn("arrow", f"{path}: a round of the run's record is lost ({e}).")
+        else:
+            written.number += 1
+            place = self._session, self._start_step, self._rank
+            file = RecordFile(*place, number, number, path, round_)
+            written.unmerged[file] = path.stat().st_size
+        del written.waiting[0]
 
     def _forget_oldest(self) -> None:
         """Hold `WAITING_BYTES` of what waits at most."""
-        waiting = [newest.waiting for newest in self._newest.values()]
-        excess = sum(group.nbytes for groups in waiting for group in groups) - WAITING_BYTES
-        largest = max(waiting, key=lambda groups: sum(group.nbytes for group in groups))
+        waiting = [written.waiting for written in self._tables.values()]
+        excess = sum(rows.nbytes for rounds in waiting for _, rows in rounds) - WAITING_BYTES
+        largest = max(waiting, key=lambda rounds: sum(rows.nbytes for _, rows in rounds))
         while excess > 0 and len(largest) > 1:
-            excess -= largest.pop(0).nbytes
+            excess -= largest.pop(0)[1].nbytes
             self._warn(
                 "lost",
                 f"{self._run_dir}: more than {WAITING_BYTES >> 20} MiB of the run's record wait "
                 "for the disk; from now on the oldest rounds are lost.",
             )
 
-    def _remove_oldest(self, max_bytes: int) -> None:
-        """Remove files of any rank, session and table until what is left fits.
+    # --- few files, and not too many bytes ---
+
+    def _is_due(self, written: _Written) -> bool:
+        sizes = [*written.unmerged.values()]
+        is_large = bool(sizes) and sizes[-1] * LARGE >= self._file_bytes
+        return is_large or len(sizes) >= FILES or sum(sizes) >= self._file_bytes
+
+    def _merge(self, written: _Written) -> None:
+        """Merge the files of a table that are not merged yet; a large one that ends them stays."""
+        files, written.unmerged = written.unmerged, {}
+        if files and [*files.values()][-1] * LARGE >= self._file_bytes:
+            files.popitem()
+        if len(files) < 2:
+            return
+        self._remove_oldest(room=sum(files.values()))  # for a moment, both take room
+        try:
+            merge([*files])
+        except (OSError, ValueError, pa.ArrowException) as e:
+            self._warn(
+                "unmerged",
+                f"{written.table.folder(self._run_dir)}: small files of the run's record cannot be "
+                f"merged ({e}). They are read as they are.",
+            )
+
+    def _merge_earlier_sessions(self) -> None:
+        """Merge what earlier sessions of this rank, or of ranks that are gone, have left."""
+        for table in TABLES:
+            found = _Written(table=table)
+            last: RecordFile | None = None
+            with suppress(OSError):  # which writing warns of
+                for file in record_files(table.folder(self._run_dir)):
+                    if file.session < self._session and file.rank % self._num_ranks == self._rank:
+                        follows = last and (*last[:3], last.last + 1) == file[:4]
+                        if not follows or file.round is None or self._is_due(found):
+                            self._merge(found)
+                        if file.round is not None:
+                            found.unmerged[file] = file.path.stat().st_size
+                        last = file
+            self._merge(found)
+
+    def _remove_oldest(self, *, room: int = 0) -> None:
+        """Remove files of any rank and session until what is left, and `room`, fit.
 
         All ranks do, at any time: of the same files they choose the same.
         """
-        from swift_grpo_ext.record.rewards import REWARDS  # which imports this module
-
-        files: list[tuple[RecordFile, os.stat_result]] = []
-        unchanging: dict[Path, os.stat_result] = {}
-        for table in (SAMPLES, REWARDS):
-            table_files = record_files(table.folder(self._run_dir))
-            newest = {file.rank: file for file in table_files if file.session == self._session}
-            for file in table_files:
-                with suppress(FileNotFoundError):  # another rank has removed it
-                    status = self._unchanging.get(file.path) or file.path.stat()
-                    files.append((file, status))
-                    if newest.get(file.rank) != file:
-                        unchanging[file.path] = status
-        self._unchanging = unchanging
-        excess = sum(status.st_size for _, status in files) - max_bytes
-        for file, status in sorted(files, key=lambda f: (f[0].session, f[1].st_mtime_ns, f[0])):
-            if excess > 0 and file.path in unchanging:
-                file.path.unlink(missing_ok=True)
-                excess -= status.st_size
+        if self._max_bytes is None:
+            return
+        sizes: dict[RecordFile, int] = {}
+        newest: set[RecordFile] = set()
+        try:
+            for table in BOUNDED:
+                files = record_files(table.folder(self._run_dir))
+                own = (file for file in files if file.session == self._session)
+                newest |= {*{file.rank: file for file in own}.values()}
+                for file in files:
+                    with suppress(FileNotFoundError):  # another rank has removed it
+                        sizes[file] = self._sizes.get(file) or file.path.stat().st_size
+            self._sizes = sizes
+            excess = sum(sizes.values()) + room - self._max_bytes
+            for file in sorted(sizes, key=lambda file: (file.session, file.last, file)):
+                if excess > 0 and file not in newest:
+                    file.path.unlink(missing_ok=True)
+                    excess -= sizes[file]
+        except OSError as e:
+            self._warn(
+                "unbounded",
+                f"{self._run_dir}: the oldest rounds of the run's record cannot be removed ({e}), "
+                "so that --sample_log_gb does not bound it. Let this process remove files there.",
+            )
 
     def _warn(self, trouble: str, message: str) -> None:
         """Warn of something once, until it is over."""
@@ -267,8 +468,31 @@ class SampleLog:
         self._troubles.add(trouble)
 
 
-def _write_file(path: Path, groups: Sequence[pa.Table]) -> None:
-    """Write row groups as a file, or in a file's place; it is on disk when this returns.
+def merge(files: Sequence[RecordFile]) -> None:
+    """Replace files of one rank, whose numbers follow one another, by one.
+
+    What another rank has removed meanwhile (`--sample_log_gb`) were the oldest: those behind are
+    merged. A row group's place in the merged file says the number of the file that it was.
+
+    Raises:
+        OSError, ValueError, pyarrow.ArrowException: one cannot be read, has other columns, or the
+            merged one cannot be written. All are as they were.
+    """
+    gone = [place for place, file in enumerate(files) if not file.path.exists()]
+    files = files[gone[-1] + 1 :] if gone else files
+    if len(files) < 2:
+        return
+    first, last = files[0], files[-1]
+    prefix = first.path.name.partition("-file-")[0]
+    path = first.path.with_name(f"{prefix}-files-{first.first:06d}-{last.last:06d}.parquet")
+    rounds = (pq.ParquetFile(file.path, page_checksum_verification=True).read() for file in files)
+    _write_file(path, pq.read_schema(first.path), rounds)
+    for file in files:
+        file.path.unlink(missing_ok=True)
+
+
+def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> None:
+    """Write rounds as the row groups of a file; it is on disk when this returns.
 
     Raises:
         OSError: it cannot be written; what was there before is as it was.
@@ -279,20 +503,26 @@ def _write_file(path: Path, groups: Sequence[pa.Table]) -> None:
         with unfinished.open("wb") as file:
             with pq.ParquetWriter(
                 file,
-                groups[0].schema,
+                schema,
                 compression="zstd",
                 compression_level=ZSTD_LEVEL,
                 use_dictionary=DICTIONARY_COLUMNS,
                 use_byte_stream_split=["logprobs.list.element"],
                 data_page_size=PAGE_BYTES,
-                write_statistics=list(ROUND_COLUMNS),  # the reader's index; more takes 1 KB
+                write_statistics=list(ROUND_COLUMNS),  # a merged file's index; more takes 1 KB
                 write_page_checksum=True,
+                store_schema=False,  # Arrow's, which would take 2 KB
             ) as writer:
-                for group in groups:
-                    writer.write_table(group, row_group_size=group.num_rows)
+                for rows in rounds:
+                    writer.write_table(rows, row_group_size=rows.num_rows)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name is on disk, too
+        finally:
+            os.close(folder)
+    except (OSError, ValueError, pa.ArrowException):
         unfinished.unlink(missing_ok=True)
         raise

@@ -13,47 +13,61 @@ the sessions before it,
 A session that wrote no rows supersedes nothing. Scores count where they are of the session whose
 samples count. A damaged file is left out whole; a warning names it. A file that the system cannot
 read now (a file server's hiccup) is no damaged one: its rows are left out until it can.
+
+Version 0.1.0 wrote parts of several rounds, the newest anew with each, and what the monitor
+measured as the lines of `diversity.jsonl`. Both are read as well.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from swift_grpo_ext.record.log import FILE_NAME, RecordFile
-from swift_grpo_ext.record.rewards import REWARDS
-from swift_grpo_ext.record.row import ADDED, ROUND_COLUMNS, SAMPLES, SampleRow, Table, to_rows
-from swift_grpo_ext.sampling.seeding import Phase
+from swift_grpo_ext.record.log import RecordFile, parse_name, record_files, without_merged
+from swift_grpo_ext.record.tables import (
+    ADDED,
+    DIVERSITY,
+    REWARDS,
+    ROUND_COLUMNS,
+    SAMPLES,
+    VERDICTS,
+    DiversityRow,
+    SampleRow,
+    Table,
+    to_diversity,
+    to_rows,
+)
+from swift_grpo_ext.sampling.seeding import Phase, RoundId
 
 logger = logging.getLogger(__name__)
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, AttributeError)
 """What pyarrow raises where bytes, or columns, are not what was written."""
 
+DIVERSITY_LINES = "diversity.jsonl"
+"""Version 0.1.0 wrote a JSON object for each round of `DIVERSITY`, and `{"start_step": s}` where a
+session began."""
+
 Version = tuple[int, int]
 """A file's size and time in ns: of one version, the content is the same."""
 
+MAX_NAMED_LINES = 5
+
 Failed = dict[RecordFile, Version | None]
 """Files that were not read: the version that is damaged; None where another try may succeed."""
-
-
-class RoundName(NamedTuple):
-    """Names a round; sorts as tables of samples do."""
-
-    phase: str
-    step: int
-    number: int
 
 
 class RowGroup(NamedTuple):
@@ -61,9 +75,9 @@ class RowGroup(NamedTuple):
 
     file: RecordFile
     position: int
-    """Its number in the file, which stays as rounds are added."""
+    """Its number in the file."""
 
-    round: RoundName
+    round: RoundId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +85,7 @@ class SampleIndex:
     """Says where the rows that count are."""
 
     table: Table
-    rounds: dict[RoundName, list[RowGroup]]
+    rounds: dict[RoundId, list[RowGroup]]
     """In order: `eval` before `train`, then by step and number."""
 
     failed: Failed = field(default_factory=dict)
@@ -79,7 +93,7 @@ class SampleIndex:
     while it stands there."""
 
     def read_rounds(
-        self, names: Iterable[RoundName], columns: Sequence[str] | None = None
+        self, names: Iterable[RoundId], columns: Sequence[str] | None = None
     ) -> list[pa.Table]:
         """Return the rows of each round, sorted by group, index and turn.
 
@@ -98,7 +112,8 @@ class SampleIndex:
         tables = []
         for groups in groups_of_rounds:
             rows = pa.concat_tables([read[group] for group in groups if group in read] or [empty])
-            rows = rows.sort_by([(name, "ascending") for name in order])
+            if order:
+                rows = rows.sort_by([(name, "ascending") for name in order])
             tables.append(rows.select(selected))
         return tables
 
@@ -162,6 +177,12 @@ def read_rewards(
     return RunIndex(run_dir).refresh()[1].read(columns, phase, steps)
 
 
+def read_diversity(run_dir: str | os.PathLike[str]) -> list[DiversityRow]:
+    """Return what the monitor measured in each round, in the order of the steps that log it; empty
+    where it was not on."""
+    return DiversityReader(run_dir).read()
+
+
 def read_group(
     run_dir: str | os.PathLike[str], *, phase: Phase, step: int, number: int, group: int
 ) -> list[SampleRow]:
@@ -172,7 +193,7 @@ def read_group(
         ValueError: the log holds no such group.
     """
     index = index_samples(run_dir)
-    name = RoundName(phase, step, number)
+    name = RoundId(phase, step, number)
     if name in index.rounds:
         [rows] = index.read_rounds([name])
         rows = rows.filter(pc.equal(rows["group"], group))
@@ -200,7 +221,7 @@ class RunIndex:
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self._run_dir = run_dir
         self._samples, self._rewards = TableIndex(SAMPLES, run_dir), TableIndex(REWARDS, run_dir)
-        self._scored: dict[RoundName, tuple[list[RowGroup], list[RowGroup], list[RowGroup]]] = {}
+        self._scored: dict[RoundId, tuple[list[RowGroup], list[RowGroup], list[RowGroup]]] = {}
 
     def refresh(self) -> tuple[SampleIndex, SampleIndex]:
         """Find the samples that count, and their scores; reads no rows.
@@ -230,6 +251,37 @@ class RunIndex:
         )
 
 
+class DiversityReader:
+    """Reads what the monitor measured, again and again while a run goes on: what has not changed is
+    not read again."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._run_dir = run_dir
+        self._index = TableIndex(DIVERSITY, run_dir)
+        self._known: dict[RoundId, tuple[list[RowGroup], list[DiversityRow]]] = {}
+        self._lock = Lock()  # pages are made by several threads
+
+    def read(self) -> list[DiversityRow]:
+        """Return what `read_diversity` does."""
+        with self._lock:
+            self._index.refresh()
+            index = SampleIndex(table=DIVERSITY, rounds=self._index.rounds)
+            known = {name: k for name, k in self._known.items() if index.rounds.get(name) == k[0]}
+            new = [name for name in index.rounds if name not in known]
+            for name, rows in zip(new, index.read_rounds(new), strict=True):
+                if rows.num_rows:
+                    known[name] = index.rounds[name], to_diversity(rows)
+            self._known = known
+            found = [row for _, rows in known.values() for row in rows]
+            starts = [*self._index.start_steps.values()]
+        for row in _diversity_lines(Path(self._run_dir) / DIVERSITY_LINES):
+            phase, step, _ = row.round
+            is_replaced = any(is_superseded(phase, step, start) for start in starts)
+            if not is_replaced and row.round not in index.rounds:
+                found.append(row)
+        return sorted(found, key=lambda r: (r.steps_done, r.round.phase == "eval", r.round.number))
+
+
 def _scored(samples: Sequence[RowGroup], scores: Sequence[RowGroup]) -> list[RowGroup]:
     sessions = {group.file.session for group in samples}
     return [group for group in scores if group.file.session in sessions]
@@ -238,13 +290,12 @@ def _scored(samples: Sequence[RowGroup], scores: Sequence[RowGroup]) -> list[Row
 class TableIndex:
     """Says where the rows of a table are that count.
 
-    A run of 64 ranks has tens of thousands of files. Of each rank and session only the newest is
-    written anew (log.py), and none is written in place: `refresh` lists the names, and opens what
-    is new.
+    A file never changes, and most say in their names which round they hold: `refresh` lists the
+    names, and opens the merged files that are new.
     """
 
     def __init__(self, table: Table, run_dir: str | os.PathLike[str]) -> None:
-        self.rounds: dict[RoundName, list[RowGroup]] = {}
+        self.rounds: dict[RoundId, list[RowGroup]] = {}
         """Never changed in place; nor are its lists."""
 
         self.unread: Failed = {}
@@ -254,18 +305,15 @@ class TableIndex:
         """Files whose footers were."""
 
         self._folder = table.folder(run_dir)
-        self._inodes: dict[str, int] = {}
-        self._files: dict[str, RecordFile] = {}
-        self._versions: dict[RecordFile, Version] = {}
-        self._groups: dict[RecordFile, list[RowGroup]] = {}
-        self._newest: dict[tuple[int, int], RecordFile] = {}
-        """The newest file of a session and rank."""
+        self._inodes: dict[RecordFile, int] = {}
+        """A run of version 0.1.0 that goes on replaces its newest file."""
 
-        self._of_rounds: defaultdict[RoundName, dict[RecordFile, list[RowGroup]]]
+        self._groups: dict[RecordFile, list[RowGroup]] = {}
+        self._of_rounds: defaultdict[RoundId, dict[RecordFile, list[RowGroup]]]
         self._of_rounds = defaultdict(dict)
         """Those that do not count, too."""
 
-        self._start_steps: dict[int, int] = {}
+        self.start_steps: dict[int, int] = {}
         """Those of the sessions that have rows."""
 
     def refresh(self) -> bool:
@@ -274,62 +322,55 @@ class TableIndex:
         Raises:
             OSError: it cannot be listed.
         """
+        inodes: dict[RecordFile, int] = {}
         try:
             with os.scandir(self._folder) as entries:
-                inodes = {entry.name: entry.inode() for entry in entries}
+                for entry in entries:
+                    if file := parse_name(self._folder / entry.name):
+                        inodes[file] = entry.inode()
         except FileNotFoundError:
-            inodes, is_there = {}, False
+            is_there = False
         else:
             is_there = True
-        due = {*self._newest.values(), *self._failed}
-        for name, _ in inodes.items() - self._inodes.items():
-            if match := FILE_NAME.fullmatch(name):
-                session, start_step, rank, part = map(int, match.groups())
-                file = RecordFile(session, start_step, rank, part, self._folder / name)
-                self._files[name] = file
-                due.add(file)
-        gone = [self._files.pop(name) for name in self._files.keys() - inodes.keys()]
-        self._inodes = inodes
-        changed = set[RoundName]()
-        for file in gone:
-            changed |= self._replace(file, None)
-        for file in due.difference(gone):
-            changed |= self._look_at(file)
+        changed = set[RoundId]()
+        if inodes != self._inodes or self._failed:
+            files = without_merged(inodes)
+            for file in self._groups.keys() - set(files):
+                changed |= self._replace(file, None)
+            for file in files:
+                is_known = self._inodes.get(file) == inodes[file] and file in self._groups
+                if not is_known or file in self._failed:
+                    changed |= self._look_at(file)
+            self._inodes = inodes
         if changed:
             self._count(changed)
         return is_there
 
-    def _look_at(self, file: RecordFile) -> set[RoundName]:
-        """Read a file's footer, if it is another than it was; return the rounds that changed."""
-        known = self._failed if file in self._failed else self._versions
+    def _look_at(self, file: RecordFile) -> set[RoundId]:
+        """Find the rounds of a file that is new, or could not be read; return what changed."""
+        if file.round is not None:
+            return self._replace(file, [RowGroup(file, 0, file.round)])
         try:
-            version = version_of(file.path)
-            if known.get(file) == version:
-                return set()
+            if file in self._failed and self._failed[file] == version_of(file.path):
+                return set()  # it is damaged still
             groups = _row_groups(file)
         except FileNotFoundError:  # a bounded record has removed it since
-            self._inodes.pop(file.path.name, None)
             return self._replace(file, None)
         except DAMAGE as e:
             _tell(file, e, self._failed)
             # What cannot be read now is what it was before.
             return set() if self._failed[file] is None else self._replace(file, [])
-        self._versions[file] = version
         self._failed.pop(file, None)
         return self._replace(file, groups)
 
-    def _replace(self, file: RecordFile, groups: list[RowGroup] | None) -> set[RoundName]:
+    def _replace(self, file: RecordFile, groups: list[RowGroup] | None) -> set[RoundId]:
         """Take the row groups of a file in the place of those before; None where it is gone."""
         before = self._groups.pop(file, [])
-        place = file.session, file.rank
         if groups is None:
-            for known in (self._versions, self._failed, self.unread):
-                known.pop(file, None)
-            if self._newest.get(place) == file:
-                del self._newest[place]
+            self._failed.pop(file, None)
+            self.unread.pop(file, None)
         else:
             self._groups[file] = groups
-            self._newest[place] = max(file, self._newest.get(place, file))
         changed = {group.round for group in set(before).symmetric_difference(groups or ())}
         for name in changed:
             self._of_rounds[name].pop(file, None)
@@ -337,11 +378,11 @@ class TableIndex:
                 self._of_rounds[name][file] = found
         return changed
 
-    def _count(self, changed: set[RoundName]) -> None:
+    def _count(self, changed: set[RoundId]) -> None:
         """Decide anew which rows of some rounds count; of all where sessions came or went."""
         start_steps = {file.session: file.start_step for file, of in self._groups.items() if of}
-        if start_steps != self._start_steps:
-            self._start_steps, changed = start_steps, set(self._of_rounds)
+        if start_steps != self.start_steps:
+            self.start_steps, changed = start_steps, set(self._of_rounds)
         rounds = dict(self.rounds)
         for name in changed:
             rounds.pop(name, None)
@@ -368,7 +409,7 @@ def _row_groups(file: RecordFile) -> list[RowGroup]:
         values = [row_group.column(at).statistics.min for at in round_columns]
         if None in values:
             raise ValueError(f"row group {position} does not name its round")
-        groups.append(RowGroup(file, position, RoundName(*values)))
+        groups.append(RowGroup(file, position, RoundId(*values)))
     return groups
 
 
@@ -377,24 +418,40 @@ def _read_row_groups(
 ) -> dict[RowGroup, pa.Table]:
     """Return some columns of row groups, in the table's order; none of files that fail."""
     fields = [field for field in table.schema if field.name in columns]
-    names = [field.name for field in fields]
     read: dict[RowGroup, pa.Table] = {}
     for file, of_file in groupby(sorted(groups), key=lambda group: group.file):
+        own = list(of_file)
         try:
-            source = pq.ParquetFile(file.path, page_checksum_verification=True)
-            tables = {}
-            for group in of_file:
-                rows = source.read_row_group(group.position, columns=names)
-                rows.validate(full=True)
-                tables[group] = _with_added(rows, fields).cast(pa.schema(fields))
-        except FileNotFoundError:  # a bounded record has removed it since
-            continue
+            try:
+                tables = _read_file(file, [group.position for group in own], fields)
+            except FileNotFoundError:  # it was merged since, or a bounded record has removed it
+                files = record_files(file.path.parent)
+                merged = next((other for other in files if other.holds(file)), None)
+                if merged is None:
+                    continue
+                positions = [file.first - merged.first + group.position for group in own]
+                tables = _read_file(merged, positions, fields)
         except DAMAGE as e:
             _tell(file, e, failed)
             continue
         failed.pop(file, None)
-        read |= tables
+        read |= zip(own, tables, strict=True)
     return read
+
+
+def _read_file(
+    file: RecordFile, positions: Sequence[int], fields: Sequence[pa.Field]
+) -> list[pa.Table]:
+    """Return some columns of a file's row groups; raises one of `DAMAGE`."""
+    source = pq.ParquetFile(file.path, page_checksum_verification=True)
+    # One by one, a merged file's 64 small row groups take four times as long.
+    rows = source.read_row_groups(positions, columns=[field.name for field in fields])
+    rows.validate(full=True)
+    rows = _with_added(rows, fields).cast(pa.schema(fields)).combine_chunks()
+    sizes = [source.metadata.row_group(position).num_rows for position in positions]
+    return [
+        rows.slice(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)
+    ]
 
 
 def _with_added(rows: pa.Table, fields: Sequence[pa.Field]) -> pa.Table:
@@ -431,3 +488,35 @@ def _tell(file: RecordFile, cause: Exception, failed: Failed) -> None:
         logger.warning(
             "%s is damaged (%s): its rows are left out. Restore it from a copy.", file.path, cause
         )
+
+
+def _diversity_lines(path: Path) -> list[DiversityRow]:
+    """Read the lines that version 0.1.0 wrote, each round once.
+
+    Lines that a crash or damage has spoilt are left out, and a warning names them.
+    """
+    rows: list[DiversityRow] = []
+    spoilt: list[str] = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+            if "start_step" in values:
+                start = int(values["start_step"])
+                rows = [r for r in rows if not is_superseded(r.round.phase, r.round.step, start)]
+                continue
+            name = RoundId(*(values.pop(name) for name in ROUND_COLUMNS))
+            row = DiversityRow(round=name, **values)
+            VERDICTS.index(row.verdict)  # raises ValueError for a verdict that is spoilt
+            rows.append(row)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            spoilt.append(str(number))
+    if spoilt:
+        shown = ", ".join(spoilt[:MAX_NAMED_LINES])
+        num_more = len(spoilt) - MAX_NAMED_LINES
+        more = f" and {num_more} more" if num_more > 0 else ""
+        logger.warning(
+            "%s: the lines %s%s are damaged or incomplete, and are left out.", path, shown, more
+        )
+    return rows

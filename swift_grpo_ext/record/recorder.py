@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING
 from swift_grpo_ext.flags import BYTES_PER_GB
 from swift_grpo_ext.media.pictures import utf8
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.record.log import SampleLog
-from swift_grpo_ext.record.row import SampleRow
-from swift_grpo_ext.record.session import RunInUseError, claim_session
+from swift_grpo_ext.record.log import RunInUseError, SampleLog, claim_session
+from swift_grpo_ext.record.tables import (
+    DIVERSITY,
+    REWARDS,
+    SAMPLES,
+    DiversityRow,
+    RewardRow,
+    SampleRow,
+)
 from swift_grpo_ext.rollout.conversation import Turn
 from swift_grpo_ext.sampling.seeding import sample_seed
 
@@ -30,11 +36,13 @@ MAX_COLUMN = 2000
 
 
 class SampleRecorder:
-    """Writes this rank's samples to the sample log, beside the step, and shows them to listeners.
+    """Writes this rank's rows of the record, beside the step, and shows samples to listeners.
 
     Args:
         kept: `--sample_log`.
         max_gb: `--sample_log_gb`, of all ranks.
+        keeps_diversity: whether the monitor's rows come, which are kept with `--sample_log none`
+            too.
     """
 
     def __init__(
@@ -45,14 +53,16 @@ class SampleRecorder:
         *,
         kept: str = "all",
         max_gb: float = 0.0,
+        keeps_diversity: bool = False,
     ) -> None:
         self._run_dir = run_dir
         self._ranks = ranks
         self._run_seed = run_seed
         self._kept = kept
         self._max_gb = max_gb
+        self._keeps_diversity = keeps_diversity
         self.log: SampleLog | None = None
-        """None with `--sample_log none`."""
+        """None where nothing is kept, and until a session has begun."""
 
         self._is_unreadable = False
         self.listeners: list[Callable[[list[SampleRow]], None]] = []
@@ -66,7 +76,8 @@ class SampleRecorder:
         Raises:
             RunInUseError: another training writes its record to the folder.
         """
-        if self.log is not None or self._kept == "none":
+        keeps_any = self._kept != "none" or self._keeps_diversity
+        if self.log is not None or not keeps_any:
             return
         claimed, *_ = self._ranks.all_gather(self._claim() if self._ranks.rank == 0 else None)
         if isinstance(claimed, str):
@@ -124,9 +135,10 @@ class SampleRecorder:
             columns = other_columns(sample.extra)
             for turn, mask in zip(turns, masks, strict=True):
                 rows.append(self._row(turn, mask, rank, weight_version, columns))
-        if self.log is not None:
+        if self.log is not None and self._kept != "none":
             without_logprobs = self._kept == "tokens"  # the listeners get them all the same
-            self.log.append([replace(r, logprobs=None) for r in rows] if without_logprobs else rows)
+            kept = [replace(r, logprobs=None) for r in rows] if without_logprobs else rows
+            self.log.append(kept, SAMPLES)
         for listener in self.listeners:
             listener(rows)
 
@@ -162,8 +174,23 @@ class SampleRecorder:
             columns=columns,
         )
 
+    def record_scores(self, rows: Sequence[RewardRow]) -> None:
+        """Write down how samples scored, and wait until they and their scores are on disk.
+
+        Raises:
+            ValueError: one of them has other counts than it should (`SampleLog.flush`).
+        """
+        if self.log is not None and self._kept != "none":
+            self.log.append(rows, REWARDS)
+        self.flush()
+
+    def record_diversity(self, row: DiversityRow) -> None:
+        """Write down what the monitor measured in a round."""
+        if self.log is not None:
+            self.log.append([row], DIVERSITY)
+
     def flush(self) -> None:
-        """Wait until all samples and scores are on disk.
+        """Wait until all rows are on disk.
 
         Raises:
             ValueError: one of them has other counts than it should (`SampleLog.flush`).
@@ -172,7 +199,8 @@ class SampleRecorder:
             self.log.flush()
 
     def finish(self) -> None:
-        """Write what waits for a disk that failed, if that can be done now: the training ends."""
+        """Merge small files, and write what waits for a disk that failed, if that can be done now:
+        the training ends."""
         if self.log is not None:
             self.log.finish()
 

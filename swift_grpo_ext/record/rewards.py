@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
-from swift_grpo_ext.record.log import SampleLog
-from swift_grpo_ext.record.row import make_table
+from swift_grpo_ext.record.tables import Fate, RewardRow
 from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
 from swift_grpo_ext.sampling.seeding import SampleId
 
 if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch, GRPOSample
-
-Fate = Literal["trained", "dropped", "evaluated"]
 
 SHOWN_GAP = 0.05
 """Nats from which on a token's gap is recorded: most lie below, so that they cost little."""
@@ -29,63 +23,9 @@ SHOWN_GAP = 0.05
 MOST_GAPS = 64
 """Gaps recorded of a completion: the greatest."""
 
-REWARDS = make_table(
-    "rewards",
-    {
-        "reward": pa.float32(),
-        "rewards": pa.map_(pa.utf8(), pa.float32()),
-        "advantage": pa.float32(),
-        "gap_mean": pa.float32(),
-        "gap_max": pa.float32(),
-        "truncated": pa.bool_(),
-        "replaced": pa.bool_(),
-        "fate": pa.utf8(),
-        "gaps": pa.map_(pa.int32(), pa.float32()),
-    },
-    nullable=("reward", "advantage", "gap_mean", "gap_max", "gaps"),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardRow:
-    """Says how one sample scored, and what became of it."""
-
-    sample_id: SampleId
-    """Its name; all turns of a conversation share one score."""
-
-    reward: float | None
-    """The sum of the functions' values, weighted by `--reward_weights`, before the KL term of
-    `--kl_in_reward`; None where no function gave a value."""
-
-    rewards: Sequence[tuple[str, float | None]]
-    """Each reward function's name and value; None where it gave none."""
-
-    advantage: float | None = None
-    """None where the sample was dropped."""
-
-    gap_mean: float | None = None
-    """The mean |training - rollout| log-probability over the completion's tokens, in nats; None
-    where one of the two is unknown, with sequence parallelism, and where the sample was dropped."""
-
-    gap_max: float | None = None
-    """The largest of these, in nats."""
-
-    truncated: bool
-    """True if the length limit ended the completion."""
-
-    replaced: bool
-    """True if its prompt replaced one that could not be encoded."""
-
-    gaps: Sequence[tuple[int, float]] | None = None
-    """Position in the completion and gap in nats of the tokens whose gap is `SHOWN_GAP` or more;
-    None where gaps are unknown, or positions, as in conversations with the environment's tokens."""
-
-    fate: Fate
-    """`dropped`: dynamic sampling left it out."""
-
 
 class RewardRecorder:
-    """Writes how this rank's samples scored, once their round is over."""
+    """Says how this rank's samples scored, once their round is over."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float]) -> None:
         """Take the reward functions' names and weights, in the order of the values.
@@ -116,7 +56,6 @@ class RewardRecorder:
 
     def record(
         self,
-        sample_log: SampleLog | None,
         samples: Sequence[GRPOSample],
         values: Sequence[Sequence[float]],
         *,
@@ -124,10 +63,9 @@ class RewardRecorder:
         extras: Mapping[SampleId, Mapping[str, Any]],
         all_gather: Callable[[list[SampleId]], list[list[SampleId]]],
     ) -> list[RewardRow]:
-        """Write the scores of a round that is over, and return them; all ranks call it.
+        """Return the scores of a round that is over; all ranks call it.
 
         Args:
-            sample_log: the log of the samples; None for none.
             samples: those that this rank goes on with.
             values: [samples][functions]; NaN where a function gave none.
             fate: what became of these samples.
@@ -145,10 +83,7 @@ class RewardRecorder:
         self._generated = {}
         rounds = {name.round for name in rows}  # of the next, groups may be replaced already
         self._replaced_groups = {g for g in self._replaced_groups if g.round not in rounds}
-        in_order = [rows[name] for name in sorted(rows)]
-        if sample_log is not None:
-            sample_log.append(in_order, REWARDS)
-        return in_order
+        return [rows[name] for name in sorted(rows)]
 
     def _row(
         self, sample: GRPOSample, values: Sequence[float], *, fate: Fate, **extras: Any

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -35,6 +35,18 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 MAX_GROUP_SIZE = 2**14
 """Samples in a group; vLLM's own limit for `n` (VLLM_MAX_N_SEQUENCES) is the same."""
+
+
+class RoundId(NamedTuple):
+    """Which round of a run; `eval` sorts before `train`, then earlier steps before later ones."""
+
+    phase: Phase
+    step: int
+    number: int
+
+    def __str__(self) -> str:
+        """Return the name that errors, logs and pages use."""
+        return f"{self.phase} round {self.step}.{self.number}"
 
 
 @dataclass(frozen=True, kw_only=True, order=True, slots=True)
@@ -60,9 +72,8 @@ class SampleId:
     """Turn of a multi-turn conversation, from 0."""
 
     @property
-    def round(self) -> tuple[Phase, int, int]:
-        """Phase, step and number."""
-        return self.phase, self.step, self.number
+    def round(self) -> RoundId:
+        return RoundId(self.phase, self.step, self.number)
 
     @property
     def group_id(self) -> SampleId:
@@ -96,10 +107,7 @@ class SampleId:
     def __str__(self) -> str:
         """Return the name that errors and logs use."""
         turn = f", turn {self.turn}" if self.turn else ""
-        return (
-            f"{self.phase} round {self.step}.{self.number}, group {self.group}, "
-            f"sample {self.index}{turn}"
-        )
+        return f"{self.round}, group {self.group}, sample {self.index}{turn}"
 
 
 def sample_seed(run_seed: int, sample_id: SampleId) -> int:

@@ -21,8 +21,9 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from swift_grpo_ext.record.reader import RoundName, RunIndex
-from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.record.reader import RunIndex
+from swift_grpo_ext.record.tables import SampleRow, to_rows
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.runs import find_run
 from swift_grpo_ext.tools.updates import Updates, compare_updates
 
@@ -179,7 +180,7 @@ class Diff:
 
     logprob_gap: float = 0.0
     """The largest difference of log-probabilities in nats, over all tokens before the first
-    difference. The record rounds each (`record.row`). Up to about 1e-3 in float32 and 0.1 in
+    difference. The record rounds each (`record.tables`). Up to about 1e-3 in float32 and 0.1 in
     bfloat16 the weights are the same, and a token that differs was a near tie."""
 
     updates: Updates = field(default_factory=Updates)
@@ -273,7 +274,7 @@ def differing_settings(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _compare_samples(
-    name: RoundName, one: list[SampleRow], other: list[SampleRow]
+    name: RoundId, one: list[SampleRow], other: list[SampleRow]
 ) -> tuple[Difference | None, float]:
     """Return the first difference of a round's samples, and the largest gap of log-probabilities
     before it, in nats."""
@@ -352,7 +353,7 @@ def logprob_gap(
 
 
 def _compare_scores(
-    name: RoundName, one: list[dict[str, Any]], other: list[dict[str, Any]]
+    name: RoundId, one: list[dict[str, Any]], other: list[dict[str, Any]]
 ) -> Difference | None:
     """Return the first sample of a round whose reward or advantage differs."""
     for a, b in zip(one, other, strict=False):

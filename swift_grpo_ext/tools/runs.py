@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_grpo_ext.diversity.record import FILE_NAME as DIVERSITY
+from swift_grpo_ext.record.reader import DIVERSITY_LINES
 
-MARKS = ("args.json", "logging.jsonl", DIVERSITY, "samples/*session-*")
+MARKS = ("args.json", "logging.jsonl", DIVERSITY_LINES, "samples/*session-*")
 """What a training writes to its folder; `args.json` comes first, before the model is loaded."""
 
 VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
@@ -58,7 +58,7 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     if not runs:
         raise FileNotFoundError(
             f"{path} holds no run: neither it nor a folder in it has args.json, logging.jsonl, "
-            f"{DIVERSITY} or samples. It has {_content(folder)}. Give the --output_dir of a "
+            f"{DIVERSITY_LINES} or samples. It has {_content(folder)}. Give the --output_dir of a "
             "training."
         )
     return runs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from swift.utils import get_logger
 
-from swift_grpo_ext.record.rewards import RewardRow
+from swift_grpo_ext.record.tables import RewardRow
 from swift_grpo_ext.sampling.seeding import Phase
 from swift_grpo_ext.timing.advice import summary
 from swift_grpo_ext.training.gap import sampling_shift

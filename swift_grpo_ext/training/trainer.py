@@ -24,8 +24,8 @@ from swift_grpo_ext.media.encode import MediaCache
 from swift_grpo_ext.media.encoder_cache import EncoderCache
 from swift_grpo_ext.ranks import RankGroup, TensorParallelGroup, training_ranks
 from swift_grpo_ext.record.recorder import SampleRecorder
-from swift_grpo_ext.record.rewards import RewardRecorder, RewardRow, training_scores
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
+from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.generate import (
     RolloutSettings,
@@ -97,6 +97,9 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     score_listeners: list[Callable[[list[RewardRow]], None]]
     """Called on all ranks together with how this rank's samples scored, once a round."""
 
+    record_diversity: Callable[[DiversityRow], None]
+    """Writes a row of the run's record; rank 0 calls it."""
+
     ranks: RankGroup
     """All training ranks, for the exchange of Python objects."""
 
@@ -114,8 +117,10 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             self._settings.run_seed,
             kept=config.sample_log,
             max_gb=config.sample_log_gb,
+            keeps_diversity="diversity" in config.callbacks,
         )
         self.sample_listeners, self.score_listeners = self._recorder.listeners, []
+        self.record_diversity = self._recorder.record_diversity
 
         # ms-swift's own makes engines and callbacks, which ask for what was made so far.
         super().__init__(*args, **kwargs)
@@ -463,14 +468,13 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         super()._postprocess_batch(samples, batch_encoded_inputs)
         micro_batches = self._micro_batches(samples, batch_encoded_inputs)
         rows = self._rewards.record(
-            self._recorder.log,
             samples,
             self._own_share(samples, self._rewards_per_func),
             fate="trained" if self.model.training else "evaluated",
             extras=training_scores(samples, *micro_batches),
             all_gather=self.ranks.all_gather,
         )
-        self._recorder.flush()
+        self._recorder.record_scores(rows)
         if self.model.training:
             self._idle_rounds.judge(self)
         for listener in self.score_listeners:

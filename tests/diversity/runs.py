@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.record import RoundRecord, append_line, read_records
 from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.record.reader import read_diversity
+from swift_grpo_ext.record.tables import DIVERSITY, DiversityRow
 from tests.diversity.samples import group_of, row_of
-from tests.record.rows import write_session
+from tests.record.rows import open_log
 
 HOSTILE = "<script>alert('数字')</script>"
 
 
 def make_run(
     folder: Path, rounds: Sequence[list[Sample]], media: Sequence[str] = ()
-) -> list[RoundRecord]:
+) -> list[DiversityRow]:
     """Write the monitor's records and a sample log."""
     analyzer = RoundAnalyzer(alarm_p=1e-6, is_greedy=False, seed_mode="engine")
-    append_line(folder, 0)
-    rows = []
+    log = open_log(folder)
     for samples in rounds:
-        for record in analyzer.analyze(samples):
-            append_line(folder, record)
-        rows += [row_of(s) for s in samples]
-    for row in rows:
-        object.__setattr__(row, "media", list(media))
-    write_session(folder, rows)
-    return read_records(folder)
+        log.append(analyzer.analyze(samples), DIVERSITY)
+        log.append([replace(row_of(s), media=list(media)) for s in samples])
+    log.flush()
+    return read_diversity(folder)
 
 
 def frozen_rounds() -> list[list[Sample]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from swift_grpo_ext.diversity.sample import Origin, Sample
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
 LN2 = float(np.log(2))

@@ -1,11 +1,9 @@
-"""From rounds to records and alarms, and the file of records."""
+"""From rounds to rows of the record and alarms."""
 
 from __future__ import annotations
 
-import json
 import math
-import resource
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from swift_grpo_ext.diversity.alarms import alarm_line
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, judge
 from swift_grpo_ext.diversity.collision import CollisionTest
 from swift_grpo_ext.diversity.metrics import round_metrics
-from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, append_line, read_records
 from swift_grpo_ext.diversity.sample import Sample, group_samples
 from tests.diversity.samples import LONG, group_of, groups_of, sample
 
@@ -41,9 +38,9 @@ def test_a_record_holds_what_was_measured() -> None:
         sample([1], step=3, group=9, prompt="d"),
     ]
     healthy, record = analyzer_of().analyze([*samples, *different(1, prompt="e")])
-    assert (healthy.step, healthy.num_samples, healthy.num_pairs) == (1, 4, 6)
+    assert (healthy.round.step, healthy.num_samples, healthy.num_pairs) == (1, 4, 6)
     assert (healthy.verdict, healthy.alarm, healthy.remedy) == ("healthy", None, "")
-    assert (record.phase, record.step, record.number) == ("train", 3, 0)
+    assert record.round == ("train", 3, 0)
     assert (record.num_samples, record.num_groups) == (15, 4)
     assert (record.num_pairs, record.num_earlier_pairs, record.num_untested) == (46, 0, 2)
     assert record.shared_bits == pytest.approx(60, rel=1e-5)
@@ -172,7 +169,8 @@ def test_frozen_noise_is_named_with_the_earlier_round() -> None:
 
 
 def test_an_alarm_of_a_collapse_names_nobody() -> None:
-    record = record_of(2, verdict="collapse", log10_p=-7.5, remedy="remedy_collapse")
+    (record,) = analyzer_of().analyze([sample([2], step=2)])
+    record = replace(record, verdict="collapse", log10_p=-7.5, remedy="remedy_collapse")
     record.metrics |= {"copied_ratio": 0.994, "common_mode": 0.25}
     assert alarm_line(record, 4) == (
         "diversity: collapsed policy in train round 2.0, 4 rounds in a row: 99% of the samples "
@@ -181,82 +179,3 @@ def test_an_alarm_of_a_collapse_names_nobody() -> None:
         "prompts may be solved: use harder ones. Otherwise check what the reward favours, raise "
         "--temperature or --beta, or return to an earlier checkpoint."
     )
-
-
-# --- the file ---
-
-
-def record_of(step: int, phase: Any = "train", **values: Any) -> RoundRecord:
-    (record,) = analyzer_of().analyze([sample([step], step=step, phase=phase, text="数字")])
-    vars(record).update(values)
-    return record
-
-
-def test_a_resumed_session_replaces_what_it_generates_again(tmp_path: Path) -> None:
-    assert read_records(tmp_path) == []
-    append_line(tmp_path, 0)
-    records = {
-        (step, phase): record_of(step, phase) for step in range(4) for phase in ("train", "eval")
-    }
-    for record in records.values():
-        append_line(tmp_path, record)
-    append_line(tmp_path, 2)
-    append_line(tmp_path, again := record_of(2, num_samples=7))
-    assert read_records(tmp_path) == [
-        *(records[0, "eval"], records[0, "train"], records[1, "eval"], records[1, "train"]),
-        *(records[2, "eval"], again),
-    ]
-    append_line(tmp_path, 0)
-    assert read_records(tmp_path) == []
-
-
-def test_damaged_lines_are_named_and_the_others_are_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    append_line(tmp_path, 3)
-    records = [record_of(step) for step in (3, 4)]
-    for record in records:
-        append_line(tmp_path, record)
-    path = tmp_path / FILE_NAME
-    first, *lines = path.read_bytes().splitlines(keepends=True)
-    assert json.loads(first) == {"start_step": 3}
-    assert json.loads(lines[0])["verdict"] == "healthy"
-    spoilt = [b"\xff\xfe\n", b"[1]\n", b"\n", b"{}}\n", b'{"start_step": "x"}\n', b'{"phase": 1}\n']
-    spoilt += [lines[0].replace(b'"step": ', b'"x": 3, "step": '), lines[0].replace(b"lth", b"")]
-    path.write_bytes(b"".join([first, *spoilt, *lines, lines[0][:9]]))
-    assert read_records(tmp_path) == records
-    assert caplog.messages == [
-        f"{path}: the lines 2, 3, 5, 6, 7 and 3 more are damaged or incomplete, and are left out."
-    ]
-
-
-@pytest.mark.parametrize("kept", [slice(-1), slice(-20), slice(5)])
-def test_a_line_that_was_cut_short_swallows_nothing(tmp_path: Path, kept: slice) -> None:
-    """A process that was killed leaves a piece of its last line; the next session resumes."""
-    append_line(tmp_path, 0)
-    for step in range(5):
-        append_line(tmp_path, record_of(step))
-    path = tmp_path / FILE_NAME
-    *whole, last = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*whole, last[kept]]))
-    append_line(tmp_path, 3)
-    for step in (3, 4, 5):
-        append_line(tmp_path, record_of(step))
-    assert [r.step for r in read_records(tmp_path)] == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_line_that_does_not_fit_leaves_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for step in range(3):
-        append_line(tmp_path, record_of(step))
-    before = (tmp_path / FILE_NAME).read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
-    with pytest.raises(OSError, match="File too large"):
-        append_line(tmp_path, record_of(3))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / FILE_NAME).read_bytes() == before
-    append_line(tmp_path, record_of(3))
-    assert [r.step for r in read_records(tmp_path)] == [0, 1, 2, 3]
-    assert caplog.messages == []

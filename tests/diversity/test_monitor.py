@@ -17,13 +17,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import TrainerControl, TrainerState
 
-from swift_grpo_ext.diversity import monitor
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
-from swift_grpo_ext.diversity.record import FILE_NAME, RoundRecord, read_records
 from swift_grpo_ext.diversity.sample import Sample
 from swift_grpo_ext.ranks import training_ranks
-from swift_grpo_ext.record.rewards import RewardRow
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.reader import read_diversity
+from swift_grpo_ext.record.recorder import SampleRecorder
+from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from tests.arguments import training_arguments
 from tests.diversity.samples import LONG, group_of, row_of, sample
 
@@ -31,11 +30,15 @@ from tests.diversity.samples import LONG, group_of, row_of, sample
 class Run:
     """The trainer's side of the callback: it generates, steps, evaluates and logs."""
 
-    def __init__(self, folder: Path, rank: int = 0, **flags: Any) -> None:
+    def __init__(self, folder: Path, rank: int = 0, start_step: int = 0, **flags: Any) -> None:
+        ranks = training_ranks(60)
+        self.recorder = SampleRecorder(str(folder), ranks, 42, kept="none", keeps_diversity=True)
+        self.recorder.open(start_step=start_step)
         self.trainer = SimpleNamespace(
             sample_listeners=[],
             score_listeners=[],
-            ranks=training_ranks(60),
+            record_diversity=self.recorder.record_diversity,
+            ranks=ranks,
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         )
         defaults = {"temperature": 1.0, "rollout_seed_mode": "engine", "output_dir": str(folder)}
@@ -72,8 +75,9 @@ class Run:
         return self.trainer._metrics["train"]
 
     @property
-    def records(self) -> list[RoundRecord]:
-        return read_records(self.args.output_dir)
+    def records(self) -> list[DiversityRow]:
+        self.recorder.flush()
+        return read_diversity(self.args.output_dir)
 
     @property
     def stops(self) -> bool:
@@ -102,7 +106,7 @@ def test_metrics_and_scores_reach_the_log_once_a_round(tmp_path: Path, said: lis
     assert run.logged["diversity/unique_ratio"] == [1.0, 0.5]
     assert run.logged["diversity/pass_at_1"] == [0.5]
     assert run.logged["diversity/equal_rewards"] == [0.0]
-    assert [r.step for r in run.records] == [0, 2]
+    assert [r.round.step for r in run.records] == [0, 2]
     run.generate(group_of([1], [2], phase="eval"))
     run.monitor.on_prediction_step(*run.hook_arguments)
     assert run.trainer._metrics["eval"]["diversity/unique_ratio"] == [1.0]
@@ -240,57 +244,13 @@ def test_a_resumed_session_replaces_from_its_step_on(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for step in range(3):
         run.step(group_of([step], [9], step=step))
-    run.hook_arguments[1].global_step = 2
-    run.monitor.on_train_begin(*run.hook_arguments)
-    assert [r.step for r in run.records] == [0, 1]
-
-
-def test_a_full_disk_does_not_end_the_training(tmp_path: Path, said: list[str]) -> None:
-    """What could not be written waits, and is written in its order: the session's mark too."""
-    file = tmp_path / FILE_NAME
-    file.symlink_to("/dev/full")
-    run = Run(tmp_path, diversity_action="stop")
-    for step in range(3):
-        run.step(group_of([step], [9], step=step))
-    run.generate(group_of([1], [2], step=3, phase="eval"))
-    run.monitor.on_prediction_step(*run.hook_arguments)
-    assert run.logged["diversity/unique_ratio"] == [1.0] * 3
-    assert said == [
-        f"--callbacks diversity: {file} cannot be written ([Errno 28] No space left on device). "
-        "Its lines wait in memory, the newest 1000 of them, and are tried again with each round. "
-        "Make room there, or correct --output_dir. The training goes on."
-    ]
-    file.unlink()
-    run.step(group_of(LONG, LONG, step=3))
-    assert run.stops
-    assert [(r.phase, r.step) for r in run.records] == [
-        *(("train", step) for step in range(3)), ("eval", 3), ("train", 3),
-    ]  # fmt: skip
-    assert file.read_text().startswith('{"start_step": 0}\n{"phase"')
-    file.rename(tmp_path / "before")
-    file.symlink_to("/dev/full")
-    run.step(group_of([4], [9], step=4))
-    assert len(said) == 3  # the alarm, and another time that the disk is full
-    file.unlink()
-    run.monitor.on_train_end(*run.hook_arguments)
-    assert [r.step for r in run.records] == [4]
-
-
-def test_what_waits_for_a_full_disk_is_bounded(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oldest rounds go; the session's mark stays, which says what they replace."""
-    monkeypatch.setattr(monitor, "MAX_WAITING_LINES", 3)
-    file = tmp_path / FILE_NAME
-    file.symlink_to("/dev/full")
-    run = Run(tmp_path)
-    for step in range(5):
-        run.step(group_of([step], [9], step=step))
-    file.unlink()
-    run.step(group_of([5], [9], step=5))
-    assert file.read_text().startswith('{"start_step": 0}\n')
-    assert [r.step for r in run.records] == [4, 5]
-    assert len(said) == 1
+    run.recorder.flush()
+    resumed = Run(tmp_path, start_step=1)
+    assert [r.round.step for r in resumed.records] == [0, 1, 2]
+    resumed.step(group_of([1], [8], step=1))
+    assert [r.round.step for r in resumed.records] == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["diversity", "samples"]
+    assert [path.suffix for path in (tmp_path / "samples").iterdir()] == [".lock"] * 2
 
 
 class Arriving(list[SampleRow]):
@@ -339,7 +299,7 @@ def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Pa
     arrive(batches[1], lambda: score(batches[0]))
     arrive(batches[2], lambda: score(batches[1]))  # which no evaluation uses
     arrive(trains[2], lambda: score(trains[1]))
-    assert [(r.phase, r.step, r.num_samples, r.num_groups) for r in run.records] == [
+    assert [(*r.round[:2], r.num_samples, r.num_groups) for r in run.records] == [
         *(("train", 0, 10, 4), ("eval", 1, 10, 4), ("eval", 1, 10, 4), ("train", 1, 10, 4))
     ]  # fmt: skip
     assert run.logged["diversity/pass_at_1"] == [pytest.approx(1 / 6)] * 2
@@ -375,6 +335,7 @@ def copies_across_ranks(rank: int, folder: str) -> None:
         ids = [i + 100 * rank * (1 - step) + 1000 * step for i in LONG]
         run.step([sample(ids, index=rank, rank=rank, step=step, replica="")], [float(rank)])
         stops.append(run.stops)
+    run.recorder.flush()
     result = {"stops": stops, "unique": run.logged["diversity/unique_ratio"]}
     result["passed"] = run.logged["diversity/pass_at_1"]
     Path(folder, f"rank{rank}.json").write_text(json.dumps(result))
@@ -386,7 +347,7 @@ def test_all_ranks_stop_together(tmp_path: Path) -> None:
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == {
             "stops": [False, True], "unique": [1.0, 0.5], "passed": [0.5, 0.5],
         }  # fmt: skip
-    healthy, broken = read_records(tmp_path / "run")
+    healthy, broken = read_diversity(tmp_path / "run")
     assert (healthy.verdict, broken.verdict) == ("healthy", "broken")
     assert "(rank 0, replica 'rank 0')" in (broken.alarm or "")
     assert "(rank 1, replica 'rank 1')" in (broken.alarm or "")
@@ -396,8 +357,7 @@ def fail_on_main(rank: int, folder: str) -> None:
     """The main rank cannot write, which ends nothing, and then analyze; no rank waits for ever."""
     run = Run(Path(folder) / "run", rank)
     if rank == 0:
-        (Path(folder) / "run" / FILE_NAME).unlink()
-        (Path(folder) / "run" / FILE_NAME).mkdir()
+        (Path(folder) / "run/diversity").touch()
     run.step([sample(LONG, index=rank)])
     run.monitor._analyzer.analyze = None  # type: ignore[assignment]
     try:

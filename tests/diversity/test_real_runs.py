@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.diversity.record import RoundRecord, read_records
-from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.reader import read_diversity, read_samples
+from swift_grpo_ext.record.tables import DiversityRow
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.runs import find_run
 from swift_grpo_ext.tools.view.pages import write_page
@@ -23,7 +23,7 @@ SMALL = ("--num_generations", "4", "--learning_rate", "1e-5", "--warmup_steps", 
 
 def train(
     assets: Path, rows: Path, folder: Path, *argv: str, ranks: int = 1
-) -> tuple[Finished, list[RoundRecord]]:
+) -> tuple[Finished, list[DiversityRow]]:
     """The end of a training that is watched, and what was found in its rounds."""
     command = [
         *("rlhf", "examples/digits/grpo.yaml", "--external_plugins", *PLUGINS),
@@ -33,7 +33,7 @@ def train(
     env = {"NPROC_PER_NODE": str(ranks)} if ranks > 1 else {}
     finished = swift(*command, log=folder / "log", env=env)
     assert finished.returncode == 0, finished.cause
-    return finished, read_records(find_run(folder / "run"))
+    return finished, read_diversity(find_run(folder / "run"))
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_grpo_ext.record.log import SampleLog, record_files
-from swift_grpo_ext.record.row import SAMPLES, SampleRow
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.record.tables import SAMPLES, DiversityRow, SampleRow
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
 ROW = SampleRow(
     sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
@@ -46,6 +46,20 @@ def row_of(name: SampleId, **changes: Any) -> SampleRow:
     return replace(made, **changes)
 
 
+def open_log(run_dir: Path, **options: Any) -> SampleLog:
+    return SampleLog(run_dir, **{"session": 0, "start_step": 0, "rank": 0, **options})
+
+
+def diversity_row(step: int, phase: Any = "train", **changes: Any) -> DiversityRow:
+    row = DiversityRow(
+        round=RoundId(phase, step, 0),
+        **{"num_samples": 4, "num_groups": 2, "verdict": "healthy", "log10_p": -0.5},
+        **{"shared_bits": 1.5, "num_pairs": 1, "num_earlier_pairs": 0, "num_untested": 0},
+        metrics={"vendi": 1.25},
+    )
+    return replace(row, **changes)
+
+
 def write_session(
     run_dir: Path,
     rows: Sequence[SampleRow],
@@ -55,7 +69,7 @@ def write_session(
     rank: int = 0,
 ) -> Path:
     """Append all rows at once; return the file."""
-    log = SampleLog(run_dir, session=session, start_step=start_step, rank=rank)
+    log = open_log(run_dir, session=session, start_step=start_step, rank=rank)
     log.append(rows)
     log.flush()
     return record_files(SAMPLES.folder(run_dir))[-1].path

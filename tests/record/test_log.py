@@ -6,6 +6,9 @@ import errno
 import os
 import re
 import resource
+import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -21,20 +24,24 @@ import pyarrow.parquet as pq
 import pytest
 
 from swift_grpo_ext.record import log as sample_log
-from swift_grpo_ext.record.log import SampleLog, record_files
+from swift_grpo_ext.record.log import SampleLog, claim_session, next_session, record_files
 from swift_grpo_ext.record.reader import index_samples, read_rewards, read_samples
-from swift_grpo_ext.record.rewards import REWARDS, RewardRow
-from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS, SAMPLES, SampleRow, make_table, to_rows
-from swift_grpo_ext.record.session import claim_session, next_session
-from tests.record.rows import ROW, row_of, sample_id, write_session
+from swift_grpo_ext.record.tables import (
+    REWARDS,
+    ROUND_COLUMNS,
+    SAMPLES,
+    RewardRow,
+    SampleRow,
+    Table,
+    make_table,
+    to_rows,
+)
+from tests.arguments import ROOT
+from tests.record.rows import ROW, open_log, row_of, sample_id, write_session
 
 
 def read_rows(run_dir: Path) -> list[SampleRow]:
     return to_rows(read_samples(run_dir))
-
-
-def open_log(run_dir: Path, **options: Any) -> SampleLog:
-    return SampleLog(run_dir, **{"session": 0, "start_step": 0, "rank": 0, **options})
 
 
 def write_steps(log: SampleLog, *steps: int, **changes: Any) -> None:
@@ -42,6 +49,12 @@ def write_steps(log: SampleLog, *steps: int, **changes: Any) -> None:
     for step in steps:
         log.append([row_of(sample_id(step), **changes)])
         log.flush()
+
+
+def wait(log: SampleLog) -> None:
+    """Wait for merging too, as `flush` does not."""
+    log.flush()
+    log._writer.submit(int).result()
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -69,7 +82,7 @@ def test_a_row_comes_back_as_it_was(tmp_path: Path, change: dict[str, Any]) -> N
 def test_a_table_s_columns() -> None:
     table = make_table("extra", {"text": pa.utf8(), "size": pa.int32()}, nullable=["text"])
     *named, text, size = table.schema
-    assert [field.name for field in named] == ["session", *SAMPLE_ID_COLUMNS[:-1]]
+    assert [field.name for field in named] == ["session", *ROUND_COLUMNS]
     assert text == pa.field("text", pa.utf8(), nullable=True)
     assert size == pa.field("size", pa.int32(), nullable=False)
 
@@ -132,26 +145,127 @@ def test_the_step_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == [ROW]
 
 
-def test_rounds_join_the_newest_file_until_it_is_large(
+def names_of(run_dir: Path, table: Table = SAMPLES) -> list[str]:
+    """What the names of files say behind the rank."""
+    paths = sorted(table.folder(run_dir).glob("*.parquet"))
+    return [path.stem.partition("rank-")[2].partition("-")[2] for path in paths]
+
+
+def test_a_round_is_a_file_and_small_ones_are_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing changes for a reader, also for one that looked before."""
-    monkeypatch.setattr(sample_log, "ROUNDS_PER_FILE", 3)
+    monkeypatch.setattr(sample_log, "FILES", 3)
+    evaluated = ["file-000004-eval-000004-00", "file-000005-eval-000004-00"]
     log = open_log(tmp_path)
-    monkeypatch.setattr(log, "_file_bytes", 50_000)
-    write_steps(open_log(tmp_path, rank=1), 0, 1)
     write_steps(log, 0, 1)
+    assert names_of(tmp_path) == ["file-000000-train-000000-00", "file-000001-train-000001-00"]
     before = index_samples(tmp_path)
-    write_steps(log, 2, 3)
-    write_steps(log, 4, text="7" * 60_000)
-    log.append([row_of(sample_id(step)) for step in (5, 6)])  # one call
-    log.flush()
-    write_steps(open_log(tmp_path, session=1, start_step=7), 7)
+    # A round of each call, and one call with two rounds; an evaluation comes in batches.
+    log.append([row_of(sample_id(step)) for step in (2, 3)])
+    wait(log)
+    for group in range(2):
+        log.append([row_of(sample_id(4, "eval", group=group))])
+    wait(log)
+    assert names_of(tmp_path) == [*evaluated, "files-000000-000003"]
+    assert before.read(["step"])["step"].to_pylist() == [0, 1]
+    assert steps_of(tmp_path) == [4, 4, 0, 1, 2, 3]
+    monkeypatch.setattr(log, "_file_bytes", 50_000)
+    write_steps(
+        log, 5, token_ids=np.random.default_rng(0).integers(0, 2**31, 20_000), logprobs=None
+    )
+    wait(log)
+    write_steps(log, 6, 7)
+    large = "file-000006-train-000005-00"
+    assert names_of(tmp_path)[:2] == [large, "file-000007-train-000006-00"]
+    assert names_of(tmp_path)[3:] == ["files-000000-000003", "files-000004-000005"]
+    log.finish()
+    merged = ["files-000000-000003", "files-000004-000005", "files-000007-000008"]
+    assert names_of(tmp_path) == [large, *merged]
+    assert steps_of(tmp_path) == [4, 4, 0, 1, 2, 3, 5, 6, 7]
+    assert [*tmp_path.rglob(".*.tmp")] == []
+
+
+MERGE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from swift_grpo_ext.record import log as sample_log
+from tests.record.rows import open_log, row_of, sample_id
+
+run_dir, calls = Path(sys.argv[1]), int(sys.argv[2])
+log = open_log(run_dir)
+for step in range(4):
+    log.append([row_of(sample_id(step))])
+log.flush()
+upstream = CALL
+
+def kill(*args, **kwargs):
+    global calls
+    calls -= 1
+    if not calls:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return upstream(*args, **kwargs)
+
+CALL = kill
+log.finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "left"),
+    [
+        ("sample_log.pq.ParquetWriter.write_table", 2, 4),  # the merged file is half written
+        ("os.fsync", 1, 4),
+        ("Path.replace", 1, 4),
+        ("Path.unlink", 1, 5),  # it stands, and so do all
+        ("Path.unlink", 3, 3),
+    ],
+)
+def test_a_merge_that_dies_loses_and_doubles_nothing(
+    call: str, number: int, left: int, tmp_path: Path
+) -> None:
+    argv = [sys.executable, "-c", MERGE_AND_DIE.replace("CALL", call), str(tmp_path), str(number)]
+    assert subprocess.run(argv, cwd=ROOT).returncode == -signal.SIGKILL
+    assert len(names_of(tmp_path)) == left
+    assert read_rows(tmp_path) == [row_of(sample_id(step)) for step in range(4)]
+    session = claim_session(tmp_path)
+    assert [*tmp_path.rglob(".*.tmp")] == []
+    assert len(names_of(tmp_path)) == (4 if left == 4 else 1)
+    write_steps(open_log(tmp_path, session=session, start_step=4), 4)
+    # The next session merges what the one before has left.
+    assert names_of(tmp_path) == ["files-000000-000003", "file-000000-train-000004-00"]
+    assert read_rows(tmp_path) == [row_of(sample_id(step)) for step in range(5)]
+
+
+def test_earlier_sessions_are_merged_with_fewer_ranks(tmp_path: Path) -> None:
+    """Where numbers have a gap, a merged file ends: so a reader knows what it holds."""
+    for session in range(3):
+        for rank in range(4):
+            log = open_log(tmp_path, session=session, rank=rank)
+            write_steps(log, *range(4))
+            wait(log)
+    [gap] = SAMPLES.folder(tmp_path).glob("session-0002-*-rank-00003-file-000001-*")
+    gap.unlink()
+    for rank in range(2):
+        write_steps(open_log(tmp_path, session=3, rank=rank, num_ranks=2, start_step=4), 4)
     files = record_files(SAMPLES.folder(tmp_path))
-    num_rounds = [pq.read_metadata(f.path).num_row_groups for f in files if f.rank == 0]
-    assert num_rounds == [3, 2, 2, 1]
-    assert before.read(["step"])["step"].to_pylist() == [0, 0, 1, 1]
-    assert steps_of(tmp_path) == [0, 0, 1, 1, 2, 3, 4, 5, 6, 7]
+    merged = [(f.session, f.rank) for f in files if f.round is None]
+    assert merged == [(s, r) for s in range(3) for r in range(4)]
+    assert [(f.first, f.last) for f in files if f[:1] == (2,) and f.rank == 3] == [(0, 0), (2, 3)]
+    assert Counter(steps_of(tmp_path)) == {0: 4, 1: 3, 2: 4, 3: 4, 4: 2}
+
+
+def test_a_damaged_file_is_never_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = open_log(tmp_path)
+    write_steps(log, 0, 1, 2)
+    file = record_files(SAMPLES.folder(tmp_path))[1].path
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    log.finish()
+    assert "small files of the run's record cannot be merged (" in caplog.text
+    assert len(names_of(tmp_path)) == 3
+    file.write_bytes(content)
+    assert steps_of(tmp_path) == [0, 1, 2]
 
 
 def all_files(run_dir: Path) -> list[Path]:
@@ -168,8 +282,12 @@ def score(step: int) -> RewardRow:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_bound_holds_for_the_whole_record(tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize("large", [1, sample_log.LARGE])  # some files are merged, or none
+def test_a_bound_holds_for_the_whole_record(
+    tmp_path: Path, num_ranks: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of earlier sessions too, of ranks that are gone, and of the scores: the oldest go first."""
+    monkeypatch.setattr(sample_log, "LARGE", large)
     ids = np.random.default_rng(0).integers(0, 2**31, 2000)  # which do not compress
 
     def write(logs: list[SampleLog], steps: range) -> None:
@@ -177,7 +295,7 @@ def test_a_bound_holds_for_the_whole_record(tmp_path: Path, num_ranks: int) -> N
             for log in logs:
                 write_steps(log, step, token_ids=ids, logprobs=None)
                 log.append([score(step)], REWARDS)
-                log.flush()
+                wait(log)
 
     write([open_log(tmp_path, rank=rank, num_ranks=4) for rank in range(4)], range(8))
     before = index_samples(tmp_path)
@@ -196,7 +314,7 @@ def test_a_bound_holds_for_the_whole_record(tmp_path: Path, num_ranks: int) -> N
     assert partial == steps[: len(partial)]  # those of the oldest file of some rank
     assert len(partial) <= 2
     scored = set(read_rewards(tmp_path, columns=["step"])["step"].to_pylist())
-    assert scored == set(steps)
+    assert set(steps) >= scored >= set(steps[4:])  # files of either table may be a bit longer
     assert sum(path.stat().st_size for path in all_files(tmp_path)) > 0.7 * max_bytes
     assert before.read(["session"]).num_rows == 0  # they were removed while a reader looked
     last = open_log(tmp_path, session=2, start_step=48, max_bytes=1)
@@ -277,10 +395,9 @@ def full_disk(limit: int = 1000) -> Iterator[None]:
 
 
 def test_what_a_full_disk_did_not_take_is_written_in_its_order(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was on disk before stays readable; scores wait with their samples."""
-    monkeypatch.setattr(sample_log, "ROUNDS_PER_FILE", 4)
     log = open_log(tmp_path)
 
     def write(*steps: int) -> None:
@@ -301,10 +418,8 @@ def test_what_a_full_disk_did_not_take_is_written_in_its_order(
     write(9, 10, 11)
     assert steps_of(tmp_path) == list(range(12))
     assert read_rewards(tmp_path, columns=["step"])["step"].to_pylist() == list(range(12))
-    folder = SAMPLES.folder(tmp_path)
-    in_files = [pq.read_table(f.path)["step"].to_pylist() for f in record_files(folder)]
-    assert in_files == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert len(list(folder.iterdir())) == 3  # nothing half-written is left
+    assert [f.round.step for f in record_files(SAMPLES.folder(tmp_path)) if f.round] == [*range(12)]
+    assert not [*tmp_path.rglob(".*.tmp")]  # nothing half-written is left
     with full_disk():
         write(12)
     log.finish()
@@ -338,6 +453,7 @@ def test_a_damaged_file_is_named_and_left_out_whole(
 ) -> None:
     log = open_log(tmp_path)
     write_steps(log, 0, 1, 2)
+    log.finish()
     write_session(tmp_path, [row_of(sample_id(3))], rank=1)
     [file, _] = record_files(SAMPLES.folder(tmp_path))
     whole = file.path.read_bytes()

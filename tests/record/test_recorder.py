@@ -27,7 +27,7 @@ from swift_grpo_ext.record import log as sample_log
 from swift_grpo_ext.record.log import record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder, other_columns
-from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout.conversation import Conversation, Turn, turn_of
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.ranks import ThreadRanks, run_rank_groups

@@ -15,7 +15,8 @@ import torch
 from swift_grpo_ext.record import rewards
 from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_rewards
-from swift_grpo_ext.record.rewards import REWARDS, RewardRecorder, RewardRow, training_scores
+from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
+from swift_grpo_ext.record.tables import REWARDS, RewardRow
 from swift_grpo_ext.sampling.rounds import Round
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.ranks import Gather, run_ranks
@@ -41,21 +42,21 @@ def record(
     all_gather: Gather = lambda value: [value],
 ) -> list[RewardRow]:
     samples = [Sample(name) for name in names]
-    return recorder.record(None, samples, values, fate="trained", extras={}, all_gather=all_gather)
+    return recorder.record(samples, values, fate="trained", extras={}, all_gather=all_gather)
 
 
 def test_all_that_is_known_of_a_sample(tmp_path: Path) -> None:
     name = sample_id(3, number=1, group=2, index=5)
     log = SampleLog(tmp_path, session=0, start_step=0, rank=0)
     log.append([row_of(name)])
-    RewardRecorder(FUNCTIONS, WEIGHTS).record(
-        log,
+    rows = RewardRecorder(FUNCTIONS, WEIGHTS).record(
         [Sample(name, is_truncated=True)],
         [[0.25, 1.0]],
         fate="trained",
         extras={name: {"advantage": -0.5, "gap_mean": 0.125, "gap_max": 2.0, "gaps": [(3, 0.5)]}},
         all_gather=lambda value: [value],
     )
+    log.append(rows, REWARDS)
     log.flush()
     table = read_rewards(tmp_path)
     assert table.to_pylist() == [

@@ -19,12 +19,11 @@ import pytest
 
 from swift_grpo_ext.checks.finding import enforce
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.record import session
-from swift_grpo_ext.record.log import record_files
+from swift_grpo_ext.record import log
+from swift_grpo_ext.record.log import check_output_dir, record_files
 from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.recorder import SampleRecorder
-from swift_grpo_ext.record.row import SAMPLES
-from swift_grpo_ext.record.session import check_output_dir
+from swift_grpo_ext.record.tables import SAMPLES
 from tests.arguments import ROOT, command_line_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 from tests.record.rows import ROW, sample_id
@@ -34,7 +33,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from swift_grpo_ext.record.session import claim_session
+from swift_grpo_ext.record.log import claim_session
 from tests.record.rows import ROW, sample_id, write_session
 folder = Path(sys.argv[1])
 rows = [replace(ROW, sample_id=sample_id(step)) for step in range(12)]
@@ -82,7 +81,7 @@ def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -
     args = command_line_arguments("rlhf", output_dir=str(tmp_path))
 
     def second(ranks: ThreadRanks) -> None:
-        with pytest.raises(session.RunInUseError) as caught:
+        with pytest.raises(log.RunInUseError) as caught:
             SampleRecorder(str(tmp_path), ranks, 42).open(start_step=0)
         said.append(str(caught.value))
 
@@ -120,8 +119,8 @@ def test_disks_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with training(tmp_path):
         monkeypatch.setattr("fcntl.lockf", refuse)
         write(open_run(tmp_path), range(12))
-        sessions = [file.session for file in record_files(SAMPLES.folder(tmp_path))]
-        assert sessions == [0, 1]
+        sessions = {file.session for file in record_files(SAMPLES.folder(tmp_path))}
+        assert sessions == {0, 1}
 
 
 def test_sessions_of_one_process_have_files_of_their_own(tmp_path: Path) -> None:
@@ -131,10 +130,10 @@ def test_sessions_of_one_process_have_files_of_their_own(tmp_path: Path) -> None
     for recorder in (first, second):
         write(recorder, range(12))
     files = record_files(SAMPLES.folder(tmp_path))
-    assert [file.session for file in files] == [0, 1]
+    assert {file.session for file in files} == {0, 1}
     assert [read_samples(tmp_path).num_rows, len(steps_of(tmp_path))] == [12, 12]
     probe = f"""
-from swift_grpo_ext.record.session import reason_against
+from swift_grpo_ext.record.log import reason_against
 print(reason_against({str(tmp_path)!r}))
 """
     said = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
@@ -149,7 +148,7 @@ def test_a_folder_that_cannot_be_read_ends_nothing(
     write(open_run(tmp_path), range(2))
 
     mended = threading.Event()
-    read = session.next_session
+    read = log.next_session
 
     def fail_until_mended(run_dir: str) -> int:
         if mended.is_set():
@@ -157,7 +156,7 @@ def test_a_folder_that_cannot_be_read_ends_nothing(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     # once for all ranks: threads that each patched and restored would restore another's patch
-    monkeypatch.setattr(session, "next_session", fail_until_mended)
+    monkeypatch.setattr(log, "next_session", fail_until_mended)
     opened = list[int]()
 
     def work(ranks: ThreadRanks) -> None:

@@ -13,7 +13,7 @@ import cv2
 import yaml
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.processes import PLUGIN, ROOT, Finished, free_port, swift
 

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import to_rows
+from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.sampling.seeding import SampleId
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (

@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import to_rows
+from swift_grpo_ext.record.tables import to_rows
 from swift_grpo_ext.tools.check.encoding import make_encoder
 from swift_grpo_ext.tools.check.settings import Run
 from swift_grpo_ext.training.gap import gap_limit

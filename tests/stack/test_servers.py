@@ -12,7 +12,7 @@ import pytest
 import requests
 from PIL import Image
 
-from swift_grpo_ext.diversity.record import read_records
+from swift_grpo_ext.record.reader import read_diversity
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from tests.stack import policy
 from tests.stack.rounds import (
@@ -89,10 +89,10 @@ def test_async_generation(
             before = f"train-{sample_id.step - 1}.0-{sample_id.group}-{sample_id.index}"
             assert sample["images"] == reference[before]["images"]
     # The monitor meets each round, and each batch of an evaluation, once it is whole and scored.
-    records = read_records(folder / "ahead/run")
-    trained = [(r.step, r.num_samples) for r in records if r.phase == "train"]
+    records = read_diversity(folder / "ahead/run")
+    trained = [(r.round.step, r.num_samples) for r in records if r.round.phase == "train"]
     assert trained == [(step, BATCH) for step in range(3)]
-    assert {r.num_samples for r in records if r.phase == "eval"} == {4}
+    assert {r.num_samples for r in records if r.round.phase == "eval"} == {4}
     assert all("pass_at_1" in r.metrics for r in records)
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.record.tables import SampleRow, to_rows
 from tests.stack.processes import PLUGIN, ROOT, rollout_server, swift
 from tests.stack.rounds import client_argv, digits, logged_steps, run_training
 

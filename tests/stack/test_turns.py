@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.record.tables import SampleRow, to_rows
 from tests.stack.processes import rollout_server
 from tests.stack.rounds import (
     BATCH,

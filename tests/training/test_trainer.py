@@ -21,7 +21,7 @@ from swift.utils import get_logger
 from transformers import TrainerState
 
 from swift_grpo_ext.record.reader import read_samples
-from swift_grpo_ext.record.row import SampleRow, to_rows
+from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import PackedResponse

@@ -19,7 +19,7 @@ from swift.infer_engine.protocol import RequestConfig
 from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.cpu.settings import apply_cpu_settings
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.engine import RolloutEngine
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from swift_grpo_ext.checks.former_flags import flag_hint
 from swift_grpo_ext.checks.rows import prompt_of
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.upstream.rows import KINDS

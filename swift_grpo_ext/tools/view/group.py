@@ -21,9 +21,8 @@ from PIL import Image
 
 from swift_grpo_ext.checks.rows import media_content
 from swift_grpo_ext.diversity.collision import shared_prefixes
-from swift_grpo_ext.record.reader import RoundName
-from swift_grpo_ext.record.row import SAMPLE_ID_COLUMNS
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.record.tables import SAMPLE_ID_COLUMNS
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.diff import Decode, find_decoder, read_args
 from swift_grpo_ext.tools.replay.run import Drawn, why_not
 from swift_grpo_ext.tools.runs import run_name
@@ -100,7 +99,7 @@ class RunView(Follower):
         return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 
     def group(
-        self, name: RoundName, group: int, earlier: Sequence[tuple[RoundName, int, int]] = ()
+        self, name: RoundId, group: int, earlier: Sequence[tuple[RoundId, int, int]] = ()
     ) -> dict[str, Any]:
         """Return a group as `group.html` shows it.
 
@@ -160,7 +159,7 @@ class RunView(Follower):
                     Piece(rest, is_masked=is_masked),
                 ]
 
-    def _turns(self, name: RoundName, group: int) -> list[dict[str, Any]]:
+    def _turns(self, name: RoundId, group: int) -> list[dict[str, Any]]:
         """Return a group's completions by index and turn, with tokens, their gaps by position, and
         what was said before; raises KeyError where the record has no such group, or cannot be
         read."""
@@ -198,7 +197,7 @@ class RunView(Follower):
         return turns
 
     def medium_name(
-        self, name: RoundName, group: int, number: int, index: int | None = None, turn: int = 0
+        self, name: RoundId, group: int, number: int, index: int | None = None, turn: int = 0
     ) -> str:
         """Return the name of one medium of a group's prompt, or of what was added for one turn;
         raises KeyError or IndexError."""

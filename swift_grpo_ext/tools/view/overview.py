@@ -1,6 +1,6 @@
 """A run's overview: the verdict, the alarms, the curves as charts, and the worst groups. Pure.
 
-Curves come from the run's record, from ms-swift's `logging.jsonl` and from `diversity.jsonl`. All
+Curves come from the run's record and from ms-swift's `logging.jsonl`. All
 share one axis, optimizer steps done: a training round that begins at step s stands at s + 1, where
 ms-swift logs it too; an evaluation stands at its own step.
 """
@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from swift_grpo_ext.diversity import alarms
-from swift_grpo_ext.diversity.record import VERDICTS, RoundRecord
-from swift_grpo_ext.record.reader import RoundName
+from swift_grpo_ext.record.tables import VERDICTS, DiversityRow
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.timing import PARTS, ROLLOUT_PARTS
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.runs import Snapshot
@@ -89,20 +89,20 @@ Panels = dict[str, dict[str, Points]]
 # --- verdict and alarms ---
 
 
-def overall_verdict(records: Sequence[RoundRecord]) -> str:
+def overall_verdict(records: Sequence[DiversityRow]) -> str:
     """Return the worst verdict that rose an alarm, or `unknown`; `none` without rounds."""
     alarming = {r.verdict for r in records if r.alarm or r.verdict == "unknown"}
     return next((v for v in VERDICTS if v in alarming), "healthy" if records else "none")
 
 
-def list_alarms(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
+def list_alarms(records: Sequence[DiversityRow]) -> list[dict[str, Any]]:
     """Return the alarms of training, then those of evaluations, with causes as (English, Chinese).
 
     Rounds in a row are one; a collapse so begins with the rounds that the analyzer's patience
     waited for.
     """
-    by_phase = sorted(records, key=lambda r: r.phase == "eval")
-    streaks = (list(s) for _, s in groupby(by_phase, key=lambda r: (r.phase, r.verdict)))
+    by_phase = sorted(records, key=lambda r: r.round.phase == "eval")
+    streaks = (list(s) for _, s in groupby(by_phase, key=lambda r: (r.round.phase, r.verdict)))
     alarming = [streak for streak in streaks if any(record.alarm for record in streak)]
     listed = []
     for streak in alarming[:MAX_ALARMS]:
@@ -113,9 +113,9 @@ def list_alarms(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
         listed.append(
             {
                 "kind": first.verdict,
-                "phase": first.phase,
-                "first": first.round_name,
-                "last": f"{last.step}.{last.number}",
+                "phase": first.round.phase,
+                "first": str(first.round),
+                "last": f"{last.round.step}.{last.round.number}",
                 "first_step": first.steps_done,
                 "last_step": last.steps_done,
                 "num_rounds": len(streak),
@@ -135,7 +135,7 @@ def list_alarms(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
 
 def make_panels(
     snapshot: Snapshot,
-    records: Sequence[RoundRecord],
+    records: Sequence[DiversityRow],
     logs: Mapping[int, dict[str, Any]] | None = None,
 ) -> Panels:
     """Return rewards and lengths of the record, what was logged, gaps, the parts of the steps, then
@@ -179,7 +179,7 @@ def make_panels(
         "gap": {"gap": recorded["gap"]},
         TIME: time_layers(logs),
     }
-    training = [record for record in records if record.phase == "train"]
+    training = [record for record in records if record.round.phase == "train"]
     for key, metrics in DIVERSITY.items():
         panels[key] = {
             name: _points((r.steps_done, r.metrics.get(name)) for r in training) for name in metrics
@@ -314,15 +314,15 @@ def _value(point: tuple[float, float]) -> float:
 # --- the worst groups ---
 
 
-def worst_groups(run: RunView, records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
+def worst_groups(run: RunView, records: Sequence[DiversityRow]) -> list[dict[str, Any]]:
     """Return groups of the worst rounds, alarms first, as `RunView.group` has them, each with its
     `verdict`. Frozen noise stands beside what it repeats; equal completions stand once, with all
     their indices. Groups that the record has lost are left out."""
 
-    def badness(record: RoundRecord) -> tuple[Any, ...]:
+    def badness(record: DiversityRow) -> tuple[Any, ...]:
         unique_ratio = record.metrics.get("unique_ratio", 1.0)
         verdict = VERDICTS.index(record.verdict)
-        return verdict, record.alarm is None, record.log10_p, unique_ratio, record.step
+        return verdict, record.alarm is None, record.log10_p, unique_ratio, record.round.step
 
     ranked = sorted(records, key=badness)
     wanted = [(r, group) for r in ranked for group in r.worst_groups[:MAX_GROUPS_OF_ROUND]]
@@ -333,10 +333,10 @@ def worst_groups(run: RunView, records: Sequence[RoundRecord]) -> list[dict[str,
             if any(origin["sample_id"]["group"] == number for origin in collision["samples"]):
                 for origin in collision["earlier"][-1:]:
                     place = origin["sample_id"]
-                    name = RoundName(place["phase"], place["step"], place["number"])
+                    name = RoundId(place["phase"], place["step"], place["number"])
                     earlier.append((name, place["group"], place["index"]))
         try:
-            group = run.group(RoundName(record.phase, record.step, record.number), number, earlier)
+            group = run.group(record.round, number, earlier)
         except KeyError:
             continue
         equal: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -22,7 +22,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from swift_grpo_ext.diversity.alarms import read_words
-from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.timing.advice import advise, mean_step
 from swift_grpo_ext.tools.diff import read_args
 from swift_grpo_ext.tools.updates import LOGS, read_steps
@@ -204,7 +203,7 @@ def group_values(run: RunView, query: Mapping[str, Any]) -> dict[str, Any]:
 def overview_values(run: RunView) -> dict[str, Any]:
     """Return the values of `overview.html`: verdict, alarms, worst groups, and curves, in which
     alarms in training are shaded."""
-    records = read_records(run.run_dir)
+    records = run.diversity.read()
     alarms = overview.list_alarms(records)
     shaded = [alarm for alarm in alarms if alarm["phase"] == "train"]
     logs = read_steps(run.run_dir)
@@ -233,13 +232,13 @@ def write_page(runs: Sequence[Path], output: str | os.PathLike[str], num_groups:
         num_groups: how many groups it holds at most, spread evenly over the rounds.
 
     Raises:
-        FileNotFoundError: there are neither samples nor a `diversity.jsonl` yet.
+        FileNotFoundError: there are neither samples nor what the monitor measured yet.
         OSError: the page cannot be written.
     """
     views = [RunView(folder) for folder in runs]
     for run in views:
         run.refresh()
-        if not run.snapshot.rounds and not read_records(run.run_dir):
+        if not run.snapshot.rounds and not run.diversity.read():
             raise FileNotFoundError(f"{run.run_dir}: {words()['no_samples'][0]}")
     if len(views) == 1:
         page = _saved_run(views[0], num_groups)

@@ -23,9 +23,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from swift_grpo_ext.record.reader import Failed, RoundName, RunIndex, SampleIndex, version_of
-from swift_grpo_ext.record.rewards import REWARDS
-from swift_grpo_ext.record.row import SAMPLES
+from swift_grpo_ext.record.reader import (
+    DiversityReader,
+    Failed,
+    RunIndex,
+    SampleIndex,
+    version_of,
+)
+from swift_grpo_ext.record.tables import REWARDS, SAMPLES
+from swift_grpo_ext.sampling.seeding import PHASES, RoundId
 
 BLOCK_ROUNDS = 32
 """Rounds that are read before the next snapshot is published."""
@@ -93,7 +99,7 @@ class Snapshot:
     """What was read so far; it never changes."""
 
     version: int
-    rounds: dict[RoundName, Round] = field(default_factory=dict)
+    rounds: dict[RoundId, Round] = field(default_factory=dict)
     """Newest first; an evaluation stands beside the training rounds of its step."""
 
     prompts: dict[str, Prompt] = field(default_factory=dict)
@@ -139,6 +145,7 @@ class Follower:
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self.run_dir = Path(run_dir)
         self.snapshot = Snapshot(version=0)
+        self.diversity = DiversityReader(run_dir)
         self._index = RunIndex(run_dir)
         self._prompts: dict[str, Prompt] = {}
 
@@ -174,7 +181,7 @@ class Follower:
         return is_new
 
     def _read(
-        self, samples: SampleIndex, scores: SampleIndex, names: Sequence[RoundName]
+        self, samples: SampleIndex, scores: SampleIndex, names: Sequence[RoundId]
     ) -> list[Round]:
         """Return each round's samples with their scores, null where a sample has none; keep their
         prompts."""
@@ -202,7 +209,7 @@ class Follower:
         return read
 
     def _publish(
-        self, rounds: dict[RoundName, Round], *, is_whole: bool = True, **values: Any
+        self, rounds: dict[RoundId, Round], *, is_whole: bool = True, **values: Any
     ) -> None:
         self.snapshot = Snapshot(
             version=self.snapshot.version + 1,
@@ -224,7 +231,7 @@ def may_be_read(files: Failed) -> bool:
     return False
 
 
-def _newest_first(name: RoundName) -> tuple[int, str, int]:
+def _newest_first(name: RoundId) -> tuple[int, str, int]:
     return -name.step, name.phase, -name.number
 
 
@@ -250,10 +257,10 @@ _EMPTY = _with_scores(
 # --- which samples, which groups ---
 
 
-def parse_round(text: str) -> RoundName:
+def parse_round(text: str) -> RoundId:
     """Read `train.3.0`; raises ValueError."""
     phase, step, number = text.split(".")
-    return RoundName(phase, int(step), int(number))
+    return RoundId(PHASES[PHASES.index(phase)], int(step), int(number))
 
 
 def matching(snapshot: Snapshot, values: Mapping[str, str]) -> np.ndarray:
@@ -345,7 +352,7 @@ def describe(snapshot: Snapshot, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def list_groups(snapshot: Snapshot, name: RoundName) -> list[dict[str, Any]]:
+def list_groups(snapshot: Snapshot, name: RoundId) -> list[dict[str, Any]]:
     """Return the groups of a round as a page shows them: `reward` is the mean of the `rewards` and
     `spread` their standard deviation, None without any; `distinct` is how many texts differ, of
     conversations the texts of all turns."""

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pyarrow.compute as pc
 
-from swift_grpo_ext.diversity.record import read_records
 from swift_grpo_ext.tools.diff import diff, differing_settings, read_args
 from swift_grpo_ext.tools.paired import compare, read_pair
 from swift_grpo_ext.tools.updates import read_steps
@@ -36,7 +35,7 @@ def runs_values(runs: Sequence[RunView]) -> dict[str, Any]:
     run has its colour."""
     rows, panels_of_runs = [], {}
     for name, run in zip(names_of(runs), runs, strict=True):
-        records, logs = read_records(run.run_dir), read_steps(run.run_dir)
+        records, logs = run.diversity.read(), read_steps(run.run_dir)
         panels = overview.make_panels(run.snapshot, records, logs)
         panels_of_runs[name] = panels
         rewards = panels.get("reward", {}).get("reward", [])

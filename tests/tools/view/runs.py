@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from swift_grpo_ext.record.log import SampleLog
-from swift_grpo_ext.record.rewards import REWARDS, RewardRow
-from swift_grpo_ext.record.row import SampleRow
+from swift_grpo_ext.record.tables import REWARDS, RewardRow, SampleRow
 from swift_grpo_ext.tools.updates import LOGS
 from tests.record.rows import ROW, sample_id
 
@@ -105,6 +104,9 @@ class Writer:
 
     def score(self, rows: Sequence[SampleRow], **changes: Any) -> None:
         self.append_scores([replace(score(row), **changes) for row in rows])
+
+    def finish(self) -> None:
+        self._log.finish()
 
     def append_scores(self, rows: Sequence[RewardRow]) -> None:
         self._log.append(rows, REWARDS)

@@ -18,8 +18,7 @@ from PIL import Image
 from PIL.ExifTags import Base
 
 from swift_grpo_ext.record.log import SampleLog
-from swift_grpo_ext.record.reader import RoundName
-from swift_grpo_ext.sampling.seeding import sample_seed
+from swift_grpo_ext.sampling.seeding import RoundId, sample_seed
 from swift_grpo_ext.tools.view.group import RunView, image_bytes, pieces, shared_lengths
 from swift_grpo_ext.tools.view.pages import group_values, render, words, write_page
 from tests.tools.view.runs import Writer, make_rows, make_run
@@ -64,7 +63,7 @@ def test_a_first_token_keeps_its_space() -> None:
 def test_a_group(tmp_path: Path) -> None:
     run = RunView(make_run(tmp_path / "a run"))
     run.refresh()
-    group = run.group(RoundName("train", 1, 0), 1, earlier=[(RoundName("train", 0, 0), 1, 1)])
+    group = run.group(RoundId("train", 1, 0), 1, earlier=[(RoundId("train", 0, 0), 1, 1)])
     assert group["prompt"] == [{"role": "user", "content": "<image>Question 1?"}]
     assert group["media"] == [str(tmp_path / "a run/images/1.png")]
     assert group["replay"] == f"swift-grpo-ext replay '{tmp_path}/a run' --round 1.0 --group 1"
@@ -95,7 +94,7 @@ def test_replay_is_offered_where_the_weights_are(tmp_path: Path) -> None:
         page = render(
             "group", run, **group_values(run, {"round": f"train.{step}.0", "group": group})
         )
-        shown = run.group(RoundName("train", step, 0), group)["replay_obstacle"]
+        shown = run.group(RoundId("train", step, 0), group)["replay_obstacle"]
         assert ("<code>swift-grpo-ext replay " in page) == (not shown)
         assert not shown or words()[shown][1] in html.unescape(page)
         return str(shown)
@@ -118,8 +117,8 @@ def test_a_group_whose_tokens_cannot_be_read_now(
     with monkeypatch.context() as patched:
         patched.setattr(pq, "ParquetFile", fail)
         with pytest.raises(KeyError, match="group 1 cannot be read: try again"):
-            run.group(RoundName("train", 1, 0), 1)
-    assert len(run.group(RoundName("train", 1, 0), 1)["samples"]) == 2
+            run.group(RoundId("train", 1, 0), 1)
+    assert len(run.group(RoundId("train", 1, 0), 1)["samples"]) == 2
 
 
 class Ranks:

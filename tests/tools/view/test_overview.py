@@ -123,7 +123,7 @@ def test_alarms_in_a_row_are_one(tmp_path: Path) -> None:
     records = make_watched_run(tmp_path, rounds)
     collapse, broken, of_evaluation = list_alarms(records)
     assert (of_evaluation["phase"], of_evaluation["kind"]) == ("eval", "broken")
-    records = [record for record in records if record.phase == "train"]
+    records = [record for record in records if record.round.phase == "train"]
     assert (collapse["phase"], collapse["first_step"], collapse["last_step"]) == ("train", 1, 3)
     assert (broken["kind"], broken["first_step"], broken["last_step"]) == ("broken", 6, 7)
     assert (collapse["first"], collapse["last"]) == ("train round 0.0", "2.0")

@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from swift_grpo_ext.record import log
-from swift_grpo_ext.record.reader import RoundName
+from swift_grpo_ext.record.tables import DIVERSITY
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.view import runs
 from swift_grpo_ext.tools.view.runs import (
     Follower,
@@ -24,6 +24,7 @@ from swift_grpo_ext.tools.view.runs import (
     list_samples,
     matching,
 )
+from tests.record.rows import diversity_row, open_log
 from tests.tools.view.runs import Writer, make_rows, make_run
 
 
@@ -41,7 +42,7 @@ def test_a_run_is_followed_from_before_its_first_round(tmp_path: Path) -> None:
     writer.write(rows, scored=False)
     assert follower.refresh()
     assert follower.snapshot.table["reward"].to_pylist() == [None] * 4 + [0, 0, 0, 1]
-    assert list_groups(follower.snapshot, RoundName("train", 1, 0))[0]["reward"] is None
+    assert list_groups(follower.snapshot, RoundId("train", 1, 0))[0]["reward"] is None
     writer.score(rows)
     assert follower.refresh()
     assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1] * 2
@@ -157,13 +158,13 @@ def test_menus(snapshot: Snapshot) -> None:
 
 
 def test_groups_of_a_round(snapshot: Snapshot) -> None:
-    _, scored = list_groups(snapshot, RoundName("train", 1, 0))
+    _, scored = list_groups(snapshot, RoundId("train", 1, 0))
     assert scored == {
         **{"round": "train.1.0", "group": 1, "prompt": "<image>Question 1?", "num_media": 1},
         **{"columns": {"solution": "s1"}},
         **{"samples": 2, "distinct": 2, "rewards": [0.0, 1.0], "reward": 0.5, "spread": 0.5},
     }
-    _, partly_scored = list_groups(snapshot, RoundName("train", 2, 0))
+    _, partly_scored = list_groups(snapshot, RoundId("train", 2, 0))
     assert (partly_scored["rewards"], partly_scored["spread"]) == ([0.0, None], 0.0)
 
 
@@ -173,7 +174,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "stat": (Path, "stat"),
     "footer": (pq, "read_metadata"),
     "open": (pq, "ParquetFile"),
-    "rows": (pq.ParquetFile, "read_row_group"),
+    "rows": (pq.ParquetFile, "read_row_groups"),
 }
 
 
@@ -200,14 +201,16 @@ class Disk:
 
 
 @pytest.mark.parametrize("table", ["samples", "rewards"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ["footer", "open", "rows"])
 def test_a_read_that_fails_is_tried_again(
     call: str, table: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """As a file server's does: it is no damage, and what was read before stays in sight."""
     writer, follower, disk = Writer(tmp_path), Follower(tmp_path), Disk(monkeypatch)
-    writer.write(make_rows(0))
+    for step in (0, 1):
+        writer.write(make_rows(step))
+    writer.finish()  # merges them
     disk.failing = call, table
     follower.refresh()
     version = follower.snapshot.version
@@ -215,18 +218,20 @@ def test_a_read_that_fails_is_tried_again(
     assert follower.snapshot.version == version
     disk.failing = None
     assert follower.refresh()
-    assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1]
+    assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1] * 2
     assert not follower.refresh()
     told = [*caplog.messages]
     assert 1 <= len(told) <= 2
-    writer.write(make_rows(1))
+    for step in (2, 3):
+        writer.write(make_rows(step))
+    writer.finish()
     disk.failing = call, table
     for _ in range(2):
         follower.refresh()
         assert follower.snapshot.rounds["train", 0, 0].rows["reward"].to_pylist() == [0, 0, 0, 1]
     disk.failing = None
     follower.refresh()
-    assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1] * 2
+    assert follower.snapshot.table["reward"].to_pylist() == [0, 0, 0, 1] * 4
     assert len(caplog.messages) == 2 * len(told)
     assert all("cannot be read now ([Errno 116] Stale file" in text for text in caplog.messages)
 
@@ -256,9 +261,27 @@ def test_a_damaged_file_is_named_once_and_read_when_it_is_restored(
     assert len(caplog.messages) == 1
 
 
+def test_what_the_monitor_measured_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, follower, disk = open_log(tmp_path), Follower(tmp_path), Disk(monkeypatch)
+    for step in range(3):
+        log.append([diversity_row(step)], DIVERSITY)
+    log.flush()
+    for opened in (3, 0):
+        disk.counts.clear()
+        assert [row.round.step for row in follower.diversity.read()] == [0, 1, 2]
+        assert disk.counts["open"] == opened
+    log.append([diversity_row(3)], DIVERSITY)
+    log.flush()
+    disk.failing = "open", "diversity"
+    assert [row.round.step for row in follower.diversity.read()] == [0, 1, 2]
+    disk.failing = None
+    assert [row.round.step for row in follower.diversity.read()] == [0, 1, 2, 3]
+
+
 def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many files there are: 64 ranks and 5,000 steps leave more than 65,536."""
-    monkeypatch.setattr(log, "ROUNDS_PER_FILE", 1)
+    """However many files there are."""
     writer, follower, disk = Writer(tmp_path), Follower(tmp_path), Disk(monkeypatch)
     for step in range(40):
         writer.write(make_rows(step))
@@ -268,12 +291,16 @@ def test_a_poll_costs_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         follower.refresh()
         return {call: disk.counts[call] for call in ("footer", "open", "stat")}
 
-    assert counted() == {"footer": 80, "open": 80, "stat": 80}
-    assert counted() == {"footer": 0, "open": 0, "stat": 2}  # the newest of each table
+    assert counted() == {"footer": 0, "open": 80, "stat": 0}  # their names say their rounds
+    assert counted() == {"footer": 0, "open": 0, "stat": 0}
     writer.write(make_rows(40))
-    assert counted() == {"footer": 2, "open": 2, "stat": 4}
+    assert counted() == {"footer": 0, "open": 2, "stat": 0}
     assert follower.snapshot.table.num_rows == 4 * 41
     for path in sorted((tmp_path / "samples").iterdir())[:10]:  # as a bounded record does
         path.unlink()
-    assert counted() == {"footer": 0, "open": 0, "stat": 2}
+    assert counted() == {"footer": 0, "open": 0, "stat": 0}
     assert follower.snapshot.table.num_rows == 4 * 31
+    writer.finish()
+    assert counted()["footer"] == 2  # of the merged file of each table
+    assert follower.snapshot.table.num_rows == 4 * 31
+    assert counted() == {"footer": 0, "open": 0, "stat": 0}

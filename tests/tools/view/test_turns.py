@@ -8,15 +8,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from swift_grpo_ext.record.reader import RoundName, read_samples
-from swift_grpo_ext.record.row import ADDED, to_rows
+from swift_grpo_ext.record.reader import read_samples
+from swift_grpo_ext.record.tables import ADDED, to_rows
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.overview import make_panels
 from swift_grpo_ext.tools.view.pages import group_values, overview_values, render, samples_values
 from swift_grpo_ext.tools.view.runs import list_groups
 from tests.tools.view.runs import Writer, add_tokenizer, make_conversations, make_rows
 
-NAME = RoundName("train", 0, 0)
+NAME = RoundId("train", 0, 0)
 
 
 @pytest.fixture
