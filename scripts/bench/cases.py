@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
-from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.rollout.generate import CallEngine, generate
+from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
+from swift_grpo_ext.sampling.rounds import sample_ids_at
+from swift_grpo_ext.sampling.seeding import RoundId
 
 RUN_SEED = 42
 TEMPERATURE = 2.0
@@ -33,13 +34,13 @@ def name_of(image_side: int) -> str:
 
 def make_samples(
     image_side: int, num_prompts: int, group_size: int, round_number: int
-) -> list[OnPolicySample]:
+) -> list[RolloutSample]:
     """Make a generation batch: neighbouring copies of each prompt, as the sampler has them. Each
     sample owns its image's bytes, as a data loader's rows do."""
-    round_ = Round(phase="train", step=round_number, number=0)
+    round_ = RoundId("train", round_number, 0)
     samples = []
     for sample_id in sample_ids_at(round_, range(num_prompts * group_size), group_size):
-        sample = OnPolicySample.from_row(make_row(image_side, sample_id.group))
+        sample = RolloutSample.from_row(make_row(image_side, sample_id.group))
         sample.sample_id = sample_id
         samples.append(sample)
     return samples

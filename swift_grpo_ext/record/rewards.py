@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift_grpo_ext.record.tables import Fate, RewardRow
-from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOBatch, GRPOSample
+    from swift.rl_core.data import GRPOBatch
+
+    from swift_grpo_ext.rollout.sample import RolloutSample
 
 SHOWN_GAP = 0.05
 """Nats from which on a token's gap is recorded: most lie below, so that they cost little."""
@@ -38,13 +39,15 @@ class RewardRecorder:
             self._names.append(f"{name}_{count}" if count > 1 else name)
         self._weights = weights
         self._generated: dict[SampleId, RewardRow] = {}
-        self._replaced_groups: set[SampleId] = set()
+        self._replaced_groups: set[tuple[RoundId, int]] = set()
 
-    def replaced(self, round_: Round, groups: Iterable[int]) -> None:
-        """Note which groups of the generation batch that comes next got other prompts."""
-        self._replaced_groups.update(sample_ids_at(round_, groups, 1))
+    def replaced(self, round_: RoundId, groups: Iterable[int]) -> None:
+        """Note which groups of a round got other prompts."""
+        self._replaced_groups.update((round_, group) for group in groups)
 
-    def generated(self, samples: Sequence[GRPOSample], values: Sequence[Sequence[float]]) -> None:
+    def generated(
+        self, samples: Sequence[RolloutSample], values: Sequence[Sequence[float]]
+    ) -> None:
         """Note samples of this rank that dynamic sampling has scored, and may drop.
 
         Args:
@@ -56,7 +59,7 @@ class RewardRecorder:
 
     def record(
         self,
-        samples: Sequence[GRPOSample],
+        samples: Sequence[RolloutSample],
         values: Sequence[Sequence[float]],
         *,
         fate: Fate,
@@ -82,13 +85,13 @@ class RewardRecorder:
             rows |= {name: row for name, row in self._generated.items() if name not in kept}
         self._generated = {}
         rounds = {name.round for name in rows}  # of the next, groups may be replaced already
-        self._replaced_groups = {g for g in self._replaced_groups if g.round not in rounds}
+        self._replaced_groups = {g for g in self._replaced_groups if g[0] not in rounds}
         return [rows[name] for name in sorted(rows)]
 
     def _row(
-        self, sample: GRPOSample, values: Sequence[float], *, fate: Fate, **extras: Any
+        self, sample: RolloutSample, values: Sequence[float], *, fate: Fate, **extras: Any
     ) -> RewardRow:
-        sample_id: SampleId = sample.sample_id
+        sample_id = sample.sample_id
         known = [None if math.isnan(value) else float(value) for value in values]
         weighted = zip(known, self._weights, strict=True)
         terms = [value * weight for value, weight in weighted if value is not None]
@@ -97,15 +100,15 @@ class RewardRecorder:
             reward=sum(terms) if terms else None,
             rewards=list(zip(self._names, known, strict=True)),
             truncated=bool(sample.is_truncated),
-            replaced=sample_id.group_id in self._replaced_groups,
+            replaced=(sample_id.round, sample_id.group) in self._replaced_groups,
             fate=fate,
             **extras,
         )
 
 
 def training_scores(
-    samples: Sequence[GRPOSample],
-    chunks: Sequence[Sequence[GRPOSample]],
+    samples: Sequence[RolloutSample],
+    chunks: Sequence[Sequence[RolloutSample]],
     batches: Sequence[GRPOBatch],
 ) -> dict[SampleId, dict[str, Any]]:
     """Return what training adds to the samples' scores: `extras` of `RewardRecorder.record`.

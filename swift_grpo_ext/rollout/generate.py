@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,8 +138,10 @@ class ServedSample(NamedTuple):
     prompt: Prompt
 
 
-Sample: TypeAlias = RolloutOutput | ServedSample
-CallEngine = Callable[[list[RolloutInferRequest], list[RequestMetadata]], Sequence[list[Sample]]]
+CallEngine = Callable[
+    [list[RolloutInferRequest], list[RequestMetadata]],
+    Sequence[list[RolloutOutput] | list[ServedSample]],
+]
 """Gives an engine, or servers, requests with their metadata; returns each request's samples."""
 
 

@@ -7,28 +7,18 @@ as the uninterrupted run did, also when it was resumed in the middle of a round.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swift_grpo_ext.sampling.seeding import Phase, SampleId
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 
 if TYPE_CHECKING:
     from swift.rlhf_trainers import GRPOConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
-    """One rollout of one generation batch (in eval: of the whole evaluation)."""
-
-    phase: Phase
-    step: int
-    number: int
-    first_group: int = 0
-    """Index of the first group: a later batch of an evaluation goes on counting, so that seeds do
-    not depend on the size of eval batches."""
-
-
-def sample_ids_at(round_: Round, positions: Iterable[int], group_size: int) -> list[SampleId]:
+def sample_ids_at(
+    round_: RoundId, positions: Iterable[int], group_size: int, *, first_group: int = 0
+) -> list[SampleId]:
     """Return the ids of samples from their positions in the generation batch.
 
     Groups are positional (docs/promises.md, G1): the order in which the sampler repeats prompts
@@ -36,13 +26,15 @@ def sample_ids_at(round_: Round, positions: Iterable[int], group_size: int) -> l
 
     Args:
         positions: count over all training ranks, from 0.
+        first_group: the batch's first: a later batch of an evaluation goes on counting, so that
+            seeds do not depend on the size of eval batches.
     """
     return [
         SampleId(
             phase=round_.phase,
             step=round_.step,
             number=round_.number,
-            group=round_.first_group + position // group_size,
+            group=first_group + position // group_size,
             index=position % group_size,
         )
         for position in positions
@@ -102,14 +94,14 @@ class RoundClock:
         epoch, number = divmod(batch // self.batches_per_round - 1, rounds_per_epoch)
         return max(epoch, 0), number
 
-    def round_at(self, batch: int) -> Round:
+    def round_at(self, batch: int) -> RoundId:
         """Return the round that serves training batch `batch`, counted over all epochs from 0."""
         epoch, batch_in_epoch = divmod(batch, self.batches_per_epoch)
         first = batch_in_epoch - batch_in_epoch % self.batches_per_round
         step = first // self.batches_per_step
         earlier_steps = -(-step * self.batches_per_step // self.batches_per_round)
         number = first // self.batches_per_round - earlier_steps
-        return Round(phase="train", step=epoch * self._steps_per_epoch + step, number=number)
+        return RoundId("train", epoch * self._steps_per_epoch + step, number)
 
     @property
     def _steps_per_epoch(self) -> int:
@@ -117,14 +109,15 @@ class RoundClock:
 
 
 class RoundNames:
-    """Names the rounds of a run as they begin."""
+    """Names the rounds of a run as they begin. An evaluation is one round, in several batches."""
 
     def __init__(self, clock: RoundClock) -> None:
         self.clock = clock
-        self._regular = self.current = Round(phase="train", step=0, number=0)
+        self._regular = self.current = RoundId("train", 0, 0)
         self._resamples = 0
         self._evaluations: dict[int, int] = {}
-        self._evaluation = Round(phase="eval", step=0, number=0)
+        self._evaluation = RoundId("eval", 0, 0)
+        self._first_group = 0  # of an evaluation's next batch
 
     def begin_training(self, batch: int, *, ahead: bool = False) -> None:
         """Begin the round that serves training batch `batch`, or `ahead` of it the next one."""
@@ -138,7 +131,7 @@ class RoundNames:
         clock, step = self.clock, self._regular.step
         regular_rounds = -(-clock.batches_per_step // clock.batches_per_round)  # of a step, at most
         added = self._regular.number * clock.max_resamples + self._resamples
-        self.current = Round(phase="train", step=step, number=regular_rounds + added)
+        self.current = RoundId("train", step, regular_rounds + added)
         self._resamples += 1
         return step * regular_rounds * clock.max_resamples + added
 
@@ -146,14 +139,15 @@ class RoundNames:
         """Begin the evaluation loop over one data set."""
         number = self._evaluations.get(step, 0)
         self._evaluations = {step: number + 1}
-        self._evaluation = Round(phase="eval", step=step, number=number)
+        self._evaluation, self._first_group = RoundId("eval", step, number), 0
 
-    def upcoming(self, *, training: bool) -> Round:
-        """Return the round that is about to be generated."""
-        return self.current if training else self._evaluation
+    def upcoming(self, *, training: bool) -> tuple[RoundId, int]:
+        """Return the round that is about to be generated, and the first group of its batch."""
+        return (self.current, 0) if training else (self._evaluation, self._first_group)
 
-    def take_eval_batch(self, num_groups: int) -> Round:
-        """Return the round of an evaluation's next batch, and count its groups."""
-        round_ = self._evaluation
-        self._evaluation = replace(round_, first_group=round_.first_group + num_groups)
-        return round_
+    def take_batch(self, num_groups: int, *, training: bool) -> tuple[RoundId, int]:
+        """Return what `upcoming` does; an evaluation's next batch has the groups that follow."""
+        taken = self.upcoming(training=training)
+        if not training:
+            self._first_group += num_groups
+        return taken

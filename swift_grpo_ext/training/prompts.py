@@ -26,13 +26,14 @@ from swift_grpo_ext.checks.rows import (
 )
 from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.sampling.prompt_hash import count_duplicates, prompt_hash
-from swift_grpo_ext.sampling.rounds import Round
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOSample, OnPolicySample
+    from swift.rl_core.data import OnPolicySample
     from swift.template import Template
+
+    from swift_grpo_ext.rollout.sample import RolloutSample
 
 logger = get_logger()
 Row = dict[str, Any]
@@ -52,7 +53,8 @@ def replace_failing_prompts(
     rows: Sequence[Row],
     *,
     others: Sequence[Row],
-    round_: Round,
+    round_: RoundId,
+    first_group: int,
     group_size: int,
     seed: int,
     template: Template,
@@ -68,6 +70,7 @@ def replace_failing_prompts(
         rows: this rank's, in order.
         others: the data set from which other prompts come.
         round_: the round that is about to be generated.
+        first_group: the batch's first group in it.
         max_tokens: that the engines take, prompt and completion together; None where not known.
         seed: `--seed`, which decides with the round in what order other rows are tried.
 
@@ -94,7 +97,7 @@ def replace_failing_prompts(
 
     found: dict[int, Row] = {}
     if ranks.rank == 0:  # for all: a row may fail on one rank alone
-        numbers = cycle(candidate_order(seed, round_, len(others)))
+        numbers = cycle(candidate_order(seed, round_, first_group, len(others)))
         for group in sorted(failed):
             for number in islice(numbers, MAX_CANDIDATES):
                 if not encoding_error(template, others[number], max_tokens):
@@ -110,9 +113,8 @@ def replace_failing_prompts(
         )
     for group, (error, row) in sorted(failed.items()) if ranks.rank == 0 else ():
         logger.warning(
-            f"{round_.phase} round {round_.step}.{round_.number}, group "
-            f"{round_.first_group + group}: the row that asks {question_of(row)!r} cannot be "
-            f"encoded ({error}); another prompt takes the place of the whole group "
+            f"{round_}, group {first_group + group}: the row that asks {question_of(row)!r} "
+            f"cannot be encoded ({error}); another prompt takes the place of the whole group "
             "(--truncation_strategy delete)."
         )
     pairs = zip(rows, group_of, strict=True)
@@ -158,15 +160,15 @@ def named_rows(template: Template) -> Iterator[None]:
         yield
 
 
-def candidate_order(seed: int, round_: Round, num_rows: int) -> list[int]:
+def candidate_order(seed: int, round_: RoundId, first_group: int, num_rows: int) -> list[int]:
     """Return the numbers of the rows to try in a round; the same after a resume."""
     is_eval = int(round_.phase == "eval")
-    key = (seed, _STREAM, is_eval, round_.step, round_.number, round_.first_group)
+    key = (seed, _STREAM, is_eval, round_.step, round_.number, first_group)
     order: list[int] = np.random.default_rng(key).permutation(num_rows).tolist()
     return order
 
 
-def tell_duplicates(samples: Sequence[GRPOSample], ranks: RankGroup) -> None:
+def tell_duplicates(samples: Sequence[RolloutSample], ranks: RankGroup) -> None:
     """Warn once where a generation batch holds a prompt twice (G4); every rank calls it."""
     first = [sample.prompt_hash for sample in samples if sample.sample_id.index == 0]
     hashes = [one for rank_hashes in ranks.all_gather(first) for one in rank_hashes]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from swift.utils import get_logger
 
 from swift_grpo_ext.record.tables import RewardRow
-from swift_grpo_ext.sampling.seeding import Phase
+from swift_grpo_ext.sampling.seeding import RoundId
 from swift_grpo_ext.timing.advice import summary
 from swift_grpo_ext.training.gap import sampling_shift
 from swift_grpo_ext.version import __version__
@@ -41,7 +41,7 @@ class RunSummary:
             limit: the mean rollout gap, in nats, that rounding explains.
         """
         self._trainer, self._states, self._limit = trainer, states, limit
-        self._rounds: set[tuple[Phase, int, int]] = set()
+        self._rounds: set[RoundId] = set()
         trainer.score_listeners.append(self._count)
 
     def _count(self, rows: Sequence[RewardRow]) -> None:
@@ -59,7 +59,7 @@ class RunSummary:
         if self._trainer.ranks.rank or not self._rounds:
             return
         logs, args = self._trainer.state.log_history, self._trainer.args
-        numbers = Counter(phase for phase, *_ in self._rounds)
+        numbers = Counter(name.phase for name in self._rounds)
         found = [f"{numbers['train']} rounds of training, {numbers['eval']} of evaluation"]
         if gaps := [log for log in logs if "rollout_gap/mean" in log]:
             mean = fmean(gap["rollout_gap/mean"] for gap in gaps)

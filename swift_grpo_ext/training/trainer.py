@@ -29,13 +29,13 @@ from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.generate import (
     RolloutSettings,
-    Sample,
     ServedSample,
     begin_turn,
     generate,
     to_rollout_outputs,
 )
 from swift_grpo_ext.rollout.placeholders import mask_models
+from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.scheduler import tell_no_room, watch
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
@@ -90,6 +90,8 @@ logger = get_logger()
 
 class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     """GRPO with the rollouts of `swift_grpo_ext`."""
+
+    sample_cls = RolloutSample
 
     sample_listeners: list[Callable[[list[SampleRow]], None]]
     """Called with this rank's samples as they are generated, perhaps from another thread."""
@@ -256,35 +258,33 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     def resample_encode_failed_inputs(self, inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Replace failing prompts by whole groups, with `--truncation_strategy delete`."""
-        round_ = self._rounds.upcoming(training=self.model.training)
+        round_, first_group = self._rounds.upcoming(training=self.model.training)
         with self._media.in_training(self.template):
             rows, replaced = replace_failing_prompts(
                 inputs,
                 others=self.train_dataset if self.model.training else self._eval_rows,
                 round_=round_,
+                first_group=first_group,
                 group_size=self._group_size,
                 seed=self.args.seed,
                 template=self.template,
                 ranks=self.ranks,
                 max_tokens=self._max_model_len,
             )
-        self._rewards.replaced(round_, replaced)
+        self._rewards.replaced(round_, [first_group + group for group in replaced])
         self._metrics[self._mode]["prompts/replaced"].append(float(len(replaced)))
         return rows
 
     # --- the rollout: samples are named, generated, and written down ---
 
-    def _add_prompt_id_to_inputs(self, samples: list[GRPOSample]) -> list[GRPOSample]:
+    def _add_prompt_id_to_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         """Name each sample by its position; groups are never merged by their words."""
         sizes = self.ranks.all_gather(len(samples))
-        round_ = (
-            self._rounds.current
-            if self.model.training
-            else self._rounds.take_eval_batch(sum(sizes) // self._group_size)
-        )
+        num_groups = sum(sizes) // self._group_size
+        round_, first_group = self._rounds.take_batch(num_groups, training=self.model.training)
         start = sum(sizes[: self.ranks.rank])
         positions = range(start, start + len(samples))
-        sample_ids = sample_ids_at(round_, positions, self._group_size)
+        sample_ids = sample_ids_at(round_, positions, self._group_size, first_group=first_group)
         for sample, sample_id in zip(samples, sample_ids, strict=True):
             sample.sample_id = sample_id
             sample.request_id, sample.prompt_id = sample_id.request_id, sample_id.prompt_id
@@ -296,7 +296,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         with deterministic(False) if self.args.full_determinism else nullcontext():
             return super()._generate_completions(samples)
 
-    def _preprocess_inputs(self, samples: list[GRPOSample]) -> list[GRPOSample]:
+    def _preprocess_inputs(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         self._recorder.open(start_step=self.state.global_step)
         samples = super()._preprocess_inputs(samples)
         for sample in samples:
@@ -360,7 +360,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         requests: list[RolloutInferRequest],
         metadatas: Sequence[RequestMetadata],
         config: RequestConfig | None = None,
-    ) -> list[list[Sample]]:
+    ) -> Sequence[list[RolloutOutput] | list[ServedSample]]:
         config = config or self._get_request_config()
         if self._servers is not None:
             with profiling_context(self, "generate"), self._disable_sp_context():

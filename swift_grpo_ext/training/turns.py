@@ -23,8 +23,10 @@ from swift_grpo_ext.stops.templates import record_stop_reason
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutOutput
-    from swift.rl_core.data import GRPOSample, OnPolicySample
+    from swift.rl_core.data import OnPolicySample
     from swift.template import Template
+
+    from swift_grpo_ext.rollout.sample import RolloutSample
 
 
 class Conversations:
@@ -65,7 +67,7 @@ class Conversations:
             self._by_sample[replace(sample_id, turn=0)].note(sample, turn)
 
     def take(
-        self, samples: Sequence[GRPOSample], outputs: Sequence[RolloutOutput]
+        self, samples: Sequence[RolloutSample], outputs: Sequence[RolloutOutput]
     ) -> list[list[Turn]]:
         """Return the turns behind each output, and forget them."""
         for output in outputs:
@@ -75,7 +77,7 @@ class Conversations:
 
 
 def servers_turns(
-    samples: Sequence[GRPOSample], outputs: Sequence[RolloutOutput], run_seed: int | None
+    samples: Sequence[RolloutSample], outputs: Sequence[RolloutOutput], run_seed: int | None
 ) -> list[list[Turn]]:
     """Return the turns behind each output of a server that leads conversations, as far as they are
     known: it may have led them without us, and made several outputs of one."""
@@ -92,7 +94,7 @@ def servers_turns(
     return turns
 
 
-def give_turns(sample: GRPOSample, turns: Sequence[Turn], *, is_conversation: bool) -> None:
+def give_turns(sample: RolloutSample, turns: Sequence[Turn], *, is_conversation: bool) -> None:
     """Give a sample the prompts of its turns that were answered and, of a conversation, the last
     one's seed and replica."""
     answered = [turn for turn in turns if turn.is_answered]

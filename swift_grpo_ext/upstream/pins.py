@@ -107,6 +107,11 @@ swift.rl_core.data:OnPolicySample
     to_infer_request: self include_extra
     to_reward_row: self
     apply_rollout_output: self rollout_output
+swift.rl_core.data:GRPOSample
+    from_row: cls row
+swift.rlhf_trainers.base_rollout_mixin:BaseRolloutTrainerMixin
+    sample_cls
+    to_samples: self rows
 swift.dataset:RowPreprocessor
     rows_to_batched: rows
 swift.rlhf_trainers.utils:FlattenedTensorBucket

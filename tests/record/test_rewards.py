@@ -17,8 +17,7 @@ from swift_grpo_ext.record.log import SampleLog
 from swift_grpo_ext.record.reader import read_rewards
 from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
 from swift_grpo_ext.record.tables import REWARDS, RewardRow
-from swift_grpo_ext.sampling.rounds import Round
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from tests.ranks import Gather, run_ranks
 from tests.record.rows import row_of, sample_id, write_session
 
@@ -110,9 +109,9 @@ def test_what_dynamic_sampling_drops_is_recorded_by_the_rank_that_drew_it() -> N
 
 def test_groups_that_got_another_prompt() -> None:
     recorder = RewardRecorder(FUNCTIONS, WEIGHTS)
-    recorder.replaced(Round(phase="train", step=0, number=0), [1])
-    recorder.replaced(Round(phase="eval", step=0, number=0, first_group=4), [0])
-    recorder.replaced(Round(phase="train", step=1, number=0), [0])  # drawn ahead
+    recorder.replaced(RoundId("train", 0, 0), [1])
+    recorder.replaced(RoundId("eval", 0, 0), [4])
+    recorder.replaced(RoundId("train", 1, 0), [0])  # drawn ahead
     names = [
         [sample_id(group=g, index=i) for g in (0, 1) for i in (0, 1)],
         [sample_id(phase="eval", group=g) for g in (3, 4)],

@@ -32,14 +32,14 @@ from swift_grpo_ext.rollout.generate import (
     to_rollout_outputs,
 )
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
-from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
-from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
+from swift_grpo_ext.sampling.rounds import sample_ids_at
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId, sample_seed
 from swift_grpo_ext.stops.templates import StoppedChoice
 from tests.arguments import training_arguments
 from tests.ranks import ThreadRanks, run_rank_groups
 
 RUN_SEED = 42
-ROUND = Round(phase="train", step=3, number=1)
+ROUND = RoundId("train", 3, 1)
 FIRST = SampleId(phase="train", step=3, number=1, group=0, index=0)
 
 

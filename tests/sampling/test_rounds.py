@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_grpo_ext.config import RolloutGRPOConfig
-from swift_grpo_ext.sampling.rounds import Round, RoundClock, RoundNames, sample_ids_at
+from swift_grpo_ext.sampling.rounds import RoundClock, RoundNames, sample_ids_at
+from swift_grpo_ext.sampling.seeding import RoundId
 from tests.arguments import training_arguments
 
 EPOCHS = 3
@@ -36,7 +37,7 @@ class Batch(NamedTuple):
     step: int
     """Optimizer step that it belongs to."""
 
-    round: Round
+    round: RoundId
     """That serves it."""
 
 
@@ -44,14 +45,14 @@ def run(clock: RoundClock) -> Iterator[Batch]:
     """What transformers' and TRL's loops do, counted: steps do not reach over the end of an epoch,
     and a round is drawn whenever `batches_per_round` batches are used up."""
     step = number = 0
-    round_ = Round(phase="train", step=0, number=0)
+    round_ = RoundId("train", 0, 0)
     for epoch in range(EPOCHS):
         left = clock.batches_per_epoch
         while left:
             begun = 0
             for _ in range(min(clock.batches_per_step, left)):
                 if number % clock.batches_per_round == 0:
-                    round_ = Round(phase="train", step=step, number=begun)
+                    round_ = RoundId("train", step, begun)
                     begun += 1
                 yield Batch(number, epoch, step, round_)
                 number += 1
@@ -59,12 +60,12 @@ def run(clock: RoundClock) -> Iterator[Batch]:
             step += 1
 
 
-def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[Round, int | None]]]:
+def names_from(clock: RoundClock, first_batch: int) -> list[list[tuple[RoundId, int | None]]]:
     """For each batch from there on: its regular round, then all resample rounds and positions."""
     names, found = RoundNames(clock), []
     for batch in range(first_batch, EPOCHS * clock.batches_per_epoch):
         names.begin_training(batch)
-        rounds: list[tuple[Round, int | None]] = [(names.current, None)]
+        rounds: list[tuple[RoundId, int | None]] = [(names.current, None)]
         for _ in range(clock.max_resamples):
             position = names.begin_resampling()
             rounds.append((names.current, position))
@@ -116,22 +117,17 @@ def test_evaluations_are_counted_within_their_step() -> None:
     rounds = []
     for step in (0, 5, 5, 5, 9):
         names.begin_evaluation(step)
-        assert names.upcoming(training=False).step == step
-        rounds.append(names.take_eval_batch(2))
-    assert names.upcoming(training=False).first_group == 2
-    assert names.upcoming(training=True) == Round(phase="train", step=3, number=0)
-    assert [(r.phase, r.step, r.number, r.first_group) for r in rounds] == [
-        ("eval", 0, 0, 0),
-        ("eval", 5, 0, 0),
-        ("eval", 5, 1, 0),
-        ("eval", 5, 2, 0),
-        ("eval", 9, 0, 0),
-    ]
+        rounds += [names.take_batch(groups, training=False) for groups in (2, 3)]
+    assert names.upcoming(training=False) == (RoundId("eval", 9, 0), 5)
+    assert names.take_batch(2, training=True) == (RoundId("train", 3, 0), 0)
+    assert names.upcoming(training=True) == (RoundId("train", 3, 0), 0)
+    numbered = [(0, 0), (5, 0), (5, 1), (5, 2), (9, 0)]
+    assert rounds == [(RoundId("eval", *name), first) for name in numbered for first in (0, 2)]
 
 
 def test_places_count_on_over_ranks_and_eval_batches() -> None:
-    round_ = Round(phase="eval", step=7, number=1, first_group=10)
-    names = [sample_id.request_id for sample_id in sample_ids_at(round_, [3, 4, 5], 2)]
+    sample_ids = sample_ids_at(RoundId("eval", 7, 1), [3, 4, 5], 2, first_group=10)
+    names = [sample_id.request_id for sample_id in sample_ids]
     assert names == ["eval-7.1-11-1", "eval-7.1-12-0", "eval-7.1-12-1"]
 
 
@@ -179,8 +175,8 @@ def test_ahead_is_the_next_round() -> None:
     clock = RoundClock.of(arguments(steps_per_generation=2), 6, 1)
     names = RoundNames(clock)
     names.begin_training(0)
-    assert names.current == Round(phase="train", step=0, number=0)
+    assert names.current == RoundId("train", 0, 0)
     names.begin_training(0, ahead=True)
-    assert names.current == Round(phase="train", step=1, number=0)
+    assert names.current == RoundId("train", 1, 0)
     before = [clock.generation_batch_before(batch) for batch in range(0, 10, 2)]
     assert before == [(0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from swift_grpo_ext.sampling.rounds import Round
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.training.prompts import (
     MAX_CANDIDATES,
     NoReplacementError,
@@ -20,7 +18,7 @@ from swift_grpo_ext.training.prompts import (
 )
 from tests.ranks import ThreadRanks, run_rank_groups
 
-ROUND = Round(phase="train", step=3, number=1)
+ROUND = RoundId("train", 3, 1)
 
 
 def row(words: str) -> dict[str, Any]:
@@ -50,12 +48,12 @@ SPARE = [row(letter) for letter in "defgh"]
 
 
 def replaced(
-    batch: str, num_ranks: int = 1, round_: Round = ROUND, others: Any = SPARE
+    batch: str, num_ranks: int = 1, round_: RoundId = ROUND, others: Any = SPARE, first: int = 0
 ) -> list[tuple[str, list[int]]]:
     """Each rank's rows after it, as letters, and the groups that it is told of. Groups have two
     samples; prompts in capitals are bad. `others` are rows, or letters in the order of trying."""
     if isinstance(others, str):
-        order = candidate_order(42, round_, len(others))
+        order = candidate_order(42, round_, first, len(others))
         others = [row(letter) for _, letter in sorted(zip(order, others, strict=True))]
     share = len(batch) // num_ranks
 
@@ -64,6 +62,7 @@ def replaced(
             [row(letter) for letter in batch[ranks.rank * share : (ranks.rank + 1) * share]],
             others=others,
             round_=round_,
+            first_group=first,
             group_size=2,
             seed=42,
             template=Template(),
@@ -75,17 +74,19 @@ def replaced(
     return run_rank_groups(num_ranks, work)
 
 
-@pytest.mark.parametrize("round_", [ROUND, Round(phase="eval", step=3, number=1, first_group=7)])
+@pytest.mark.parametrize(("round_", "start"), [(ROUND, 0), (RoundId("eval", 3, 1), 7)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_two_bad_groups_at_once(num_ranks: int, round_: Round, warnings: list[str]) -> None:
+def test_two_bad_groups_at_once(
+    num_ranks: int, round_: RoundId, start: int, warnings: list[str]
+) -> None:
     """Each is given another row, whichever ranks they stand on; rank 0 names both."""
-    first, second, *_ = ("defgh"[i] for i in candidate_order(42, round_, 5))
-    results = replaced("AAbbCCbb", num_ranks, round_)
+    first, second, *_ = ("defgh"[i] for i in candidate_order(42, round_, start, 5))
+    results = replaced("AAbbCCbb", num_ranks, round_, first=start)
     assert "".join(rows for rows, _ in results) == f"{first * 2}bb{second * 2}bb"
     assert [groups for _, groups in results] == [[0, 2]] * num_ranks
     assert len(warnings) == 2
     for warning, group, words in zip(warnings, (0, 2), "AC", strict=True):
-        name = f"{round_.phase} round 3.1, group {round_.first_group + group}"
+        name = f"{round_.phase} round 3.1, group {start + group}"
         expected = f"{name}: the row that asks '{words}' cannot be encoded (ValueError: too long)"
         assert warning.startswith(expected)
 
@@ -120,9 +121,10 @@ def test_where_nothing_is_left_every_rank_says_so(num_ranks: int) -> None:
     [{"seed": 43}, {"phase": "eval"}, {"number": 0}, {"step": 4}, {"first_group": 7}],
 )
 def test_the_order_of_candidates_is_the_rounds_own(change: dict[str, Any]) -> None:
-    order = candidate_order(42, ROUND, 100)
+    order = candidate_order(42, ROUND, 0, 100)
     assert sorted(order) == list(range(100))
-    other = candidate_order(change.pop("seed", 42), replace(ROUND, **change), 100)
+    seed, first_group = change.pop("seed", 42), change.pop("first_group", 0)
+    other = candidate_order(seed, ROUND._replace(**change), first_group, 100)
     assert other[:10] != order[:10]
 
 

@@ -23,8 +23,8 @@ from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.rollout.conversation import prompt_of
 from swift_grpo_ext.rollout.generate import generate
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
-from swift_grpo_ext.sampling.rounds import Round, sample_ids_at
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.sampling.rounds import sample_ids_at
+from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.tools.selftest.outcome import NotTriedError
 from swift_grpo_ext.training.batch import (
     DisagreementError,
@@ -139,8 +139,7 @@ class Rig:
     def ids(self, step: int, num_groups: int, group_size: int | None = None) -> list[SampleId]:
         """Name the samples of a round."""
         size = group_size or min(int(self.trainer.num_generations), MAX_GROUP_SIZE)
-        round_ = Round(phase="train", step=step, number=0)
-        return sample_ids_at(round_, range(num_groups * size), size)
+        return sample_ids_at(RoundId("train", step, 0), range(num_groups * size), size)
 
     # --- generating ---
 
