@@ -1,6 +1,6 @@
 """Settings with which nothing is trained, and rows that no batch ever holds: said before the start.
 
-What only rewards and completions tell is said in the run (training/idle_rounds.py).
+What only rewards and completions tell is said in the run (training/summary.py).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.rewards import RewardRecorder, training_scores
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.rollout import wire
+from swift_grpo_ext.rollout.conversation import Conversations, give_turns, servers_turns
 from swift_grpo_ext.rollout.generate import (
     RolloutSettings,
     ServedSample,
@@ -51,7 +52,6 @@ from swift_grpo_ext.training.batch import (
 )
 from swift_grpo_ext.training.checkpoints import WholeCheckpoints
 from swift_grpo_ext.training.gap import gap_limit, measure_rollout_gap
-from swift_grpo_ext.training.idle_rounds import IdleRounds
 from swift_grpo_ext.training.passes import TrainingPasses
 from swift_grpo_ext.training.prompts import (
     named_request,
@@ -60,8 +60,7 @@ from swift_grpo_ext.training.prompts import (
     tell_duplicates,
     tell_uneven,
 )
-from swift_grpo_ext.training.summary import RunSummary, what_is_on
-from swift_grpo_ext.training.turns import Conversations, give_turns, servers_turns
+from swift_grpo_ext.training.summary import IdleRounds, RunSummary, what_is_on
 from swift_grpo_ext.upstream.determinism import (
     deterministic,
     exact_unmerging,

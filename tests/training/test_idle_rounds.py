@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift_grpo_ext.training import idle_rounds
-from swift_grpo_ext.training.idle_rounds import IdleRounds, idle_reason
+from swift_grpo_ext.training import summary
+from swift_grpo_ext.training.summary import IdleRounds, idle_reason
 from tests.arguments import training_arguments
 
 HEALTHY = {
@@ -40,7 +40,7 @@ class Trainer:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
-    monkeypatch.setattr(idle_rounds.logger, "warning", texts.append)
+    monkeypatch.setattr(summary.logger, "warning", texts.append)
     return texts
 
 
