@@ -27,7 +27,7 @@ from swift_grpo_ext.rollout.conversation import Turn
 from swift_grpo_ext.sampling.seeding import sample_seed
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import OnPolicySample
+    from swift_grpo_ext.rollout.sample import RolloutSample
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class SampleRecorder:
 
     def record(
         self,
-        samples: Sequence[OnPolicySample],
+        samples: Sequence[RolloutSample],
         turns_of_samples: Sequence[Sequence[Turn]],
         *,
         num_ranks: int,
@@ -217,7 +217,7 @@ def other_columns(extra: Mapping[str, object]) -> str | None:
     return utf8(json.dumps(kept, ensure_ascii=False, default=repr)) if kept else None
 
 
-def masks_of(sample: OnPolicySample, turns: Sequence[Turn]) -> list[list[bool] | None]:
+def masks_of(sample: RolloutSample, turns: Sequence[Turn]) -> list[list[bool] | None]:
     """Return for each turn whether its tokens are trained on: None where all are, or where nobody
     knows, since the scheduler has joined turns."""
     ids, masks = sample.response_token_ids or [], sample.response_loss_mask or []

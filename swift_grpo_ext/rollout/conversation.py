@@ -29,10 +29,10 @@ from swift_grpo_ext.upstream.rows import COLUMNS, RowFormError, column_of, read_
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutOutput
-    from swift.rl_core.data import OnPolicySample
     from swift.template import Template
 
     from swift_grpo_ext.rollout.sample import RolloutSample
+
 
 KEY = f"{wire.KEY}.turns"
 """In `rollout_infos` of what a server's scheduler made: its turns."""
@@ -77,14 +77,14 @@ class Conversation:
     _num_messages: int = 0
     _num_media: dict[str, int] = field(default_factory=dict)
 
-    def note(self, request: OnPolicySample | RolloutInferRequest, turn: Turn) -> None:
+    def note(self, request: RolloutSample | RolloutInferRequest, turn: Turn) -> None:
         """Note a turn, with what was added for it to `request`, as the engine was asked with it:
         without the answer."""
         messages, media = self._added(request)
         self.turns.append(replace(turn, messages=messages, media=media))
 
     def _added(
-        self, request: OnPolicySample | RolloutInferRequest
+        self, request: RolloutSample | RolloutInferRequest
     ) -> tuple[list[dict[str, Any]], list[Picture]]:
         """Return the messages and media that have come since the turn before, and count them. All
         of them have where a scheduler wrote the conversation anew, with fewer."""
@@ -110,7 +110,7 @@ class Conversation:
 
 
 def first_prompt(
-    row: OnPolicySample | RolloutInferRequest,
+    row: RolloutSample | RolloutInferRequest,
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
     """Return a row's messages, with marks where parts of `content` were media, and all media by
     name."""
@@ -241,7 +241,7 @@ class Conversations:
 
     def note(
         self,
-        samples: Sequence[OnPolicySample | RolloutInferRequest],
+        samples: Sequence[RolloutSample | RolloutInferRequest],
         outputs: Sequence[RolloutOutput],
         sample_ids: Sequence[SampleId],
         prompts: Sequence[str],

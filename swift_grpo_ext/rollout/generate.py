@@ -30,10 +30,10 @@ from swift_grpo_ext.stops.templates import StoppedChoice, record_stop_reason
 from swift_grpo_ext.upstream.encoding import tool_calls
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import OnPolicySample
     from swift.template import Template
 
     from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.rollout.sample import RolloutSample
 
 
 class RolloutSettings:
@@ -60,7 +60,7 @@ class RolloutSettings:
         )
 
 
-def begin_turn(sample: OnPolicySample | RolloutInferRequest, scheduler: str | None) -> SampleId:
+def begin_turn(sample: RolloutSample | RolloutInferRequest, scheduler: str | None) -> SampleId:
     """Return the id of a sample, or of the turn that begins of a multi-turn conversation.
 
     A later turn comes as a request, whose metadata is moved on to that turn.

@@ -26,10 +26,11 @@ from swift_grpo_ext.upstream.placeholders import placeholder_ids
 from swift_grpo_ext.upstream.rows import COLUMNS, KINDS, column_of
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOBatch, GRPOSample, OnPolicySample
+    from swift.rl_core.data import GRPOBatch
     from swift.template import Template
 
     from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.rollout.sample import RolloutSample
     from swift_grpo_ext.training.trainer import RolloutGRPOTrainer
 
 logger = get_logger()
@@ -79,11 +80,11 @@ class DisagreementError(RuntimeError):
 # --- the tokens of a sample ---
 
 
-def logprobs_of(sample: GRPOSample) -> list[float]:
+def logprobs_of(sample: RolloutSample) -> list[float]:
     return list(_flatten(sample.rollout_logprobs))
 
 
-def trained_ids(sample: GRPOSample) -> list[int]:
+def trained_ids(sample: RolloutSample) -> list[int]:
     """Return the tokens that were sampled, without those that an environment put in between."""
     ids = list(_flatten(sample.response_token_ids))
     mask = list(_flatten(sample.response_loss_mask))
@@ -95,7 +96,7 @@ def _flatten(values: Any) -> Iterator[Any]:
     return chain.from_iterable(v if isinstance(v, (list, tuple)) else [v] for v in values or ())
 
 
-def kind_of_row(sample: GRPOSample) -> str:
+def kind_of_row(sample: RolloutSample) -> str:
     """Return what a row shows, in a word: `text`, `image`, `images`, `video`, `image+video` ..."""
     kinds = []
     for kind, column in zip(KINDS, COLUMNS, strict=True):
@@ -104,7 +105,7 @@ def kind_of_row(sample: GRPOSample) -> str:
     return "+".join(kinds) or "text"
 
 
-def check_counts(samples: Sequence[GRPOSample]) -> None:
+def check_counts(samples: Sequence[RolloutSample]) -> None:
     """Raise `DisagreementError` for a sample that lacks a log-probability for a token (M6)."""
     for sample in samples:
         num_tokens, num_logprobs = len(trained_ids(sample)), len(logprobs_of(sample))
@@ -116,7 +117,7 @@ def check_counts(samples: Sequence[GRPOSample]) -> None:
 
 
 def collate(
-    trainer: RolloutGRPOTrainer, samples: Sequence[OnPolicySample]
+    trainer: RolloutGRPOTrainer, samples: Sequence[RolloutSample]
 ) -> tuple[dict[str, Any], GRPOBatch]:
     """Make one batch of encoded samples, as ms-swift makes its micro-batches (4.6,
     grpo_trainer.py, `_prepare_batch_inputs`)."""
@@ -137,7 +138,7 @@ def collate(
 
 
 @contextmanager
-def encoding_for_training(template: Template, samples: Sequence[OnPolicySample]) -> Iterator[None]:
+def encoding_for_training(template: Template, samples: Sequence[RolloutSample]) -> Iterator[None]:
     """Let ms-swift encode and collate samples so that training sees what their rollouts saw: no
     label but those of sampled tokens, and the rollout's own text.
 
@@ -158,7 +159,7 @@ def encoding_for_training(template: Template, samples: Sequence[OnPolicySample])
         yield
 
 
-def encode_as_training(template: Template, samples: Sequence[OnPolicySample]) -> None:
+def encode_as_training(template: Template, samples: Sequence[RolloutSample]) -> None:
     """Encode generated samples as training sees them, each into its `encoded`.
 
     It does what ms-swift's trainer does within `encoding_for_training` (4.6, grpo_trainer.py,
@@ -173,7 +174,7 @@ def encode_as_training(template: Template, samples: Sequence[OnPolicySample]) ->
 
 
 def _give_rollouts_text(
-    sample: OnPolicySample,
+    sample: RolloutSample,
     template: Template,
     placeholders: Collection[int],
     max_length: int | None,
@@ -306,7 +307,7 @@ def _same_item(ours: list[int], theirs: list[int]) -> bool:
 
 
 def check_training_batch(
-    samples: Sequence[GRPOSample],
+    samples: Sequence[RolloutSample],
     batch: GRPOBatch,
     args: RolloutGRPOConfig,
     template: Template,
@@ -345,14 +346,13 @@ def check_training_batch(
             )
 
 
-def rollout_prompts(sample: GRPOSample) -> list[Prompt]:
+def rollout_prompts(sample: RolloutSample) -> list[Prompt]:
     """Return the prompt of each turn that was answered, as far as it is known."""
-    prompts: list[Prompt] = getattr(sample, "rollout_prompts", None) or []
-    return [prompt for prompt in prompts if prompt.token_ids]
+    return [prompt for prompt in sample.rollout_prompts if prompt.token_ids]
 
 
 def check_prompts_of(
-    sample: GRPOSample, template: Template, placeholders: Collection[int], remedy: str = ""
+    sample: RolloutSample, template: Template, placeholders: Collection[int], remedy: str = ""
 ) -> None:
     """Raise `DisagreementError` where an encoded sample does not begin with the prompt that its
     rollout saw, if that is known: with that of each turn.
@@ -366,7 +366,7 @@ def check_prompts_of(
 
 
 def _check_prompt(
-    sample: GRPOSample,
+    sample: RolloutSample,
     turn: int,
     rollout: list[int],
     template: Template,
@@ -407,7 +407,7 @@ def _check_prompt(
 
 
 def positions_in_training(
-    samples: Sequence[GRPOSample], model_inputs: Mapping[str, Any]
+    samples: Sequence[RolloutSample], model_inputs: Mapping[str, Any]
 ) -> list[torch.Tensor | None]:
     """Return for each sample where training places its tokens: [3, tokens] in time, height and
     width; None of a model that counts them itself."""
@@ -425,7 +425,7 @@ def positions_in_training(
     return list(packed[:, : sum(sizes)].split(sizes, dim=1))
 
 
-def check_positions_of(sample: GRPOSample, placed: torch.Tensor | None) -> None:
+def check_positions_of(sample: RolloutSample, placed: torch.Tensor | None) -> None:
     """Raise `DisagreementError` where training places a prompt's tokens otherwise than the engine
     did, if both are known.
 
@@ -456,7 +456,7 @@ def first_misplaced(rollout: Positions | None, placed: torch.Tensor | None) -> s
     )
 
 
-def is_conversation(sample: GRPOSample) -> bool:
+def is_conversation(sample: RolloutSample) -> bool:
     """Return whether a sample has several turns, of which the last prompt holds the others."""
     return len(rollout_prompts(sample)) > 1
 

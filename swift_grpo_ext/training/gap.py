@@ -25,9 +25,10 @@ from swift_grpo_ext.ranks import RankGroup
 from swift_grpo_ext.training.batch import DisagreementError, kind_of_row
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOBatch, GRPOSample
+    from swift.rl_core.data import GRPOBatch
 
     from swift_grpo_ext.config import RolloutGRPOConfig
+    from swift_grpo_ext.rollout.sample import RolloutSample
 
 logger = get_logger()
 
@@ -137,7 +138,7 @@ def sampling_shift(args: RolloutGRPOConfig) -> float:
 
 
 def measure_rollout_gap(
-    micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]],
+    micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]],
     args: RolloutGRPOConfig,
     ranks: RankGroup,
     limit: float,
@@ -190,7 +191,7 @@ def measure_rollout_gap(
 
 
 def _measure_here(
-    micro_batches: Sequence[tuple[Sequence[GRPOSample], GRPOBatch]], limit: float, shift: float
+    micro_batches: Sequence[tuple[Sequence[RolloutSample], GRPOBatch]], limit: float, shift: float
 ) -> tuple[dict[Group, Gap], tuple[float, str]]:
     """Return the gap of each of this rank's groups, and by how many times the furthest sample lies
     beyond what rounding and the settings explain, with its name."""

@@ -18,7 +18,9 @@ from swift_grpo_ext.training.batch import collate
 from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOBatch, GRPOSample
+    from swift.rl_core.data import GRPOBatch
+
+    from swift_grpo_ext.rollout.sample import RolloutSample
 
 
 class TrainingPasses(GRPOTrainer):
@@ -32,7 +34,7 @@ class TrainingPasses(GRPOTrainer):
     _joined_passes: JoinedPasses | None = None
 
     @contextmanager
-    def _joining_passes(self, samples: list[GRPOSample]) -> Iterator[None]:
+    def _joining_passes(self, samples: list[RolloutSample]) -> Iterator[None]:
         """Take several micro-batches together in the passes within the block, where that saves.
 
         Enter it before other contexts that change how `template` collates.

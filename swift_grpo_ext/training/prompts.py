@@ -30,10 +30,10 @@ from swift_grpo_ext.sampling.seeding import RoundId, SampleId
 from swift_grpo_ext.upstream.patches import wrapped
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import OnPolicySample
     from swift.template import Template
 
     from swift_grpo_ext.rollout.sample import RolloutSample
+
 
 logger = get_logger()
 Row = dict[str, Any]
@@ -123,7 +123,7 @@ def replace_failing_prompts(
 
 
 def named_request(
-    sample: OnPolicySample | RolloutInferRequest,
+    sample: RolloutSample | RolloutInferRequest,
     samples2requests: Callable[[list[Any]], list[RolloutInferRequest]],
     placeholders: Collection[str],
 ) -> RolloutInferRequest:

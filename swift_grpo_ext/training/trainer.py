@@ -79,7 +79,7 @@ from swift_grpo_ext.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from swift.infer_engine.protocol import RequestConfig, RolloutOutput
-    from swift.rl_core.data import GRPOBatch, GRPOSample
+    from swift.rl_core.data import GRPOBatch
     from torch.utils.data import DataLoader, Dataset
 
     from swift_grpo_ext.server.client import RolloutServers
@@ -289,7 +289,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
             sample.request_id, sample.prompt_id = sample_id.request_id, sample_id.prompt_id
         return samples
 
-    def _generate_completions(self, samples: list[GRPOSample]) -> list[GRPOSample]:
+    def _generate_completions(self, samples: list[RolloutSample]) -> list[RolloutSample]:
         if not self.args.async_generate:  # an engine beside the model wants the memory
             self._encoder_cache.forget()
         with deterministic(False) if self.args.full_determinism else nullcontext():
@@ -303,7 +303,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         tell_duplicates(samples, self.ranks)
         return samples
 
-    def samples2requests(self, samples: list[GRPOSample]) -> list[RolloutInferRequest]:
+    def samples2requests(self, samples: list[RolloutSample]) -> list[RolloutInferRequest]:
         """Return requests with metadata, for the rollouts that ms-swift makes itself."""
         requests = super().samples2requests(samples)
         for sample, request in zip(samples, requests, strict=True):
@@ -314,7 +314,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     def _rollout(
         self,
-        samples: list[GRPOSample],
+        samples: list[RolloutSample],
         request_config: RequestConfig,
         is_global_inputs: bool = False,
     ) -> list[RolloutOutput]:
@@ -388,8 +388,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     # --- the training batch ---
 
     def _postprocess_rollout_outputs(
-        self, samples: list[GRPOSample], outputs: list[RolloutOutput]
-    ) -> list[GRPOSample]:
+        self, samples: list[RolloutSample], outputs: list[RolloutOutput]
+    ) -> list[RolloutSample]:
         if self.enable_server_multi_turn:
             turns_of_outputs = servers_turns(samples, outputs, self._settings.run_seed)
         else:
@@ -408,7 +408,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         )
         return results
 
-    def _prepare_batch_inputs(self, samples: list[GRPOSample]) -> list[dict[str, Any]]:
+    def _prepare_batch_inputs(self, samples: list[RolloutSample]) -> list[dict[str, Any]]:
         self._encoder_cache.forget()
         check_counts(samples)
         joins_late = self._encoder_cache.is_on or self._logps.shares_prompts
@@ -440,8 +440,8 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         return batches
 
     def _micro_batches(
-        self, samples: list[GRPOSample], batches: list[dict[str, Any]]
-    ) -> tuple[list[list[GRPOSample]], list[GRPOBatch]]:
+        self, samples: list[RolloutSample], batches: list[dict[str, Any]]
+    ) -> tuple[list[list[RolloutSample]], list[GRPOBatch]]:
         """Return each micro-batch's samples and `GRPOBatch`.
 
         None are returned where sequence parallelism mixes samples.
@@ -455,14 +455,14 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
 
     # --- how samples scored ---
 
-    def _compute_rewards_per_func(self, samples: list[GRPOSample]) -> torch.Tensor:
+    def _compute_rewards_per_func(self, samples: list[RolloutSample]) -> torch.Tensor:
         values = super()._compute_rewards_per_func(samples)
         if self.dynamic_sample and self.model.training:
             self._rewards.generated(samples, self._own_share(samples, values))
         return values
 
     def _postprocess_batch(
-        self, samples: list[GRPOSample], batch_encoded_inputs: list[dict[str, Any]]
+        self, samples: list[RolloutSample], batch_encoded_inputs: list[dict[str, Any]]
     ) -> None:
         super()._postprocess_batch(samples, batch_encoded_inputs)
         micro_batches = self._micro_batches(samples, batch_encoded_inputs)
@@ -479,7 +479,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         for listener in self.score_listeners:
             listener(rows)
 
-    def _own_share(self, samples: list[GRPOSample], values: torch.Tensor) -> list[list[float]]:
+    def _own_share(self, samples: list[RolloutSample], values: torch.Tensor) -> list[list[float]]:
         # Not the sizes of `_add_prompt_id_to_inputs`: a scheduler may make several samples of one.
         start = sum(self.ranks.all_gather(len(samples))[: self.ranks.rank])
         return list(values[start : start + len(samples)].tolist())

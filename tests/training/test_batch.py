@@ -155,8 +155,7 @@ def test_each_turn_of_a_conversation(
 
 
 def test_unknown_prompts_are_left_to_others() -> None:
-    unknown, never_drawn = sample(rollout_prompts=prompts(None)), sample()
-    del never_drawn.rollout_prompts
+    unknown, never_drawn = sample(rollout_prompts=prompts(None)), sample(rollout_prompts=[])
     check_training_batch([unknown, never_drawn], batch(), arguments(), template(), {})
     with pytest.raises(DisagreementError):
         check_training_batch(

@@ -39,6 +39,7 @@ from swift_grpo_ext.checks.rows import (
 from swift_grpo_ext.logits.joined_passes import larger_micro_batches
 from swift_grpo_ext.logits.shared_prompt import GroupLengths
 from swift_grpo_ext.rollout.positions import PositionCounter
+from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.rollout.wire import Prompt
 from swift_grpo_ext.tools.check.lookup import (
     UNKNOWN_MODEL,
@@ -60,7 +61,6 @@ from swift_grpo_ext.upstream.placeholders import placeholder_ids, placeholder_te
 from swift_grpo_ext.upstream.rows import COLUMNS
 
 if TYPE_CHECKING:
-    from swift.rl_core.data import GRPOSample
     from swift.template import Template
     from vllm.v1.engine import EngineCoreRequest
 
@@ -315,11 +315,10 @@ class RowEncoder:
     def encode(self, row: Row) -> EncodedRow:
         """Encode a row on both sides; raises what templates and vLLM raise."""
         from swift.infer_engine.protocol import RequestConfig
-        from swift.rl_core.data import GRPOSample
         from swift.rlhf_trainers import GRPOTrainer
         from swift.utils import remove_response
 
-        sample = GRPOSample.from_row({**row, "messages": list(map(dict, row["messages"]))})
+        sample = RolloutSample.from_row({**row, "messages": list(map(dict, row["messages"]))})
         # What ms-swift's trainer does before a rollout (`_preprocess_inputs`).
         GRPOTrainer._set_inputs_system(SimpleNamespace(template=self.template), [sample])
         remove_response(sample.messages)
@@ -347,7 +346,7 @@ class RowEncoder:
         )
 
     def _prompt_in_training(
-        self, sample: GRPOSample, rollout: Sequence[int]
+        self, sample: RolloutSample, rollout: Sequence[int]
     ) -> tuple[list[int], torch.Tensor | None]:
         """Return the prompt's tokens as training is given them, and their positions (M-RoPE)."""
         tokenizer = self.template.tokenizer

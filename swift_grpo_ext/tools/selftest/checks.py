@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from swift.rl_core.data import OnPolicySample
 
 from swift_grpo_ext.diversity.collision import PromptMemory, collision_test, format_p
 from swift_grpo_ext.diversity.sample import Sample, surprisal_bits
 from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
 from swift_grpo_ext.tools.selftest.outcome import LEAST_P, NotTriedError, flips
@@ -186,7 +186,7 @@ def check_stops(rig: Rig) -> Finding:
     return {"stop strings": tried}, faults
 
 
-def ends_before(rig: Rig, word: str, sample: OnPolicySample) -> bool:
+def ends_before(rig: Rig, word: str, sample: RolloutSample) -> bool:
     """Return whether one of `--stop_token_ids` has ended a completion before the whole word."""
     args, ids = rig.trainer.args, trained_ids(sample)
     spelled = rig.trainer.template.tokenizer.decode(ids)
@@ -194,7 +194,7 @@ def ends_before(rig: Rig, word: str, sample: OnPolicySample) -> bool:
     return bool(ids) and ids[-1] in args.stop_token_ids and not is_whole
 
 
-def _stop_faults(rig: Rig, word: str, sample: OnPolicySample) -> Iterator[str]:
+def _stop_faults(rig: Rig, word: str, sample: RolloutSample) -> Iterator[str]:
     """Say what is wrong with a completion that a grammar made spell `word` and more."""
     trainer = rig.trainer
     decode = trainer.template.tokenizer.decode
@@ -265,7 +265,7 @@ def check_weights(rig: Rig) -> Finding:
     return values, faults
 
 
-def _probes(rig: Rig) -> list[OnPolicySample]:
+def _probes(rig: Rig) -> list[RolloutSample]:
     """Generate two samples of each prompt, from the whole distribution as in training."""
     ids, config = rig.ids(0, len(rig.prompts), 2), rig.config()
     config.top_p, config.top_k, config.min_p, config.repetition_penalty = 1.0, -1, 0.0, 1.0
@@ -275,7 +275,7 @@ def _probes(rig: Rig) -> list[OnPolicySample]:
 
 
 @contextmanager
-def _changed(rig: Rig, samples: Sequence[OnPolicySample], least: float) -> Iterator[float]:
+def _changed(rig: Rig, samples: Sequence[RolloutSample], least: float) -> Iterator[float]:
     """Add noise to some of the trained weights within the block, until the trainer's
     log-probabilities of `samples` lie `least` nats or more from those sampled; gives how far."""
     trained = [p for p in rig.trainer.model.parameters() if p.requires_grad]
@@ -369,7 +369,7 @@ def check_logits(rig: Rig) -> Finding:
     return values, faults
 
 
-def unequal_samples(rig: Rig) -> list[OnPolicySample]:
+def unequal_samples(rig: Rig) -> list[RolloutSample]:
     """Generate a group of one prompt, of which one half stops at half the length: a batch of
     completions of one length has no padding, and would show nothing of it.
 
@@ -385,7 +385,7 @@ def unequal_samples(rig: Rig) -> list[OnPolicySample]:
 
 
 def _logps(
-    rig: Rig, samples: Sequence[OnPolicySample], as_upstream: bool, flags: dict[str, Any]
+    rig: Rig, samples: Sequence[RolloutSample], as_upstream: bool, flags: dict[str, Any]
 ) -> tuple[torch.Tensor, float]:
     """Return log-probabilities of all completion tokens in nats, and the seconds that they took.
 

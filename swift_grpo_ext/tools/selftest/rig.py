@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from swift.infer_engine.protocol import RequestConfig, RolloutOutput
-from swift.rl_core.data import OnPolicySample
 from swift.rlhf_trainers.utils import aggressive_empty_cache, set_expandable_segments
 from swift.trainers import disable_gradient_checkpointing
 from swift.utils import remove_response
@@ -22,6 +21,7 @@ from swift_grpo_ext.checks.rows import prompt_of as prompt_of_row
 from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.rollout.conversation import prompt_of
 from swift_grpo_ext.rollout.generate import generate
+from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
 from swift_grpo_ext.sampling.rounds import sample_ids_at
 from swift_grpo_ext.sampling.seeding import RoundId, SampleId
@@ -156,7 +156,7 @@ class Rig:
         *,
         config: RequestConfig | None = None,
         run_seed: int | None = None,
-    ) -> tuple[list[OnPolicySample], list[RolloutOutput]]:
+    ) -> tuple[list[RolloutSample], list[RolloutOutput]]:
         """Generate samples as the training does, each rank a part of them.
 
         Args:
@@ -212,7 +212,7 @@ class Rig:
 
     def generate_for_training(
         self, rows: Sequence[Row], ids: Sequence[SampleId], config: RequestConfig | None = None
-    ) -> list[OnPolicySample]:
+    ) -> list[RolloutSample]:
         """Generate samples with their completions, as the training encodes them."""
         samples, outputs = self.generate(rows, ids, config=config)
         for sample, sample_id, output in zip(samples, ids, outputs, strict=True):
@@ -223,13 +223,13 @@ class Rig:
 
     # --- training's view ---
 
-    def encode(self, samples: Sequence[OnPolicySample]) -> tuple[dict[str, Any], GRPOBatch]:
+    def encode(self, samples: Sequence[RolloutSample]) -> tuple[dict[str, Any], GRPOBatch]:
         """Encode generated samples as the training does, each into its `encoded`, and return the
         model's inputs and their batch."""
         encode_as_training(self.trainer.template, samples)
         return collate(self.trainer, samples)
 
-    def gap(self, samples: Sequence[OnPolicySample]) -> Gap:
+    def gap(self, samples: Sequence[RolloutSample]) -> Gap:
         """Return how far log-probabilities of generated samples lie from those of the trainer's
         model. A sample of which training sees another prompt counts nothing: `prompts` says so."""
         trainer, whole = self.trainer, Gap()
