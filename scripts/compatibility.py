@@ -279,8 +279,8 @@ class Environment:
         """
         print(f"   {' '.join(map(str, argv)).strip()[:100]} (log: {self.log})", flush=True)
         path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        of_uv = {v: os.environ[k] for k, v in UV_FROM_PIP.items() if k in os.environ}
-        env = {**DEFAULTS, **of_uv, **os.environ, "PATH": path}
+        uv_settings = {v: os.environ[k] for k, v in UV_FROM_PIP.items() if k in os.environ}
+        env = {**DEFAULTS, **uv_settings, **os.environ, "PATH": path}
         command = [str(word) for word in argv]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         with self.log.open("a", encoding="utf-8") as log:

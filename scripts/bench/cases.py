@@ -97,7 +97,7 @@ def draw_ours(samples: Sequence[Any], run_seed: int | None, ask: CallEngine) -> 
         [prompt_hash(sample) for sample in samples],
         make_request=lambda position: samples[position].to_infer_request(),
         make_metadata=lambda sample_id, count: RequestMetadata(
-            sample_id=sample_id, count=count, run_seed=run_seed, packed=True
+            sample_id=sample_id, count=count, run_seed=run_seed, as_arrays=True
         ),
         sharing=RankGroup(),
         call_engine=ask,

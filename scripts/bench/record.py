@@ -152,22 +152,22 @@ def sizes(options: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         write(options, texts, Path(folder))
         for table in (SAMPLES, REWARDS):
-            of_tokens = whole = 0
+            token_bytes = whole = 0
             for file in record_files(table.folder(folder)):
                 whole += file.path.stat().st_size
                 footer = pq.read_metadata(file.path)
                 groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
                 chunks = [group.column(at) for group in groups for at in range(footer.num_columns)]
-                of_tokens += sum(
+                token_bytes += sum(
                     chunk.total_compressed_size
                     for chunk in chunks
                     if chunk.path_in_schema in TOKEN_COLUMNS
                 )
             num_samples = options.rounds * options.samples
             shape = f"{table.name}, {options.samples} a round, {options.tokens} tokens"
-            if of_tokens:
-                figures[f"{shape}: bytes a token"] = of_tokens / num_samples / options.tokens
-            figures[f"{shape}: bytes beside tokens"] = (whole - of_tokens) / num_samples
+            if token_bytes:
+                figures[f"{shape}: bytes a token"] = token_bytes / num_samples / options.tokens
+            figures[f"{shape}: bytes beside tokens"] = (whole - token_bytes) / num_samples
     return figures
 
 

@@ -75,7 +75,7 @@ class RoundAnalyzer:
         """
         groups = group_samples(samples)
         by_round = groupby(groups, key=lambda group: group[0].origin.sample_id.round)
-        return [self._analyze_round(list(of_round), scores or {}) for _, of_round in by_round]
+        return [self._analyze_round(list(found), scores or {}) for _, found in by_round]
 
     def _analyze_round(self, groups: Sequence[Group], scores: Scores) -> DiversityRow:
         samples = [sample for group in groups for sample in group]
@@ -111,8 +111,10 @@ class RoundAnalyzer:
         self._num_collapsed[record.round.phase] = num_collapsed
         is_broken = record.verdict == "broken"
         if is_broken or num_collapsed >= PATIENCE:
-            of_noise = "remedy_ignored_seeds" if self._seed_mode == "sample" else "remedy_seed_mode"
-            record.remedy = of_noise if is_broken else "remedy_collapse"
+            noise_remedy = (
+                "remedy_ignored_seeds" if self._seed_mode == "sample" else "remedy_seed_mode"
+            )
+            record.remedy = noise_remedy if is_broken else "remedy_collapse"
             record.alarm = alarm_line(record, num_collapsed)
         return record
 

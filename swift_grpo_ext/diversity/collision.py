@@ -143,8 +143,8 @@ def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None
         if sample.logprobs is not None:
             by_prompt.setdefault(sample.prompt_hash, []).append(sample)
     prompts = [
-        _PromptSamples(of_prompt, memory.earlier(prompt_hash) if memory else [])
-        for prompt_hash, of_prompt in by_prompt.items()
+        _PromptSamples(own, memory.earlier(prompt_hash) if memory else [])
+        for prompt_hash, own in by_prompt.items()
     ]
     correction = _Correction([(len(p.samples), len(p.earlier)) for p in prompts])
     collisions = [collision for prompt in prompts for collision in prompt.collisions(correction)]
@@ -240,7 +240,7 @@ class _PromptSamples:
         self._prefixes = list(shared_prefixes(self._tokens))
         longest = max((prefix.length for prefix in self._prefixes), default=0)
         bits = (surprisal_bits(sample)[:longest] for sample in samples)
-        self._bits = [np.cumsum(np.append(0.0, of_sample)) for of_sample in bits]
+        self._bits = [np.cumsum(np.append(0.0, sample_bits)) for sample_bits in bits]
         """The surprisal of each prefix, from the empty one on, by sample."""
 
     def collisions(self, correction: _Correction) -> Iterator[Collision]:

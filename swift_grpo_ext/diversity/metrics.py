@@ -73,13 +73,13 @@ def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
     counts = [list(ngram_counts(tokens)) for tokens in compared]
     for order in DISTINCT_ORDERS:
         metrics[f"distinct_{order}"] = mean(
-            distinct_ngrams(of_group[order - 1]) for of_group in counts if of_group[order - 1].nnz
+            distinct_ngrams(group[order - 1]) for group in counts if group[order - 1].nnz
         )
-    counts = [of_group for of_group in counts if of_group[0].shape[0] > 1]
+    counts = [group for group in counts if group[0].shape[0] > 1]
     limit = MAX_PAIRS // max(len(several), 1)
     metrics["edit_similarity"] = mean(edit_similarity(tokens, limit) for tokens in several)
-    metrics["self_bleu"] = mean(score for of_group in counts for score in self_bleu(of_group))
-    metrics["vendi"] = mean(vendi_score(of_group) for of_group in counts)
+    metrics["self_bleu"] = mean(score for group in counts for score in self_bleu(group))
+    metrics["vendi"] = mean(vendi_score(group) for group in counts)
     return {name: value for name, value in metrics.items() if value is not None}
 
 

@@ -112,9 +112,9 @@ class Segments:
         self.samples = [segment for segment in self.segments if segment.prompt is not None]
         self.pieces = [*self._cut()]
         numbers = {segment.start: number for number, segment in enumerate(self.segments)}
-        of_prompt = [numbers[(s.prompt or s).start] for s in self.segments]
+        prompt_number = [numbers[(s.prompt or s).start] for s in self.segments]
         before = [s.start - (s.prompt.size if s.prompt else 0) for s in self.segments]
-        table = torch.tensor([list(numbers.values()), of_prompt, before], device=self.device)
+        table = torch.tensor([list(numbers.values()), prompt_number, before], device=self.device)
         self._segment_L, self._prompt_L, before_L = table.repeat_interleave(
             sizes.to(self.device), dim=1
         )
@@ -145,7 +145,7 @@ class Segments:
         number = 0
         for prompt in self.prompts:
             yield Piece(prompt.place)
-            of_prompt, number = number, number + 1
+            prompt_number, number = number, number + 1
             samples = [sample for sample in self.samples if sample.prompt is prompt]
             while samples:
                 start = samples[0].start
@@ -154,7 +154,7 @@ class Segments:
                     for sample in samples
                     if sample is samples[0] or sample.stop - start <= prompt.size
                 )
-                yield Piece(slice(start, stop), of_prompt)
+                yield Piece(slice(start, stop), prompt_number)
                 number += 1
                 samples = [sample for sample in samples if sample.start >= stop]
 
@@ -400,14 +400,16 @@ def delta_net_by_segments(
         prompts_PT, samples_ST, prompts_S, stands_L = Segments.of(mask).batches
         padded = nn.functional.pad(hidden_states[0], (0, 0, 0, 1))  # [L + 1, H]
         states = States(module.conv_kernel_size)
-        of_prompts = forward(padded[prompts_PT], cache_params=states)
-        if of_prompts.requires_grad and not states.recurrent_states[0].requires_grad:
+        prompt_outputs = forward(padded[prompts_PT], cache_params=states)
+        if prompt_outputs.requires_grad and not states.recurrent_states[0].requires_grad:
             raise UnsupportedAttentionError(
                 f"--logps_shared_prompt: {type(module).__name__} gives the state at the end of a "
                 "prompt without its gradient. Use --logps_shared_prompt false."
             )
-        of_samples = forward(padded[samples_ST], cache_params=states.select(prompts_S))
-        return torch.cat([of_prompts.flatten(0, 1), of_samples.flatten(0, 1)])[stands_L][None]
+        sample_outputs = forward(padded[samples_ST], cache_params=states.select(prompts_S))
+        return torch.cat([prompt_outputs.flatten(0, 1), sample_outputs.flatten(0, 1)])[stands_L][
+            None
+        ]
 
     read.reads_segments = True  # type: ignore[attr-defined]
     return read

@@ -122,9 +122,9 @@ class EncoderCache:
         problems = [tower.problem for tower in self.towers]
         counts, by_rank = zip(*ranks.all_gather((self.num_encoded, problems)), strict=True)
         self.num_encoded = 0
-        for tower, of_tower in zip(self.towers, zip(*by_rank, strict=True), strict=True):
+        for tower, found in zip(self.towers, zip(*by_rank, strict=True), strict=True):
             tower.problem = ""
-            if problem := next(filter(None, of_tower), ""):
+            if problem := next(filter(None, found), ""):
                 tower.is_off = True
                 logger.warning(f"--encoder_cache_gb has no effect on {tower.name}: {problem}")
         return sum(counts)
@@ -302,10 +302,10 @@ class FrozenTower:
             patches_of_row = next((n for n in (1, merged) if rows * n == len(pixels)), None)
             if patches_of_row is None:
                 raise _NotByImageError
-            of_images = leaf.split([len(image) // patches_of_row for image in images])
+            image_parts = leaf.split([len(image) // patches_of_row for image in images])
             # A slice would keep the outputs of all images.
-            parts.append([part.clone() for part in of_images] if len(images) > 1 else [leaf])
-        return [Output(list(of_image), structure) for of_image in zip(*parts, strict=True)]
+            parts.append([part.clone() for part in image_parts] if len(images) > 1 else [leaf])
+        return [Output(list(leaves), structure) for leaves in zip(*parts, strict=True)]
 
 
 @torch.compiler.disable

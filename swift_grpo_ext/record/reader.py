@@ -419,8 +419,8 @@ def _read_row_groups(
     """Return some columns of row groups, in the table's order; none of files that fail."""
     fields = [field for field in table.schema if field.name in columns]
     read: dict[RowGroup, pa.Table] = {}
-    for file, of_file in groupby(sorted(groups), key=lambda group: group.file):
-        own = list(of_file)
+    for file, in_file in groupby(sorted(groups), key=lambda group: group.file):
+        own = list(in_file)
         try:
             try:
                 tables = _read_file(file, [group.position for group in own], fields)

@@ -131,7 +131,7 @@ def training_scores(
         greatest, places = gaps.topk(min(MOST_GAPS, gaps.shape[1]), dim=1)
         positions = (mask.cumsum(1) - 1).gather(1, places)
         means = gaps.sum(1) / counts.clamp(min=1)
-        for sample, count, mean, values, of_values in zip(
+        for sample, count, mean, values, value_places in zip(
             *(chunk, counts.tolist(), means.tolist(), greatest.tolist(), positions.tolist()),
             strict=True,
         ):
@@ -140,6 +140,6 @@ def training_scores(
             # ms-swift has a lone turn's ids as they are, and a list for each of several turns.
             turns = sample.response_token_ids
             if count == sum(1 if isinstance(turn, int) else len(turn) for turn in turns):
-                pairs = zip(of_values, values, strict=True)
+                pairs = zip(value_places, values, strict=True)
                 score["gaps"] = sorted((at, gap) for at, gap in pairs if gap >= SHOWN_GAP)
     return scores

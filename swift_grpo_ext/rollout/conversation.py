@@ -167,7 +167,7 @@ def turn_of(
 # --- what a server's scheduler made, on its way to the trainer ---
 
 
-def attach_packed(output: RolloutOutput, turns: Sequence[Turn]) -> None:
+def write_turns(output: RolloutOutput, turns: Sequence[Turn]) -> None:
     """Have an output bring its turns along, as plain JSON values."""
     output.rollout_infos[KEY] = {
         "version": wire.VERSION,
@@ -176,7 +176,9 @@ def attach_packed(output: RolloutOutput, turns: Sequence[Turn]) -> None:
             {
                 "sample_id": asdict(turn.sample_id),
                 "fingerprint": turn.fingerprint,
-                "answer": wire.pack_answer([turn.completion], turn.prompt, turn.completion.replica),
+                "answer": wire.write_answer(
+                    [turn.completion], turn.prompt, turn.completion.replica
+                ),
                 "messages": json.loads(json.dumps(turn.messages, default=repr)),
                 "media": [
                     (m.name, m.webp and base64.b64encode(m.webp).decode()) for m in turn.media
@@ -193,21 +195,21 @@ def name_server(output: RolloutOutput, name: str) -> None:
     output.rollout_infos.get(KEY, {})["server"] = name
 
 
-def take_packed(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
+def read_turns(output: RolloutOutput, run_seed: int | None) -> list[Turn]:
     """Take the turns from an output that a server made; none where it led it without us.
 
     Raises:
         WireError: they are of another version, or malformed.
     """
-    packed = output.rollout_infos.pop(KEY, None)
-    if packed is None:
+    written = output.rollout_infos.pop(KEY, None)
+    if written is None:
         return []
-    wire.check_version(packed, packed.get("server") or "a server")
+    wire.check_version(written, written.get("server") or "a server")
     turns = []
-    for each in packed["turns"]:
+    for each in written["turns"]:
         sample_id = SampleId(**each["sample_id"])
-        metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=run_seed, packed=True)
-        [completion], prompt = wire.unpack_answer(each["answer"], metadata, packed["server"])
+        metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=run_seed, as_arrays=True)
+        [completion], prompt = wire.read_answer(each["answer"], metadata, written["server"])
         engine_seconds, tool_seconds = each["seconds"]
         turn = Turn(
             sample_id=sample_id,
@@ -279,7 +281,7 @@ def servers_turns(
 ) -> list[list[Turn]]:
     """Return the turns behind each output of a server that leads conversations, as far as they are
     known: it may have led them without us, and made several outputs of one."""
-    turns = [take_packed(record_stop_reason(output), run_seed) for output in outputs]
+    turns = [read_turns(record_stop_reason(output), run_seed) for output in outputs]
     if len(samples) == len(outputs):
         for own, sample, output in zip(turns, samples, outputs, strict=True):
             if not own:  # a server without us

@@ -1,4 +1,4 @@
-"""The rollout engine: ms-swift's vLLM engine for GRPO, with request metadata and packed answers.
+"""The rollout engine: ms-swift's vLLM engine for GRPO, with request metadata and answers for whole groups.
 
 It replaces `GRPOVllmEngine` in the trainer (colocate) and in `swift rollout` (server), sync and
 async. A request without our metadata (an evaluation, another client) gets ms-swift's behaviour.
@@ -34,9 +34,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from swift_grpo_ext.checks.rows import RowError, encoding_fault
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.conversation import Conversation, attach_packed, turn_of
+from swift_grpo_ext.rollout.conversation import Conversation, turn_of, write_turns
 from swift_grpo_ext.rollout.dispatch import RequestError, activity, note_failure
-from swift_grpo_ext.rollout.generate import PackedResponse
+from swift_grpo_ext.rollout.generate import GroupResponse
 from swift_grpo_ext.rollout.positions import kept_positions
 from swift_grpo_ext.rollout.wire import Completion, Prompt, RequestMetadata
 from swift_grpo_ext.sampling.prompt_hash import prompt_hash
@@ -145,16 +145,16 @@ class RolloutEngine(GRPOVllmEngine):
     def infer(
         self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
     ) -> Any:
-        """Return ms-swift's outputs, packed on a server."""
+        """Return ms-swift's outputs, on a server as it sends them."""
         with self._noted():
-            return self._packed_outputs(super().infer(infer_requests, *args, **kwargs))
+            return self._written_outputs(super().infer(infer_requests, *args, **kwargs))
 
     async def async_infer(
         self, infer_requests: Sequence[RolloutInferRequest], *args: Any, **kwargs: Any
     ) -> Any:
         """Return what `infer` returns, for an async engine."""
         with self._noted():
-            return self._packed_outputs(await super().async_infer(infer_requests, *args, **kwargs))
+            return self._written_outputs(await super().async_infer(infer_requests, *args, **kwargs))
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -216,7 +216,7 @@ class RolloutEngine(GRPOVllmEngine):
         finally:
             if replica is not None:
                 self._num_drawing[replica] -= count
-        if led is not None and metadata is not None and not metadata.packed:
+        if led is not None and metadata is not None and not metadata.as_arrays:
             led.note(infer_request, metadata, response, _name(replica), began)
         return response
 
@@ -276,7 +276,7 @@ class RolloutEngine(GRPOVllmEngine):
             generation_config.output_kind = RequestOutputKind.FINAL_ONLY
             if metadata.seed is not None:
                 generation_config.seed = metadata.seed
-            if metadata.packed and hasattr(generation_config, "flat_logprobs"):  # not vLLM 0.11
+            if metadata.as_arrays and hasattr(generation_config, "flat_logprobs"):  # not vLLM 0.11
                 # No text of each log-probability's token, which nobody reads.
                 generation_config.flat_logprobs = generation_config.logprobs == 0
             # ms-swift has set the user's stop words and the template's; it gives one-token words as
@@ -337,7 +337,7 @@ class RolloutEngine(GRPOVllmEngine):
             ending = self._take_ending(output, inputs[STOPS])
             text = self._template_stops.text(output.token_ids, ending, inputs["template_inputs"])
             ended.append((output, ending, text))
-        if not metadata.packed:
+        if not metadata.as_arrays:
             # ms-swift's form, which schedulers read, with our text and the stop reason.
             response = super()._create_chat_completion_response(*args)
             choices: list[ChatCompletionResponseChoice] = []
@@ -365,7 +365,7 @@ class RolloutEngine(GRPOVllmEngine):
                 )
             )
         num_tokens = sum(len(completion.token_ids) for completion in completions)
-        return PackedResponse(
+        return GroupResponse(
             model=self.model_name,
             choices=[],
             usage=self._get_usage_info(len(result.prompt_token_ids), num_tokens),
@@ -381,7 +381,7 @@ class RolloutEngine(GRPOVllmEngine):
         """Return the answer to a later turn whose prompt leaves no room for one: it has no token,
         and has ended as "length"."""
         common = {"model": self.model_name, "usage": self._get_usage_info(0, 0), "id": request_id}
-        if not metadata.packed:
+        if not metadata.as_arrays:
             message = ChatMessage(role="assistant", content="")
             choice = StoppedChoice(0, message, finish_reason="length", token_ids=[])
             return ChatCompletionResponse(**common, choices=[choice], prompt_token_ids=[])
@@ -396,7 +396,7 @@ class RolloutEngine(GRPOVllmEngine):
             )
             for k in range(metadata.count)
         ]
-        return PackedResponse(**common, choices=[], prompt_token_ids=[], completions=completions)
+        return GroupResponse(**common, choices=[], prompt_token_ids=[], completions=completions)
 
     def _take_ending(self, output: CompletionOutput, stops: Stops) -> Ending:
         """Find where one of vLLM's completions ends, and remove all tokens behind that."""
@@ -424,12 +424,12 @@ class RolloutEngine(GRPOVllmEngine):
         with self._noted():
             return await super()._batch_infer_stream(tasks, *args, **kwargs)
 
-    def _packed_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
-        """Return the outputs; on a server, packed responses become plain arrays for the wire."""
+    def _written_outputs(self, outputs: list[RolloutOutput]) -> list[RolloutOutput]:
+        """Return the outputs; on a server, groups become plain arrays for the wire."""
         for i, output in enumerate(outputs):
             record_stop_reason(output)
             response = output.response
-            if not self._serves or not isinstance(response, PackedResponse):
+            if not self._serves or not isinstance(response, GroupResponse):
                 continue
             completions = [
                 replace(c, routed_experts=serialize_ndarray(c.routed_experts))
@@ -437,7 +437,7 @@ class RolloutEngine(GRPOVllmEngine):
             ]
             replica = completions[0].replica
             prompt = Prompt(response.prompt_token_ids or [], response.prompt_positions)
-            answer = wire.pack_answer(completions, prompt, replica)
+            answer = wire.write_answer(completions, prompt, replica)
             bare = ChatCompletionResponse(response.model, [], response.usage, id=response.id)
             outputs[i] = RolloutOutput(response=bare, rollout_infos={wire.KEY: answer})
         return outputs
@@ -488,7 +488,7 @@ class _Led:
             pairs = zip(self.conversation.turns, self.responses, strict=True)
             turns = [t for t, r in pairs if len(outputs) == 1 or r is output.response]
             if turns:
-                attach_packed(output, turns)
+                write_turns(output, turns)
 
 
 _led: ContextVar[_Led | None] = ContextVar("led", default=None)
@@ -502,7 +502,7 @@ async def _in_conversation(task: Coroutine[Any, Any, Any]) -> Any:
     """
     data_dict = wire.data_dict_of(request_of(task))
     metadata = wire.read_metadata(data_dict)
-    if metadata is None or metadata.packed or metadata.count > 1:  # no scheduler leads it
+    if metadata is None or metadata.as_arrays or metadata.count > 1:  # no scheduler leads it
         return await task
     led = _Led(data_dict)
     _led.set(led)

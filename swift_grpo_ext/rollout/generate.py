@@ -47,14 +47,14 @@ class RolloutSettings:
         self.run_seed = args.seed if self.generates else None
 
     def metadata(
-        self, sample_id: SampleId, count: int = 1, *, packed: bool = False
+        self, sample_id: SampleId, count: int = 1, *, as_arrays: bool = False
     ) -> RequestMetadata:
         """Return the metadata of a request for `count` samples, the first of them `sample_id`."""
         return RequestMetadata(
             sample_id=sample_id,
             count=count,
             run_seed=self.run_seed,
-            packed=packed,
+            as_arrays=as_arrays,
             stop_token_ids=tuple(self._args.stop_token_ids),
             include_stop_str_in_output=self._args.include_stop_str_in_output,
         )
@@ -182,13 +182,17 @@ def generate(
 
     samples: list[list[Any]] | Exception | None = None
     if sharing.drives_engine:
-        samples = [[None] * len(of_rank) for of_rank in samples_of_ranks]
+        samples = [[None] * len(rank_samples) for rank_samples in samples_of_ranks]
         try:
             failures = [failure for failure in rows_of_ranks if isinstance(failure, str)]
             if failures:
                 raise RolloutError(f"Requests could not be made. {'; '.join(failures)}")
-            of_all = (of_rank for of_rank in rows_of_ranks if isinstance(of_rank, dict))
-            row_of = {i: row for of_rank in of_all for i, row in of_rank.items()}
+            row_of = {
+                i: row
+                for rank_rows in rows_of_ranks
+                if isinstance(rank_rows, dict)
+                for i, row in rank_rows.items()
+            }
             in_order = [row_of[i] for i in range(len(requests))]
             metadatas = [make_metadata(r.first, len(r.owners)) for r in requests]
             for row, metadata in zip(in_order, metadatas, strict=True):
@@ -219,7 +223,7 @@ class PromptResponse(ChatCompletionResponse):
 
 
 @dataclass
-class PackedResponse(PromptResponse):
+class GroupResponse(PromptResponse):
     """The samples of one request, without ms-swift's dictionary for each token."""
 
     completions: list[Completion] = field(default_factory=list)
@@ -230,7 +234,7 @@ def to_rollout_outputs(
 ) -> list[RolloutOutput]:
     """Return a colocated engine's output for one request as one output for each of its samples."""
     response = output.response
-    if isinstance(response, PackedResponse):
+    if isinstance(response, GroupResponse):
         prompt = Prompt(response.prompt_token_ids or [], response.prompt_positions)
         named = [replace(completion, replica=replica) for completion in response.completions]
         return [to_rollout_output(completion, prompt) for completion in named]

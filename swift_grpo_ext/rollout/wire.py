@@ -1,8 +1,8 @@
-"""What travels between trainer and engine: a request's metadata, and the packed answer. Pure.
+"""What travels between trainer and engine: a request's metadata, and its answer. Pure.
 
 The metadata travels in `RolloutInferRequest.data_dict` under one versioned key, so that it reaches
 the engine on every path of ms-swift (colocated and served, sync and async, through multi-turn
-schedulers). A packed answer holds all samples of a request: token ids and log-probabilities as
+schedulers). An answer holds all samples of a request: token ids and log-probabilities as
 arrays of numbers, not one JSON dictionary per token.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swift.infer_engine.protocol import RolloutInferRequest
 
 KEY = "swift_grpo_ext"
-VERSION = 7
+VERSION = 8
 INSTANCE_HEADER = "X-Swift-Grpo-Ext-Instance"
 """HTTP requests that rest on weights name the start of the server that was given them."""
 
@@ -76,7 +76,7 @@ class RequestMetadata:
     run_seed: NonNegativeInt | None
     """`--seed`; None leaves the seeds to ms-swift (`--rollout_seed_mode engine`)."""
 
-    packed: bool
+    as_arrays: bool
     """Answer with flat token ids and log-probabilities; ms-swift's multi-turn schedulers read its
     own form."""
 
@@ -178,8 +178,8 @@ class Prompt(NamedTuple):
     """[3, tokens] in time, height and width; None where the engine counted none (positions.py)."""
 
 
-def pack_answer(completions: Sequence[Completion], prompt: Prompt, replica: str) -> dict[str, Any]:
-    """Return the packed answer, all samples of one request, of plain JSON values.
+def write_answer(completions: Sequence[Completion], prompt: Prompt, replica: str) -> dict[str, Any]:
+    """Return the answer, all samples of one request, of plain JSON values.
 
     Raises:
         WireError: some samples have log-probabilities and others none, or not one for each token.
@@ -195,20 +195,20 @@ def pack_answer(completions: Sequence[Completion], prompt: Prompt, replica: str)
         "finish_reasons": [c.finish_reason for c in completions],
         "stop_reasons": [c.stop_reason for c in completions],
         "lengths": lengths,
-        "token_ids": pack([i for c in completions for i in c.token_ids], "<i4"),
+        "token_ids": to_base64([i for c in completions for i in c.token_ids], "<i4"),
         "logprobs": None
         if None in counts
-        else pack([p for c in completions for p in c.logprobs or ()], "<f4"),
-        "prompt_token_ids": pack(prompt.token_ids, "<i4"),
-        "prompt_positions": pack([] if prompt.positions is None else prompt.positions, "<i4"),
+        else to_base64([p for c in completions for p in c.logprobs or ()], "<f4"),
+        "prompt_token_ids": to_base64(prompt.token_ids, "<i4"),
+        "prompt_positions": to_base64([] if prompt.positions is None else prompt.positions, "<i4"),
         "routed_experts": [c.routed_experts for c in completions],
     }
 
 
-def unpack_answer(
+def read_answer(
     answer: Mapping[str, Any], metadata: RequestMetadata, server: str
 ) -> tuple[list[Completion], Prompt]:
-    """Return the samples of a packed answer, their numbers as arrays, and their prompt.
+    """Return the samples of an answer, their numbers as arrays, and their prompt.
 
     Args:
         server: names the server that answered, for errors and logs.
@@ -222,8 +222,8 @@ def unpack_answer(
         lengths, texts, reasons = answer["lengths"], answer["texts"], answer["finish_reasons"]
         stop_reasons, experts = answer["stop_reasons"], answer["routed_experts"]
         names = ("token_ids", "prompt_token_ids", "prompt_positions")
-        ids, prompt_ids, positions = (unpack(answer[name], "<i4") for name in names)
-        logprobs = None if answer["logprobs"] is None else unpack(answer["logprobs"], "<f4")
+        ids, prompt_ids, positions = (from_base64(answer[name], "<i4") for name in names)
+        logprobs = None if answer["logprobs"] is None else from_base64(answer["logprobs"], "<f4")
         counts = {len(values) for values in (lengths, texts, reasons, stop_reasons, experts)}
         num_logprobs = len(ids) if logprobs is None else len(logprobs)
         is_complete = sum(lengths) == len(ids) == num_logprobs
@@ -254,10 +254,10 @@ def unpack_answer(
     return completions, Prompt(prompt_ids.tolist(), placed)
 
 
-def pack(values: Sequence[float] | Sequence[int] | NDArray[Any], dtype: str) -> str:
+def to_base64(values: Sequence[float] | Sequence[int] | NDArray[Any], dtype: str) -> str:
     """Return numbers as base64 of their little-endian bytes: 4 bytes, 5.4 characters each."""
     return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
 
 
-def unpack(text: str, dtype: str) -> NDArray[Any]:
+def from_base64(text: str, dtype: str) -> NDArray[Any]:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)

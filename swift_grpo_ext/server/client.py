@@ -108,7 +108,7 @@ def connect(client: VLLMClient, timeout: float) -> None:
 
 
 class RolloutServers:
-    """Sends requests to the servers of a connected client, and reads their packed answers.
+    """Sends requests to the servers of a connected client, and reads their answers.
 
     Another server answers what one cannot: the tokens are the same (docs/promises.md, S2). A server
     that does not answer at all is dropped, until it answers again before a weight update (F4).
@@ -142,8 +142,8 @@ class RolloutServers:
         communicators = getattr(client, "pynccl_comms", [None for _ in numbers])
         lists = (client.base_urls, client.sessions, client.hosts, ports, communicators)
         self._servers = [
-            Server(f"server {number} ({url})", url, *of_server)
-            for number, (url, *of_server) in zip(numbers, zip(*lists, strict=True), strict=True)
+            Server(f"server {number} ({url})", url, *facts)
+            for number, (url, *facts) in zip(numbers, zip(*lists, strict=True), strict=True)
         ]
         self._dropped: list[Server] = []
         self.max_model_len: int | None = None
@@ -186,7 +186,7 @@ class RolloutServers:
                 count = len(answers) if isinstance(answers, list) else "no list of"
                 raise WorkerError(f"{server.name} gave {count} answers to {len(share)} requests.")
             return [
-                wire.unpack_answer(answer["rollout_infos"][wire.KEY], metadatas[i], server.name)
+                wire.read_answer(answer["rollout_infos"][wire.KEY], metadatas[i], server.name)
                 for i, answer in zip(share, answers, strict=True)
             ]
 

@@ -367,8 +367,8 @@ def _count_replicas(server: SwiftRolloutDeploy) -> int:
 
 async def get_model_state_keys(self: SwiftRolloutDeploy) -> dict[str, list[str]]:
     """Return the parameter names of the first worker that has any."""
-    of_replicas = await _call_all(self, _rpc("call", "get_state_keys"))
-    keys = [workers for reply in of_replicas for workers in reply or () if workers]
+    replies = await _call_all(self, _rpc("call", "get_state_keys"))
+    keys = [workers for reply in replies for workers in reply or () if workers]
     return {"keys": keys[0] if keys else []}
 
 
@@ -417,11 +417,11 @@ async def process_weights_after_loading(self: SwiftRolloutDeploy) -> dict[str, s
 async def _loaded_checksums(server: SwiftRolloutDeploy) -> list[dict[str, str]]:
     """Return the checksums of each worker of each replica. One that refused an adapter gets no
     more requests: the adapter was broadcast after the answer to the request which announced it."""
-    of_replicas = await _call_all(server, _rpc("call", "read_weight_checksums"))
-    for connection, workers in zip(server.connections, of_replicas, strict=True):
-        if any(ADAPTER_FAULT in of_worker for of_worker in workers or ()):
+    replies = await _call_all(server, _rpc("call", "read_weight_checksums"))
+    for connection, workers in zip(server.connections, replies, strict=True):
+        if any(ADAPTER_FAULT in checksums for checksums in workers or ()):
             connection.holds_weights = False
-    return [of_worker for workers in of_replicas for of_worker in workers or [{}]]
+    return [checksums for workers in replies for checksums in workers or [{}]]
 
 
 def _reset(name: str) -> Callable[..., Any]:
@@ -472,7 +472,7 @@ def _infer(
                 check_media(request)
             except ValueError as e:
                 raise ValueError(f"infer_requests[{number}].{e}") from e
-        ours = [metadata for metadata in metadatas if metadata and metadata.packed]
+        ours = [metadata for metadata in metadatas if metadata and metadata.as_arrays]
         if len(ours) == len(requests):
             max_tokens = (config and config.max_tokens) or 0
             costs = [

@@ -336,7 +336,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
                 make_request=lambda position: named_request(
                     samples[position], samples2requests, placeholders
                 ),
-                make_metadata=partial(self._settings.metadata, packed=True),
+                make_metadata=partial(self._settings.metadata, as_arrays=True),
                 sharing=self._sharing(is_global_inputs),
                 call_engine=self._call_engine,
             )

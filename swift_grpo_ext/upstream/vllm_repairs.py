@@ -131,8 +131,8 @@ def hear_all(engine: AsyncLLM) -> None:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         call = partial(core._call_utility_async, "collective_rpc", method, timeout, args, kwargs)
-        of_replicas = await asyncio.gather(*[call(engine=each) for each in core.core_engines])
-        return [answer for of_workers in of_replicas for answer in of_workers]
+        replies = await asyncio.gather(*[call(engine=each) for each in core.core_engines])
+        return [answer for reply in replies for answer in reply]
 
     patch(engine, collective_rpc=collective_rpc)
 

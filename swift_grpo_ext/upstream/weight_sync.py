@@ -83,15 +83,15 @@ def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator
     for communicator in communicators:
         if hasattr(communicator, "timeout"):
             communicator.timeout = timeout
-    of_nccl = [c for c in communicators if not getattr(c, "disabled", True)]
-    if not of_nccl:
+    enabled = [c for c in communicators if not getattr(c, "disabled", True)]
+    if not enabled:
         yield
         return
     has_fired = threading.Event()
 
     def abort() -> None:
         has_fired.set()
-        for communicator in of_nccl:
+        for communicator in enabled:
             communicator.disabled = True  # what follows must not use it
             communicator.nccl.ncclCommAbort(communicator.comm)
 

@@ -107,12 +107,14 @@ def test_a_data_set_is_sound_or_refused_by_name(
 # --- messages between trainer and server ---
 
 PLACE = SampleId(phase="train", step=12, number=0, group=5, index=0)
-METADATA = RequestMetadata(sample_id=PLACE, count=2, run_seed=42, packed=True, stop_token_ids=(7,))
+METADATA = RequestMetadata(
+    sample_id=PLACE, count=2, run_seed=42, as_arrays=True, stop_token_ids=(7,)
+)
 COMPLETIONS = [
     Completion(text="七", token_ids=[1, 2, 3], logprobs=[-1.0, -0.5, 0.0], finish_reason="stop"),
     Completion(text="", token_ids=[9], logprobs=[-2.0], finish_reason="length", stop_reason=7),
 ]
-ANSWER = wire.pack_answer(COMPLETIONS, wire.Prompt([5, 6]), "replica 0")
+ANSWER = wire.write_answer(COMPLETIONS, wire.Prompt([5, 6]), "replica 0")
 junk = st.one_of(json_like, st.sampled_from([2**14 + 1, 2**31, 2**64, 10**30, -(10**30), 1e300]))
 
 
@@ -127,7 +129,7 @@ def mutated(message: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
 @example({**ANSWER, "lengths": [10**30, -(10**30) + 4]})
 def test_an_answer_is_usable_or_refused(answer: Any) -> None:
     try:
-        completions, _ = wire.unpack_answer(answer, METADATA, "server 1")
+        completions, _ = wire.read_answer(answer, METADATA, "server 1")
     except WireError as e:
         refusal = str(e)
     else:

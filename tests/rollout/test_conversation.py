@@ -20,10 +20,10 @@ from swift_grpo_ext.media.pictures import media_name
 from swift_grpo_ext.rollout.conversation import (
     Conversation,
     Turn,
-    attach_packed,
     name_server,
-    take_packed,
+    read_turns,
     turn_of,
+    write_turns,
 )
 from swift_grpo_ext.rollout.generate import PromptResponse
 from swift_grpo_ext.rollout.wire import WireError
@@ -124,10 +124,10 @@ def test_turns_come_from_a_server_as_they_were() -> None:
     conversation.note(request("<image>?", images=["七.png"]), turn(0))
     conversation.note(request("<image>?", "3", "<image>no", images=["七.png", CROP]), turn(1))
     made = output(5)
-    attach_packed(made, conversation.turns)
+    write_turns(made, conversation.turns)
     made.rollout_infos = json.loads(json.dumps(made.rollout_infos))  # as HTTP carries them
     name_server(made, "server 1 (http://a)")
-    turns = take_packed(made, run_seed=42)
+    turns = read_turns(made, run_seed=42)
     assert made.rollout_infos == {"stop_reason": "!"}
     for came, was in zip(turns, conversation.turns, strict=True):
         completion = was.completion
@@ -138,12 +138,12 @@ def test_turns_come_from_a_server_as_they_were() -> None:
         assert came.prompt.positions is not None
         kept = ("sample_id", "fingerprint", "messages", "media", "engine_seconds", "tool_seconds")
         assert [getattr(came, name) for name in kept] == [getattr(was, name) for name in kept]
-    assert take_packed(made, run_seed=42) == []  # a server without us
+    assert read_turns(made, run_seed=42) == []  # a server without us
 
 
 def test_turns_of_another_version_are_refused() -> None:
     made = output(5)
-    attach_packed(made, [turn()])
+    write_turns(made, [turn()])
     made.rollout_infos["swift_grpo_ext.turns"] |= {"version": 1, "server": "server 1"}
     with pytest.raises(WireError, match="server 1 speaks version 1 of swift-grpo-ext's"):
-        take_packed(made, run_seed=42)
+        read_turns(made, run_seed=42)

@@ -39,7 +39,7 @@ from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.dispatch import FAILURE, REQUEST_FAULT, RequestError
 from swift_grpo_ext.rollout.engine import RolloutEngine
-from swift_grpo_ext.rollout.generate import PackedResponse
+from swift_grpo_ext.rollout.generate import GroupResponse
 from swift_grpo_ext.rollout.wire import RequestMetadata
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 from swift_grpo_ext.server.replicas import numbered_pipe
@@ -160,7 +160,7 @@ def make(template: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def metadata_of(group: int = 0, **fields: Any) -> RequestMetadata:
-    values = {"count": 1, "run_seed": RUN_SEED, "packed": True} | fields
+    values = {"count": 1, "run_seed": RUN_SEED, "as_arrays": True} | fields
     sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
     return RequestMetadata(sample_id=sample_id, **values)
 
@@ -193,7 +193,7 @@ def test_a_group_is_one_request_with_its_seed(make: Any) -> None:
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
     assert params.logit_bias == BIAS
     assert (params.logprobs, is_flat(params)) == (0, FlatLogprobs is not None)
-    assert isinstance(response, PackedResponse)
+    assert isinstance(response, GroupResponse)
     assert [
         (c.text, c.seed, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason)
         for c in response.completions
@@ -285,7 +285,7 @@ def test_a_request_without_metadata_is_ms_swifts(make: Any) -> None:
     assert {"<|endoftext|>", "<|im_end|>"} == set(params.stop)
     assert params.detokenize
     assert params.logit_bias == BIAS
-    assert not isinstance(output.response, PackedResponse)
+    assert not isinstance(output.response, GroupResponse)
     assert output.response.choices[0].message.content == "a"
     biased = SamplingParams()
     biased.logit_bias = {5: 1.0}
@@ -373,7 +373,7 @@ def test_schedulers_read_ms_swifts_form_with_our_text(
         looked_at.append(response)
 
     monkeypatch.setattr(InferEngine, "_get_toolcall", tool_call)
-    metadata = metadata_of(packed=False, include_stop_str_in_output=False)
+    metadata = metadata_of(as_arrays=False, include_stop_str_in_output=False)
     output = ask(engine, metadata, stop=["</s>"], return_details=True)
     [choice] = output.response.choices
     assert (choice.message.content, choice.stop_reason) == ("a", "</s>")
@@ -413,7 +413,7 @@ def test_what_a_servers_scheduler_asks_by_itself_is_a_turn_of_its_sample(make: A
     vllm = RecordingVllm([*"abcdefgh"])
     engine = make(vllm, use_async=True, serves=True)
     other = replace(ID, index=1)
-    first = metadata_of(packed=False, stop_token_ids=(7,))
+    first = metadata_of(as_arrays=False, stop_token_ids=(7,))
     asked = [first, replace(first, sample_id=other)]
     scheduler = OwnRequests(engine)
     served(scheduler, [*map(request, asked)])
@@ -448,7 +448,7 @@ def test_several_completions_of_a_schedulers_request_are_refused(make: Any) -> N
             own = RolloutInferRequest(messages=infer_request.messages)
             return await self.infer_engine.infer_async(own, replace(request_config, n=2))
 
-    asked = [request(metadata_of(packed=False))]
+    asked = [request(metadata_of(as_arrays=False))]
     told = r"--multi_turn_scheduler: its `run` asked for n=2 .* one request each"
     with pytest.raises(ValueError, match=told):
         served(Several(engine), asked)
@@ -464,12 +464,12 @@ def test_a_server_packs_its_answers(make: Any, monkeypatch: pytest.MonkeyPatch) 
     output = ask(make(vllm, serves=True), metadata_of(count=2))
     answer = output.rollout_infos[wire.KEY]
     assert answer["replica"] == "replica 3"
-    completions, prompt = wire.unpack_answer(answer, metadata_of(count=2), "server 0")
+    completions, prompt = wire.read_answer(answer, metadata_of(count=2), "server 0")
     assert [c.text for c in completions] == ["ab", "c"]
     assert prompt.token_ids == vllm.inputs[0]["prompt_token_ids"]
     assert completions[0].routed_experts == serialize_ndarray(np.zeros((3, 1)))
     assert (output.response.choices, output.response.id) == ([], "0")
-    assert type(output.response) is not PackedResponse
+    assert type(output.response) is not GroupResponse
     monkeypatch.delenv("SWIFT_ROLLOUT_DP_RANK")
     first = ask(make(RecordingVllm(["a"]), serves=True), metadata_of())
     assert first.rollout_infos[wire.KEY]["replica"] == "replica 0"
@@ -548,7 +548,7 @@ def test_a_servers_failure_is_its_answer(make: Any, use_async: bool, tmp_path: P
         assert (number, other) == (7, (8, None))
         return reply
 
-    for metadata in (metadata_of(), metadata_of(packed=False), None):
+    for metadata in (metadata_of(), metadata_of(as_arrays=False), None):
         corrupt, absent = (answer([request(metadata, path)]) for path in paths)
         named = "RowError: the row that asks 'Hi' cannot be encoded (images[0]: "
         assert corrupt[FAILURE].startswith(f"{named}{paths[0]!r} is not an image that can be read")

@@ -22,7 +22,7 @@ from swift.infer_engine.protocol import (
 from swift_grpo_ext.ranks import RankGroup, RolloutError
 from swift_grpo_ext.rollout import wire
 from swift_grpo_ext.rollout.generate import (
-    PackedResponse,
+    GroupResponse,
     RolloutSettings,
     ServedSample,
     begin_turn,
@@ -92,7 +92,7 @@ def generate_samples(
         list(rows),
         make_request=make_request,
         make_metadata=lambda first, count: RequestMetadata(
-            sample_id=first, count=count, run_seed=RUN_SEED, packed=True
+            sample_id=first, count=count, run_seed=RUN_SEED, as_arrays=True
         ),
         sharing=sharing,
         call_engine=call_engine,
@@ -201,11 +201,11 @@ def test_settings_of_a_run(changes: dict[str, Any], run_seed: int | None) -> Non
     stops = {"stop_token_ids": [7, 8], "include_stop_str_in_output": False}
     found = RolloutSettings(training_arguments(**stops, **changes))
     assert found.generates == (run_seed is not None)
-    assert found.metadata(sample_id(0, 1), 3, packed=True) == RequestMetadata(
+    assert found.metadata(sample_id(0, 1), 3, as_arrays=True) == RequestMetadata(
         sample_id=sample_id(0, 1),
         count=3,
         run_seed=run_seed,
-        packed=True,
+        as_arrays=True,
         stop_token_ids=(7, 8),
         include_stop_str_in_output=False,
     )
@@ -233,7 +233,7 @@ def test_a_scheduler_that_makes_its_own_request_is_refused() -> None:
 
 # --- outputs in ms-swift's form ---
 
-METADATA = RequestMetadata(sample_id=sample_id(0, 0), count=2, run_seed=RUN_SEED, packed=True)
+METADATA = RequestMetadata(sample_id=sample_id(0, 0), count=2, run_seed=RUN_SEED, as_arrays=True)
 
 
 def completion(**fields: Any) -> Completion:
@@ -265,9 +265,9 @@ def test_a_completion_becomes_what_the_trainer_reads() -> None:
     assert np.array_equal(output.response.choices[0].routed_experts, experts)
 
 
-def test_a_packed_response_names_its_replica() -> None:
+def test_a_groups_response_names_its_replica() -> None:
     completions = [completion(replica=""), completion(text="three", seed=10, replica="")]
-    response = PackedResponse("m", [], UsageInfo(2, 6, 8), completions=completions)
+    response = GroupResponse("m", [], UsageInfo(2, 6, 8), completions=completions)
     response.prompt_token_ids = [1, 2]
     outputs = to_rollout_outputs(RolloutOutput(response=response), METADATA, "rank 4")
     assert [o.response.choices[0].message.content for o in outputs] == ["two", "three"]

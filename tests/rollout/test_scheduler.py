@@ -66,7 +66,7 @@ def made(cls: type[MultiTurnScheduler], side: str, answers: Any, **settings: Any
 
 def request(index: int = 0) -> RolloutInferRequest:
     sample_id = SampleId(phase="train", step=3, number=0, group=1, index=index)
-    metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=42, packed=False)
+    metadata = RequestMetadata(sample_id=sample_id, count=1, run_seed=42, as_arrays=False)
     data_dict: dict[str, Any] = {}
     wire.write_metadata(data_dict, metadata)
     return RolloutInferRequest(

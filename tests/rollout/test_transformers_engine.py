@@ -111,7 +111,7 @@ def infer(
         request = RolloutInferRequest(messages=[{"role": "user", "content": content}])
         if has_metadata:
             metadata = RequestMetadata(
-                sample_id=FIRST, count=1, run_seed=None, packed=False, **settings
+                sample_id=FIRST, count=1, run_seed=None, as_arrays=False, **settings
             )
             wire.write_metadata(request.data_dict, metadata)
         requests.append(request)

@@ -15,16 +15,16 @@ from swift_grpo_ext.rollout.wire import (
     Prompt,
     RequestMetadata,
     WireError,
-    pack,
-    pack_answer,
+    read_answer,
     read_metadata,
-    unpack_answer,
+    to_base64,
+    write_answer,
     write_metadata,
 )
 from swift_grpo_ext.sampling.seeding import SampleId, sample_seed
 
 PLACE = SampleId(phase="train", step=12, number=0, group=5, index=0)
-METADATA = RequestMetadata(sample_id=PLACE, count=2, run_seed=42, packed=True)
+METADATA = RequestMetadata(sample_id=PLACE, count=2, run_seed=42, as_arrays=True)
 WIRE: dict[str, Any] = {}
 write_metadata(WIRE, METADATA)
 WIRE = WIRE[wire.KEY]
@@ -44,7 +44,7 @@ def test_an_envelope_is_read_as_it_was_written() -> None:
         sample_id=place,
         count=2**14,
         run_seed=42,
-        packed=False,
+        as_arrays=False,
         stop_token_ids=(0, 2**31 - 1),
         include_stop_str_in_output=False,
     )
@@ -87,7 +87,7 @@ def test_a_request_without_an_envelope_has_none(data_dict: dict[str, Any] | None
         *({"count": count} for count in (0, "2", True, 2**14 + 1)),
         {"run_seed": -1},
         *({"stop_token_ids": ids} for ids in ([-1], [2**31])),
-        {"packed": 1},
+        {"as_arrays": 1},
         {"sample_id": {}},
         *(
             {"sample_id": {**WIRE["sample_id"], name: value}}
@@ -101,13 +101,13 @@ def test_a_malformed_envelope_is_refused(changes: dict[str, Any]) -> None:
         read_metadata({wire.KEY: {**WIRE, **changes}})
 
 
-# --- packed numbers ---
+# --- numbers ---
 
 
-def test_the_packed_form_is_little_endian_on_every_machine() -> None:
-    assert pack([1, 258], "<i4") == "AQAAAAIBAAA="
-    assert pack([-0.5], "<f4") == "AAAAvw=="
-    assert len(pack([0] * 3000, "<i4")) == 16_000  # G6: 5.4 characters a number
+def test_numbers_are_little_endian_on_every_machine() -> None:
+    assert to_base64([1, 258], "<i4") == "AQAAAAIBAAA="
+    assert to_base64([-0.5], "<f4") == "AAAAvw=="
+    assert len(to_base64([0] * 3000, "<i4")) == 16_000  # G6: 5.4 characters a number
 
 
 # --- answers ---
@@ -119,7 +119,7 @@ def completion(text: str, token_ids: list[int], **changes: Any) -> Completion:
     return Completion(text=text, token_ids=token_ids, **values)
 
 
-ANSWER = pack_answer(
+ANSWER = write_answer(
     [completion("七", [7, 2]), completion("八九", [8, 9, 2])], Prompt([1, 5]), "replica 1"
 )
 
@@ -131,7 +131,7 @@ def listed(found: Completion) -> Completion:
 
 
 @pytest.mark.parametrize("has_logprobs", [True, False])
-def test_an_answer_is_read_as_it_was_packed(has_logprobs: bool) -> None:
+def test_an_answer_is_read_as_it_was_written(has_logprobs: bool) -> None:
     """Empty completions, Chinese text, no log-probabilities: all as they were."""
     completions = [
         completion("", [], finish_reason=None),
@@ -143,8 +143,8 @@ def test_an_answer_is_read_as_it_was_packed(has_logprobs: bool) -> None:
     positions = np.array([[0, 7], [0, 1], [0, 2]], dtype=np.int32)
     for run_seed, prompt in ((42, Prompt([1, 5], positions)), (None, Prompt([]))):
         metadata = replace(METADATA, count=3, run_seed=run_seed)
-        answer = over_http(pack_answer(completions, prompt, "replica 1"))
-        found, found_prompt = unpack_answer(answer, metadata, "server 0 (http://a:8000)")
+        answer = over_http(write_answer(completions, prompt, "replica 1"))
+        found, found_prompt = read_answer(answer, metadata, "server 0 (http://a:8000)")
         assert [listed(c) for c in found] == [
             replace(c, seed=metadata.seed_of(k), replica="server 0 (http://a:8000) replica 1")
             for k, c in enumerate(completions)
@@ -157,7 +157,7 @@ def test_an_engine_with_another_number_of_log_probabilities_is_refused() -> None
     for logprobs in (None, [-0.5]):
         found = [completion("七", [7, 2]), completion("八", [8, 2], logprobs=logprobs)]
         with pytest.raises(WireError, match=r"^replica 1 generated \[2, 2\] tokens with \[2, "):
-            pack_answer(found, Prompt([]), "replica 1")
+            write_answer(found, Prompt([]), "replica 1")
 
 
 @pytest.mark.parametrize(
@@ -168,24 +168,24 @@ def test_an_engine_with_another_number_of_log_probabilities_is_refused() -> None
         ({"stop_reasons": [None]}, r"with \[1, 2\] samples"),
         ({"routed_experts": [None]}, r"with \[1, 2\] samples"),
         ({"lengths": [2, 2]}, r"with \[2\] samples of \[2, 2\] tokens, 5 token ids and 5 log"),
-        ({"token_ids": pack([7], "<i4")}, r"of \[2, 3\] tokens, 1 token ids and 5 log-prob"),
-        ({"logprobs": pack([-0.5] * 4, "<f4")}, r"5 token ids and 4 log-probabilities in all"),
+        ({"token_ids": to_base64([7], "<i4")}, r"of \[2, 3\] tokens, 1 token ids and 5 log-prob"),
+        ({"logprobs": to_base64([-0.5] * 4, "<f4")}, r"5 token ids and 4 log-probabilities in all"),
         ({"lengths": [6, -1]}, r"with \[2\] samples of \[6, -1\] tokens"),
         ({"token_ids": "!!"}, r"with nonsense: Error"),
         ({"token_ids": "AAA="}, r"with nonsense: ValueError"),
         ({"lengths": None}, r"with nonsense: TypeError"),
-        ({"prompt_positions": pack([1, 2], "<i4")}, r"with nonsense: ValueError"),
+        ({"prompt_positions": to_base64([1, 2], "<i4")}, r"with nonsense: ValueError"),
     ],
 )
 def test_counts_that_disagree_are_refused(changes: dict[str, Any], message: str) -> None:
     """M6: the server and the sample's place are named."""
     sample_id = r"server 0 \(http://a:8000\) answered .*step=12, number=0, group=5, index=0"
     with pytest.raises(WireError, match=f"{sample_id}.* {message}"):
-        unpack_answer({**ANSWER, **changes}, METADATA, "server 0 (http://a:8000)")
+        read_answer({**ANSWER, **changes}, METADATA, "server 0 (http://a:8000)")
 
 
 def test_an_answer_to_another_request_or_version_names_the_server() -> None:
     with pytest.raises(WireError, match=r"server 0 answered .*count=3.* with \[2\] samples"):
-        unpack_answer(ANSWER, replace(METADATA, count=3), "server 0")
+        read_answer(ANSWER, replace(METADATA, count=3), "server 0")
     with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 7"):
-        unpack_answer({**ANSWER, "version": 1}, METADATA, "server 0")
+        read_answer({**ANSWER, "version": 1}, METADATA, "server 0")

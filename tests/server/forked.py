@@ -155,7 +155,7 @@ class EchoEngine:
             )
             for k in range(metadata.count)
         ]
-        infos = {wire.KEY: wire.pack_answer(drawn, wire.Prompt([1]), f"{os.getpid()}")}
+        infos = {wire.KEY: wire.write_answer(drawn, wire.Prompt([1]), f"{os.getpid()}")}
         response = ChatCompletionResponse("m", [], UsageInfo(1, 1, 2))
         return RolloutOutput(response=response, rollout_infos=infos)
 
@@ -348,7 +348,7 @@ class Training:
             [f"{s.group}" for s in sample_ids],
             make_request=lambda _: RolloutInferRequest(messages=[{"role": "user", "content": "?"}]),
             make_metadata=lambda sample_id, count: RequestMetadata(
-                sample_id=sample_id, count=count, run_seed=42, packed=True
+                sample_id=sample_id, count=count, run_seed=42, as_arrays=True
             ),
             sharing=ranks,
             call_engine=call_engine,

@@ -31,7 +31,7 @@ from swift_grpo_ext.upstream.patches import Moment, apply
 
 def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
     sample_id = SampleId(phase="train", step=0, number=0, group=group, index=0)
-    values: dict[str, Any] = {"count": 4, "run_seed": 42, "packed": True} | fields
+    values: dict[str, Any] = {"count": 4, "run_seed": 42, "as_arrays": True} | fields
     metadata = RequestMetadata(sample_id=sample_id, **values)
     message = {"role": "user", "content": "word " * words}
     data_dict: dict[str, Any] = {}
@@ -40,14 +40,14 @@ def request(group: int, words: int = 1, **fields: Any) -> dict[str, Any]:
 
 
 def drawn_by(metadata: RequestMetadata, replica: str) -> dict[str, Any]:
-    """The packed answer of a replica: its samples' texts are their group and number."""
+    """The answer of a replica: its samples' texts are their group and number."""
     group = metadata.sample_id.group
     values: dict[str, Any] = {"logprobs": None, "finish_reason": None}
     drawn = [
         Completion(text=f"{group}.{k}", token_ids=[group, k], **values)
         for k in range(metadata.count)
     ]
-    return wire.pack_answer(drawn, wire.Prompt([1, 2]), replica)
+    return wire.write_answer(drawn, wire.Prompt([1, 2]), replica)
 
 
 class Replica:

@@ -74,7 +74,7 @@ def test_groups_go_to_replicas_by_cost(
 def test_requests_of_other_clients_go_in_contiguous_slices() -> None:
     """Schedulers of a server may answer with more outputs than requests."""
     two = [Replica(), Replica("answers half")]
-    asked = [request(group, packed=False) for group in range(5)]
+    asked = [request(group, as_arrays=False) for group in range(5)]
     asked[0]["data_dict"] = {}
     assert groups_of(infer(two, asked)) == [-1, 1, 2, 3]
     assert [replica.groups for replica in two] == [[-1, 1, 2], [3, 4]]
@@ -124,14 +124,14 @@ def test_what_one_replica_cannot_answer_another_does(fault: str) -> None:
 def test_with_no_replica_a_server_says_so() -> None:
     none = infer([], [request(0)])
     assert (none.status_code, none.json()["detail"]) == (503, "it has no replica left")
-    assert infer([], [request(0, packed=False)]).status_code == 503
+    assert infer([], [request(0, as_arrays=False)]).status_code == 503
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_replicas_that_wait_for_weights_draw_nothing(packed: bool) -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_replicas_that_wait_for_weights_draw_nothing(is_ours: bool) -> None:
     waiting = Replica()
     waiting.connection.holds_weights = False
-    refused = infer([waiting], [request(0, packed=packed)])
+    refused = infer([waiting], [request(0, as_arrays=is_ours)])
     expected = "its 1 replicas wait for a training's weights; send these first"
     assert (refused.status_code, refused.json()["detail"]) == (500, expected)
     assert waiting.calls == []

@@ -33,7 +33,7 @@ SETTINGS = {"model_type": "qwen2_5_vl", "torch_dtype": torch.float32}
 
 
 def make_request(
-    case: Case, *, packed: bool, include: bool, count: int
+    case: Case, *, as_arrays: bool, include: bool, count: int
 ) -> tuple[RolloutInferRequest, RequestMetadata, RequestConfig]:
     messages = [
         {"role": "user", "content": case.question},
@@ -44,7 +44,7 @@ def make_request(
         sample_id=SampleId(phase="train", step=0, number=0, group=0, index=0),
         count=count,
         run_seed=42,
-        packed=packed,
+        as_arrays=as_arrays,
         stop_token_ids=case.ids,
         include_stop_str_in_output=include,
     )
@@ -108,7 +108,7 @@ async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
         for form in ("lean", "ms-swift's", "served"):
             engine._serves = form == "served"
             request, metadata, config = make_request(
-                case, packed=form != "ms-swift's", include=include, count=COUNT
+                case, as_arrays=form != "ms-swift's", include=include, count=COUNT
             )
             if use_async:
                 [output] = await engine.async_infer([request], config, use_tqdm=False)
@@ -120,7 +120,7 @@ async def draw_with_vllm(model: str, use_async: bool) -> dict[str, Any]:
                 forms[form] = [record(c, c.text, c.logprobs) for c in output.response.completions]
             else:
                 answer = json.loads(json.dumps(output.rollout_infos[wire.KEY]))  # over HTTP
-                completions, _ = wire.unpack_answer(answer, metadata, "server 0")
+                completions, _ = wire.read_answer(answer, metadata, "server 0")
                 forms[form] = [record(c, c.text, c.logprobs) for c in completions]
         results[f"{case.name}/{include}"] = {"forms": forms, "detokenized": sorted(detokenized)}
     return results
@@ -137,7 +137,7 @@ def draw_with_transformers(model_dir: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for case, include in product(CASES, (True, False)):
         batch = (replace(one, ids=case.ids) for one in (long, case, short))
-        made = [make_request(one, packed=False, include=include, count=1) for one in batch]
+        made = [make_request(one, as_arrays=False, include=include, count=1) for one in batch]
         requests, config = [request for request, _, _ in made], made[1][2]
         _, response, _ = engine.infer(requests, config, use_tqdm=False)
         [choice] = response.choices

@@ -24,7 +24,7 @@ from swift_grpo_ext.record.reader import read_samples
 from swift_grpo_ext.record.tables import SampleRow, to_rows
 from swift_grpo_ext.rollout import engine as engine_module
 from swift_grpo_ext.rollout import wire
-from swift_grpo_ext.rollout.engine import PackedResponse
+from swift_grpo_ext.rollout.engine import GroupResponse
 from swift_grpo_ext.rollout.wire import Completion, RequestMetadata
 from swift_grpo_ext.sampling.seeding import sample_seed
 
@@ -88,7 +88,7 @@ class RecordingEngine:
             )
             for seed in map(metadata.seed_of, range(metadata.count))
         ]
-        response = PackedResponse(
+        response = GroupResponse(
             model="",
             choices=[],
             usage=UsageInfo(1, 1, 2),
@@ -240,7 +240,7 @@ def test_rounds_and_requests(whole: Trained) -> None:
     for pairs in whole.rounds:
         for words, metadata in pairs:
             assert words in ("one", "two", "three")
-            assert (metadata.count, metadata.run_seed, metadata.packed) == (2, 42, True)
+            assert (metadata.count, metadata.run_seed, metadata.as_arrays) == (2, 42, True)
             assert metadata.stop_token_ids == (5,)
 
 

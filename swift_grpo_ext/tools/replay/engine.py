@@ -48,7 +48,7 @@ def generate_again(
             sample_id=row.sample_id,
             count=1,
             run_seed=settings["seed"],
-            packed=True,
+            as_arrays=True,
             stop_token_ids=tuple(settings.get("stop_token_ids") or ()),
             include_stop_str_in_output=settings.get("include_stop_str_in_output", True),
         )

@@ -180,7 +180,7 @@ class Rig:
                 list(ids[start:end]),
                 [prompt_hash(sample) for sample in samples[start:end]],
                 make_request=lambda position: samples[start + position].to_infer_request(),
-                make_metadata=partial(settings.metadata, packed=True),
+                make_metadata=partial(settings.metadata, as_arrays=True),
                 sharing=trainer._sharing(is_global_inputs=False),
                 call_engine=partial(trainer._call_engine, config=config or self.config()),
             )
