@@ -1,4 +1,4 @@
-"""The rollout engine: ms-swift's vLLM engine for GRPO, with request metadata and answers for whole groups.
+"""The rollout engine: ms-swift's vLLM engine for GRPO, which answers for groups by their metadata.
 
 It replaces `GRPOVllmEngine` in the trainer (colocate) and in `swift rollout` (server), sync and
 async. A request without our metadata (an evaluation, another client) gets ms-swift's behaviour.
