@@ -102,6 +102,11 @@ def test_two_trainings_in_one_folder_and_a_resume_after_a_kill(tmp_path: Path) -
                 command_line_arguments("rlhf", output_dir=str(tmp_path), sample_log="none")
             )
         )
+        watched = command_line_arguments(
+            "rlhf", output_dir=str(tmp_path), sample_log="none", callbacks=["diversity"]
+        )
+        with pytest.raises(ValueError, match=rf"^{process}"):  # what is measured would be written
+            enforce(check_output_dir(watched))
         first.send_signal(signal.SIGKILL)
         first.wait()
         assert record_files(SAMPLES.folder(tmp_path)) == files
