@@ -272,7 +272,7 @@ def pack(
 
 
 @dataclass(frozen=True)
-class Sample:
+class BatchRow:
     """A row of a batch without its padding."""
 
     row: int
@@ -289,7 +289,7 @@ class Sample:
     """Columns from the prompt's last on, up to the last that predicts something."""
 
 
-def samples_of(input_ids_BT: Tensor, attended_BT: Tensor, predicts_BT: Tensor) -> list[Sample]:
+def samples_of(input_ids_BT: Tensor, attended_BT: Tensor, predicts_BT: Tensor) -> list[BatchRow]:
     """Return the samples of a batch, whose padding is not `attended` to."""
     ids, attended, predicts = (x.cpu().numpy() for x in (input_ids_BT, attended_BT, predicts_BT))
     samples = []
@@ -298,13 +298,13 @@ def samples_of(input_ids_BT: Tensor, attended_BT: Tensor, predicts_BT: Tensor) -
         wanted = np.flatnonzero(predicts[row][columns])
         start, stop = (wanted[0], wanted[-1] + 1) if len(wanted) else (len(columns) - 1,) * 2
         prompt = ids[row][columns[: start + 1]].tobytes()
-        samples.append(Sample(row, ids[row], prompt, columns[:start], columns[start:stop]))
+        samples.append(BatchRow(row, ids[row], prompt, columns[:start], columns[start:stop]))
     return samples
 
 
 def groups_of(
-    samples: Sequence[Sample], have_same_media: Callable[[int, int], bool]
-) -> list[list[Sample]]:
+    samples: Sequence[BatchRow], have_same_media: Callable[[int, int], bool]
+) -> list[list[BatchRow]]:
     """Return samples that follow one another and are of one prompt, its media included.
 
     Args:
@@ -330,7 +330,7 @@ class GroupLengths(NamedTuple):
     """From the prompt's last token on, of each sample."""
 
     @classmethod
-    def of(cls, group: Sequence[Sample]) -> GroupLengths:
+    def of(cls, group: Sequence[BatchRow]) -> GroupLengths:
         return cls(len(group[0].shared), [len(sample.suffix) for sample in group])
 
     @property
@@ -386,7 +386,7 @@ class Media(NamedTuple):
 
 
 def media_of(
-    inputs: Mapping[str, Any], samples: Sequence[Sample], config: PretrainedConfig
+    inputs: Mapping[str, Any], samples: Sequence[BatchRow], config: PretrainedConfig
 ) -> list[Media]:
     """Return the media of each row of a batch: first those of its prompt, then of its suffix, then
     of what lies behind, which is not read.
@@ -441,7 +441,7 @@ def _rows_of_media(
 
 
 def _ends(
-    samples: Sequence[Sample], token: int, sizes: Sequence[int], *, is_exact: bool
+    samples: Sequence[BatchRow], token: int, sizes: Sequence[int], *, is_exact: bool
 ) -> Ints | None:
     """Return the number of media up to the end of each of three pieces of each sample (its prompt,
     its suffix and what lies behind), or None.
@@ -515,7 +515,7 @@ class Layout:
         return dict.fromkeys(kinds_of_layers, mask)
 
 
-def layout_of(groups: Sequence[Sequence[Sample]]) -> Layout:
+def layout_of(groups: Sequence[Sequence[BatchRow]]) -> Layout:
     """Lay the samples of a batch out as one packed row."""
     parts = list[Ints]()
     for group, samples in enumerate(groups):
