@@ -92,7 +92,7 @@ class DiversityMonitor(TrainerCallback):
         else:
             return
         logger.warning(
-            f"--callbacks diversity: {reason}, so that broken randomness cannot be told from a "
+            f"--callbacks diversity: {reason}, so that broken randomness looks like a "
             "collapsed policy; metrics are logged."
         )
 

@@ -274,7 +274,7 @@ def by_segments(attend: Attention, name: str) -> Attention:
             key, value = (x.index_select(2, places_K) for x in (key, value))
             return attend(module, query, key, value, None, **(kwargs | lengths))
         sizes = [piece.place.stop - piece.place.start for piece in segments.pieces]
-        # One split, whose backward writes a row once: that of a slice writes zeros beside it.
+        # One split: its backward writes a row once, where that of a slice writes zeros beside it.
         queries, keys, values = (x.split(sizes, dim=2) for x in (query, key, value))
         outputs = []
         for piece, q, k, v in zip(segments.pieces, queries, keys, values, strict=True):

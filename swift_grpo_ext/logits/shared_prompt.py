@@ -413,7 +413,7 @@ def media_of(
         if ends is None or not (
             sum(num_rows) == len(values) and all(len(x) == len(sizes) for x in columns.values())
         ):
-            raise UnknownInputError(f"{pixels} cannot be told apart by sample")
+            raise UnknownInputError(f"{pixels} cannot be split by sample")
         row_ends = np.cumsum([0, *num_rows])[ends]
         split = getattr(values, "split_parts", values.split)
         parts = {pixels: split(np.diff(row_ends, prepend=0).tolist())}

@@ -3,7 +3,7 @@
 The passes over a group show the tower its images G times: for the old policy, for the reference
 model, and for each update. Where nothing in it is trained, it says the same each time. Here a call
 runs it on those images alone that are new since the round began, each once, without a graph, and
-repeats its outputs for the others. Images are told apart by content.
+repeats its outputs for the others. Equal content is one image.
 
 Outputs are as without it but for rounding: kernels may add in another order where fewer images
 share a call. Ranks that share a tower's weights (ZeRO-3, FSDP) gather them in each of its runs, so
@@ -40,7 +40,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class _NotByImageError(Exception):
-    """An output does not lay what it says of one image after what it says of another."""
+    """The tower's output cannot be split by image."""
 
 
 class Output(NamedTuple):
@@ -171,7 +171,7 @@ class FrozenTower:
         self._tower, self._cache = tower, cache
         self._upstream = upstream = tower.forward
         self._separable = set[Hashable]()
-        """Ways of seeing an image in which what the tower says of one is known to be its own."""
+        """Ways of seeing an image in which the tower's output for one is known to be its own."""
 
         # Of the class: ms-swift wraps `forward` of some, so that no signature says it.
         signature = inspect.signature(type(tower).forward)
@@ -254,13 +254,13 @@ class FrozenTower:
                 self._separable.add(how)
             else:
                 self.switch_off(
-                    f"what {type(self._tower).__name__} says of an image cannot be told from what "
-                    "it says of the other images of a call."
+                    f"the output of {type(self._tower).__name__} for an image depends on the other "
+                    "images of a call, or cannot be split by image."
                 )
         return not self.is_off
 
     def _encode(self, call: Call) -> Any:
-        """Return what the tower says of all images of a call; it is run on the new ones."""
+        """Return the tower's output for all images of a call; the tower runs on the new ones."""
         images, cache = call.images(), self._cache
         keys: list[Hashable] = [(id(self._tower), key) for key in image_keys(call)]
         made: dict[Hashable, Output] = {}

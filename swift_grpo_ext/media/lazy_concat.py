@@ -120,7 +120,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def is_rows(value: Any) -> bool:
-    """Return whether it is a tensor whose values lie in memory by rows, without a gradient."""
+    """Return whether it is a tensor that lies in memory by rows and has no gradient."""
     is_plain = type(value) is Tensor and value.layout == torch.strided and not value.is_nested
     return is_plain and value.ndim > 0 and not value.is_meta and not value.requires_grad
 

@@ -176,7 +176,7 @@ def check_redirects() -> None:
 
 
 def _fetched(value: Any, field: str, folder: str) -> Any:
-    """Return media, in whose places of URLs, however nested, stand files in `folder`.
+    """Return media with files in `folder` in the place of URLs, however nested.
 
     Raises:
         ValueError: beginning with the field, for what may not be fetched.

@@ -481,7 +481,7 @@ class _Led:
         self.answered = now
 
     def close(self, made: Any) -> None:
-        """Give what the scheduler made its turns: an output of several those whose answer it is."""
+        """Attach to each output of a scheduler the turns that it was made of."""
         outputs = made if isinstance(made, list) else [made]
         for output in outputs:
             record_stop_reason(output)

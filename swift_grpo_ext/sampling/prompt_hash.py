@@ -64,7 +64,7 @@ def prompt_hash(row: object) -> str:
         text = json.dumps(fields, sort_keys=True, default=content, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(
-            f"A prompt's fields {', '.join(fields)} cannot be told from others ({e}): expected "
+            f"A prompt's fields {', '.join(fields)} cannot be hashed ({e}): expected "
             "what JSON holds, bytes, arrays or images, and texts as keys."
         ) from e
     digest.update(text.encode("utf-8", errors="surrogatepass"))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from swift.rlhf_trainers.vllm_client import VLLMClient
 
 OWNER_HEADER = "X-Swift-Grpo-Ext-Owner"
-"""The owner's name and, behind a semicolon, what nobody else knows: names are told to all."""
+"""The owner's name and, behind a semicolon, a secret: everybody may ask for names."""
 
 PATH = "/swift_grpo_ext/lease/"
 LEASE_SECONDS = 15.0

@@ -74,7 +74,7 @@ POSITIONS_REMEDY = (
 
 
 class DisagreementError(RuntimeError):
-    """What a rollout says of a sample is not what training on it sees."""
+    """Rollout and training disagree about a sample: its prompt, positions, tokens or numbers."""
 
 
 # --- the tokens of a sample ---

@@ -38,7 +38,7 @@ def placeholder_ids(template: Template) -> list[int]:
 
 
 def placeholder_texts(template: Template) -> list[str]:
-    """Return the texts of the tokens that stand for media, of which none may stand in a question:
+    """Return the texts of the tokens that stand for media; none of them may stand in a question:
     ms-swift's tokenizers read them there as the tokens. Marks, which it replaces, are left out."""
     tokens = template.tokenizer.convert_ids_to_tokens(placeholder_ids(template))
     return sorted({*tokens}.difference(template.special_tokens))

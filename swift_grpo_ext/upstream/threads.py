@@ -1,4 +1,4 @@
-"""Work whose end nobody can wait for without a bound."""
+"""Work that may never end, in a thread that nobody waits for."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_images_that_are_cut_into_tiles() -> None:
         {"pixel_values": (0, 0), "image_sizes": (0, 0)},
         {"pixel_values": (5, 0), "image_sizes": (1, 0)},
     ]
-    with pytest.raises(UnknownInputError, match="cannot be told apart"):
+    with pytest.raises(UnknownInputError, match="cannot be split by sample"):
         lengths_of_media(MEDIA_ROWS, config, pixel_values=pixels, image_sizes=sizes[:3])
 
 
@@ -186,7 +186,7 @@ def test_media_that_do_not_come_out_even(
     config: dict[str, int], grid: list[list[int]], num_patches: int
 ) -> None:
     inputs = {"pixel_values": torch.zeros(num_patches, 2), "image_grid_thw": torch.tensor(grid)}
-    with pytest.raises(UnknownInputError, match="pixel_values cannot be told apart by sample"):
+    with pytest.raises(UnknownInputError, match="pixel_values cannot be split by sample"):
         lengths_of_media(MEDIA_ROWS, config, **inputs)
 
 

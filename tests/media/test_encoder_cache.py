@@ -265,8 +265,8 @@ def test_a_tower_that_mixes_images_is_left_alone(tower: type[Stub], warnings: li
         cache.agree(RankGroup())
     [told] = warnings
     assert told == (
-        f"--encoder_cache_gb has no effect on visual: what {tower.__name__} says of an image "
-        "cannot be told from what it says of the other images of a call."
+        f"--encoder_cache_gb has no effect on visual: the output of {tower.__name__} for "
+        "an image depends on the other images of a call, or cannot be split by image."
     )
 
 

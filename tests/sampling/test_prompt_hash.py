@@ -129,7 +129,7 @@ def test_what_cannot_be_written_down_is_refused_by_name() -> None:
     for _ in range(100_000):
         deep = [deep]
     for value in (deep, {b"bytes": 1}, {1: 0, "1": 0}):
-        with pytest.raises(ValueError, match=r"fields objects cannot be told from others"):
+        with pytest.raises(ValueError, match=r"fields objects cannot be hashed"):
             prompt_hash({"objects": {"value": value}})
 
 

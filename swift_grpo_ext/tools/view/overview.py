@@ -233,7 +233,7 @@ def timed_steps(logs: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]
 
 
 def time_layers(logs: Mapping[int, dict[str, Any]]) -> dict[str, Points]:
-    """Return the seconds of each part of the steps that were timed, none of which is of another."""
+    """Return the seconds of each part of the steps that were timed; parts do not overlap."""
     layers: dict[str, Points] = {name: [] for name in LAYERS}
     for step, log in evenly_spaced([*timed_steps(logs).items()], MAX_POINTS):
         seconds = {part: log[f"time/{part}"] for part in (*PARTS, *ROLLOUT_PARTS)}
