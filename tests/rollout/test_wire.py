@@ -70,7 +70,7 @@ def test_an_envelope_is_read_as_it_was_written() -> None:
 def test_another_version_is_refused_with_the_remedy(message: Any, version: Any) -> None:
     told = (
         rf"a request speaks version {version!r} of swift-grpo-ext's wire format, this side speaks "
-        r"7: load the same version of the plugin in `swift rlhf` and `swift rollout`"
+        rf"{wire.VERSION}: load the same version of the plugin in `swift rlhf` and `swift rollout`"
     )
     with pytest.raises(WireError, match=told):
         read_metadata({wire.KEY: message})
@@ -187,5 +187,6 @@ def test_counts_that_disagree_are_refused(changes: dict[str, Any], message: str)
 def test_an_answer_to_another_request_or_version_names_the_server() -> None:
     with pytest.raises(WireError, match=r"server 0 answered .*count=3.* with \[2\] samples"):
         read_answer(ANSWER, replace(METADATA, count=3), "server 0")
-    with pytest.raises(WireError, match=r"server 0 speaks version 1 .* this side speaks 7"):
+    message = rf"server 0 speaks version 1 .* this side speaks {wire.VERSION}"
+    with pytest.raises(WireError, match=message):
         read_answer({**ANSWER, "version": 1}, METADATA, "server 0")
