@@ -25,11 +25,9 @@ from numpy.typing import NDArray
 from record import make_sample
 from tqdm import tqdm
 
-from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test
-from swift_grpo_ext.diversity.metrics import outcome_metrics, round_metrics
-from swift_grpo_ext.diversity.sample import Origin, Sample, group_samples, sample_from_row
+from swift_grpo_ext.diversity.collision import CollisionTest, PromptMemory, collision_test, compact
+from swift_grpo_ext.diversity.metrics import group_samples, outcome_metrics, round_metrics
 from swift_grpo_ext.record.tables import SampleRow
-from swift_grpo_ext.sampling.seeding import SampleId
 
 VOCABULARY = 128
 END = 0
@@ -109,7 +107,7 @@ def entropy_per_token(p: Array) -> float:
     return float(-(p * logs).sum(axis=1).mean())
 
 
-def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sample]:
+def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[SampleRow]:
     """Make a round of groups; group g has prompt g, in every round.
 
     Args:
@@ -121,19 +119,10 @@ def make_round(p: Array, noise: Array, group_size: int, step: int) -> list[Sampl
     ids = np.minimum(np.stack(list(columns), axis=1), VOCABULARY - 1).astype(np.int32)
     logprobs = np.log(p[np.arange(len(p)), ids]).astype(np.float32)
     ends = np.where((ids == END).any(axis=1), (ids == END).argmax(axis=1) + 1, len(p))
-    samples = []
+    rng, samples = np.random.default_rng(step), []
     for number, end in enumerate(ends):
-        group, index = divmod(number, group_size)
-        sample_id = SampleId(phase="train", step=step, number=0, group=group, index=index)
-        samples.append(
-            Sample(
-                origin=Origin(sample_id=sample_id, seed=None, rank=0, replica=""),
-                prompt_hash=f"{group}",
-                token_ids=ids[number, :end],
-                logprobs=logprobs[number, :end],
-                text="",
-            )
-        )
+        completion = (ids[number, :end].tolist(), logprobs[number, :end].tolist(), "")
+        samples.append(compact(make_sample(rng, step, number, completion, group_size)))
     return samples
 
 
@@ -272,14 +261,14 @@ def measure_cost(num_samples: int, length: int, group_size: int, same: bool) -> 
     rows = random_rows(rng, num_samples, length, group_size, 1)
     if same:
         rows = [replace(row, token_ids=rows[0].token_ids) for row in rows]
-    samples = [sample_from_row(row) for row in rows]
+    samples = [compact(row) for row in rows]
     groups = group_samples(samples)
     earlier = random_rows(rng, num_samples, length, group_size, 0)
     memory = PromptMemory()
-    memory.remember([sample_from_row(row) for row in earlier])
-    scores = {s.origin.sample_id: float(rng.random() < 0.5) for s in samples}
+    memory.remember(earlier)
+    scores = {s.sample_id: float(rng.random() < 0.5) for s in samples}
     parts: dict[str, Callable[[], Any]] = {
-        "rows to arrays": lambda: group_samples(map(sample_from_row, rows)),
+        "rows to arrays": lambda: group_samples(map(compact, rows)),
         "metrics": lambda: round_metrics(groups),
         "correct ones": lambda: outcome_metrics(groups, scores),
         "collision test": lambda: collision_test(samples, memory),

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
+from typing import Any
 
 from swift_grpo_ext.diversity.alarms import alarm_line
 from swift_grpo_ext.diversity.collision import (
@@ -26,9 +27,15 @@ from swift_grpo_ext.diversity.collision import (
     PromptMemory,
     collision_test,
 )
-from swift_grpo_ext.diversity.metrics import Scores, outcome_metrics, round_metrics
-from swift_grpo_ext.diversity.sample import Group, Sample, group_samples
-from swift_grpo_ext.record.tables import DiversityRow
+from swift_grpo_ext.diversity.metrics import (
+    Group,
+    Scores,
+    group_samples,
+    outcome_metrics,
+    round_metrics,
+    token_bytes,
+)
+from swift_grpo_ext.record.tables import DiversityRow, SampleRow
 
 COMMON_MODE = 0.9
 """`common_mode` from which on a round looks collapsed, if half of the samples are copies too."""
@@ -65,7 +72,7 @@ class RoundAnalyzer:
         """Collapsed rounds in a row, by phase."""
 
     def analyze(
-        self, samples: Sequence[Sample], scores: Scores | None = None
+        self, samples: Sequence[SampleRow], scores: Scores | None = None
     ) -> list[DiversityRow]:
         """Return a record of each round that the samples of all ranks belong to.
 
@@ -74,7 +81,7 @@ class RoundAnalyzer:
             scores: rewards of the samples that were scored.
         """
         groups = group_samples(samples)
-        by_round = groupby(groups, key=lambda group: group[0].origin.sample_id.round)
+        by_round = groupby(groups, key=lambda group: group[0].sample_id.round)
         return [self._analyze_round(list(found), scores or {}) for _, found in by_round]
 
     def _analyze_round(self, groups: Sequence[Group], scores: Scores) -> DiversityRow:
@@ -85,7 +92,7 @@ class RoundAnalyzer:
             self._memory.remember(samples)
         metrics = {**round_metrics(groups), **outcome_metrics(groups, scores)}
         record = DiversityRow(
-            round=samples[0].origin.sample_id.round,
+            round=samples[0].sample_id.round,
             num_samples=len(samples),
             num_groups=len(groups),
             verdict=judge(test, metrics, self._alarm_p),
@@ -98,13 +105,17 @@ class RoundAnalyzer:
             worst_groups=worst_groups(groups, test.collisions),
         )
         for collision in test.collisions:
-            shortened = replace(
-                collision,
-                samples=collision.samples[:MAX_ORIGINS],
-                earlier=collision.earlier[-MAX_ORIGINS:],
+            record.collisions.append(
+                {
+                    "kind": collision.kind,
+                    "samples": [_origin(row) for row in collision.samples[:MAX_ORIGINS]],
+                    "earlier": [_origin(row) for row in collision.earlier[-MAX_ORIGINS:]],
+                    "num_tokens": collision.num_tokens,
+                    "bits": collision.bits,
+                    "log2_p": collision.log2_p,
+                    "num_samples": len(collision.samples),
+                }
             )
-            values = {**asdict(shortened), "num_samples": len(collision.samples)}
-            record.collisions.append(values)
 
         num_before = self._num_collapsed.get(record.round.phase, 0)
         num_collapsed = num_before + 1 if record.verdict == "collapse" else 0
@@ -117,6 +128,12 @@ class RoundAnalyzer:
             record.remedy = noise_remedy if is_broken else "remedy_collapse"
             record.alarm = alarm_line(record, num_collapsed)
         return record
+
+
+def _origin(row: SampleRow) -> dict[str, Any]:
+    """Name a sample, and the engine that generated it."""
+    origin = {"seed": row.seed, "rank": row.rank, "replica": row.replica}
+    return {"sample_id": asdict(row.sample_id), **origin}
 
 
 def judge(test: CollisionTest, metrics: Mapping[str, float], alarm_p: float) -> str:
@@ -137,10 +154,9 @@ def judge(test: CollisionTest, metrics: Mapping[str, float], alarm_p: float) -> 
 
 def worst_groups(groups: Sequence[Group], collisions: Sequence[Collision]) -> list[int]:
     """Return the numbers of the groups with collisions, then of those with most copies."""
-    worst = [origin.sample_id.group for c in collisions for origin in c.samples[:2]]
+    worst = [sample.sample_id.group for c in collisions for sample in c.samples[:2]]
     share_distinct = {
-        group[0].origin.sample_id.group: len({s.token_ids.tobytes() for s in group}) / len(group)
-        for group in groups
+        group[0].sample_id.group: len(set(map(token_bytes, group))) / len(group) for group in groups
     }
     copied = [number for number, share in share_distinct.items() if share < 1]
     worst += sorted(copied, key=share_distinct.__getitem__)

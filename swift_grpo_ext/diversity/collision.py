@@ -49,20 +49,26 @@ completion into several on purpose, the test calls it shared noise, which for th
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import pairwise
 from math import comb, log, log2
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from cachetools import LRUCache
+from numpy.typing import NDArray
 from scipy.special import logsumexp
 from scipy.stats import poisson
 
-from swift_grpo_ext.diversity.sample import Ints, Origin, Sample, surprisal_bits
+from swift_grpo_ext.record.tables import SampleRow
+from swift_grpo_ext.sampling.seeding import SampleId
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.floating[Any]]
 
 MAX_PREFIX_TOKENS = 4096
 """Completions are compared up to here. What lies beyond can only hide coincidences, never create
@@ -81,6 +87,50 @@ MAX_KEPT_BITS = 96.0
 Kind = Literal["shared", "frozen"]
 
 
+def compact(row: SampleRow) -> SampleRow:
+    """Return what the statistics read of a row, its numbers as arrays.
+
+    Statistics take any row, and convert its numbers each time; those of this row numpy reads as
+    they are. An `array` is a sequence, as a row's fields should be.
+    """
+    logprobs = known_logprobs(row)
+    return replace(
+        row,
+        finish_reason=None,
+        stop_reason=None,
+        token_ids=array("i", np.asarray(row.token_ids, np.int32).tobytes()),
+        logprobs=None if logprobs is None else array("f", logprobs.tobytes()),
+        prompt="",
+        media=(),
+        pictures=None,
+        mask=None,
+        columns=None,
+    )
+
+
+def known_logprobs(row: SampleRow) -> Floats | None:
+    """Return log-probabilities, [tokens] float32, NaN where unknown; None if all are unknown, or
+    where they do not match the tokens in number."""
+    if row.logprobs is None or len(row.logprobs) != len(row.token_ids):
+        return None
+    logprobs = np.asarray(row.logprobs, np.float32)  # None becomes NaN
+    return None if len(logprobs) and np.isnan(logprobs).all() else logprobs
+
+
+def surprisal_bits(row: SampleRow) -> Floats:
+    """Return the surprisal of each token, -log2 q, [tokens] float64, at least 0.
+
+    Unknown values add nothing, so that sums are never too large: missing values, NaN, minus
+    infinity (no token of probability 0 is sampled: the value is of another distribution), and
+    roundings above 0.
+    """
+    logprobs = known_logprobs(row)
+    if logprobs is None:
+        return np.zeros(len(row.token_ids))
+    bits = logprobs.astype(np.float64) / -np.log(2)
+    return np.where(np.isfinite(bits), np.maximum(bits, 0.0), 0.0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collision:
     """Samples of one prompt that share a prefix, and the p-value of that."""
@@ -88,10 +138,10 @@ class Collision:
     kind: Kind
     """`shared`: samples of the round share it; `frozen`: an earlier round had it too."""
 
-    samples: tuple[Origin, ...]
+    samples: tuple[SampleRow, ...]
     """Those of this round."""
 
-    earlier: tuple[Origin, ...]
+    earlier: tuple[SampleRow, ...]
     """Those of earlier rounds; empty unless `frozen`."""
 
     num_tokens: int
@@ -131,20 +181,22 @@ class CollisionTest:
         return self.num_pairs + self.num_earlier_pairs > 0
 
 
-def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None) -> CollisionTest:
+def collision_test(
+    samples: Sequence[SampleRow], memory: PromptMemory | None = None
+) -> CollisionTest:
     """Compare the samples of one round, of all groups and ranks, with each other and the memory.
 
     Args:
         samples: one round's. Samples of equal prompts are compared, in one group or in several.
         memory: completions of earlier rounds. It does not change.
     """
-    by_prompt: dict[str, list[Sample]] = {}
-    for sample in sorted(samples, key=lambda s: s.origin.sample_id):
-        if sample.logprobs is not None:
-            by_prompt.setdefault(sample.prompt_hash, []).append(sample)
+    by_prompt: dict[str, list[SampleRow]] = {}
+    for sample in sorted(samples, key=lambda s: s.sample_id):
+        if known_logprobs(sample) is not None:
+            by_prompt.setdefault(sample.fingerprint, []).append(sample)
     prompts = [
-        _PromptSamples(own, memory.earlier(prompt_hash) if memory else [])
-        for prompt_hash, own in by_prompt.items()
+        _PromptSamples(own, memory.earlier(fingerprint) if memory else [])
+        for fingerprint, own in by_prompt.items()
     ]
     correction = _Correction([(len(p.samples), len(p.earlier)) for p in prompts])
     collisions = [collision for prompt in prompts for collision in prompt.collisions(correction)]
@@ -152,13 +204,13 @@ def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None
     log2_p = min([0.0, *(collision.log2_p for collision in collisions[:1])])
     fisher_log2_p = log2_fisher([p for prompt in prompts for p in prompt.sample_log2_ps()]) + 1
     named: list[Collision] = []
-    named_members: list[set[Origin]] = []
+    named_members: list[set[SampleId]] = []
     for collision in collisions:
         # Improbable ones are named; all are where only all together are improbable.
         is_evidence = collision.log2_p < 0 or (log2_p == 0 and fisher_log2_p < 0)
         if not is_evidence or len(named) == MAX_COLLISIONS:
             break
-        members = {*collision.samples, *collision.earlier}
+        members = {s.sample_id for s in (*collision.samples, *collision.earlier)}
         if not any(members <= others for others in named_members):
             named.append(collision)
             named_members.append(members)
@@ -167,7 +219,7 @@ def collision_test(samples: Sequence[Sample], memory: PromptMemory | None = None
         collisions=named,
         num_pairs=correction.num_sets(1, "shared"),
         num_earlier_pairs=correction.num_sets(1, "frozen"),
-        num_untested=sum(sample.logprobs is None for sample in samples),
+        num_untested=len(samples) - sum(map(len, by_prompt.values())),
         max_bits=max((c.bits for c in collisions if len(c.samples) > 1), default=0.0),
     )
 
@@ -181,27 +233,26 @@ class PromptMemory:
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._prompts: LRUCache[str, list[Sample]] = LRUCache(
+        self._prompts: LRUCache[str, list[SampleRow]] = LRUCache(
             max_bytes,
-            getsizeof=lambda kept: sum(BYTES_OF_SAMPLE + s.token_ids.nbytes for s in kept),
+            getsizeof=lambda kept: sum(BYTES_OF_SAMPLE + 4 * len(s.token_ids) for s in kept),
         )
 
-    def earlier(self, prompt_hash: str) -> list[Sample]:
+    def earlier(self, fingerprint: str) -> list[SampleRow]:
         """Return the kept completions of a prompt, oldest first."""
-        return self._prompts.get(prompt_hash, [])
+        return self._prompts.get(fingerprint, [])
 
-    def remember(self, samples: Iterable[Sample]) -> None:
+    def remember(self, samples: Iterable[SampleRow]) -> None:
         """Keep the samples of a round that is over."""
-        by_prompt: dict[str, list[Sample]] = {}
+        by_prompt: dict[str, list[SampleRow]] = {}
         for sample in samples:
             bits = np.cumsum(surprisal_bits(sample)[:MAX_PREFIX_TOKENS])
             end = min(int(np.searchsorted(bits, MAX_KEPT_BITS)) + 1, MAX_PREFIX_TOKENS)
+            kept = replace(sample, token_ids=sample.token_ids[:end], logprobs=None, text="")
             # A copy: the whole completion must not stay alive.
-            beginning = sample.token_ids[:end].copy()
-            kept = replace(sample, token_ids=beginning, logprobs=None, text="")
-            by_prompt.setdefault(sample.prompt_hash, []).append(kept)
-        for prompt_hash, new in by_prompt.items():
-            self._prompts[prompt_hash] = [*self.earlier(prompt_hash), *new][-MAX_PER_PROMPT:]
+            by_prompt.setdefault(sample.fingerprint, []).append(compact(kept))
+        for fingerprint, new in by_prompt.items():
+            self._prompts[fingerprint] = [*self.earlier(fingerprint), *new][-MAX_PER_PROMPT:]
 
 
 class _Correction:
@@ -233,10 +284,12 @@ class _Correction:
 class _PromptSamples:
     """The samples of a round that have one prompt, and the remembered ones."""
 
-    def __init__(self, samples: Sequence[Sample], earlier: Sequence[Sample]) -> None:
+    def __init__(self, samples: Sequence[SampleRow], earlier: Sequence[SampleRow]) -> None:
         self.samples = samples
         self.earlier = earlier
-        self._tokens = [s.token_ids[:MAX_PREFIX_TOKENS] for s in (*samples, *earlier)]
+        self._tokens = [
+            np.asarray(s.token_ids[:MAX_PREFIX_TOKENS], np.int32) for s in (*samples, *earlier)
+        ]
         self._prefixes = list(shared_prefixes(self._tokens))
         longest = max((prefix.length for prefix in self._prefixes), default=0)
         bits = (surprisal_bits(sample)[:longest] for sample in samples)
@@ -256,8 +309,8 @@ class _PromptSamples:
             log2_p, kind = min((correction.log2_p(e, least, kind), kind) for kind, e in sizes)
             yield Collision(
                 kind=kind,
-                samples=tuple(self.samples[i].origin for i in new),
-                earlier=tuple(self.earlier[i].origin for i in old) if kind == "frozen" else (),
+                samples=tuple(self.samples[i] for i in new),
+                earlier=tuple(self.earlier[i] for i in old) if kind == "frozen" else (),
                 num_tokens=prefix.length,
                 bits=least,
                 log2_p=log2_p,

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
@@ -30,7 +30,8 @@ from rapidfuzz.process import cpdist
 from sacrebleu.metrics.bleu import BLEU
 from scipy import sparse
 
-from swift_grpo_ext.diversity.sample import Floats, Group, Ints, Sample
+from swift_grpo_ext.diversity.collision import Floats, Ints, known_logprobs
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
 CORRECT_REWARD = 1.0
@@ -46,10 +47,26 @@ DISTINCT_ORDERS = (1, 2, 3)
 BLEU_ORDER = 4
 VENDI_ORDERS = (1, 2)
 
+Group = Sequence[SampleRow]
+"""The samples of one prompt's occurrence in a round."""
+
 Scores = Mapping[SampleId, float]
 """Rewards by sample, of turn 0."""
 
 T = TypeVar("T")
+
+
+def group_samples(samples: Iterable[SampleRow]) -> list[list[SampleRow]]:
+    """Sort the samples of any rounds into groups, by sample id. Each turn is a group of its own.
+
+    An id that comes twice counts once: ranks that share a sequence hold the same samples.
+    """
+    groups: dict[tuple[Any, ...], dict[int, SampleRow]] = {}
+    for sample in sorted(samples, key=lambda s: s.sample_id):
+        sample_id = sample.sample_id
+        key = (*sample_id.round, sample_id.group, sample_id.turn)
+        groups.setdefault(key, {}).setdefault(sample_id.index, sample)
+    return [list(group.values()) for group in groups.values()]
 
 
 def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -58,7 +75,7 @@ def round_metrics(groups: Sequence[Group]) -> dict[str, float]:
     Args:
         groups: the groups of one round over all ranks; none is empty.
     """
-    completions = [Counter(sample.token_ids.tobytes() for sample in group) for group in groups]
+    completions = [Counter(map(token_bytes, group)) for group in groups]
     metrics: dict[str, float | None] = {
         "unique_ratio": unique_ratio(completions),
         "groups_with_duplicates": groups_with_duplicates(completions),
@@ -93,12 +110,12 @@ def outcome_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
       samples of a group. Groups without a correct sample do not count; one correct sample counts 1.
     """
     # Each scored sample's last turn, by the sample's name.
-    last_turns: dict[SampleId, Sample] = {}
-    for sample in sorted((s for g in groups for s in g), key=lambda s: s.origin.sample_id.turn):
-        name = replace(sample.origin.sample_id, turn=0)
+    last_turns: dict[SampleId, SampleRow] = {}
+    for sample in sorted((s for g in groups for s in g), key=lambda s: s.sample_id.turn):
+        name = replace(sample.sample_id, turn=0)
         if name in scores:
             last_turns[name] = sample
-    by_group: dict[int, list[tuple[Sample, float]]] = {}
+    by_group: dict[int, list[tuple[SampleRow, float]]] = {}
     for name in sorted(last_turns):
         by_group.setdefault(name.group, []).append((last_turns[name], scores[name]))
     rewards = [[reward for _, reward in group] for group in by_group.values()]
@@ -133,6 +150,11 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 # --- whole completions: of each group, its different ones as bytes, with their counts
+
+
+def token_bytes(sample: SampleRow) -> bytes:
+    """Return the token ids as what can be hashed: equal completions have equal bytes."""
+    return np.asarray(sample.token_ids, np.int32).tobytes()
 
 
 def unique_ratio(completions: Sequence[Counter[bytes]]) -> float:
@@ -172,7 +194,7 @@ def common_mode(groups: Sequence[Group], completions: Sequence[Counter[bytes]]) 
     """
     by_prompt: dict[str, Counter[bytes]] = {}
     for group, counter in zip(groups, completions, strict=True):
-        by_prompt.setdefault(group[0].prompt_hash, counter)
+        by_prompt.setdefault(group[0].fingerprint, counter)
     if len(by_prompt) < MIN_PROMPTS:
         return 0.0
     modes = [counter.most_common(1)[0] for counter in by_prompt.values()]
@@ -231,7 +253,8 @@ def surprisal(groups: Sequence[Group]) -> float | None:
     (Shannon 1948). 0 upward: higher is more diverse. Tokens of unknown log-probability do not
     count; None where all are unknown.
     """
-    known = [s.logprobs for group in groups for s in group if s.logprobs is not None]
+    logprobs = [known_logprobs(sample) for group in groups for sample in group]
+    known = [values for values in logprobs if values is not None]
     flat = np.concatenate([np.zeros(0, np.float32), *known])
     flat = flat[np.isfinite(flat)]
     return -float(np.mean(flat, dtype=np.float64)) if len(flat) else None
@@ -247,7 +270,7 @@ def compared_tokens(groups: Sequence[Group]) -> list[list[Ints]]:
     sizes = [min(len(group), MAX_GROUP_SAMPLES) for group in groups]
     limit = MAX_COMPARED_SAMPLES * len(groups) // sum(sizes)
     return [
-        [sample.token_ids[:MAX_TOKENS] for sample in group[:MAX_GROUP_SAMPLES]]
+        [np.asarray(s.token_ids[:MAX_TOKENS], np.int32) for s in group[:MAX_GROUP_SAMPLES]]
         for group in evenly_spaced(groups, limit)
     ]
 

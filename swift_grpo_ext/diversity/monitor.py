@@ -20,7 +20,7 @@ from swift.utils import get_logger
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.sample import Sample, sample_from_row
+from swift_grpo_ext.diversity.collision import compact
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -67,8 +67,8 @@ class DiversityMonitor(TrainerCallback):
             is_greedy=self._is_greedy,
             seed_mode=args.rollout_seed_mode,
         )
-        self._pending: deque[list[Sample]] = deque()  # appended to by the thread that generates
-        self._unscored: list[Sample] = []
+        self._pending: deque[list[SampleRow]] = deque()  # appended to by the thread that generates
+        self._unscored: list[SampleRow] = []
         """Rank 0 keeps samples here whose rounds may not be whole yet (`--async_generate`)."""
 
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="diversity")
@@ -118,7 +118,7 @@ class DiversityMonitor(TrainerCallback):
                 # ms-swift's own rollouts do not name the engine; colocated, the rank does.
                 size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
                 row = replace(row, replica=f"rank {row.rank - row.rank % size}")
-            samples.append(sample_from_row(row))
+            samples.append(compact(row))
         self._pending.append(samples)  # all at once: another thread may look
 
     # --- results out ---
@@ -141,17 +141,19 @@ class DiversityMonitor(TrainerCallback):
             known = {name: reward for name, reward in all_scores.items() if reward is not None}
             self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, known))
 
-    def _whole_rounds(self, arrived: Sequence[Sample], scored: Iterable[SampleId]) -> list[Sample]:
+    def _whole_rounds(
+        self, arrived: Sequence[SampleRow], scored: Iterable[SampleId]
+    ) -> list[SampleRow]:
         """Return the samples of the rounds that were scored, and keep the others.
 
         The next round is generated meanwhile, and arrives in pieces; an evaluation's next batch
         belongs to the same round, and has later groups.
         """
         newest = {name.phase: (*name.round, name.group) for name in sorted(scored)}
-        whole: list[Sample] = []
+        whole: list[SampleRow] = []
         pending, self._unscored = [*self._unscored, *arrived], []
         for sample in pending:
-            name = sample.origin.sample_id
+            name = sample.sample_id
             is_whole = (*name.round, name.group) <= newest.get(name.phase, ())
             (whole if is_whole else self._unscored).append(sample)
         return whole

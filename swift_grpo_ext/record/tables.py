@@ -250,7 +250,8 @@ class DiversityRow:
     num_untested: int
     metrics: dict[str, float]
     collisions: list[dict[str, Any]] = field(default_factory=list)
-    """The fields of `collision.Collision`, the origins shortened, and `num_samples` before that."""
+    """The fields of `collision.Collision`, of some samples the id, seed, rank and replica, and
+    `num_samples` of all."""
 
     worst_groups: list[int] = field(default_factory=list)
     """Numbers of groups: first those with collisions, then those with most copies."""

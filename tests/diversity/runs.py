@@ -7,29 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
-from swift_grpo_ext.diversity.sample import Sample
 from swift_grpo_ext.record.reader import read_diversity
-from swift_grpo_ext.record.tables import DIVERSITY, DiversityRow
-from tests.diversity.samples import group_of, row_of
+from swift_grpo_ext.record.tables import DIVERSITY, DiversityRow, SampleRow
+from tests.diversity.samples import group_of
 from tests.record.rows import open_log
 
 HOSTILE = "<script>alert('数字')</script>"
 
 
 def make_run(
-    folder: Path, rounds: Sequence[list[Sample]], media: Sequence[str] = ()
+    folder: Path, rounds: Sequence[list[SampleRow]], media: Sequence[str] = ()
 ) -> list[DiversityRow]:
     """Write the monitor's records and a sample log."""
     analyzer = RoundAnalyzer(alarm_p=1e-6, is_greedy=False, seed_mode="engine")
     log = open_log(folder)
     for samples in rounds:
         log.append(analyzer.analyze(samples), DIVERSITY)
-        log.append([replace(row_of(s), media=list(media)) for s in samples])
+        log.append([replace(s, media=list(media)) for s in samples])
     log.flush()
     return read_diversity(folder)
 
 
-def frozen_rounds() -> list[list[Sample]]:
+def frozen_rounds() -> list[list[SampleRow]]:
     """Round 2 generates what round 0 generated."""
     ids = [[i * 100 + k for k in range(40)] for i in range(4)]
     others = [[5000 + i * 100 + k for k in range(40)] for i in range(4)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -26,45 +25,33 @@ def sample(
     rank: int = 0,
     replica: str = "rank 0",
     **place: Any,
-) -> Sample:
-    """Make a completion; `bits`: the surprisal of each token, or of all alike."""
+) -> SampleRow:
+    """Make the row of a completion; `bits`: the surprisal of each token, or of all alike."""
     logprobs = None
     if bits is not None:
-        logprobs = np.full(len(token_ids), 0.0, np.float32)
-        logprobs[:] = -LN2 * np.asarray(bits, float)
+        logprobs = np.broadcast_to(-LN2 * np.asarray(bits, float), len(token_ids)).tolist()
     defaults = {"phase": "train", "step": 0, "number": 0, "group": 0, "index": 0}
     sample_id = SampleId(**{**defaults, **place})
-    return Sample(
-        origin=Origin(sample_id=sample_id, seed=seed, rank=rank, replica=replica),
-        prompt_hash=prompt,
-        token_ids=np.asarray(token_ids, np.int32),
+    return SampleRow(
+        sample_id=sample_id,
+        seed=seed,
+        rank=rank,
+        replica=replica,
+        weight_version=sample_id.step,
+        finish_reason="stop",
+        token_ids=list(token_ids),
         logprobs=logprobs,
         text=text,
-    )
-
-
-def group_of(*completions: Sequence[int], **kwargs: Any) -> list[Sample]:
-    return [sample(ids, index=i, **kwargs) for i, ids in enumerate(completions)]
-
-
-def groups_of(*groups: Sequence[Sequence[int]], **kwargs: Any) -> list[list[Sample]]:
-    """Make a round of groups, each with a prompt of its own."""
-    return [group_of(*ids, group=g, prompt=f"{g}", **kwargs) for g, ids in enumerate(groups)]
-
-
-def row_of(generated: Sample) -> SampleRow:
-    """Return the row that the trainer's sample log would hold."""
-    return SampleRow(
-        sample_id=generated.origin.sample_id,
-        seed=generated.origin.seed,
-        rank=generated.origin.rank,
-        replica=generated.origin.replica,
-        weight_version=generated.origin.sample_id.step,
-        finish_reason="stop",
-        token_ids=generated.token_ids.tolist(),
-        logprobs=None if generated.logprobs is None else generated.logprobs.tolist(),
-        text=generated.text,
-        fingerprint=generated.prompt_hash,
+        fingerprint=prompt,
         prompt='[{"role": "user", "content": "<image>Which digit?"}]',
         media=[],
     )
+
+
+def group_of(*completions: Sequence[int], **kwargs: Any) -> list[SampleRow]:
+    return [sample(ids, index=i, **kwargs) for i, ids in enumerate(completions)]
+
+
+def groups_of(*groups: Sequence[Sequence[int]], **kwargs: Any) -> list[list[SampleRow]]:
+    """Make a round of groups, each with a prompt of its own."""
+    return [group_of(*ids, group=g, prompt=f"{g}", **kwargs) for g, ids in enumerate(groups)]

@@ -11,8 +11,8 @@ import pytest
 from swift_grpo_ext.diversity.alarms import alarm_line
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer, judge
 from swift_grpo_ext.diversity.collision import CollisionTest
-from swift_grpo_ext.diversity.metrics import round_metrics
-from swift_grpo_ext.diversity.sample import Sample, group_samples
+from swift_grpo_ext.diversity.metrics import group_samples, round_metrics
+from swift_grpo_ext.record.tables import SampleRow
 from tests.diversity.samples import LONG, group_of, groups_of, sample
 
 
@@ -21,12 +21,12 @@ def analyzer_of(**changes: Any) -> RoundAnalyzer:
     return RoundAnalyzer(**settings)
 
 
-def copies(step: int, **kwargs: Any) -> list[Sample]:
+def copies(step: int, **kwargs: Any) -> list[SampleRow]:
     """Make a collapsed round: no surprise in it."""
     return group_of(*[[1, 2, step]] * 4, step=step, bits=0.05, **kwargs)
 
 
-def different(step: int, **kwargs: Any) -> list[Sample]:
+def different(step: int, **kwargs: Any) -> list[SampleRow]:
     return group_of(*[[step * 10 + i] * 5 for i in range(4)], step=step, **kwargs)
 
 

@@ -21,21 +21,22 @@ from swift_grpo_ext.diversity.collision import (
     PromptMemory,
     _Correction,
     collision_test,
+    compact,
     format_p,
     log2_fisher,
     shared_prefixes,
 )
-from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.record.tables import SampleRow
 from tests.diversity.samples import LONG, group_of, groups_of, sample
 
 
-def remembering(samples: Sequence[Sample]) -> PromptMemory:
+def remembering(samples: Sequence[SampleRow]) -> PromptMemory:
     memory = PromptMemory()
     memory.remember(samples)
     return memory
 
 
-def flat(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
+def flat(groups: Sequence[Sequence[SampleRow]]) -> list[SampleRow]:
     return [sample for group in groups for sample in group]
 
 
@@ -179,7 +180,7 @@ PAIR = [[(0, 0), (0, 1)]]
     ],
 )  # fmt: skip
 def test_one_round(
-    samples: list[Sample],
+    samples: list[SampleRow],
     log2_p: float,
     num_pairs: int,
     max_bits: float,
@@ -274,12 +275,9 @@ def test_p_values_count_different_predecessors_of_the_memory_too() -> None:
 
 def test_memory_is_bounded_over_many_rounds() -> None:
     """The samples come as other ranks send them, and the bound is of all that Python holds."""
-    rounds = [
-        pickle.dumps(
-            group_of(*[list(range(20))] * 8, step=1000 + step, prompt=f"{step:032}", seed=2**60)
-        )
-        for step in range(200)
-    ]
+    places = [{"step": 1000 + step, "prompt": f"{step:032}"} for step in range(200)]
+    groups = [group_of(*[list(range(20))] * 8, seed=2**60, **place) for place in places]
+    rounds = [pickle.dumps([compact(s) for s in group]) for group in groups]
     memory = PromptMemory(max_bytes=500_000)
     tracemalloc.start()
     for of_round in rounds:
@@ -295,7 +293,7 @@ def test_a_prompt_keeps_its_latest_samples() -> None:
     memory = remembering([sample([1, 2, 3]), sample([4], prompt="other")])
     for step in range(1, MAX_PER_PROMPT + 2):
         memory.remember([sample([1, 2, 3], step=step)])
-    steps = [kept.origin.sample_id.step for kept in memory.earlier("prompt")]
+    steps = [kept.sample_id.step for kept in memory.earlier("prompt")]
     assert steps == list(range(2, MAX_PER_PROMPT + 2))
     assert len(memory.earlier("other")) == 1
 
@@ -307,8 +305,8 @@ def test_a_prompt_keeps_its_latest_samples() -> None:
 def test_a_completion_is_kept_to_its_first_96_bits_or_4096_tokens(
     bits: float, num_tokens: int, kept: int
 ) -> None:
-    generated = sample(list(range(num_tokens)), bits=bits, step=3)
+    generated = compact(sample(list(range(num_tokens)), bits=bits, step=3))
     (beginning,) = remembering([generated]).earlier("prompt")
-    assert beginning.token_ids.tolist() == list(range(kept))
-    assert (beginning.logprobs, beginning.origin) == (None, generated.origin)
+    assert list(beginning.token_ids) == list(range(kept))
+    assert (beginning.logprobs, beginning.sample_id) == (None, generated.sample_id)
     assert not np.shares_memory(beginning.token_ids, generated.token_ids)

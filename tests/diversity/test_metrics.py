@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from swift_grpo_ext.diversity import metrics
+from swift_grpo_ext.diversity.collision import compact
 from swift_grpo_ext.diversity.metrics import (
     extract_answer,
+    group_samples,
     outcome_metrics,
     pass_at_k,
     round_metrics,
 )
-from swift_grpo_ext.diversity.sample import Sample, group_samples, sample_from_row
-from tests.diversity.samples import group_of, groups_of, row_of, sample
+from swift_grpo_ext.record.tables import SampleRow
+from tests.diversity.samples import group_of, groups_of, sample
 
 Ids = list[int]
 completions = st.lists(st.integers(0, 4), max_size=12)
@@ -110,7 +112,7 @@ def test_common_mode(modes: tuple[int, ...], expected: float) -> None:
     twice count once."""
     groups = groups_of(*[[[m], [m], [9 + g]] for g, m in enumerate(modes)])
     for group in groups[4:]:
-        group[0] = replace(group[0], prompt_hash="0")
+        group[0] = replace(group[0], fingerprint="0")
     assert round_metrics(groups)["common_mode"] == expected
     assert round_metrics(groups_of(*[[[1], [2]]] * 4))["common_mode"] == 0.0
 
@@ -193,7 +195,7 @@ TWO_WAYS = [
 ]
 WRONG, ONE_WAY = groups_of([[1], [2], [3], [4]], [[5, 6, 7]] * 4)
 WRONG, ONE_WAY = (
-    [replace(s, origin=replace(s.origin, sample_id=replace(s.origin.sample_id, group=g)), text="7")
+    [replace(s, sample_id=replace(s.sample_id, group=g), text="7")
      for s in group]
     for g, group in ((1, WRONG), (2, ONE_WAY))
 )  # fmt: skip
@@ -225,10 +227,10 @@ WRONG, ONE_WAY = (
     ],
 )  # fmt: skip
 def test_outcomes(
-    groups: list[list[Sample]], rewards: list[float], expected: dict[str, float]
+    groups: list[list[SampleRow]], rewards: list[float], expected: dict[str, float]
 ) -> None:
     samples = [s for group in groups for s in group]
-    scores = dict(zip((s.origin.sample_id for s in samples), rewards, strict=False))
+    scores = dict(zip((s.sample_id for s in samples), rewards, strict=False))
     assert outcome_metrics(groups, scores) == pytest.approx(expected)
 
 
@@ -237,7 +239,7 @@ def test_the_last_turn_stands_for_a_conversation() -> None:
         [sample([1], index=i, turn=turn, text=text) for i, text in enumerate(texts)]
         for turn, texts in enumerate((["same", "same"], ["5", "6"]))
     ]
-    scores = {s.origin.sample_id: 1.0 for s in turns[0]}
+    scores = {s.sample_id: 1.0 for s in turns[0]}
     for order in (turns, turns[::-1]):
         found = outcome_metrics(order, scores)
         assert (found["correct_answers"], found["pass_at_1"]) == (2.0, 1.0)
@@ -264,16 +266,15 @@ def test_unknown_logprobs_do_not_count() -> None:
     ],
 )
 def test_rows_with_unusable_logprobs(logprobs: list[float] | None, expected: str) -> None:
-    row = replace(row_of(sample([1, 2**31 - 1, 3, 4])), logprobs=logprobs)
-    found = sample_from_row(row)
-    assert found.token_ids.tolist() == [1, 2**31 - 1, 3, 4]
-    assert repr(None if found.logprobs is None else found.logprobs.tolist()) == expected
+    found = compact(replace(sample([1, 2**31 - 1, 3, 4]), logprobs=logprobs))
+    assert list(found.token_ids) == [1, 2**31 - 1, 3, 4]
+    assert repr(None if found.logprobs is None else list(found.logprobs)) == expected
 
 
 def test_rows_become_groups_by_place_and_once() -> None:
-    rows = [row_of(sample([1], group=g, index=i)) for g in (1, 0) for i in (2, 0, 1)]
-    groups = group_samples(map(sample_from_row, [*rows, *rows]))
-    sample_ids = [[(s.origin.sample_id.group, s.origin.sample_id.index) for s in g] for g in groups]
+    rows = [sample([1], group=g, index=i) for g in (1, 0) for i in (2, 0, 1)]
+    groups = group_samples([*rows, *rows])
+    sample_ids = [[(s.sample_id.group, s.sample_id.index) for s in g] for g in groups]
     assert sample_ids == [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]
 
 

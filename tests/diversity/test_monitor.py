@@ -18,13 +18,12 @@ import torch.multiprocessing as mp
 from transformers import TrainerControl, TrainerState
 
 from swift_grpo_ext.diversity.monitor import DiversityMonitor
-from swift_grpo_ext.diversity.sample import Sample
 from swift_grpo_ext.ranks import training_ranks
 from swift_grpo_ext.record.reader import read_diversity
 from swift_grpo_ext.record.recorder import SampleRecorder
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
 from tests.arguments import training_arguments
-from tests.diversity.samples import LONG, group_of, row_of, sample
+from tests.diversity.samples import LONG, group_of, sample
 
 
 class Run:
@@ -51,22 +50,22 @@ class Run:
         )
         self.monitor.on_train_begin(*self.hook_arguments)
 
-    def generate(self, samples: list[Sample], rewards: Sequence[float] = ()) -> None:
+    def generate(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
         for listener in self.trainer.sample_listeners:
-            listener([row_of(s) for s in samples])
+            listener(samples)
         if rewards:
             self.score(samples, rewards)
 
-    def score(self, samples: list[Sample], rewards: Sequence[float]) -> None:
+    def score(self, samples: list[SampleRow], rewards: Sequence[float]) -> None:
         rows = [
-            RewardRow(sample_id=s.origin.sample_id, reward=reward, rewards=[], truncated=False,
+            RewardRow(sample_id=s.sample_id, reward=reward, rewards=[], truncated=False,
                       replaced=False, fate="trained")
             for s, reward in zip(samples, rewards, strict=False)
         ]  # fmt: skip
         for listener in self.trainer.score_listeners:
             listener(rows)
 
-    def step(self, samples: list[Sample], rewards: Sequence[float] = ()) -> None:
+    def step(self, samples: list[SampleRow], rewards: Sequence[float] = ()) -> None:
         self.generate(samples, rewards)
         self.monitor.on_step_end(*self.hook_arguments)
 
@@ -94,7 +93,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def collapsed(step: int) -> list[Sample]:
+def collapsed(step: int) -> list[SampleRow]:
     return group_of(*[[1, 2]] * 4, step=step, bits=0.01)
 
 
@@ -118,8 +117,7 @@ def test_turns_without_an_answer_are_no_copies_of_one_another(tmp_path: Path) ->
     """Their prompts had no room; the sample counts by the turn before."""
     run = Run(tmp_path)
     unanswered = [
-        replace(s, origin=replace(s.origin, sample_id=replace(s.origin.sample_id, turn=1)))
-        for s in group_of([], [], [], [])
+        replace(s, sample_id=replace(s.sample_id, turn=1)) for s in group_of([], [], [], [])
     ]
     run.step([*group_of([1], [2], [3], [4]), *unanswered], [1.0, 0.0, 0.0, 0.0])
     [record] = run.records
@@ -176,7 +174,7 @@ def test_alarms_are_said_once_until_they_end_or_change(tmp_path: Path, said: lis
     ],
 )
 def test_what_an_alarm_does(
-    action: str, rounds: list[list[Sample]], stops: list[bool], num_said: int,
+    action: str, rounds: list[list[SampleRow]], stops: list[bool], num_said: int,
     tmp_path: Path, said: list[str],
 ) -> None:  # fmt: skip
     run = Run(tmp_path, diversity_action=action)
@@ -272,7 +270,7 @@ def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Pa
     between the turns of its conversations."""
     run = Run(tmp_path, async_generate=True, vllm_mode="server")
 
-    def turns_of(step: int, phase: str = "train", group: int = 0) -> list[list[Sample]]:
+    def turns_of(step: int, phase: str = "train", group: int = 0) -> list[list[SampleRow]]:
         """Two turns of a group and half a group."""
         place = {"step": step, "phase": phase}
         return [
@@ -281,14 +279,14 @@ def test_a_round_that_is_generated_ahead_is_analyzed_once_and_whole(tmp_path: Pa
             for turn in (0, 1)
         ]
 
-    def score(turns: list[list[Sample]]) -> None:
+    def score(turns: list[list[SampleRow]]) -> None:
         run.score(turns[0], [1.0, 0.0, 0.0, 0.0, 0.0])
         run.monitor.on_step_end(*run.hook_arguments)
 
-    def arrive(turns: list[list[Sample]], meanwhile: Callable[[], None]) -> None:
+    def arrive(turns: list[list[SampleRow]], meanwhile: Callable[[], None]) -> None:
         for turn in turns:
             for listener in run.trainer.sample_listeners:
-                listener(Arriving([row_of(s) for s in turn], meanwhile))
+                listener(Arriving(turn, meanwhile))
             run.monitor.on_step_end(*run.hook_arguments)
 
     trains = [turns_of(step) for step in range(3)]

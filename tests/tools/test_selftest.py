@@ -19,9 +19,8 @@ import torch
 import yaml
 from swift.rl_core.data import OnPolicySample
 
-from swift_grpo_ext.diversity.sample import Origin, Sample
 from swift_grpo_ext.ranks import RankGroup
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.cli import main
 from swift_grpo_ext.tools.selftest import checks, command, worker
 from swift_grpo_ext.tools.selftest.checks import ends_before, shared_noise, spread
@@ -39,17 +38,11 @@ from swift_grpo_ext.tools.selftest.rig import Rig
 from swift_grpo_ext.training.gap import gap_limit
 from swift_grpo_ext.weights.checksums import WeightUpdateError
 from tests.ranks import ThreadRanks, run_rank_groups
+from tests.record.rows import ROW, sample_id
 
 
-def sample(index: int, ids: list[int], logprobs: list[float] | None) -> Sample:
-    sample_id = SampleId(phase="train", step=0, number=0, group=0, index=index)
-    return Sample(
-        origin=Origin(sample_id=sample_id, seed=None, rank=0, replica=""),
-        prompt_hash="prompt",
-        token_ids=np.asarray(ids, np.int32),
-        logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
-        text="",
-    )
+def sample(index: int, ids: list[int], logprobs: list[float] | None) -> SampleRow:
+    return replace(ROW, sample_id=sample_id(index=index), token_ids=ids, logprobs=logprobs)
 
 
 # --- rounding, or other noise? ---

@@ -17,9 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from swift_grpo_ext.diversity.collision import PromptMemory, collision_test, format_p
-from swift_grpo_ext.diversity.sample import Sample, surprisal_bits
+from swift_grpo_ext.diversity.collision import (
+    PromptMemory,
+    collision_test,
+    format_p,
+    surprisal_bits,
+)
 from swift_grpo_ext.logits.logps import CompletionLogps
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.sample import RolloutSample
 from swift_grpo_ext.sampling.seeding import sample_seed
 from swift_grpo_ext.stops.rule import find
@@ -119,7 +124,7 @@ def check_seeds(rig: Rig) -> Finding:
     return values, faults
 
 
-def shared_noise(rounds: Sequence[Sequence[Sample]]) -> tuple[float, float]:
+def shared_noise(rounds: Sequence[Sequence[SampleRow]]) -> tuple[float, float]:
     """Return log10 of the collision test's least p-value, and the surprisal of all samples in bits.
 
     Args:
@@ -128,10 +133,7 @@ def shared_noise(rounds: Sequence[Sequence[Sample]]) -> tuple[float, float]:
     memory, log2_p, bits = PromptMemory(), 0.0, 0.0
     for number, samples in enumerate(rounds):
         # The last round repeats the names of the first, with another --seed: number them.
-        named = []
-        for sample in samples:
-            sample_id = replace(sample.origin.sample_id, step=number)
-            named.append(replace(sample, origin=replace(sample.origin, sample_id=sample_id)))
+        named = [replace(s, sample_id=replace(s.sample_id, step=number)) for s in samples]
         log2_p = min(log2_p, collision_test(named, memory).log2_p)
         memory.remember(named)
         bits += sum(float(surprisal_bits(sample).sum()) for sample in named)
@@ -143,7 +145,7 @@ def check_same_tokens(rig: Rig, path: Path) -> Finding:
     if not path.exists():
         raise NotTriedError("the first topology has generated no round")
     result = flips(rig.first_round, pickle.loads(path.read_bytes()))
-    first, seed = rig.first_round[0].origin.sample_id, rig.trainer._settings.run_seed
+    first, seed = rig.first_round[0].sample_id, rig.trainer._settings.run_seed
     if seed is None:
         raise NotTriedError("the settings leave seeds to the engine (--rollout_seed_mode sample)")
     values = {"compared": str(result), f"seed of {first}": sample_seed(seed, first)}

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import pdtrc
 
-from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.diversity.collision import known_logprobs
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.diff import first_difference
 
 SAME_TOKENS = "same tokens"
@@ -107,18 +108,19 @@ class Flips:
         )
 
 
-def flips(one: Sequence[Sample], other: Sequence[Sample]) -> Flips:
+def flips(one: Sequence[SampleRow], other: Sequence[SampleRow]) -> Flips:
     """Compare samples by their ids; those that only one side has do not count."""
-    others = {sample.origin.sample_id: sample for sample in other}
+    others = {sample.sample_id: sample for sample in other}
     num_tokens, count, gaps = 0, 0, [0.0]
     for a in one:
-        b = others.get(a.origin.sample_id)
+        b = others.get(a.sample_id)
         if b is None:
             continue
-        position = first_difference(a.token_ids.tolist(), b.token_ids.tolist())
+        position = first_difference(a.token_ids, b.token_ids)
         end = len(a.token_ids) if position is None else position
         num_tokens += end + (position is not None)
         count += position is not None
-        if a.logprobs is not None and b.logprobs is not None:
-            gaps += np.abs(np.subtract(a.logprobs[:end], b.logprobs[:end])).tolist()
+        ours, theirs = known_logprobs(a), known_logprobs(b)
+        if ours is not None and theirs is not None:
+            gaps += np.abs(ours[:end] - theirs[:end]).tolist()
     return Flips(num_tokens=num_tokens, count=count, drift=sum(gaps), largest=max(gaps))

@@ -18,7 +18,7 @@ from swift.utils import remove_response
 
 from swift_grpo_ext.checks.rows import encoding_error, media_of
 from swift_grpo_ext.checks.rows import prompt_of as prompt_of_row
-from swift_grpo_ext.diversity.sample import Origin, Sample
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.rollout.conversation import prompt_of
 from swift_grpo_ext.rollout.generate import generate
 from swift_grpo_ext.rollout.sample import RolloutSample
@@ -186,7 +186,9 @@ class Rig:
             )
         return samples, [output for share in ranks.all_gather(outputs) for output in share]
 
-    def generate_tokens(self, ids: Sequence[SampleId], run_seed: int | None = None) -> list[Sample]:
+    def generate_tokens(
+        self, ids: Sequence[SampleId], run_seed: int | None = None
+    ) -> list[SampleRow]:
         """Generate samples of the few prompts; the number of a group is that of its prompt."""
         rows = [self.prompts[sample_id.group] for sample_id in ids]
         _, outputs = self.generate(rows, ids, run_seed=run_seed)
@@ -195,18 +197,25 @@ class Rig:
             choice = output.response.choices[0]
             logprobs = list(chain(*(output.rollout_logprobs or ())))
             samples.append(
-                Sample(
-                    origin=Origin(sample_id=sample_id, seed=None, rank=0, replica=""),
-                    prompt_hash=str(output.response.prompt_token_ids),
-                    token_ids=np.asarray(choice.token_ids, np.int32),
-                    logprobs=np.asarray(logprobs, np.float32) if logprobs else None,
+                SampleRow(
+                    sample_id=sample_id,
+                    seed=None,
+                    rank=0,
+                    replica="",
+                    weight_version=0,
+                    finish_reason=choice.finish_reason,
+                    token_ids=choice.token_ids,
+                    logprobs=logprobs or None,
                     text=choice.message.content,
+                    fingerprint=str(output.response.prompt_token_ids),
+                    prompt="",
+                    media=[],
                 )
             )
         return samples
 
     @cached_property
-    def first_round(self) -> list[Sample]:
+    def first_round(self) -> list[SampleRow]:
         """Round 0 of the few prompts, with which others are compared."""
         return self.generate_tokens(self.ids(0, len(self.prompts)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_grpo_ext.diversity.sample import Sample
+from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.tools.updates import read_steps
 from swift_grpo_ext.tools.view.group import RunView
 from swift_grpo_ext.tools.view.overview import (
@@ -109,7 +109,7 @@ def test_parts_of_a_step_stand_one_on_the_other(tmp_path: Path) -> None:
     assert list(compared)[:2] == ["loss", "kl"]
 
 
-def collapsed(step: int) -> list[Sample]:
+def collapsed(step: int) -> list[SampleRow]:
     """A round whose four samples are equal, at a surprisal that makes it likely."""
     return group_of(*[[1, step]] * 4, step=step, bits=0.01)
 
