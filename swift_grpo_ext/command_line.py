@@ -55,11 +55,6 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
             self.__dict__["_loaded_datasets"] = datasets
             apply(Moment.TRAINING)
 
-    def _init_external_vllm(self) -> None:
-        if self.vllm_server_host is not None or self.vllm_server_base_url is not None:
-            apply(Moment.TRAINER)  # before it connects to servers
-        super()._init_external_vllm()
-
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
         # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.
         return self.__dict__.pop("_loaded_datasets", None) or super().load_dataset()

@@ -7,7 +7,7 @@ import datetime
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
@@ -16,7 +16,12 @@ from swift_grpo_ext.upstream.patches import patch
 from swift_grpo_ext.upstream.weight_sync import within
 
 if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
+
+
+DEFAULT_SECONDS = 300.0
+"""vLLM's own bound of a rendezvous, for a group that `bounded_broadcasts` has not bounded yet."""
 
 
 class GlooCommunicator:
@@ -28,14 +33,10 @@ class GlooCommunicator:
         device: ms-swift's; tensors lie in the CPU's memory.
     """
 
-    timeout = 300.0
-    """Seconds for each wait, until `bounded_broadcasts` says another."""
+    device = torch.device("cpu")
 
-    def __init__(self, group: StatelessProcessGroup, device: object = "cpu") -> None:
+    def __init__(self, group: StatelessProcessGroup, device: object = None) -> None:
         self.group = group
-        self.rank: int = group.rank
-        self.world_size: int = group.world_size
-        self.device = torch.device("cpu")
         self._gloo: list[ProcessGroupGloo] = []
         # Its threads end with it, or at exit: one that outlives the interpreter may abort it.
         weakref.finalize(self, self._gloo.clear)
@@ -47,30 +48,37 @@ class GlooCommunicator:
         has still to reach.
         """
         if not self._gloo:
-            store = PrefixStore("swift_grpo_ext/weights", self.group.store)
-            bound = datetime.timedelta(seconds=self.timeout)
-            meet = partial(ProcessGroupGloo, store, self.rank, self.world_size, bound)
-            self._gloo.append(within(self.timeout, meet, self.rank))
+            rank, store = self.group.rank, PrefixStore("swift_grpo_ext/weights", self.group.store)
+            seconds = getattr(self.group, "timeout", DEFAULT_SECONDS)
+            bound = datetime.timedelta(seconds=seconds)
+            meet = partial(ProcessGroupGloo, store, rank, self.group.world_size, bound)
+            self._gloo.append(within(seconds, meet, rank))
         self._gloo[0].broadcast(tensor, root=src).wait()
 
 
 def send_through_gloo() -> None:
-    """Let ms-swift's client send weights through gloo."""
+    """Let ms-swift's client send weights through gloo.
+
+    It connects before plugins are imported: what it has by then are communicators of NCCL, which
+    are disabled, and whose groups serve.
+    """
     from swift.rlhf_trainers import vllm_client
 
-    def broadcast(communicator: GlooCommunicator, tensor: torch.Tensor, src: int) -> None:
-        communicator.broadcast(tensor.detach().contiguous().cpu(), src=src)
+    def send(communicator: PyNcclCommunicator, tensor: torch.Tensor, src: int) -> None:
+        held: Any = communicator
+        if not hasattr(held, "gloo"):
+            held.gloo = GlooCommunicator(held.group)
+        held.gloo.broadcast(tensor.detach().contiguous().cpu(), src)
 
-    def broadcast_all(communicator: GlooCommunicator, tensors: Iterable[torch.Tensor]) -> None:
+    def send_all(communicator: PyNcclCommunicator, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            broadcast(communicator, tensor, communicator.rank)
+            send(communicator, tensor, communicator.rank)
 
     patch(
         vllm_client,
-        PyNcclCommunicator=GlooCommunicator,
-        _broadcast_tensors_for_vllm_weight_sync=broadcast_all,
+        _broadcast_tensors_for_vllm_weight_sync=send_all,
         # ms-swift before 4.5.3 sends them singly, and waits for a device.
-        broadcast_tensor_for_vllm_weight_sync=broadcast,
+        broadcast_tensor_for_vllm_weight_sync=send,
         synchronize=lambda *_: None,
     )
 

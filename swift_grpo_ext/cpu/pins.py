@@ -10,8 +10,6 @@ vllm.v1.worker.gpu_model_runner:GPUModelRunner
     reload_weights: self weights_iterator weights_path is_checkpoint_format | self
 vllm.distributed.utils:StatelessProcessGroup
     (): rank world_size store
-swift.rlhf_trainers.vllm_client
-    PyNcclCommunicator
 swift.pipelines.infer.rollout
     PyNcclCommunicator
 """)

@@ -7,7 +7,7 @@ utils.py): a worker collects the tensors, and reloads the model once all have co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,10 +34,13 @@ class CPUWeightSyncWorkerExtension(VerifiedWeightSyncWorkerExtension):
     @contextmanager
     def _recorded_loads(self) -> Iterator[None]:
         """Collect what ms-swift would load."""
-        model = self.model_runner.model
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self._received.extend(weights)
+
         with (
             bounded_broadcasts([self.communicator], self._timeout),
-            replaced(model, "load_weights", self._received.extend),
+            replaced(self.model_runner.model, "load_weights", load_weights),
         ):
             yield
 

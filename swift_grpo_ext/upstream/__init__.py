@@ -1,5 +1,6 @@
 """All that rests on the inside of ms-swift and vLLM. A leaf: it imports nothing else of ours.
 
-Each module says the symptom, the upstream file and version, and when it can go. Each pins the
-signatures that it builds on (`contract.Pin`) and refuses an upstream that does not match.
+`patches.py` lists each lasting change with its symptom, its place upstream and its end. `pins.py`
+lists the names and signatures that we build on; an upstream that does not match is refused
+(`contract.py`).
 """

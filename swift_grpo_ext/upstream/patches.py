@@ -31,7 +31,7 @@ class Moment(Enum):
     REGISTRATION = "ms-swift has imported the plugin"
     TRAINING = "a training's arguments are complete, and no model is loaded yet"
     DETERMINISM = "the same, with --full_determinism true"
-    TRAINER = "a trainer is about to be made, or connects to its servers"
+    TRAINER = "a trainer is about to be made; it may be connected to servers"
     ENGINE = "a process is about to make an engine"
     REPLICA = "the same, of a server's replica"
     WORKER = "a process holds a worker of an engine, and perhaps no engine"

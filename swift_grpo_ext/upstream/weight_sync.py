@@ -74,15 +74,15 @@ def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
 @contextmanager
 def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator[None]:
     """Abort NCCL's communicators after `timeout` seconds: a broadcast to a rank that has ended
-    waits for ever. Those that bound their waits themselves are told. (Only a stand-in was run: no
-    GPU.)
+    waits for ever. (Only a stand-in was run: no GPU.) Their groups are told the bound, for whoever
+    keeps it there himself.
 
     Raises:
         TimeoutError: they were aborted.
     """
     for communicator in communicators:
-        if hasattr(communicator, "timeout"):
-            communicator.timeout = timeout
+        if group := getattr(communicator, "group", None):
+            group.timeout = timeout
     enabled = [c for c in communicators if not getattr(c, "disabled", True)]
     if not enabled:
         yield

@@ -219,6 +219,21 @@ def hooks(template: Any) -> list[Any]:
     return [*filter(None, own), qwen_vl_utils.fetch_video]
 
 
+def test_blocks_of_two_threads_may_cross(
+    template: Any, images: list[Path], calls: Counter[str]
+) -> None:
+    """The one that ends first takes nothing from the other, and the last puts all back."""
+    before, cache = hooks(template), cache_of(10**9)
+    first, second = (cache.in_training(template) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    encode(template, group(row(str(images[0]))))
+    assert calls == {"decode": 1, "image": 1}
+    second.__exit__(None, None, None)
+    assert hooks(template) == before
+
+
 def test_everything_is_put_back(template: Any, images: list[Path]) -> None:
     """After nested blocks and errors; a copy that was made within works on."""
     before, one = hooks(template), row(str(images[0]))
