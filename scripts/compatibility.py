@@ -111,6 +111,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 PROBE = f"""import json
 from importlib.metadata import PackageNotFoundError, version
+from swift_grpo_ext.cpu import pins as cpu_pins
 from swift_grpo_ext.upstream import contract, pins
 versions = {{}}
 for name in {STACK}:
@@ -120,8 +121,16 @@ for name in {STACK}:
         continue
 print(json.dumps({{
     "versions": versions,
-    "pins_wrong": [text for pin in pins.NEEDED if (text := contract.mismatch(pin))],
-    "missing": [n for n, table in pins.OPTIONAL.items() if any(map(contract.mismatch, table))],
+    "pins_wrong": [
+        text
+        for pin in (*pins.NEEDED, *cpu_pins.NEEDED)
+        if (text := contract.mismatch(pin))
+    ],
+    "missing": [
+        name
+        for name, table in (pins.OPTIONAL | cpu_pins.OPTIONAL).items()
+        if any(map(contract.mismatch, table))
+    ],
 }}))
 """
 """Prints what is installed, what is wrong with pins of upstream names that are needed, and what
