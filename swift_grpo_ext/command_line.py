@@ -76,7 +76,7 @@ EXTENDED: dict[type, type] = {
 }
 
 
-def install() -> None:
+def extend_arguments() -> None:
     """Hang the flags in, for command lines parsed before now and after."""
     original = BaseArguments._init_model_kwargs
 

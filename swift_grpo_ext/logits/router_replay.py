@@ -220,7 +220,7 @@ def no_experts(samples: Sequence[OnPolicySample], **_: Any) -> None:
         )
 
 
-def install(mode: str) -> None:
+def batch_routed_experts(mode: str) -> None:
     """Have ms-swift make batches with experts where they are replayed, and without elsewhere."""
     from swift.rlhf_trainers import utils
 

@@ -542,7 +542,7 @@ def _flat_logprobs(logprobs: SampleLogprobs | None, token_ids: list[int]) -> lis
 _verify_once = cache(verify)  # of a second training in one process, the hooks are ours
 
 
-def install() -> None:
+def use_rollout_engine() -> None:
     """Put `RolloutEngine` where the trainer looks for its engine.
 
     Raises:

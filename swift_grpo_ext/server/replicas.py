@@ -147,7 +147,7 @@ def numbered_pipe() -> tuple[Connection, WorkerConnection]:
     return ours, WorkerConnection(theirs)
 
 
-def install() -> None:
+def number_messages() -> None:
     """Let `swift rollout` number its messages. Call this before a server is made."""
     start = SwiftRolloutDeploy._start_data_parallel_workers
 

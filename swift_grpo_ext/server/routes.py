@@ -111,7 +111,7 @@ class InferRequest(TypedDict, total=False):
     data_dict: dict[str, Any] | None
 
 
-def install() -> None:
+def add_routes() -> None:
     """Give `swift rollout` our engine and routes.
 
     Raises:

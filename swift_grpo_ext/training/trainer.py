@@ -110,7 +110,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
         check_template_stops(config, template)
         self.ranks = training_ranks(config.ddp_timeout)
         self._settings = RolloutSettings(config)
-        router_replay.install(config.router_replay_mode)
+        router_replay.batch_routed_experts(config.router_replay_mode)
         self._media = MediaCache(config.media_cache_gb, template, self.ranks)
         self._recorder = SampleRecorder(
             config.output_dir,
@@ -189,7 +189,7 @@ class RolloutGRPOTrainer(TrainingPasses, WholeCheckpoints, GRPOTrainer):
     def _prepare_vllm_engine(self) -> Any:
         from swift_grpo_ext.rollout import engine
 
-        engine.install()
+        engine.use_rollout_engine()
         if self.args.router_replay_mode == "R3":
             given = self.args.vllm_engine_kwargs or {}
             self.args.vllm_engine_kwargs = {**given, **router_replay.CAPTURES}

@@ -68,7 +68,7 @@ class Patch:
 
 PATCHES = [
     Patch(
-        function="command_line:install",
+        function="command_line:extend_arguments",
         moments=(Moment.REGISTRATION,),
         symptom="ms-swift refuses a plugin's flags as left-over arguments.",
         upstream="ms-swift 4.6, arguments/base_args/base_args.py and pipelines/base.py: plugins "
@@ -159,7 +159,7 @@ PATCHES = [
         needs=pins.FULL_DETERMINISM,
     ),
     Patch(
-        function="logits.router_replay:install",
+        function="logits.router_replay:batch_routed_experts",
         moments=(Moment.CALLED,),
         symptom="Experts that vLLM returned are among the model's inputs, and change nothing, in "
         "silence; those of one sample missing, a batch's are dropped. With padding on the left, "
@@ -187,7 +187,7 @@ PATCHES = [
     ),
     # --- engines ---
     Patch(
-        function="rollout.engine:install",
+        function="rollout.engine:use_rollout_engine",
         moments=(Moment.SERVER, Moment.CALLED),
         symptom="ms-swift makes its own engine, which has no place for seeds, counts and stops "
         "of single requests.",
@@ -275,7 +275,7 @@ PATCHES = [
         until="ms-swift judges each hop and what comes",
     ),
     Patch(
-        function="server.replicas:install",
+        function="server.replicas:number_messages",
         moments=(Moment.SERVER,),
         symptom="An answer of a replica that came late is taken for the next one's, and a "
         "replica that ended is waited for.",
@@ -283,7 +283,7 @@ PATCHES = [
         until="they have, and waits are bounded",
     ),
     Patch(
-        function="server.routes:install",
+        function="server.routes:add_routes",
         moments=(Moment.SERVER,),
         symptom="A server splits groups over replicas, waits without a bound, and takes weights "
         "that it does not verify.",

@@ -577,5 +577,5 @@ def test_a_second_training_of_a_process_installs_the_engine_again(
     """What it finds is ours, and no upstream that we do not know."""
     monkeypatch.setattr(swift.infer_engine, "GRPOVllmEngine", GRPOVllmEngine)
     for _ in range(2):
-        engine_module.install()
+        engine_module.use_rollout_engine()
         assert swift.infer_engine.GRPOVllmEngine is RolloutEngine

@@ -49,7 +49,7 @@ REPORT = "Report it with selftest.json."
 
 Status = Literal["holds", "does not hold", "could not be tried"]
 
-MARGIN = 4.0
+DRIFT_MARGIN = 4.0
 """Differences are measured on tokens that were sampled alike, which lie closer than others."""
 
 FLOOR = 1e-3
@@ -98,7 +98,7 @@ class Flips:
     @property
     def is_rounding(self) -> bool:
         """So many flips are no wonder where noise, weights and prompt are the same."""
-        expected = MARGIN * self.drift + FLOOR
+        expected = DRIFT_MARGIN * self.drift + FLOOR
         return self.count == 0 or float(pdtrc(self.count - 1, expected)) >= LEAST_P
 
     def __str__(self) -> str:
