@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from swift_grpo_ext.upstream.patches import patch, replaced
 from swift_grpo_ext.upstream.threads import in_thread
-
-if TYPE_CHECKING:
-    pass
 
 BARRIER_SECONDS = 30.0
 """vLLM's own bound of a barrier; a replica that was killed is noticed there."""
