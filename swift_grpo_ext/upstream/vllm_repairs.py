@@ -142,7 +142,8 @@ def drawn_by(engine: AsyncLLM, replica: int | None) -> Iterator[None]:
     """Give an async engine's requests that are added meanwhile to one of its replicas; None leaves
     them to vLLM. The context may hold no `await`: another request would slip in.
 
-    Symptom: no replica's weights can be probed, as no request can be given to a certain one.
+    Symptom: vLLM spreads a group over its replicas, each of which encodes its images, and no answer
+    names the replica that drew it.
     Upstream: ms-swift 4.6, infer_engine/vllm_engine.py: `VllmEngine._add_request` calls
     `AsyncLLM.generate` without its `data_parallel_rank`. Can go when it takes a rank.
     """
