@@ -101,6 +101,7 @@ import pathlib
 import time
 import torch
 import torch.distributed as dist
+from swift.rlhf_trainers import vllm_client  # as a rank has: DDP would import torch._dynamo here
 from swift_grpo_ext.cpu.gloo import GlooCommunicator
 from swift_grpo_ext.cpu.settings import _leave_group
 from types import SimpleNamespace
