@@ -73,8 +73,8 @@ REASONS = {
         "",
     ),
 }
-"""By verdict, options that no test trains with: who refuses them, the test that holds it, or what
-ms-swift's GRPO puts in their place. The last ones are DPO's, KTO's, PPO's and the like."""
+"""Lists by verdict the options that no test trains with: who refuses them, the test that holds it,
+or what ms-swift's GRPO puts in their place. The last ones are DPO's, KTO's, PPO's and the like."""
 
 OWN = (
     *("GRPOArguments", "GRPOArgumentsMixin", "RLHFArguments", "RolloutTrainerArgumentsMixin"),
@@ -257,7 +257,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts_table,
     "conversations": conversations_table,
 }
-"""What stands between the marks of each name on the page."""
+"""Each makes what stands between the marks of its name on the page."""
 
 
 def run(what: str) -> int:

@@ -1,4 +1,5 @@
-"""What vLLM's engines need where there is no accelerator; `patches.py` says why."""
+"""Each function gives vLLM's engines something that they lack without an accelerator; `patches.py`
+says why."""
 
 from __future__ import annotations
 

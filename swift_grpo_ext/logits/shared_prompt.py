@@ -45,7 +45,7 @@ MEDIA = {
 """For each kind the input that lays the media of one sample after those of another, and the one
 that says how many of its rows each medium has; where that is not given, each has one."""
 
-OF_MEDIA = {
+MORE_MEDIA = {
     "image": ("image_sizes", "image_position_ids"),
     "video": ("video_position_ids",),
 }
@@ -377,7 +377,7 @@ def pass_cost(groups: Sequence[GroupLengths], text: PretrainedConfig) -> float:
 
 
 class Media(NamedTuple):
-    """A row's part of the inputs that `MEDIA` and `OF_MEDIA` name, by the inputs' names."""
+    """A row's part of the inputs that `MEDIA` and `MORE_MEDIA` name, by the inputs' names."""
 
     prompt: dict[str, Tensor]
 
@@ -402,7 +402,7 @@ def media_of(
             continue
         columns: dict[str, Tensor] = {
             name: value
-            for name in (grid, *OF_MEDIA[kind])
+            for name in (grid, *MORE_MEDIA[kind])
             if (value := inputs.get(name)) is not None
         }
         areas = columns.get("image_sizes")

@@ -86,7 +86,7 @@ DICTIONARY_COLUMNS = [
 """The columns whose texts come again, by their names in Parquet."""
 
 BOUNDED = (SAMPLES, REWARDS)
-"""What `--sample_log_gb` bounds: a round's diversity takes 3 KB."""
+"""`--sample_log_gb` bounds these; a round's diversity takes 2 KB."""
 
 FILE_NAME = re.compile(
     r"session-(\d+)-step-(\d+)-rank-(\d+)-"

@@ -309,8 +309,8 @@ class TableIndex:
         """A run of version 0.1.0 that goes on replaces its newest file."""
 
         self._groups: dict[RecordFile, list[RowGroup]] = {}
-        self._of_rounds: defaultdict[RoundId, dict[RecordFile, list[RowGroup]]]
-        self._of_rounds = defaultdict(dict)
+        self._by_round: defaultdict[RoundId, dict[RecordFile, list[RowGroup]]]
+        self._by_round = defaultdict(dict)
         """Those that do not count, too."""
 
         self.start_steps: dict[int, int] = {}
@@ -373,22 +373,22 @@ class TableIndex:
             self._groups[file] = groups
         changed = {group.round for group in set(before).symmetric_difference(groups or ())}
         for name in changed:
-            self._of_rounds[name].pop(file, None)
+            self._by_round[name].pop(file, None)
             if found := [group for group in groups or () if group.round == name]:
-                self._of_rounds[name][file] = found
+                self._by_round[name][file] = found
         return changed
 
     def _count(self, changed: set[RoundId]) -> None:
         """Decide anew which rows of some rounds count; of all where sessions came or went."""
         start_steps = {file.session: file.start_step for file, of in self._groups.items() if of}
         if start_steps != self.start_steps:
-            self.start_steps, changed = start_steps, set(self._of_rounds)
+            self.start_steps, changed = start_steps, set(self._by_round)
         rounds = dict(self.rounds)
         for name in changed:
             rounds.pop(name, None)
-            groups_of = self._of_rounds[name]
+            groups_of = self._by_round[name]
             if not groups_of:
-                del self._of_rounds[name]
+                del self._by_round[name]
                 continue
             latest = max(file.session for file in groups_of)
             later = [step for session, step in start_steps.items() if session > latest]

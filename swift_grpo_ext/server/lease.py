@@ -39,7 +39,7 @@ CONNECTING = ("/close_communicator", "/init_communicator")
 """What ms-swift's client asks first: the group that a dead training left has to go before its own
 is made."""
 
-OF_ALL = ("/get_engine_type", "/get_world_size")
+FREE = ("/get_engine_type", "/get_world_size")
 """Beginnings of the routes that cost a leased server nothing, and that all may ask who have no
 name. All others change it, or take its replicas' time."""
 
@@ -56,7 +56,7 @@ class Lease:
         one lasts."""
         path, owner = request.scope["path"], request.headers.get(OWNER_HEADER, "")
         deadline = monotonic() + (LEASE_SECONDS if path.startswith(CONNECTING) else 0.0)
-        while self.is_others(request) and (owner or not path.startswith((PATH, *OF_ALL))):
+        while self.is_others(request) and (owner or not path.startswith((PATH, *FREE))):
             if monotonic() >= deadline:
                 detail = (
                     f"this server belongs to another training: {_name(self._owner)}. Give this one "

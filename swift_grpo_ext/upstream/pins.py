@@ -361,11 +361,11 @@ OPTIONAL = {
 """Features that a release without these names goes without, or repairs that it does not need."""
 
 ALL = (*NEEDED, *(pin for table in OPTIONAL.values() for pin in table))
-OF_MODELS = (
+MODELS = (
     *GEMMA4_FORWARD,
     *GEMMA4_FEATURES,
     *GLM_OCR_POSITIONS,
     *INTERNVL_VIDEOS,
     *QWEN_POSITIONS,
 )
-UNVERIFIED = (*NAMED_MEDIA, *OF_MODELS, *REPLACED)
+UNVERIFIED = (*NAMED_MEDIA, *MODELS, *REPLACED)

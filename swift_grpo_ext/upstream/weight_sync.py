@@ -71,8 +71,8 @@ def bounded_rendezvous(module: Any, timeout: float) -> Iterator[None]:
 @contextmanager
 def bounded_broadcasts(communicators: Sequence[Any], timeout: float) -> Iterator[None]:
     """Abort NCCL's communicators after `timeout` seconds: a broadcast to a rank that has ended
-    waits for ever. (Only a stand-in was run: no GPU.) Their groups are told the bound, for whoever
-    keeps it there himself.
+    waits for ever. (Only a stand-in was run: no GPU.) Their groups get it as `timeout`, for
+    communicators that bound their waits themselves.
 
     Raises:
         TimeoutError: they were aborted.

@@ -75,7 +75,7 @@ SHOWN_ROWS = 3
 SHOWN_DIFFERENCES = 3
 """Places that are named of a row."""
 
-OF_PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs")
+PROCESSING = ("hf_overrides", "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs")
 """Entries of `--vllm_engine_kwargs` that change what vLLM makes of a request."""
 
 
@@ -435,7 +435,7 @@ def make_engine(
             enforce_eager=True,
             # Of what the cache has, vLLM hands on no more than the name.
             engine_kwargs={"mm_processor_cache_gb": 0}
-            | {name: kwargs[name] for name in OF_PROCESSING if name in kwargs},
+            | {name: kwargs[name] for name in PROCESSING if name in kwargs},
         )
     return engine, core
 

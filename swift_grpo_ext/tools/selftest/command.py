@@ -79,8 +79,8 @@ LEFT_OUT = (
 )
 """Settings that have no part in it."""
 
-OF_SERVERS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
-OF_LAUNCHERS = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+SERVER_SETTINGS = ("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
+LAUNCHER_VARIABLES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): .+)", re.MULTILINE)
 """The end of a traceback in Python, also of a rank's; torchrun's own errors have no text."""
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         device, num_devices = "cpu", len(os.sched_getaffinity(0))  # each core holds a rank
     given = environment(settings)
-    env = {name: str(value) for name, value in given.items() if name not in OF_LAUNCHERS}
+    env = {name: str(value) for name, value in given.items() if name not in LAUNCHER_VARIABLES}
     results: list[Result] = []
     jobs = plan(settings, folder)
     Path(jobs[0].first_round).unlink(missing_ok=True)  # of another run
@@ -178,7 +178,7 @@ def plan(settings: Mapping[str, Any], folder: Path) -> list[Job]:
     topologies = [("server", 1, served)] if settings.get("vllm_mode") == "server" else []
     size = int(settings.get("vllm_tensor_parallel_size") or 1)
     for ranks, tensor_parallel in dict.fromkeys([(size, size), (2, 1), (2, 2)]):
-        colocated = {name: value for name, value in served.items() if name not in OF_SERVERS}
+        colocated = {name: value for name, value in served.items() if name not in SERVER_SETTINGS}
         colocated |= {"vllm_mode": "colocate", "vllm_tensor_parallel_size": tensor_parallel}
         name = f"colocate, ranks: {ranks}, tensor parallel: {tensor_parallel}"
         topologies.append((name, ranks, colocated))
