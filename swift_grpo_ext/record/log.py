@@ -43,9 +43,9 @@ from swift_grpo_ext.record.tables import (
     ROUND_COLUMNS,
     SAMPLES,
     TABLES,
+    DiversityRow,
     Row,
     Table,
-    round_of,
     to_arrow,
 )
 from swift_grpo_ext.sampling.seeding import RoundId
@@ -171,12 +171,26 @@ def claim_session(run_dir: str | os.PathLike[str]) -> int:
     number = next_session(run_dir)
     with suppress(OSError):  # the log warns of what it cannot write
         folder.mkdir(parents=True, exist_ok=True)
-        while not _make(lock := folder / f".session-{number:04d}.lock"):
-            number += 1
+        while True:
+            lock = folder.resolve() / f".session-{number:04d}.lock"
+            try:
+                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                break
+            except FileExistsError:  # another process came first
+                number += 1
+        _held[str(lock)] = descriptor
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        owner = f"process {os.getpid()} on {socket.gethostname()} (since {now})"
+        with suppress(OSError):  # a disk without locks
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, owner.encode())
+        # After our own lock: of two trainings that begin together, at least one sees the other.
         if reason := reason_against(run_dir):
             lock.unlink()
             raise RunInUseError(f"--output_dir {os.fspath(run_dir)}: {reason}")
-        for table in TABLES:  # what a process that was killed has left
+        # A process that was killed has left files that are not whole, and small ones that a merged
+        # one holds.
+        for table in TABLES:
             for unfinished in table.folder(run_dir).glob(".session-*.tmp"):
                 unfinished.unlink()
             files = {*filter(None, map(parse_name, table.folder(run_dir).glob("*.parquet")))}
@@ -205,10 +219,11 @@ def reason_against(run_dir: str | os.PathLike[str]) -> str:
     """Say which other training writes its record to the folder, and what to do; "" for none."""
     for lock in _locks(run_dir).values():
         if str(lock) not in _held:
+            # An exclusive lock asks for a descriptor that may write.
             with suppress(OSError), lock.open("r+") as file:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except (BlockingIOError, PermissionError):
+                except (BlockingIOError, PermissionError):  # systems raise one or the other
                     return (
                         f"{file.read() or 'another process'} trains into it. Expected a folder of "
                         "its own for each training, or one would replace what the other writes. "
@@ -219,25 +234,10 @@ def reason_against(run_dir: str | os.PathLike[str]) -> str:
 
 
 def _locks(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the files by which sessions were claimed, by number."""
+    """Return the files by which sessions were claimed, by number; their paths are as in `_held`."""
     found = SAMPLES.folder(run_dir).resolve().glob(".session-*.lock")
     named = ((LOCK_NAME.fullmatch(path.name), path) for path in found)
     return {int(match[1]): path for match, path in named if match}
-
-
-def _make(lock: Path) -> bool:
-    """Make and lock a file; false where it is there already."""
-    try:
-        descriptor = os.open(lock.resolve(), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        return False
-    _held[str(lock.resolve())] = descriptor
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    owner = f"process {os.getpid()} on {socket.gethostname()} (since {now})"
-    with suppress(OSError):
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, owner.encode())
-    return True
 
 
 # --- the writer ---
@@ -322,6 +322,7 @@ class SampleLog:
     def finish(self) -> None:
         """Merge the files that are left, and try once more to write what waits for a disk that
         failed: no rows may come any more."""
+        # In the thread, which alone touches what is unwritten and unmerged.
         self._writer.submit(self._write_waiting).result()
         for written in self._tables.values():
             self._writer.submit(self._merge, written).result()
@@ -334,7 +335,11 @@ class SampleLog:
 
     def _write(self, rows: Sequence[Row], table: Table) -> None:
         """Write rows, a file for each round; runs in the thread."""
-        rounds = groupby(rows, key=round_of)
+        rounds = groupby(
+            rows,
+            key=lambda row: row.round if isinstance(row, DiversityRow) else row.sample_id.round,
+        )
+        # All before the first is kept: where a row is bad, nothing of the call is written.
         tables = [(name, to_arrow(list(of), table, session=self._session)) for name, of in rounds]
         self._tables.setdefault(table.name, _Written(table=table)).waiting += tables
         self._write_waiting()
@@ -343,6 +348,7 @@ class SampleLog:
                 self._writer.submit(self._merge, written)  # `flush` need not wait for it
 
     def _write_waiting(self) -> None:
+        """Write what waits, in its order; hold `WAITING_BYTES` at most of what the disk refuses."""
         folder = Path(self._run_dir)
         try:
             for written in self._tables.values():
@@ -356,7 +362,16 @@ class SampleLog:
                 f"up to {WAITING_BYTES >> 20} MiB of them, and are tried again with the next one. "
                 "Make room there, or correct --output_dir. The training goes on.",
             )
-            self._forget_oldest()
+            waiting = [written.waiting for written in self._tables.values()]
+            excess = sum(rows.nbytes for rounds in waiting for _, rows in rounds) - WAITING_BYTES
+            largest = max(waiting, key=lambda rounds: sum(rows.nbytes for _, rows in rounds))
+            while excess > 0 and len(largest) > 1:  # the newest round stays, however large
+                excess -= largest.pop(0)[1].nbytes
+                self._warn(
+                    "lost",
+                    f"{folder}: more than {WAITING_BYTES >> 20} MiB of the run's record wait for "
+                    "the disk; from now on the oldest rounds are lost.",
+                )
         self._remove_oldest()
 
     def _write_next(self, written: _Written) -> None:
@@ -369,7 +384,8 @@ class SampleLog:
         path = written.table.folder(self._run_dir) / name
         try:
             _write_file(path, rows.schema, [rows])
-        except pa.ArrowException as e:  # not the disk's fault: another time it fails again
+        except pa.ArrowException as e:
+            # Not the disk's fault: it would fail each time, and hold up all rounds behind it.
             self._warn("arrow", f"{path}: a round of the run's record is lost ({e}).")
         else:
             written.number += 1
@@ -377,19 +393,6 @@ class SampleLog:
             file = RecordFile(*place, number, number, path, round_)
             written.unmerged[file] = path.stat().st_size
         del written.waiting[0]
-
-    def _forget_oldest(self) -> None:
-        """Hold `WAITING_BYTES` of what waits at most."""
-        waiting = [written.waiting for written in self._tables.values()]
-        excess = sum(rows.nbytes for rounds in waiting for _, rows in rounds) - WAITING_BYTES
-        largest = max(waiting, key=lambda rounds: sum(rows.nbytes for _, rows in rounds))
-        while excess > 0 and len(largest) > 1:
-            excess -= largest.pop(0)[1].nbytes
-            self._warn(
-                "lost",
-                f"{self._run_dir}: more than {WAITING_BYTES >> 20} MiB of the run's record wait "
-                "for the disk; from now on the oldest rounds are lost.",
-            )
 
     # --- few files, and not too many bytes ---
 
@@ -399,15 +402,34 @@ class SampleLog:
         return is_large or len(sizes) >= FILES or sum(sizes) >= self._file_bytes
 
     def _merge(self, written: _Written) -> None:
-        """Merge the files of a table that are not merged yet; a large one that ends them stays."""
-        files, written.unmerged = written.unmerged, {}
-        if files and [*files.values()][-1] * LARGE >= self._file_bytes:
-            files.popitem()
-        if len(files) < 2:
+        """Replace the files of a table that are not merged yet by one; a large one that ends them
+        stays.
+
+        A row group's place in the merged file says the number of the file that it was.
+        """
+        sizes, written.unmerged = written.unmerged, {}
+        if sizes and [*sizes.values()][-1] * LARGE >= self._file_bytes:
+            sizes.popitem()
+        if len(sizes) < 2:
             return
-        self._remove_oldest(room=sum(files.values()))  # for a moment, both take room
+        self._remove_oldest(room=sum(sizes.values()))  # for a moment, both take room
         try:
-            merge([*files])
+            # What any rank has removed (`--sample_log_gb`) were the oldest: those behind are
+            # merged, so that their numbers still follow one another.
+            files = [*sizes]
+            gone = [place for place, file in enumerate(files) if not file.path.exists()]
+            files = files[gone[-1] + 1 :] if gone else files
+            if len(files) < 2:
+                return
+            first, last = files[0], files[-1]
+            prefix = first.path.name.partition("-file-")[0]
+            path = first.path.with_name(f"{prefix}-files-{first.first:06d}-{last.last:06d}.parquet")
+            # One is in memory at a time. A damaged one raises, and all stay: readers leave a
+            # damaged file out whole, and would lose 64 rounds with a merged one.
+            rounds = (pq.ParquetFile(f.path, page_checksum_verification=True).read() for f in files)
+            _write_file(path, pq.read_schema(first.path), rounds)
+            for file in files:  # only now: a process that dies before leaves rounds twice
+                file.path.unlink(missing_ok=True)
         except (OSError, ValueError, pa.ArrowException) as e:
             self._warn(
                 "unmerged",
@@ -422,11 +444,12 @@ class SampleLog:
             last: RecordFile | None = None
             with suppress(OSError):  # which writing warns of
                 for file in record_files(table.folder(self._run_dir)):
+                    # One rank takes a file, also where fewer or more ranks are there than before.
                     if file.session < self._session and file.rank % self._num_ranks == self._rank:
                         follows = last and (*last[:3], last.last + 1) == file[:4]
                         if not follows or file.round is None or self._is_due(found):
                             self._merge(found)
-                        if file.round is not None:
+                        if file.round is not None:  # else it is merged
                             found.unmerged[file] = file.path.stat().st_size
                         last = file
             self._merge(found)
@@ -444,12 +467,13 @@ class SampleLog:
             for table in BOUNDED:
                 files = record_files(table.folder(self._run_dir))
                 own = (file for file in files if file.session == self._session)
-                newest |= {*{file.rank: file for file in own}.values()}
+                newest |= {*{file.rank: file for file in own}.values()}  # the last of each rank
                 for file in files:
                     with suppress(FileNotFoundError):  # another rank has removed it
                         sizes[file] = self._sizes.get(file) or file.path.stat().st_size
             self._sizes = sizes
             excess = sum(sizes.values()) + room - self._max_bytes
+            # By number before rank: a file of each rank goes, before a second one of any.
             for file in sorted(sizes, key=lambda file: (file.session, file.last, file)):
                 if excess > 0 and file not in newest:
                     file.path.unlink(missing_ok=True)
@@ -468,29 +492,6 @@ class SampleLog:
         self._troubles.add(trouble)
 
 
-def merge(files: Sequence[RecordFile]) -> None:
-    """Replace files of one rank, whose numbers follow one another, by one.
-
-    What another rank has removed meanwhile (`--sample_log_gb`) were the oldest: those behind are
-    merged. A row group's place in the merged file says the number of the file that it was.
-
-    Raises:
-        OSError, ValueError, pyarrow.ArrowException: one cannot be read, has other columns, or the
-            merged one cannot be written. All are as they were.
-    """
-    gone = [place for place, file in enumerate(files) if not file.path.exists()]
-    files = files[gone[-1] + 1 :] if gone else files
-    if len(files) < 2:
-        return
-    first, last = files[0], files[-1]
-    prefix = first.path.name.partition("-file-")[0]
-    path = first.path.with_name(f"{prefix}-files-{first.first:06d}-{last.last:06d}.parquet")
-    rounds = (pq.ParquetFile(file.path, page_checksum_verification=True).read() for file in files)
-    _write_file(path, pq.read_schema(first.path), rounds)
-    for file in files:
-        file.path.unlink(missing_ok=True)
-
-
 def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> None:
     """Write rounds as the row groups of a file; it is on disk when this returns.
 
@@ -507,6 +508,7 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> No
                 compression="zstd",
                 compression_level=ZSTD_LEVEL,
                 use_dictionary=DICTIONARY_COLUMNS,
+                # The high bytes of 16-bit numbers, laid apart from the low ones, compress.
                 use_byte_stream_split=["logprobs.list.element"],
                 data_page_size=PAGE_BYTES,
                 write_statistics=list(ROUND_COLUMNS),  # a merged file's index; more takes 1 KB
@@ -517,12 +519,12 @@ def _write_file(path: Path, schema: pa.Schema, rounds: Iterable[pa.Table]) -> No
                     writer.write_table(rows, row_group_size=rows.num_rows)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
+        unfinished.replace(path)  # after its bytes: a crash must not leave the name without them
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # the name is on disk, too
         finally:
             os.close(folder)
-    except (OSError, ValueError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):  # of the disk, or of files that `rounds` reads
         unfinished.unlink(missing_ok=True)
         raise

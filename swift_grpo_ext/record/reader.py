@@ -55,7 +55,8 @@ from swift_grpo_ext.sampling.seeding import Phase, RoundId
 logger = logging.getLogger(__name__)
 
 DAMAGE = (pa.ArrowException, OSError, ValueError, AttributeError)
-"""What pyarrow raises where bytes, or columns, are not what was written."""
+"""What pyarrow raises where bytes, or columns, are not what was written: `AttributeError` is of
+statistics that a footer lacks."""
 
 DIVERSITY_LINES = "diversity.jsonl"
 """Version 0.1.0 wrote a JSON object for each round of `DIVERSITY`, and `{"start_step": s}` where a
@@ -241,8 +242,11 @@ class RunIndex:
             scores = self._rewards.rounds.get(name)
             if scores is not None:
                 known = before.get(name)
+                # Lists of a `TableIndex` never change in place: the same ones hold the same.
                 if known is None or known[0] is not samples or known[1] is not scores:
-                    known = samples, scores, _scored(samples, scores)
+                    sessions = {group.file.session for group in samples}
+                    counted = [group for group in scores if group.file.session in sessions]
+                    known = samples, scores, counted
                 self._scored[name] = known
         scored = {name: counted for name, (_, _, counted) in self._scored.items() if counted}
         return (
@@ -269,7 +273,7 @@ class DiversityReader:
             known = {name: k for name, k in self._known.items() if index.rounds.get(name) == k[0]}
             new = [name for name in index.rounds if name not in known]
             for name, rows in zip(new, index.read_rounds(new), strict=True):
-                if rows.num_rows:
+                if rows.num_rows:  # else its file cannot be read now: the next call tries again
                     known[name] = index.rounds[name], to_diversity(rows)
             self._known = known
             found = [row for _, rows in known.values() for row in rows]
@@ -280,11 +284,6 @@ class DiversityReader:
             if not is_replaced and row.round not in index.rounds:
                 found.append(row)
         return sorted(found, key=lambda r: (r.steps_done, r.round.phase == "eval", r.round.number))
-
-
-def _scored(samples: Sequence[RowGroup], scores: Sequence[RowGroup]) -> list[RowGroup]:
-    sessions = {group.file.session for group in samples}
-    return [group for group in scores if group.file.session in sessions]
 
 
 class TableIndex:
@@ -333,7 +332,7 @@ class TableIndex:
         else:
             is_there = True
         changed = set[RoundId]()
-        if inodes != self._inodes or self._failed:
+        if inodes != self._inodes or self._failed:  # a file that failed may be whole now
             files = without_merged(inodes)
             for file in self._groups.keys() - set(files):
                 changed |= self._replace(file, None)
@@ -348,7 +347,7 @@ class TableIndex:
 
     def _look_at(self, file: RecordFile) -> set[RoundId]:
         """Find the rounds of a file that is new, or could not be read; return what changed."""
-        if file.round is not None:
+        if file.round is not None:  # its name says all; damage shows when its rows are read
             return self._replace(file, [RowGroup(file, 0, file.round)])
         try:
             if file in self._failed and self._failed[file] == version_of(file.path):
@@ -387,9 +386,11 @@ class TableIndex:
         for name in changed:
             rounds.pop(name, None)
             groups_of = self._by_round[name]
-            if not groups_of:
+            if not groups_of:  # all its files are gone
                 del self._by_round[name]
                 continue
+            # A round is replaced whole: only its latest session's rows can count. They do, unless a
+            # later session began before that round, and has not generated it again.
             latest = max(file.session for file in groups_of)
             later = [step for session, step in start_steps.items() if session > latest]
             if not any(is_superseded(name.phase, name.step, step) for step in later):
@@ -419,6 +420,7 @@ def _read_row_groups(
     """Return some columns of row groups, in the table's order; none of files that fail."""
     fields = [field for field in table.schema if field.name in columns]
     read: dict[RowGroup, pa.Table] = {}
+    # Rounds of a page lie side by side in merged files: each file is opened once.
     for file, in_file in groupby(sorted(groups), key=lambda group: group.file):
         own = list(in_file)
         try:
@@ -446,21 +448,16 @@ def _read_file(
     source = pq.ParquetFile(file.path, page_checksum_verification=True)
     # One by one, a merged file's 64 small row groups take four times as long.
     rows = source.read_row_groups(positions, columns=[field.name for field in fields])
-    rows.validate(full=True)
-    rows = _with_added(rows, fields).cast(pa.schema(fields)).combine_chunks()
-    sizes = [source.metadata.row_group(position).num_rows for position in positions]
-    return [
-        rows.slice(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)
-    ]
-
-
-def _with_added(rows: pa.Table, fields: Sequence[pa.Field]) -> pa.Table:
-    """Return rows with the columns that their file is too old to have, in the order of `fields`."""
+    rows.validate(full=True)  # checksums cover pages, and neither their headers nor the footer
     for place, column in enumerate(fields):
         if column.name in ADDED and column.name not in rows.column_names:
             empty = pa.nulls(rows.num_rows, column.type)
             rows = rows.add_column(place, column, empty if column.nullable else empty.fill_null(0))
-    return rows
+    rows = rows.cast(pa.schema(fields)).combine_chunks()  # log-probabilities to 32 bits
+    sizes = [source.metadata.row_group(position).num_rows for position in positions]
+    return [
+        rows.slice(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)
+    ]
 
 
 def version_of(path: Path) -> Version:

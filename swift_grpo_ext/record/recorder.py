@@ -79,37 +79,34 @@ class SampleRecorder:
         keeps_any = self._kept != "none" or self._keeps_diversity
         if self.log is not None or not keeps_any:
             return
-        claimed, *_ = self._ranks.all_gather(self._claim() if self._ranks.rank == 0 else None)
-        if isinstance(claimed, str):
-            raise RunInUseError(claimed)
-        if claimed is not None:
+        session: int | None = None
+        refusal = ""
+        if self._ranks.rank == 0:
+            try:
+                session = claim_session(self._run_dir)
+            except RunInUseError as e:
+                refusal = str(e)
+            except OSError as e:  # a disk that fails ends no training; the next round tries again
+                if not self._is_unreadable:
+                    logger.warning(
+                        "%s cannot be read (%s): samples are not recorded until it can be. The "
+                        "training goes on.",
+                        *(self._run_dir, e),
+                    )
+                self._is_unreadable = True
+        # All ranks learn what rank 0 found: were it to raise alone, they would wait here for ever.
+        (session, refusal), *_ = self._ranks.all_gather((session, refusal))
+        if refusal:
+            raise RunInUseError(refusal)
+        if session is not None:
             self.log = SampleLog(
                 self._run_dir,
-                session=claimed,
+                session=session,
                 start_step=start_step,
                 rank=self._ranks.rank,
                 num_ranks=self._ranks.size,
                 max_bytes=int(self._max_gb * BYTES_PER_GB) if self._max_gb else None,
             )
-
-    def _claim(self) -> int | str | None:
-        """Return the session's number, or why there is none: None where the next round asks again.
-
-        No disk that fails ends the training.
-        """
-        try:
-            return claim_session(self._run_dir)
-        except RunInUseError as e:
-            return str(e)
-        except OSError as e:
-            if not self._is_unreadable:
-                logger.warning(
-                    "%s cannot be read (%s): samples are not recorded until it can be. The "
-                    "training goes on.",
-                    *(self._run_dir, e),
-                )
-            self._is_unreadable = True
-            return None
 
     def record(
         self,
@@ -130,13 +127,15 @@ class SampleRecorder:
         """
         rows = []
         for number, (sample, turns) in enumerate(zip(samples, turns_of_samples, strict=True)):
+            # With --async_generate rank 0 generates for all: each rank's share has the same size.
             rank = self._ranks.rank + number * num_ranks // len(samples)
             masks = masks_of(sample, turns)
             columns = other_columns(sample.extra)
             for turn, mask in zip(turns, masks, strict=True):
                 rows.append(self._row(turn, mask, rank, weight_version, columns))
         if self.log is not None and self._kept != "none":
-            without_logprobs = self._kept == "tokens"  # the listeners get them all the same
+            # The listeners get them all the same: the collision test reads them.
+            without_logprobs = self._kept == "tokens"
             kept = [replace(r, logprobs=None) for r in rows] if without_logprobs else rows
             self.log.append(kept, SAMPLES)
         for listener in self.listeners:
@@ -224,15 +223,19 @@ def masks_of(sample: RolloutSample, turns: Sequence[Turn]) -> list[list[bool] | 
     if not len(ids) == len(masks) == sum(turn.is_answered for turn in turns):
         return [None] * len(turns)
     answers = zip(ids, masks, strict=True)
-    return [_mask_of(turn, *next(answers)) if turn.is_answered else None for turn in turns]
-
-
-def _mask_of(turn: Turn, ids: Sequence[int], mask: Sequence[int]) -> list[bool] | None:
-    """Return which of a turn's tokens stand in the answer that a scheduler left, and count."""
-    sampled = list(turn.completion.token_ids)
-    start = next((i for i in range(len(ids)) if list(ids[i : i + 1]) == sampled[:1]), 0)
-    kept = [
-        bool(m) and i == own for own, i, m in zip(sampled, ids[start:], mask[start:], strict=False)
-    ]
-    kept += [False] * (len(sampled) - len(kept))
-    return None if all(kept) else kept
+    masks_of_turns: list[list[bool] | None] = []
+    for turn in turns:
+        if not turn.is_answered:
+            masks_of_turns.append(None)
+            continue
+        answer_ids, answer_mask = map(list, next(answers))
+        sampled = list(turn.completion.token_ids)
+        # ms-swift 4.6 puts a template's response prefix (`<think>`) before the sampled tokens
+        # (rollout/multi_turn.py, `get_response_token_data`), and schedulers put the environment's
+        # tokens behind them, or cut them short: tokens that are gone are not trained on.
+        start = answer_ids.index(sampled[0]) if sampled[0] in answer_ids else 0
+        answer = zip(sampled, answer_ids[start:], answer_mask[start:], strict=False)
+        kept = [bool(is_trained) and token == own for own, token, is_trained in answer]
+        kept += [False] * (len(sampled) - len(kept))
+        masks_of_turns.append(None if all(kept) else kept)
+    return masks_of_turns

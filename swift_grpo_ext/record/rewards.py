@@ -79,7 +79,7 @@ class RewardRecorder:
         for sample, row_values in zip(samples, values, strict=True):
             row = self._row(sample, row_values, fate=fate, **extras.get(sample.sample_id, {}))
             rows[row.sample_id] = row
-        if self._generated:  # on all ranks or on none
+        if self._generated:  # on all ranks or on none, as the collective needs
             # ms-swift deals the samples out anew: what this rank generated, another may train on.
             kept = {name for names in all_gather(list(rows)) for name in names}
             rows |= {name: row for name, row in self._generated.items() if name not in kept}
@@ -125,19 +125,21 @@ def training_scores(
         rollout, training = batch.rollout_per_token_logps, batch.old_per_token_logps
         if rollout is None or training is None:
             continue
+        # On the device, with one transfer for each of four columns, not one for each sample.
         mask = batch.completion_mask
         gaps = (training - rollout).abs().float() * mask
         counts = mask.sum(1)
         greatest, places = gaps.topk(min(MOST_GAPS, gaps.shape[1]), dim=1)
-        positions = (mask.cumsum(1) - 1).gather(1, places)
-        means = gaps.sum(1) / counts.clamp(min=1)
+        positions = (mask.cumsum(1) - 1).gather(1, places)  # among the tokens that are trained on
+        means = gaps.sum(1) / counts.clamp(min=1)  # of a completion without tokens, 0
         for sample, count, mean, values, value_places in zip(
             *(chunk, counts.tolist(), means.tolist(), greatest.tolist(), positions.tolist()),
             strict=True,
         ):
             score = scores[sample.sample_id]
             score.update(gap_mean=mean, gap_max=values[0])
-            # ms-swift has a lone turn's ids as they are, and a list for each of several turns.
+            # ms-swift has a lone turn's ids as they are, and a list for each of several turns. A
+            # mask that leaves some out counts other positions than the completion's.
             turns = sample.response_token_ids
             if count == sum(1 if isinstance(turn, int) else len(turn) for turn in turns):
                 pairs = zip(value_places, values, strict=True)

@@ -231,7 +231,7 @@ class RewardRow:
     """`dropped`: dynamic sampling left it out."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: the analyzer adds collisions, then the alarm
 class DiversityRow:
     """What the monitor measured in one round; an evaluation has a row for each of its batches."""
 
@@ -282,10 +282,6 @@ class DiversityRow:
 Row: TypeAlias = SampleRow | RewardRow | DiversityRow
 
 
-def round_of(row: Row) -> RoundId:
-    return row.round if isinstance(row, DiversityRow) else row.sample_id.round
-
-
 # --- rows to columns, and back ---
 
 
@@ -306,7 +302,7 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
         elif column.name in SAMPLE_ID_COLUMNS:
             values = [getattr(name, column.name) for name in names]
         else:
-            values = [getattr(row, column.name) for row in rows]
+            values = [getattr(row, column.name) for row in rows]  # `num_tokens` checks the counts
         if column.name == "logprobs":
             values = [lp if lp is None else _rounded(lp) for lp in values]
             column = column.with_type(pa.list_(pa.float16()))
@@ -320,6 +316,7 @@ def to_arrow(rows: Sequence[Row], table: Table, *, session: int) -> pa.Table:
 
 
 def _rounded(logprobs: Sequence[float]) -> np.ndarray:
+    """Return values in float16, rounded as `LOGPROB_STEPS` says."""
     values = np.asarray(logprobs, np.float32)
     steps = np.rint(values * LOGPROB_STEPS) / LOGPROB_STEPS
     with np.errstate(over="ignore"):  # below -65504, 16 bits hold -inf
@@ -340,7 +337,7 @@ def to_diversity(table: pa.Table) -> list[DiversityRow]:
     rows = []
     for values in table.drop_columns(["session"]).to_pylist():
         round_ = RoundId(*(values.pop(name) for name in ROUND_COLUMNS))
-        values["metrics"] = dict(values["metrics"])
+        values["metrics"] = dict(values["metrics"])  # Arrow gives a map as pairs
         values["collisions"] = json.loads(values["collisions"])
         rows.append(DiversityRow(round=round_, **values))
     return rows
