@@ -1,7 +1,7 @@
 """The diversity monitor: a collapsed policy, or broken randomness?
 
-Rounds in, alarms out. `sample` is one completion as the statistics take it. `metrics` measures how
-samples differ, and how the correct ones do; `collision` tests whether each was drawn with its own
-noise; `analyzer` judges rounds, and `alarms` puts that into words. `monitor` is ms-swift's
-callback, and gives its rows to the run's record. `tools/view` shows them.
+Rounds in, alarms out. The statistics take rows of the record. `metrics` measures how samples
+differ, and how the correct ones do; `collision` tests whether each was drawn with its own noise;
+`analyzer` judges rounds, and `alarms` puts that into words. `monitor` is ms-swift's callback, and
+gives its rows to the run's record. `tools/view` shows them.
 """

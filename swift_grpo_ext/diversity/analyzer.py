@@ -89,7 +89,7 @@ class RoundAnalyzer:
         test = CollisionTest(num_untested=len(samples))
         if not self._is_greedy:
             test = collision_test(samples, self._memory)
-            self._memory.remember(samples)
+            self._memory.remember(samples)  # only now: each sample would collide with itself
         metrics = {**round_metrics(groups), **outcome_metrics(groups, scores)}
         record = DiversityRow(
             round=samples[0].sample_id.round,

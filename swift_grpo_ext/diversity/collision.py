@@ -78,11 +78,13 @@ MAX_COLLISIONS = 16
 """Kept of a round, the most improbable."""
 
 MAX_BYTES = 64 * 2**20
+"""Memory for earlier rounds: 13,000 samples with beginnings of 1,000 tokens."""
+
 BYTES_OF_SAMPLE = 1000
 """A remembered sample takes so many beside its tokens, its names included."""
 
 MAX_PER_PROMPT = 64
-MAX_KEPT_BITS = 96.0
+MAX_KEPT_BITS = 96.0  # 2^-96 is 1e-29: an alarm however many pairs there are
 
 Kind = Literal["shared", "frozen"]
 
@@ -304,6 +306,8 @@ class _PromptSamples:
             if not len(new):
                 continue
             least = min(float(self._bits[i][prefix.length]) for i in new)
+            # One coincidence, or all of them: with groups of one size log2 p is concave in their
+            # number (binomials are), so that its least value is at one end.
             sizes: list[tuple[Kind, int]] = [("frozen", e) for e in {1, len(new)} if len(old)]
             sizes += [("shared", e) for e in {1, len(new) - 1} if len(new) > 1]
             log2_p, kind = min((correction.log2_p(e, least, kind), kind) for kind, e in sizes)

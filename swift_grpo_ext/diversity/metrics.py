@@ -30,7 +30,7 @@ from rapidfuzz.process import cpdist
 from sacrebleu.metrics.bleu import BLEU
 from scipy import sparse
 
-from swift_grpo_ext.diversity.collision import Floats, Ints, known_logprobs
+from swift_grpo_ext.diversity.collision import Ints, known_logprobs
 from swift_grpo_ext.record.tables import SampleRow
 from swift_grpo_ext.sampling.seeding import SampleId
 
@@ -38,11 +38,12 @@ CORRECT_REWARD = 1.0
 """ms-swift's accuracy rewards (`rewards/orm.py`) give 1.0 for a right answer and 0.0 for a wrong
 one; with format rewards beside them, a right answer's sum is at least as high."""
 
+# 10,240 samples of 1,000 tokens take 0.5 CPU-seconds so (scripts/bench/results/diversity.md).
 MAX_COMPARED_SAMPLES = 1024
 MAX_GROUP_SAMPLES = 128
 MAX_TOKENS = 512
 MAX_PAIRS = 4096
-MIN_PROMPTS = 4
+MIN_PROMPTS = 4  # two or three may well have one right answer
 DISTINCT_ORDERS = (1, 2, 3)
 BLEU_ORDER = 4
 VENDI_ORDERS = (1, 2)
@@ -289,6 +290,7 @@ def edit_similarity(tokens: Sequence[Ints], max_pairs: int) -> float:
     """
     pairs = evenly_spaced(list(combinations([ids.tolist() for ids in tokens], 2)), max_pairs)
     left, right = zip(*pairs, strict=True)
+    # One worker: the training wants the other cores.
     return float(np.mean(cpdist(left, right, scorer=Levenshtein.normalized_similarity, workers=1)))
 
 
@@ -337,7 +339,7 @@ def self_bleu(counts: Sequence[sparse.csc_array]) -> Iterator[float]:
             sys_len=length,
             ref_len=min(others, key=lambda other: (abs(other - length), other)),
             smooth_method="exp",
-            effective_order=True,
+            effective_order=True,  # of samples with fewer than 4 tokens
         ).score / 100  # fmt: skip
 
 
@@ -348,6 +350,8 @@ def clipped_matches(counts: sparse.csc_array) -> Ints:
     """
     if not counts.nnz:
         return np.zeros(counts.shape[0], np.int64)
+    # For each n-gram, a column: the most that a sample has, and the most that another one has. The
+    # latter is the same, but for the one sample that alone has the most.
     starts = counts.indptr[:-1]
     column = np.repeat(np.arange(len(starts)), np.diff(counts.indptr))
     most = np.maximum.reduceat(counts.data, starts)
@@ -367,15 +371,13 @@ def vendi_score(counts: Sequence[sparse.csc_array]) -> float:
     equal) to G (nothing in common): higher is more diverse. Source: Friedman and Dieng 2023 (The
     Vendi Score), with the n-gram kernel that they use on text.
     """
-    kernels = [_cosines(counts[order - 1]) for order in VENDI_ORDERS]
+    kernels = []
+    for order in VENDI_ORDERS:
+        products = (counts[order - 1] @ counts[order - 1].T).toarray()
+        is_empty = products.diagonal() == 0  # shorter than `order` tokens
+        products += np.outer(is_empty, is_empty)
+        norms = np.sqrt(products.diagonal())
+        kernels.append(products / np.outer(norms, norms))
     eigenvalues = np.linalg.eigvalsh(np.mean(kernels, axis=0) / len(kernels[0]))
-    eigenvalues = eigenvalues[eigenvalues > 1e-12]
+    eigenvalues = eigenvalues[eigenvalues > 1e-12]  # 0 but for rounding, where x ln x is 0
     return float(np.exp(-np.sum(eigenvalues * np.log(eigenvalues))))
-
-
-def _cosines(counts: sparse.csc_array) -> Floats:
-    products = (counts @ counts.T).toarray()
-    is_empty = products.diagonal() == 0
-    products += np.outer(is_empty, is_empty)
-    norms = np.sqrt(products.diagonal())
-    return np.asarray(products / np.outer(norms, norms))

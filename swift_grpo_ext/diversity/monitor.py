@@ -10,7 +10,7 @@ whether to stop: each round is logged with its own step, and no rank stops alone
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from transformers import TrainerControl, TrainerState
 from swift_grpo_ext.diversity.analyzer import RoundAnalyzer
 from swift_grpo_ext.diversity.collision import compact
 from swift_grpo_ext.record.tables import DiversityRow, RewardRow, SampleRow
-from swift_grpo_ext.sampling.seeding import SampleId
+from swift_grpo_ext.sampling.seeding import Phase
 
 if TYPE_CHECKING:
     from swift_grpo_ext.config import RolloutGRPOConfig
@@ -38,7 +38,7 @@ GREEDY_TEMPERATURE = 1e-5
 class Decision:
     """Rank 0's message to all ranks."""
 
-    scalars: list[tuple[str, dict[str, float]]] = field(default_factory=list)
+    scalars: list[tuple[Phase, dict[str, float]]] = field(default_factory=list)
     """Phase and values to log, of each round."""
 
     stop: bool = False
@@ -78,8 +78,6 @@ class DiversityMonitor(TrainerCallback):
         self._last_alarm: dict[str, str] = {}
         """Verdict of the alarm that the last round gave, by phase; empty for none."""
 
-    # --- hooks of ms-swift ---
-
     def on_train_begin(
         self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -96,16 +94,6 @@ class DiversityMonitor(TrainerCallback):
             "collapsed policy; metrics are logged."
         )
 
-    def on_step_end(
-        self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._process_pending(control)
-
-    def on_prediction_step(
-        self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._process_pending(control)
-
     # --- samples in ---
 
     def _receive(self, rows: Sequence[SampleRow]) -> None:
@@ -115,7 +103,8 @@ class DiversityMonitor(TrainerCallback):
             if row.sample_id.turn and not row.token_ids:
                 continue  # its prompt had no room for an answer: it is no copy of other such turns
             if not row.replica and is_colocated:
-                # ms-swift's own rollouts do not name the engine; colocated, the rank does.
+                # ms-swift's own rollouts do not name the engine; colocated, the first rank of a
+                # tensor-parallel group does.
                 size = self.args.vllm_tensor_parallel_size if self.args.use_vllm else 1
                 row = replace(row, replica=f"rank {row.rank - row.rank % size}")
             samples.append(compact(row))
@@ -130,72 +119,65 @@ class DiversityMonitor(TrainerCallback):
         Args:
             rows: how this rank's samples scored.
         """
+        # As many as are there now: the thread that generates may append meanwhile.
         arrived = [s for _ in range(len(self._pending)) for s in self._pending.popleft()]
         scores = {row.sample_id: row.reward for row in rows}
-        gathered = self.trainer.ranks.gather((arrived, scores)) or ()
+        gathered = self.trainer.ranks.gather((arrived, scores))  # on rank 0 alone
         samples = [sample for rank_samples, _ in gathered for sample in rank_samples]
         all_scores = {name: reward for _, known in gathered for name, reward in known.items()}
         if self.args.async_generate:
-            samples = self._whole_rounds(samples, all_scores)
+            # The next round is generated meanwhile, and arrives in pieces; an evaluation's next
+            # batch belongs to the same round, and has later groups. Both wait for their scores.
+            newest = {name.phase: (*name.round, name.group) for name in sorted(all_scores)}
+            waiting, samples, self._unscored = [*self._unscored, *samples], [], []
+            for sample in waiting:
+                name = sample.sample_id
+                is_whole = (*name.round, name.group) <= newest.get(name.phase, ())
+                (samples if is_whole else self._unscored).append(sample)
         if samples:
             known = {name: reward for name, reward in all_scores.items() if reward is not None}
             self._analyses.append(self._thread.submit(self._analyzer.analyze, samples, known))
 
-    def _whole_rounds(
-        self, arrived: Sequence[SampleRow], scored: Iterable[SampleId]
-    ) -> list[SampleRow]:
-        """Return the samples of the rounds that were scored, and keep the others.
-
-        The next round is generated meanwhile, and arrives in pieces; an evaluation's next batch
-        belongs to the same round, and has later groups.
-        """
-        newest = {name.phase: (*name.round, name.group) for name in sorted(scored)}
-        whole: list[SampleRow] = []
-        pending, self._unscored = [*self._unscored, *arrived], []
-        for sample in pending:
-            name = sample.sample_id
-            is_whole = (*name.round, name.group) <= newest.get(name.phase, ())
-            (whole if is_whole else self._unscored).append(sample)
-        return whole
-
-    def _process_pending(self, control: TrainerControl) -> None:
+    def on_step_end(
+        self, args: RolloutGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Act on all samples that have arrived; every rank calls it together.
 
         Raises:
             Exception: rank 0 failed; all ranks raise, so that none waits for the others.
         """
-        self._begin_analysis()
+        self._begin_analysis()  # of samples that nobody scored
         ranks = self.trainer.ranks
         decisions: list[Decision] | Exception | None = None
         if ranks.rank == 0:
+            decision = Decision()
+            analyses, self._analyses = self._analyses, []
             try:
-                decisions = [self._decide()] * ranks.size
-            except Exception as e:
+                for row in (row for analysis in analyses for row in analysis.result()):
+                    self.trainer.record_diversity(row)
+                    phase = row.round.phase
+                    decision.scalars.append((phase, row.scalars()))
+                    if row.alarm:
+                        action = self.args.diversity_action
+                        # When an alarm begins, not in each of its rounds.
+                        if action != "log" and self._last_alarm.get(phase) != row.verdict:
+                            logger.warning(
+                                f"{row.alarm} (Said once; `swift-grpo-ext view "
+                                f"{self.args.output_dir}` shows all of them.)"
+                            )
+                        decision.stop |= action == "stop"
+                    self._last_alarm[phase] = row.verdict if row.alarm else ""
+                decisions = [decision] * ranks.size
+            except Exception as e:  # other ranks wait in `scatter`, which carries it to them
                 decisions = RuntimeError(f"--callbacks diversity: {type(e).__name__}: {e}")
                 decisions.__cause__ = e
-        decision: Decision = ranks.scatter(decisions)
-        for phase, scalars in decision.scalars:
+        agreed: Decision = ranks.scatter(decisions)
+        for phase, scalars in agreed.scalars:
             for name, value in scalars.items():
                 self.trainer._metrics[phase][name].append(value)
-        if decision.stop:
+        if agreed.stop:
             # ms-swift saves before its loop checks whether to stop, at the end of this step.
             control.should_save = True
             control.should_training_stop = True
 
-    def _decide(self) -> Decision:
-        """Write down the rounds that rank 0's thread has analyzed, and warn of an alarm when it
-        begins, not in each of its rounds."""
-        analyses, self._analyses = self._analyses, []
-        decision = Decision()
-        for row in (row for analysis in analyses for row in analysis.result()):
-            self.trainer.record_diversity(row)
-            phase = row.round.phase
-            decision.scalars.append((phase, row.scalars()))
-            if row.alarm:
-                action = self.args.diversity_action
-                if action != "log" and self._last_alarm.get(phase) != row.verdict:
-                    where = f"`swift-grpo-ext view {self.args.output_dir}` shows all of them"
-                    logger.warning(f"{row.alarm} (Said once; {where}.)")
-                decision.stop |= action == "stop"
-            self._last_alarm[phase] = row.verdict if row.alarm else ""
-        return decision
+    on_prediction_step = on_step_end  # after each batch of an evaluation
