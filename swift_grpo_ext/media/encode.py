@@ -84,9 +84,9 @@ class MediaCache:
     others wait for it.
 
     Args:
-        max_gb: bound of its memory, beside what is free (`bounded`); what was not used for longest
-            goes first. With 0, the samples of a training batch share their media, and nothing is
-            kept.
+        max_gb: bound of its memory, beside a half of this rank's share of what is free; what was
+            not used for longest goes first. With 0, the samples of a training batch share their
+            media, and nothing is kept.
         template: of the training. Where its model takes no media, nothing is kept either.
         ranks: all training ranks, which end rounds together; None stands for one.
     """
@@ -96,12 +96,26 @@ class MediaCache:
         self.counts: Counter[str] = Counter()
         """How many media this round had `decoded`, `processed`, or `reused` of either kind."""
 
-        max_bytes = bounded(max_gb) if self.is_kept else BATCH_BYTES
+        max_bytes = int(max_gb * BYTES_PER_GB) if self.is_kept else BATCH_BYTES
+        free = memory.free_bytes()
+        if self.is_kept and max_bytes > free // 2:
+            # The other half is for what else a training takes: weights that sleep, batches, vLLM's
+            # own cache. A container that holds 8 ranks would end at 8 times the default.
+            max_bytes = free // 2
+            # Nobody asked for the default.
+            tell = logger.info if max_gb == RolloutFlags.media_cache_gb else logger.warning
+            tell(
+                f"--media_cache_gb {max_gb:g}: each process keeps media up to "
+                f"{free / 2 / BYTES_PER_GB:.2g} GB, a half of its share of the memory that is free "
+                "here (of the machine, or of what its container may still take)."
+            )
         self._entries = LRUCache[bytes, _Entry](max_bytes, getsizeof=attrgetter("num_bytes"))
+        # What is held, once more: to look at `_entries` counts as use, and changes what goes first.
         self._made = WeakSet[_Entry]()
         self._ranks = ranks or RankGroup()
         self._round = 0
         self._lock = threading.Lock()
+        # A lock for each value that is being made, which goes with its last user.
         self._turns = WeakValueDictionary[bytes, threading.Lock]()
         self._hooks: dict[tuple[int, str], tuple[set[object], ExitStack]] = {}
 
@@ -153,7 +167,7 @@ class MediaCache:
         """Return the round's metrics by name, over all ranks; none where it had no media."""
         self._round += 1
         counts, self.counts = self.counts, Counter()
-        if not self.is_kept:
+        if not self.is_kept:  # on all ranks, which have one setting
             return {}
         gathered = self._ranks.all_gather((counts, self.num_bytes / BYTES_PER_GB))
         total = sum((counts for counts, _ in gathered), Counter[str]())
@@ -162,7 +176,7 @@ class MediaCache:
         metrics = {f"media/{kind}": float(total[kind]) for kind in KINDS}
         return metrics | {"media/gb": max(gigabytes for _, gigabytes in gathered)}
 
-    def share(self, asked: Any, make: Callable[[], Any], kind: str = "") -> Any:
+    def share(self, asked: object, make: Callable[[], Any], kind: str = "") -> Any:
         """Return what `make()` returned for `asked` of the same content, else what it returns now.
 
         Each caller gets containers, arrays and images of its own; tensors share their storage.
@@ -179,6 +193,7 @@ class MediaCache:
             return make()
         with self._lock:
             turn = self._turns.setdefault(key, threading.Lock())
+        # `make` may share parts of the value meanwhile: a part never waits for its whole.
         with turn:
             with self._lock:
                 entry = self._entries.get(key)
@@ -189,10 +204,12 @@ class MediaCache:
                 with torch.inference_mode(False), torch.no_grad():
                     entry = _Entry(make(), key, self.share)
                 with self._lock:
+                    # An LRUCache raises for what is larger than itself.
                     if entry.num_bytes <= self._entries.maxsize:
                         self._entries[key] = entry
                         self._made.add(entry)
-        return entry.lend()
+        entry.check()
+        return _map(_lend, entry.value)
 
     @contextmanager
     def _sharing(self, template: Template) -> Iterator[None]:
@@ -219,6 +236,7 @@ class MediaCache:
         """Hook a function as long as a block of any thread wants it: media are shared once in a
         block within another, and none of two side by side takes it from the other. Threads without
         a block may call it meanwhile: they get what they would have got, from the cache."""
+        # Blocks of two threads may end in any order: the last one takes the hook away.
         with self._lock:
             users, hook = self._hooks.setdefault((id(owner), name), (set(), ExitStack()))
             if not users:
@@ -232,7 +250,7 @@ class MediaCache:
                 if not users:
                     hook.close()
 
-    def _decode_image(self, load: Callable[..., Any], image: Any, load_images: bool) -> Any:
+    def _decode_image(self, load: Callable[..., Any], image: object, load_images: bool) -> Any:
         # A path that is not to be loaded comes back as it is.
         source = source_key(image, self._round) if load_images else image
         asked = (load.__qualname__, source, load_images)
@@ -241,7 +259,7 @@ class MediaCache:
     def _decode_frames(
         self, upstream: Callable[..., Any], load: Callable[[Any], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        def shared(video: Any) -> Any:
+        def shared(video: object) -> Any:
             asked = (load, source_key(video, self._round))
             return self.share(asked, lambda: load(video), "decoded")
 
@@ -266,26 +284,6 @@ class MediaCache:
         return self.share(asked, lambda: preprocess(owner, *args, **kwargs), "processed")
 
 
-def bounded(max_gb: float) -> int:
-    """Return the bytes that a cache may take of so many gigabytes: a half of this rank's share of
-    the memory that is free at most, and say so where that is less.
-
-    The other half is for the rest of what a training takes: weights that sleep, batches, vLLM's own
-    cache. A container that holds 8 ranks would end at 8 times the default.
-    """
-    asked, free = int(max_gb * BYTES_PER_GB), memory.free_bytes()
-    if asked <= free // 2:
-        return asked
-    # Nobody asked for the default.
-    tell = logger.info if max_gb == RolloutFlags.media_cache_gb else logger.warning
-    tell(
-        f"--media_cache_gb {max_gb:g}: each process keeps media up to {free / 2 / BYTES_PER_GB:.2g}"
-        " GB, a half of its share of the memory that is free here (of the machine, or of what its "
-        "container may still take)."
-    )
-    return free // 2
-
-
 class SharedImage(Image.Image):
     """A view of decoded pixels that other views share; whoever changes it gets pixels of its own.
 
@@ -302,10 +300,10 @@ class SharedImage(Image.Image):
     def of(cls, image: Image.Image, key: bytes, share: Callable[..., Any]) -> SharedImage:
         """Return a view of `image`, whose content `key` names; raise what decoding it raises."""
         image.load()
-        view: Any = image._new(image.im)
+        view: Any = image._new(image.im)  # Pillow's way to a second image of the same pixels
         view.__class__ = cls
         view.format = image.format
-        view.readonly = image.readonly = 1
+        view.readonly = image.readonly = 1  # both: neither may write to what the other shows
         view._key, view._pixels, view._share = key, image.im, share
         return view
 
@@ -329,7 +327,7 @@ class SharedImage(Image.Image):
         self._ensure_mutable()  # Pillow takes over the pixels that `resize` returns, and writes
         super().thumbnail(*args, **kwargs)
 
-    def _derived(self, name: str, current: Any, args: Any, kwargs: Any) -> Image.Image:
+    def _derived(self, name: str, current: object, args: Any, kwargs: Any) -> Image.Image:
         if args == (current,) and not kwargs:
             return self.copy()  # what changes nothing is a view, and takes no room
         method = getattr(super(), name)
@@ -342,18 +340,28 @@ class _Entry:
     """A value of the cache, its size in bytes, and what tells whether it was written to."""
 
     def __init__(self, made: Any, key: bytes, share: Callable[..., Any]) -> None:
-        leaves: list[Any] = []
+        leaves: list[object] = []
 
-        def hold(leaf: Any) -> Any:
+        # Its images bear names from here on, so that what is made of them is found by name.
+        def hold(leaf: object) -> object:
             if isinstance(leaf, Image.Image) and getattr(leaf, "content_key", None) is None:
                 leaf = SharedImage.of(leaf, key + len(leaves).to_bytes(4, "big"), share)
             leaves.append(leaf)
             return leaf
 
         self.value = _map(hold, made)
-        self.num_bytes = sum(map(_num_bytes, leaves))
+        self.num_bytes = 0
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                # A processor may work on an accelerator, whose memory is not ours to hold.
+                is_here = leaf.device.type == "cpu" and leaf.layout == torch.strided
+                self.num_bytes += leaf.untyped_storage().nbytes() if is_here else sys.maxsize
+            elif isinstance(leaf, np.ndarray):
+                self.num_bytes += leaf.nbytes
+            elif isinstance(leaf, Image.Image):
+                self.num_bytes += 4 * leaf.width * leaf.height  # Pillow's RGB takes four a pixel
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # no versions
         self._versions = [(tensor, tensor._version, content_key(tensor)) for tensor in tensors]
 
     def check(self) -> None:
@@ -372,20 +380,17 @@ class _Entry:
                     "of them changed. Expected: never written. Report the model type."
                 )
 
-    def lend(self) -> Any:
-        """Return the value for one more user."""
-        self.check()
-        return _map(_lend, self.value)
 
-
-def content_key(value: Any) -> bytes | None:
+def content_key(value: object) -> bytes | None:
     """Return a name that equal contents share and different ones do not.
 
     It is None for what cannot be written down: open files, closures, other devices' tensors.
     """
     stream = io.BytesIO()
     namer = _Namer(stream, protocol=5)
-    namer.fast = True  # contents alone count, not which of them are one object
+    # Without a memo, contents alone count, not which of them are one object: a row that holds one
+    # string twice, and one with two equal strings, have the same name.
+    namer.fast = True
     try:
         namer.dump(value)
     except Exception:  # whatever objects of other libraries raise
@@ -396,7 +401,7 @@ def content_key(value: Any) -> bytes | None:
 class _Namer(pickle.Pickler):
     """Write images that have a name as that name, and tensors as arrays."""
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> object:
         if isinstance(value, SharedImage) and value.content_key is not None:
             return value.content_key
         if isinstance(value, torch.Tensor):
@@ -405,7 +410,7 @@ class _Namer(pickle.Pickler):
         return None
 
 
-def source_key(source: Any, round_: int) -> Any:
+def source_key(source: object, round_: int) -> object:
     """Return what names the content of what media are loaded from, however it is given.
 
     ms-swift hands rows of bytes to an engine in base64 and to training as they are (4.6,
@@ -462,18 +467,7 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _lend(leaf: Any) -> Any:
+def _lend(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach()
+        return leaf.detach()  # shares memory and version: what is written to it shows in `check`
     return leaf.copy() if isinstance(leaf, Image.Image) else copy.deepcopy(leaf)
-
-
-def _num_bytes(leaf: Any) -> int:
-    if isinstance(leaf, torch.Tensor):
-        # A processor may work on an accelerator, whose memory is not ours to hold.
-        is_here = leaf.device.type == "cpu" and leaf.layout == torch.strided
-        return leaf.untyped_storage().nbytes() if is_here else sys.maxsize
-    if isinstance(leaf, np.ndarray):
-        return leaf.nbytes
-    # Pillow keeps an RGB pixel in four bytes.
-    return 4 * leaf.width * leaf.height if isinstance(leaf, Image.Image) else 0

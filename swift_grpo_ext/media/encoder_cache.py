@@ -13,7 +13,7 @@ that all have to run it equally often: such towers are left alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ logger = get_logger()
 
 _INTEGERS = (torch.int64, torch.int32)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
+Grid = tuple[int, int, int]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -60,7 +61,7 @@ class Call:
     sizes: list[int]
     """How many rows of `pixels` each image has."""
 
-    grids: list[tuple[int, int, int] | None]
+    grids: list[Grid | None]
     """Patches in time, height and width of each image; None where images have one size."""
 
     rest: dict[str, Any]
@@ -95,11 +96,17 @@ class EncoderCache:
         self.num_encoded = 0
         """How many images went through a tower since ranks last agreed."""
 
-        self.towers = [
-            FrozenTower(name, tower, self)
-            for each in ((model, *others) if max_gb else ())
-            for name, tower in frozen_towers(each)
-        ]
+        self.towers: list[FrozenTower] = []
+        for each in (model, *others) if max_gb else ():
+            base: Any = base_model(each)
+            architecture = getattr(getattr(base, "model_meta", None), "model_arch", None)
+            for name in getattr(architecture, "vision_tower", None) or ():
+                try:
+                    tower = base.get_submodule(name)
+                except AttributeError:  # the list is a family's: a model may lack one of its towers
+                    continue
+                if is_constant(tower):
+                    self.towers.append(FrozenTower(name, tower, self))
 
     @property
     def is_on(self) -> bool:
@@ -111,7 +118,13 @@ class EncoderCache:
         self.outputs.clear()
         self.num_bytes = 0
         for tower in self.towers:
-            tower.leave_if_sharded()
+            # All ranks see the shards, and switch it off together without a word.
+            if not tower.is_off and shard_ranks(tower.module).groups:
+                tower.is_off = True
+                logger.info(
+                    f"--encoder_cache_gb has no effect on {tower.name}: ranks share its weights "
+                    "(ZeRO-3, FSDP), and have to run it equally often."
+                )
 
     def agree(self, ranks: RankGroup) -> int:
         """Switch off on all ranks the towers that were switched off on one, and say why, once.
@@ -128,19 +141,6 @@ class EncoderCache:
                 tower.is_off = True
                 logger.warning(f"--encoder_cache_gb has no effect on {tower.name}: {problem}")
         return sum(counts)
-
-
-def frozen_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield by name the vision towers that ms-swift knows of a model, unless they are trained."""
-    base: Any = base_model(model)
-    architecture = getattr(getattr(base, "model_meta", None), "model_arch", None)
-    for name in getattr(architecture, "vision_tower", None) or ():
-        try:
-            tower = base.get_submodule(name)
-        except AttributeError:
-            continue
-        if is_constant(tower):
-            yield name, tower
 
 
 def is_constant(tower: nn.Module) -> bool:
@@ -168,7 +168,7 @@ class FrozenTower:
         self.problem = ""
         """Why it was switched off on this rank, until ranks agree."""
 
-        self._tower, self._cache = tower, cache
+        self.module, self._cache = tower, cache
         self._upstream = upstream = tower.forward
         self._separable = set[Hashable]()
         """Ways of seeing an image in which the tower's output for one is known to be its own."""
@@ -179,13 +179,13 @@ class FrozenTower:
 
         @wraps(upstream)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_off and is_constant(tower):
+            if not self.is_off and is_constant(tower):  # a callback may have unfrozen it
                 try:
                     with torch.no_grad():
                         call = self._read(*args, **kwargs)
                         if call is not None and self._is_apart(call):
                             return self._encode(call)
-                except Exception as e:
+                except Exception as e:  # the plain call says whether it was the tower's own error
                     self.switch_off(f"{type(e).__name__}: {e}")
             args, kwargs = pytree.tree_map_only(LazyConcat, LazyConcat.join, (args, kwargs))
             return upstream(*args, **kwargs)
@@ -196,19 +196,11 @@ class FrozenTower:
         """Leave all further calls as they are."""
         self.is_off, self.problem = True, problem
 
-    def leave_if_sharded(self) -> None:
-        """Switch it off where ranks share its weights, as all of them see."""
-        if not self.is_off and shard_ranks(self._tower).groups:
-            self.is_off = True
-            logger.info(
-                f"--encoder_cache_gb has no effect on {self.name}: ranks share its weights "
-                "(ZeRO-3, FSDP), and have to run it equally often."
-            )
-
     @torch.compiler.disable
     def _read(self, *args: Any, **kwargs: Any) -> Call | None:
         """Return the images of a call; None where it is another kind of call."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
+        # transformers gives the images by position, or under one of these names.
         first = "pixel_values" if "pixel_values" in given else "hidden_states"
         first = self._names[0] if args else first
         pixels = given.pop(first, None)
@@ -221,7 +213,7 @@ class FrozenTower:
         if others:
             # As Pixtral's sizes of images, which lie in one row, or places of Gemma 4's patches.
             if pixels.ndim == 4 or first == "pixel_values":
-                tower = type(self._tower).__name__
+                tower = type(self.module).__name__
                 self.switch_off(f"{tower} takes {', '.join(others)} beside images.")
             return None
         if pixels.requires_grad or not pixels.numel():
@@ -243,7 +235,7 @@ class FrozenTower:
         how = call.how()
         if how not in self._separable:
             image, grid = call.images()[0], call.grids[0]
-            other = 1 - image.flip(0, -1)
+            other = 1 - image.flip(0, -1)  # another image of the same grid, in any range of values
             try:
                 beside = self._run([image, other], [grid, grid], call.rest)[0]
                 alone = self._run([image], [grid], call.rest)[0]
@@ -254,7 +246,7 @@ class FrozenTower:
                 self._separable.add(how)
             else:
                 self.switch_off(
-                    f"the output of {type(self._tower).__name__} for an image depends on the other "
+                    f"the output of {type(self.module).__name__} for an image depends on the other "
                     "images of a call, or cannot be split by image."
                 )
         return not self.is_off
@@ -262,8 +254,10 @@ class FrozenTower:
     def _encode(self, call: Call) -> Any:
         """Return the tower's output for all images of a call; the tower runs on the new ones."""
         images, cache = call.images(), self._cache
-        keys: list[Hashable] = [(id(self._tower), key) for key in image_keys(call)]
+        # By tower: the reference model has its own weights.
+        keys: list[Hashable] = [(id(self.module), key) for key in image_keys(call)]
         made: dict[Hashable, Output] = {}
+        # Of equal images the last number stands: each is shown once.
         if new := {key: number for number, key in enumerate(keys) if key not in cache.outputs}:
             numbers = [*new.values()]
             shown, grids = [images[n] for n in numbers], [call.grids[n] for n in numbers]
@@ -284,14 +278,14 @@ class FrozenTower:
         return pytree.tree_unflatten(leaves, outputs[0].structure)
 
     def _run(
-        self, images: Sequence[Tensor], grids: Sequence[Any], rest: dict[str, Any]
+        self, images: Sequence[Tensor], grids: Sequence[Grid | None], rest: dict[str, Any]
     ) -> list[Output]:
         """Run the tower on some images, and take apart what it returns."""
         pixels, merged = torch.cat([*images]), 1
         if grids[0] is not None:
             rest = {**rest, "grid_thw": torch.tensor(grids, device=pixels.device)}
             # So many patches may have become one row.
-            merged = getattr(self._tower, "spatial_merge_size", 1) ** 2
+            merged = getattr(self.module, "spatial_merge_size", 1) ** 2
         leaves, structure = pytree.tree_flatten(self._upstream(pixels, **rest))
         parts: list[list[Any]] = []
         for leaf in leaves:
@@ -330,5 +324,7 @@ def _are_close(a: Any, b: Any) -> bool:
         return bool(a == b)
     if a.shape != b.shape:
         return False
+    # Half of the digits: other shapes may take other kernels, but an output that depends on other
+    # images differs in its first digits.
     limit = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0.0
     return float((a - b).abs().max()) <= limit * float(b.abs().max())

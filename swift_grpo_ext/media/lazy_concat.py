@@ -8,6 +8,7 @@ each image once (`encoder_cache`), nothing ever reads the G copies.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any, SupportsIndex
 
 import torch
@@ -47,6 +48,7 @@ class LazyConcat(Tensor):
     def _of(cls, distinct: list[Tensor], order: list[int]) -> LazyConcat:
         first, rows = distinct[0], sum(len(distinct[number]) for number in order)
         shape = (rows, *first.shape[1:])
+        # A tensor without memory: each operator on it arrives in `__torch_dispatch__`.
         make: Any = Tensor._make_wrapper_subclass
         self: LazyConcat = make(cls, shape, dtype=first.dtype, device=first.device)
         self.distinct, self.order, self._joined = distinct, order, None
@@ -61,6 +63,7 @@ class LazyConcat(Tensor):
         """Return what this tensor stands for, the same each time, so that what is written stays."""
         if self._joined is None:
             self._joined = torch.cat(self.parts)
+            # From now on it holds the values: moves and pieces must show what is written to it.
             self.distinct, self.order = [self._joined], [0]
         return self._joined
 
@@ -73,9 +76,9 @@ class LazyConcat(Tensor):
                 size = left.pop()
                 pieces.append(part[start : start + size])
                 start += size
-            if start > len(part):
+            if start > len(part):  # a piece lies over the border of two parts
                 return [*self.join().split([*sizes])]
-        return pieces + [part[:0] for _ in left]
+        return pieces + [part[:0] for _ in left]  # pieces of size 0
 
     # These read memory, and ask no operator for it.
     def data_ptr(self) -> int:
@@ -103,7 +106,8 @@ class LazyConcat(Tensor):
             self, *rest = args
             return cls._of([func(part, *rest, **kwargs) for part in self.distinct], self.order)
         if func is _aten.cat.default and _can_wait(*args, **kwargs):
-            return cls([part for tensor in args[0] for part in _parts(tensor)])
+            parts = (t.parts if isinstance(t, LazyConcat) else [t] for t in args[0])
+            return cls([*chain.from_iterable(parts)])
         read: Any = pytree.tree_map_only(cls, cls.join, (args, kwargs))
         result = func(*read[0], **read[1])
         # What writes in place returns what it was given.
@@ -115,10 +119,6 @@ def memory_of(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    return tensor.parts if isinstance(tensor, LazyConcat) else [tensor]
-
-
 def is_rows(value: Any) -> bool:
     """Return whether it is a tensor that lies in memory by rows and has no gradient."""
     is_plain = type(value) is Tensor and value.layout == torch.strided and not value.is_nested
@@ -126,5 +126,6 @@ def is_rows(value: Any) -> bool:
 
 
 def _can_wait(tensors: Sequence[Tensor], dim: int = 0) -> bool:
+    """Return whether `torch.cat` of these may be put off: else torch converts types, or refuses."""
     kinds = {(t.shape[1:], t.dtype, t.device, t.ndim > 0, t.requires_grad) for t in tensors}
     return dim == 0 and len(kinds) == 1 and not tensors[0].requires_grad

@@ -88,7 +88,7 @@ def check_media(request: Mapping[str, Any]) -> None:
 
 def _check(text: str) -> None:
     if text.startswith(URLS):
-        if hasattr(swift.utils, "SafeUrlFetcher"):
+        if hasattr(swift.utils, "SafeUrlFetcher"):  # from ms-swift 4.6 on
             swift.utils.SafeUrlFetcher.check_url(text)
         return
     if os.environ.get(VARIABLE) and hasattr(swift.utils, "SafeMediaPath"):
@@ -102,6 +102,7 @@ def _check(text: str) -> None:
         raise _unsupported(text, scheme)
     if path is not None:
         if os.path.isfile(path):
+            # What cannot be opened is no playlist that a loader could follow; it says so itself.
             with suppress(OSError), Path(path).open("rb") as file:
                 _check_start(file.read(PROBED_BYTES))
             _check_pixels(path)
@@ -119,6 +120,7 @@ def _check(text: str) -> None:
 def _check_start(content: bytes) -> None:
     """Raise `ValueError` for a medium that names others: ffmpeg, within the loaders of videos and
     audios, would fetch these by itself, from any address."""
+    # Playlists are text: behind a zero byte, the same words are pixels.
     text = content[:PROBED_BYTES].partition(b"\0")[0]
     if found := _PLAYLIST.search(text):
         raise ValueError(
@@ -153,6 +155,7 @@ def check_redirects() -> None:
     """Let the templates of this process, of a replica, encode files in the place of URLs: each is
     fetched here alone, judged at each hop and by what came. And let Pillow refuse a picture that
     would take gigabytes, whose size it knows before it decodes it."""
+    # Pillow itself refuses from twice its limit on, and warns before.
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     if not hasattr(swift.utils, "SafeUrlFetcher"):
         return
@@ -162,11 +165,13 @@ def check_redirects() -> None:
 
     @wraps(upstream)
     def encode(self: Template, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # As ms-swift's own `encode` begins, which finds the result and copies it once more.
         if isinstance(inputs, InferRequest):
             inputs = asdict(inputs)
         is_made = isinstance(inputs, TemplateInputs)
         inputs = deepcopy(inputs) if is_made else TemplateInputs.from_dict(inputs)
         parts = (inputs.chosen, inputs.rejected, *inputs.positive, *inputs.negative)
+        # Encoding reads the media: the files go with the block.
         with TemporaryDirectory(prefix="swift_grpo_ext_") as folder:
             for part, kind in product(filter(None, parts), COLUMNS):
                 setattr(part, kind, _fetched(getattr(part, kind), kind, folder))
@@ -175,7 +180,7 @@ def check_redirects() -> None:
     patch(Template, encode=encode)
 
 
-def _fetched(value: Any, field: str, folder: str) -> Any:
+def _fetched(value: object, field: str, folder: str) -> object:
     """Return media with files in `folder` in the place of URLs, however nested.
 
     Raises:
@@ -195,16 +200,12 @@ def _fetched(value: Any, field: str, folder: str) -> Any:
         _check_pixels(BytesIO(content))
     except ValueError as e:
         raise ValueError(f"{field}: {url}: {e}") from e
-    file, name = mkstemp(dir=folder, suffix=_suffix(url))
+    # Some loaders know the kind of a file by its name's end.
+    ending = re.search(r"\.[A-Za-z0-9]{1,5}$", urlsplit(url).path)
+    file, name = mkstemp(dir=folder, suffix=ending[0] if ending else "")
     with os.fdopen(file, "wb") as opened:
         opened.write(content)
     return name
-
-
-def _suffix(url: str) -> str:
-    """Return what some loaders know the kind of a file by."""
-    found = re.search(r"\.[A-Za-z0-9]{1,5}$", urlsplit(url).path)
-    return found[0] if found else ""
 
 
 def _media(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -219,6 +220,7 @@ def _media(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         raise ValueError(f"messages: cannot be read ({type(e).__name__}: {e})") from e
     for kind in COLUMNS:
         yield from (("messages", text) for text in _texts(getattr(inputs, kind)))
+    # ms-swift takes images from these tags (template/base.py, `_replace_image_tags`).
     contents = (message.get("content") for message in inputs.messages)
     for content in (inputs.system, *contents):
         if isinstance(content, str):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -30,34 +29,27 @@ class Picture(NamedTuple):
     """The image, of at most `SIDE` pixels a side; None of what is no image or has a file."""
 
 
-def picture_of(medium: Any) -> Picture:
+def picture_of(medium: object) -> Picture:
     """Return what is kept of a medium, in any form that a request has: the same pixels have the
     same name, as an image of PIL's, as bytes and as base64."""
+    content = medium.get("bytes") if isinstance(medium, dict) else medium
     with suppress(OSError, ValueError, Image.DecompressionBombError):  # no image, or a broken one
-        image = _decode(medium)
-        if image is not None:
-            name = media_name(image.convert("RGB"))
-            image.thumbnail((SIDE, SIDE))
-            image.convert("RGB").save(content := io.BytesIO(), "webp", quality=QUALITY)
-            return Picture(name, content.getvalue())
+        if isinstance(content, str):
+            text = content.partition(",")[2] if content.startswith("data:") else content
+            content = base64.b64decode(text, validate=True)  # raises for a path or URL
+        if isinstance(content, bytes):
+            content = Image.open(io.BytesIO(content))
+        if isinstance(content, Image.Image):
+            # By its pixels, so that a PNG, its base64 and the decoded image are one.
+            name = media_name(content.convert("RGB"))
+            small = content.copy()  # `thumbnail` shrinks in place, and this is the scheduler's
+            small.thumbnail((SIDE, SIDE))
+            small.convert("RGB").save(webp := io.BytesIO(), "webp", quality=QUALITY)
+            return Picture(name, webp.getvalue())
     return Picture(media_name(medium))
 
 
-def _decode(medium: Any) -> Image.Image | None:
-    if isinstance(medium, dict):
-        medium = medium.get("bytes")
-    if isinstance(medium, str):
-        text = medium.partition(",")[2] if medium.startswith("data:") else medium
-        try:
-            medium = base64.b64decode(text, validate=True)
-        except binascii.Error:  # a path, a URL
-            return None
-    if isinstance(medium, bytes):
-        medium = Image.open(io.BytesIO(medium))
-    return medium.copy() if isinstance(medium, Image.Image) else None
-
-
-def media_name(media: Any) -> str:
+def media_name(media: object) -> str:
     """Return a path or URL as it is, a digest of content or pixels, the frames' names of frames."""
     if isinstance(media, dict):
         media = media.get("path") or media.get("bytes")
