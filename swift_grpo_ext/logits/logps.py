@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from swift.rl_core.data import GRPOBatch, GRPOSample
     from swift.rlhf_trainers import GRPOConfig
     from swift.template import Template
-    from transformers import PretrainedConfig
 
 logger = get_logger()
 
@@ -77,14 +76,17 @@ class CompletionLogps:
         self._is_strict = config.logits_shim == "strict"
         self._ranks = ranks or RankGroup()
         size = chunk_size(config.logps_chunk_size)
-        if size is None:
+        if size is None:  # `auto`
             assert model is not None
             size = agreed_chunk_size(model, self._ranks)
         self._chunk_size = size
         self._is_padding_free = bool(template.padding_free)
+        # By the model: policy, reference and teacher each find out by themselves what works. Weak
+        # keys, as one that was replaced must not be kept in memory.
         self._shims: WeakKeyDictionary[nn.Module, LogitsShim] = WeakKeyDictionary()
         self._shared_prompts: WeakKeyDictionary[nn.Module, SharedPrompt] = WeakKeyDictionary()
         self._limit = limit
+        # Chunks that are asked for need the shim, whatever its own flag says.
         self._is_off = config.logits_shim == "off" and not self._chunk_size
 
         self._config = config
@@ -95,10 +97,10 @@ class CompletionLogps:
             logger.warning(f"--logps_shared_prompt true has no effect with {reason}.")
         size = config.per_device_train_batch_size
         self._num_joined = -(-config.num_generations // size)
-        """Micro-batches that may hold a group."""
+        """How many micro-batches a group takes up."""
 
         self._is_too_much = False
-        """Whether several of them have not fitted into this rank's memory."""
+        """Whether that many have not fitted into this rank's memory together."""
 
         if self._is_off:
             return
@@ -110,12 +112,14 @@ class CompletionLogps:
                 "ms-swift splits positions over ranks, and computes the logits of all of them."
             )
         elif config.use_liger_kernel:
+            # ms-swift's `compute_liger_loss` calls the model's body and asks for no logits.
             logger.warning(
                 f"{flags} on the loss with --use_liger_kernel true, which computes it from "
                 "hidden states; old-policy and reference passes follow them."
             )
 
     def _reason_against_sharing(self) -> str:
+        """Return which setting keeps a group's prompt from being read once, and why; '' if none."""
         config = self._config
         if self._is_off or self._is_padding_free:
             flag = "--logits_shim off" if self._is_off else "--padding_free true"
@@ -140,8 +144,9 @@ class CompletionLogps:
             return model
         mask_BK = grpo_batch.completion_mask
         if self._is_padding_free:
-            # ms-swift has cut its one row at the borders of sequences and right-aligned the pieces;
-            # they are put together again.
+            # ms-swift has cut its one row at the borders of sequences and right-aligned the pieces
+            # (rlhf_trainers/utils.py, `build_completion_mask_and_seq_lengths`). The model gets one
+            # row, so they are put together again.
             pieces = zip(mask_BK, grpo_batch.seq_lengths.tolist(), strict=True)
             mask_BK = torch.cat([row[len(row) - length :] for row, length in pieces])[None]
         return CompletionModel(model, self._shim(model), mask_BK)
@@ -149,7 +154,7 @@ class CompletionLogps:
     def _shim(self, model: nn.Module) -> LogitsShim:
         base = base_model(model)
         if base not in self._shims:
-            # A model that names no head was told of when the trainer was made (`mask_models`).
+            # When the trainer was made, `mask_models` warned of a model that names no head.
             tell = logger.info if output_embedding(base) is None else logger.warning
             self._shims[base] = LogitsShim(base, strict=self._is_strict, warn=tell)
         return self._shims[base]
@@ -175,33 +180,32 @@ class CompletionLogps:
             temperature: the number by which logits are divided.
             with_entropy: whether entropies are wanted too.
         """
-        if not isinstance(model, CompletionModel):
+        if not isinstance(model, CompletionModel):  # `restrict` has left it as it was
             return upstream(model)
         mask_BT, logps = self._frame(model, input_ids_BT, temperature)
         packed = self._pack(model, inputs, mask_BT, logps)
-        logps_N, entropies_N = logps(model.model, *(packed or (inputs, mask_BT)), with_entropy)
+        logps_N, entropies_N = logps(
+            model.model, *(packed or (inputs, mask_BT)), with_entropy=with_entropy
+        )
         logps_BK = scattered(logps_N, model.mask_BK)
         return logps_BK, None if entropies_N is None else scattered(entropies_N, model.mask_BK)
 
     def _frame(
         self, model: CompletionModel, input_ids_BT: Tensor, temperature: float
     ) -> tuple[Tensor, Callable[..., Logps]]:
-        """Return which positions of a batch predict a completion token, and what computes
-        log-probabilities there, of a model and its inputs."""
+        """Return which positions of a batch predict a completion token, and a function that takes
+        a model, its inputs and such positions, and returns log-probabilities."""
         before = input_ids_BT.shape[1] - model.mask_BK.shape[1]
         # The logits that predict a token are those of the position before it.
         mask_BT = nn.functional.pad(model.mask_BK, (before - 1, 1))
+        # The packed row has the same targets in the same order, so that both forms can share this.
         targets_N = input_ids_BT[:, before:][model.mask_BK]
-
-        def logps(
-            of: nn.Module, inputs: dict[str, Any], mask_BT: Tensor, with_entropy: bool = False
-        ) -> Logps:
-            return model.shim.logps(
-                of, inputs, mask_BT, targets_N,
-                chunk_size=self._chunk_size, temperature=temperature, with_entropy=with_entropy,
-            )  # fmt: skip
-
-        return mask_BT, logps
+        return mask_BT, partial(
+            model.shim.logps,
+            targets_N=targets_N,
+            chunk_size=self._chunk_size,
+            temperature=temperature,
+        )
 
     def _pack(
         self,
@@ -216,7 +220,8 @@ class CompletionLogps:
         base = base_model(model.model)
         if base not in self._shared_prompts:
             self._shared_prompts[base] = SharedPrompt(base, self._limit, self._flag)
-        # DDP's forward has collectives of its own, and a rank may make further passes by itself.
+        # The proof of the first batch makes passes that other ranks may not make. DDP's forward has
+        # collectives of its own (buffers), which would wait for them: go around it.
         is_ddp = isinstance(model.model, DistributedDataParallel)
         plain = model.model.module if is_ddp else model.model
         return self._shared_prompts[base].pack(
@@ -246,23 +251,27 @@ class CompletionLogps:
             temperature: the number by which logits are divided.
             policy: the model that is trained.
         """
-        # The rows of a teacher of its own prompt are encoded anew, with that.
-        samples = [sample for samples in micro_batches for sample in samples]
-        has_teacher_rows = any(map(has_teacher_prompt, samples))
+        # A local teacher that sees a prompt of its own has rows of its own, which ms-swift encodes
+        # in the place of the sample's (4.6, rl_core/data.py, `build_teacher_view`): what waits here
+        # would be collated with the wrong ones. `teacher_images` is there since 4.5.
+        has_teacher_rows = any(
+            sample.teacher_prompt or getattr(sample, "teacher_images", None) is not None
+            for samples in micro_batches
+            for sample in samples
+        )
         if not self._ranks.agree(not has_teacher_rows):
             return None
 
+        # Gradients that the pass with gradients will make beside its activations are room that
+        # passes without have now. Where weights are sharded, or DeepSpeed keeps gradients in
+        # buffers of its own, their number is not known: count none, which joins less.
+        num_gradients = 0
+        if not self._config.deepspeed and not self._shim(policy).ranks(policy).groups:
+            trained = (p for p in policy.parameters() if p.requires_grad and p.grad is None)
+            num_gradients = sum(parameter.numel() for parameter in trained)
         compute = partial(self._logps_of_several, collate, temperature)
-        num_parts = partial(self._num_parts, self._num_gradients(policy))
+        num_parts = partial(self._num_parts, num_gradients)
         return JoinedPasses(micro_batches, self._num_joined, compute, num_parts)
-
-    def _num_gradients(self, policy: nn.Module) -> int:
-        """Return how many gradients of weights will be made that are not there now, as far as that
-        is known."""
-        if self._config.deepspeed or self._shim(policy).ranks(policy).groups:
-            return 0
-        trained = (p for p in policy.parameters() if p.requires_grad and p.grad is None)
-        return sum(parameter.numel() for parameter in trained)
 
     def _logps_of_several(
         self,
@@ -271,6 +280,8 @@ class CompletionLogps:
         model: nn.Module,
         waiting: Sequence[Waiting],
     ) -> Tensor | None:
+        """Return log-probabilities [N] of some micro-batches as one packed row; None where they are
+        not packed, and each has to be computed alone."""
         if self._is_too_much:
             return None
         inputs, batch = collate([sample for each in waiting for sample in each.samples])
@@ -278,14 +289,15 @@ class CompletionLogps:
         assert isinstance(restricted, CompletionModel)
         mask_BT, logps = self._frame(restricted, inputs["input_ids"], temperature)
 
-        def alone() -> Tensor:
+        def alone() -> Tensor:  # what the first packed row is held against
             return torch.cat([each.alone()[each.mask_BK] for each in waiting])
 
         try:
             packed = self._pack(restricted, inputs, mask_BT, logps, alone)
             values_N = None if packed is None else logps(model, *packed).logps_N
         except torch.OutOfMemoryError:
-            if restricted.shim.ranks(model).groups:  # the others are in the same pass
+            # Ranks that share weights are in the same pass, and would wait in its next gather.
+            if restricted.shim.ranks(model).groups:
                 raise
             self._is_too_much = True
             logger.warning(
@@ -296,9 +308,10 @@ class CompletionLogps:
         return values_N
 
     def _num_parts(self, num_gradients: int, model: nn.Module, waiting: Sequence[Waiting]) -> int:
+        base: Any = base_model(model)
         number = parts_within_memory(
             waiting,
-            text_config(model),
+            base.config.get_text_config(),
             recomputes=self._config.gradient_checkpointing,
             chunk_size=self._chunk_size,
             num_gradients=num_gradients,
@@ -317,25 +330,12 @@ class CompletionLogps:
         if self._ranks.agree(not has_failed):
             return
         self.shares_prompts = False
-        if not has_failed:  # else this rank has said so, with its figures
+        if not has_failed:  # a rank where it failed has said so itself, with its figures
             logger.warning(
                 f"--logps_shared_prompt {self._flag} leaves batches as they are from here on: on "
                 "another rank, log-probabilities of its first batch lie further apart than "
                 "rounding explains."
             )
-
-
-def text_config(model: nn.Module) -> PretrainedConfig:
-    base: Any = base_model(model)
-    config: PretrainedConfig = base.config.get_text_config()
-    return config
-
-
-def has_teacher_prompt(sample: GRPOSample) -> bool:
-    """Return whether a teacher sees another prompt than the policy (ms-swift 4.6, rl_core/data.py,
-    `build_teacher_view`)."""
-    images = getattr(sample, "teacher_images", None)  # since 4.5
-    return bool(sample.teacher_prompt) or images is not None
 
 
 def scattered(values_N: Tensor, mask_BK: Tensor) -> Tensor:
@@ -347,15 +347,17 @@ def agreed_chunk_size(model: nn.Module, ranks: RankGroup) -> int:
     """Decide `--logps_chunk_size auto`: positions whose logits take a 16th of the free memory at
     most.
 
-    A power of two from 64 to 4096, the same on all ranks, which call this together before the first
-    forward: gradients, the optimizer's state and activations take their memory after it. A position
-    takes its logits, over which the backward writes, and blocks in float32: together 2 bytes more
-    for each token of the vocabulary than the logits alone.
+    A power of two from 64 to 4096, the same on all ranks, which call this together.
     """
     base: Any = base_model(model)
     free = min(ranks.all_gather(free_bytes(base.device)))
     vocabulary = int(base.config.get_text_config().vocab_size)
+    # A position has its logits, over which the backward writes, and its part of the blocks in
+    # float32 that `token_logps` works on: together 2 bytes more for each token of the vocabulary.
     position_bytes = vocabulary * (base.dtype.itemsize + 2)
+    # A 16th, as this is asked before the first forward: gradients, the optimizer's state and
+    # activations take the memory that is free now. The bounds are chosen, not measured: a product
+    # of fewer than 64 rows uses no device well, and one of 4096 gains nothing from more.
     size = 2 ** int(math.log2(max(free // 16 // position_bytes, 64)))
     size = min(size, 4096)
     logger.info(

@@ -58,11 +58,7 @@ class HeadCalls:
     version, autograd counts what is done to a tensor in place."""
 
     probe_V: Tensor | None = None
-    """A copy of those logits' last position."""
-
-    def is_result(self, logits: Tensor) -> bool:
-        """Return whether these are the head's own logits, which nothing has been done to."""
-        return self.result == (logits.data_ptr(), logits._version)
+    """A copy of those logits' last position, [1, V]."""
 
     @property
     def problem(self) -> str | None:
@@ -100,19 +96,22 @@ class LogitsShim:
         self._name = type(base).__name__.removeprefix("FSDP")  # FSDP2 renames a model's class
         self._config: PretrainedConfig | None = getattr(base, "config", None)
         self._strict, self._warn = strict, warn
-        # One that `forward` names: `**kwargs` may as well swallow it.
+        # Only a keyword that `forward` names counts: `**kwargs` may swallow one without effect, as
+        # Qwen2's of transformers 4.48 do with `logits_to_keep`.
         named = inspect.signature(base.forward).parameters
         self._keyword = next((keyword for keyword in KEYWORDS if keyword in named), None)
         self._head = output_embedding(base)
         self._reason = "" if self._head is not None else "it names no output embedding"
         self._head_works = self._is_out_of_graphs = self._has_warned_of_slicing = False
         self._transform: Transform | None = None
+        """What the model does to its head's logits; None until a first pass in chunks showed it."""
+
         self._can_chunk = True
         self._ranks = ShardRanks()
 
     def ranks(self, model: nn.Module) -> ShardRanks:
         """Return the ranks that call this shim's methods together."""
-        if not self._ranks.groups:
+        if not self._ranks.groups:  # once found they stay: FSDP2 may show whole weights later
             self._ranks = shard_ranks(model)
         return self._ranks
 
@@ -141,13 +140,16 @@ class LogitsShim:
         Raises:
             UnsupportedModelError: nothing works or chunks are impossible, with `strict`.
         """
-        # ms-swift leaves `logits_to_keep` in the inputs of one pass, and so of the next.
+        # ms-swift leaves `logits_to_keep` in the inputs, which the next pass over them gets too
+        # (4.6, grpo_trainer.py, `_get_logps_via_local_forward`). Here it would cut them twice.
         inputs = {name: value for name, value in inputs.items() if name not in KEYWORDS}
         if chunk_size and self._can_chunk:
             compute = partial(
                 chunked_logps,
                 targets_N=targets_N,
                 chunk_size=chunk_size,
+                # As many as the rank with the most tokens has: each call of a sharded head gathers
+                # its weight from all ranks.
                 num_chunks=self.ranks(model).most(-(-len(targets_N) // chunk_size)),
                 temperature=temperature,
                 with_entropy=with_entropy,
@@ -155,6 +157,7 @@ class LogitsShim:
             logps = self._chunked_logps(model, inputs, mask_BT, compute)
             if not isinstance(logps, str):
                 return logps
+            # The reason is one of the model, so later passes do not try again.
             self._can_chunk = False
             text = f"log-probabilities of {self._name} cannot be computed in chunks: {logps}."
             if self._strict:
@@ -185,13 +188,17 @@ class LogitsShim:
             model, inputs, lambda hidden: select_positions(hidden, mask_BT), int(mask_BT.sum())
         )
         if output is not None:
-            # Not [0], whose backward would make a copy.
-            return output.logits.squeeze(0), calls.is_result(output.logits)
+            logits_1NV = output.logits
+            # They are the head's own where neither place nor version has changed. Then nobody else
+            # needs them for a backward, and ours may write its gradient over them.
+            is_own = calls.result == (logits_1NV.data_ptr(), logits_1NV._version)
+            return logits_1NV.squeeze(0), is_own  # not [0], whose backward would make a copy
+        # From the first column in which any row wants a position.
         num_kept = mask_BT.shape[1] - int(mask_BT.any(0).int().argmax())
         keep = {self._keyword: num_kept} if self._keyword else {}
         logits_BKV = model(**inputs, **keep).logits
         if logits_BKV.shape[1] != num_kept:
-            self._keyword = None  # swallowed on the way, if there is one
+            self._keyword = None  # it was swallowed on the way, and is not tried again
             text = (
                 f"{self._name} computes the logits of all positions: it has no keyword that works "
                 f"({' or '.join(KEYWORDS)}), and {self._reason}."
@@ -203,6 +210,7 @@ class LogitsShim:
             if not self._has_warned_of_slicing:
                 self._has_warned_of_slicing = True
                 self._warn(f"{text} They are sliced, which saves no memory. (Said once.)")
+        # A selection is a copy, which nobody else needs.
         return select_positions(logits_BKV, mask_BT).squeeze(0), True
 
     def _chunked_logps(
@@ -213,9 +221,6 @@ class LogitsShim:
         compute: Callable[[Transform, Tensor], Logps],
     ) -> Logps | str:
         """Return log-probabilities computed in the head's call; why not, where that does not work.
-
-        The head is called by chunks, hooks of others on it included. The model is left with the
-        true logits, [1, 1, V], of the last position, which show what it does to them.
 
         Args:
             model: the model or any wrapping of it.
@@ -232,16 +237,20 @@ class LogitsShim:
         def at_head(hidden_BTH: Tensor) -> Tensor:
             nonlocal logps
             assert head is not None
+            # Called as a module, so that hooks of others run, as LoRA's, FSDP's and `mask_models`'.
             logps = compute(
                 lambda hidden_CH: transform(head(hidden_CH[None]).squeeze(0)),
                 select_positions(hidden_BTH, mask_BT).squeeze(0),
             )
+            # The forward goes on with one position, whose logits [1, 1, V] show what it does to
+            # them.
             return hidden_BTH[:1, -1:]
 
         output, calls = self._at_head(model, inputs, at_head, 1)
         if output is None:
             return self._reason
         if self._transform is None:
+            # Every rank is here together: `find_transform` reduces over them.
             assert calls.probe_V is not None
             self._transform = find_transform(
                 self._config, calls.probe_V, output.logits.detach(), self.ranks(model).highest
@@ -249,7 +258,7 @@ class LogitsShim:
             if self._transform is None:
                 return "what it does to logits after its head is not known"
             if self._transform is not unchanged:
-                # Another transform than was computed with: once more, with the right one.
+                # `logps` was computed without it, as nobody knew: once more, with the right one.
                 return self._chunked_logps(model, inputs, mask_BT, compute)
         assert logps is not None
         if torch.is_grad_enabled():
@@ -265,12 +274,13 @@ class LogitsShim:
         select: Callable[[Tensor], Tensor],
         num_positions: int,
     ) -> tuple[CausalLMOutputWithPast | None, HeadCalls]:
-        """Return the output for the positions that `select` leaves, of that number, and what the
-        head was called with. None where that does not work, on any rank: the head is not tried
-        again."""
+        """Return the output for the `num_positions` that `select` leaves, and what the head was
+        called with. None where that does not work on any rank: the head is not tried again."""
         calls, output = HeadCalls(), None
         if self._head is None:
             return None, calls
+
+        # 1. Let a compiled model call its head in Python.
         if not self._is_out_of_graphs and any(
             isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
             for module in model.modules()
@@ -284,18 +294,24 @@ class LogitsShim:
             # call the head, and no others, are compiled once more.
             self._head.forward = self._head.forward
             self._is_out_of_graphs = True
+
+        # 2. Run the forward.
         with select_at_head(self._head, select, calls):
             try:
                 output = model(**inputs)
             except (torch.OutOfMemoryError, torch.distributed.DistError):
                 raise
             except (RuntimeError, ValueError, IndexError) as e:
-                # What fails before the head, or in it, does not fail for want of positions: the
-                # other ranks wait there, or a collective broke (a plain RuntimeError with gloo).
+                # What fails before the head, or in it, does not fail because positions are missing:
+                # it is a fault of its own, or a collective broke (gloo says so by a RuntimeError),
+                # and another forward would wait for ranks that make none. Nor does what fails
+                # after a forward that worked.
                 if self._head_works or calls.result is None:
                     raise
                 failed = f"its forward fails on fewer positions ({type(e).__name__}: {e})"
                 self._reason = calls.problem or failed
+
+        # 3. Agree: where one rank has to go another way, all of them do.
         works = output is not None and not calls.problem and output.logits.shape[1] == num_positions
         if self.ranks(model).all(works):
             self._head_works = True
@@ -316,24 +332,22 @@ def select_at_head(
     head: nn.Module, select: Callable[[Tensor], Tensor], calls: HeadCalls
 ) -> Iterator[None]:
     """Within the block, `head` is given `select(hidden_BTH)` in place of all hidden states; `calls`
-    notes it. `select` may call the head, which is then given what it asks for.
-
-    With `torch.compile` the hooks run as they are: they write to Python objects, which compiled
-    code cannot.
-    """
+    notes it. `select` may call the head, which is then given what it asks for."""
     is_selecting = False
 
+    # Both hooks write to Python objects, which compiled code cannot.
     @torch.compiler.disable
     def hook(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         nonlocal is_selecting
-        if is_selecting:
+        if is_selecting:  # `select` calls the head, for a chunk
             return None
+        # Some models give hidden states by a keyword.
         name = None if args else next(iter(kwargs))
         hidden = kwargs[name] if name else args[0]
         calls.shapes.append(hidden.shape)
-        if calls.problem:
+        if calls.problem:  # leave this call alone; `_at_head` gives the output up
             return None
         is_selecting = True
         chosen = select(hidden)
@@ -345,6 +359,7 @@ def select_at_head(
         calls.result = logits.data_ptr(), logits._version
         calls.probe_V = logits.detach().flatten(0, -2)[-1:].clone()
 
+    # Ours comes before all other hooks, which then see chosen positions, and notes what they left.
     handles = [
         head.register_forward_pre_hook(hook, with_kwargs=True, prepend=True),
         head.register_forward_hook(note),
@@ -365,6 +380,7 @@ def select_positions(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
     surplus = hidden_BTH.shape[1] - mask_BT.shape[1]
     if surplus:
         mask_BT = nn.functional.pad(mask_BT, (surplus, 0))  # cut off, where negative
+    # By indices: a mask of booleans would be turned into them once more in the backward.
     return hidden_BTH.flatten(0, 1)[mask_BT.flatten().nonzero()[:, 0]][None]
 
 
@@ -377,9 +393,7 @@ def find_transform(
     """Return the transform that turns the head's logits `raw` into the model's `final`, or None.
 
     Known are `final_logit_softcapping` as in Gemma, `logit_scale` as in Cohere and `logits_scaling`
-    as in Granite (their modelling files in transformers). An error is the largest difference, as a
-    share of each number, or of the median one if that is more: tokens that are ruled out by a
-    number that is as low as can be, or minus infinity, count for no more than others.
+    as in Granite (their modelling files in transformers).
 
     Args:
         config: the model's configuration (its text model's counts, where it has one).
@@ -397,10 +411,14 @@ def find_transform(
         transforms.append(lambda logits: logits / divisor)
     transforms.append(unchanged)
 
+    # A head of 16 bits may have its logits made 32 bits wide behind it: the coarser type counts.
     precision = max(torch.finfo(raw.dtype).eps, torch.finfo(final.dtype).eps)
     raw, final = raw.flatten().float(), final.flatten().float()
+    # A rank whose shapes differ reduces all the same: the others wait for it in `highest`.
     errors = torch.full((len(transforms),), float("inf"))
     if raw.shape == final.shape:
+        # As a share of each number, or of the median one if that is more. So a token that a hook
+        # rules out, by a number as low as can be or minus infinity, counts for no more than others.
         size = torch.maximum(final.abs(), final.abs().median())
         for number, transform in enumerate(transforms):
             computed = transform(raw)
@@ -408,6 +426,7 @@ def find_transform(
             errors[number] = relative.masked_fill(computed == final, 0).max()
     errors = highest(errors)
     best = int(errors.argmin())
+    # Each transform rounds up to three times (division, tanh, product), by half a step each.
     return transforms[best] if errors[best] <= 4 * precision else None
 
 
