@@ -67,14 +67,16 @@ def chunked_logps(
             overwrite=True,
         )
 
-    # An empty tensor splits into one empty part.
+    # An empty tensor splits into one empty part, so that a rank without a token calls the head too.
     parts = list(zip(hidden_NH.split(chunk_size), targets_N.split(chunk_size), strict=True))
     parts += [(hidden_NH[:0], targets_N[:0])] * (num_chunks - len(parts))
     run = chunk_logps
     if torch.is_grad_enabled():
-        # No check: with ZeRO-3, a frozen weight is released again when it would be looked at.
+        # By default checkpoint compares the shapes of what both forwards saved. With ZeRO-3, a
+        # frozen weight is released again when it would look: its shape is that of nothing.
         run = partial(checkpoint, chunk_logps, use_reentrant=False, determinism_check="none")
-    # To stop early spares nothing here, and with torch 2.8 keeps what all chunks made again.
+    # To stop the recomputation at the last tensor needed spares nothing here (only `token_logps`
+    # is left), and with torch 2.8 keeps in memory what all chunks made again.
     with set_checkpoint_early_stop(False):
         logps, entropies = zip(*(run(*part) for part in parts), strict=True)
     return Logps(torch.cat(logps), None if entropies[0] is None else torch.cat(entropies))
@@ -117,6 +119,8 @@ class _TokenLogps(torch.autograd.Function):
         with_entropy: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
+        # Of the size N x V, nothing is kept but the logits themselves: the backward makes softmax
+        # again, of the sum that is kept for each row.
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         logps_N = logits_NV.new_empty(len(targets_N), dtype=dtype)
         entropies_N = torch.zeros_like(logps_N)
@@ -131,7 +135,7 @@ class _TokenLogps(torch.autograd.Function):
                 entropies_N[rows] = -log_p_RV.exp().mul_(log_p_RV).sum(-1)
         ctx.save_for_backward(logits_NV, targets_N, log_sums_N, entropies_N)
         ctx.temperature, ctx.overwrite = temperature, overwrite
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a gradient that nobody asked for comes as None
         return logps_N, entropies_N
 
     @staticmethod
@@ -140,8 +144,10 @@ class _TokenLogps(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None, None]:
         """d log p[t] / dx = onehot(t) - p; d entropy / dx = -p (log p + entropy)."""
         logits_NV, targets_N, log_sums_N, entropies_N = ctx.saved_tensors
-        if grad_logps_N is None:
+        if grad_logps_N is None:  # only entropies are in the loss
             grad_logps_N = torch.zeros_like(log_sums_N)
+        # A block of logits is read before its gradient takes its place. Logits of 16 bits have
+        # their gradient computed beside them, in 32, and rounded once at the end.
         grad_NV = logits_NV.detach() if ctx.overwrite else torch.empty_like(logits_NV)
         is_half = grad_NV.dtype != log_sums_N.dtype
         for rows in _blocks(len(targets_N)):

@@ -49,7 +49,7 @@ class Waiting:
 
     @property
     def groups(self) -> list[GroupLengths]:
-        """Return the lengths of its samples, each with the longest completion."""
+        """Return the lengths of its samples, each with the longest completion: an upper bound."""
         suffix = self.mask_BK.shape[1]  # from the prompt's last token on to the last but one
         groups = []
         for _, same in groupby(self.samples, key=lambda sample: sample.prompt_id):
@@ -86,6 +86,7 @@ class JoinedPasses:
 
         self._batch: GRPOBatch | None = None
         self._number = -1
+        """Of the micro-batch that is being asked about."""
         self._pass = 0
 
     def add(self, model: nn.Module, batch: GRPOBatch, alone: Callable[[], Tensor]) -> Tensor:
@@ -97,6 +98,8 @@ class JoinedPasses:
             batch: of ms-swift; each pass over a micro-batch comes with the same one.
             alone: computes them by a pass over this micro-batch.
         """
+        # ms-swift makes all passes over one micro-batch before it goes on to the next: the same
+        # batch again is the next pass (of the reference, of a teacher), another one the first.
         is_next = batch is not self._batch
         self._batch, self._pass = batch, 0 if is_next else self._pass + 1
         self._number += is_next
@@ -105,12 +108,11 @@ class JoinedPasses:
         waiting = self._waiting.setdefault(self._pass, [])
         waiting.append(Waiting(samples, mask_BK, result_BK, alone))
         num_seen = self._number + 1
-        if num_seen % self._num_joined == 0 or num_seen == len(self._micro_batches):
-            del self._waiting[self._pass]
-            self._fill(model, waiting)
-        return result_BK
+        if num_seen % self._num_joined and num_seen < len(self._micro_batches):
+            return result_BK
 
-    def _fill(self, model: nn.Module, waiting: Sequence[Waiting]) -> None:
+        # The last one of a group: fill what the callers of all of them hold.
+        del self._waiting[self._pass]
         size = -(-len(waiting) // self._num_parts(model, waiting))
         for start in range(0, len(waiting), size):
             part = waiting[start : start + size]
@@ -122,6 +124,7 @@ class JoinedPasses:
             counts = [int(each.mask_BK.sum()) for each in part]
             for each, values in zip(part, values_N.split(counts), strict=True):
                 each.result_BK.masked_scatter_(each.mask_BK, values.to(each.result_BK.dtype))
+        return result_BK
 
 
 # --- memory ---
@@ -138,10 +141,8 @@ def parts_within_memory(
     """Return into how many packed rows micro-batches have to be divided, so that none needs more
     memory than the pass with gradients over the largest of them.
 
-    Counted are numbers of the model's precision. A pass with gradients keeps about 8 x width + 5 x
-    intermediate size of each layer for a position, or of one layer and a width of each other one
-    where it recomputes them; one without keeps 3 of both, of one layer. Logits of completion tokens
-    come to both.
+    Counted are numbers of the model's precision, in estimates that are coarse on purpose: what does
+    not fit is computed one by one (`logps.py`).
 
     Args:
         waiting: the micro-batches.
@@ -152,14 +153,16 @@ def parts_within_memory(
     """
     width, num_layers = text.hidden_size, text.num_hidden_layers
     wide = getattr(text, "intermediate_size", None) or 4 * width
-    other_layers = num_layers * width if recomputes else (num_layers - 1) * (8 * width + 5 * wide)
-    with_gradients = other_layers + 8 * width + 5 * wide
-
-    def logits(num_tokens: int) -> int:
-        return int(text.vocab_size) * min(num_tokens, chunk_size or num_tokens)
+    # For the backward a layer keeps about 8 widths of its norms, attention and projections, and 5
+    # sizes of its MLP. Where layers are recomputed, one at a time does so, and of each other one
+    # there is its input. Without gradients one layer is there at a time, with about 3 of both.
+    one_layer = 8 * width + 5 * wide
+    other_layers = num_layers * width if recomputes else (num_layers - 1) * one_layer
+    with_gradients, without = other_layers + one_layer, 3 * (width + wide)
 
     def need(num_positions: int, num_tokens: int, per_position: int) -> int:
-        return num_positions * per_position + logits(num_tokens)
+        num_logits = int(text.vocab_size) * min(num_tokens, chunk_size or num_tokens)
+        return num_positions * per_position + num_logits
 
     tokens = [int(each.mask_BK.sum()) for each in waiting]
     longest = [max(len(s.encoded["input_ids"]) for s in each.samples) for each in waiting]
@@ -170,10 +173,10 @@ def parts_within_memory(
         for start in range(0, len(waiting), size):
             part = slice(start, start + size)
             num_positions = packed_positions(waiting[part])
-            needs.append(need(num_positions, sum(tokens[part]), 3 * (width + wide)))
+            needs.append(need(num_positions, sum(tokens[part]), without))
         if max(needs) <= bound:
             return num_parts
-    return len(waiting)
+    return len(waiting)  # each by itself
 
 
 def packed_positions(waiting: Sequence[Waiting]) -> int:
@@ -202,8 +205,11 @@ def larger_micro_batches(
         config: the training arguments.
     """
     size, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    # The largest that makes the same steps: it divides the accumulation, and holds no more than a
+    # group, as only samples of one prompt share anything.
     most = min(config.num_generations, size * steps)
     factor = max(n for n in range(1, steps + 1) if steps % n == 0 and n * size <= max(most, size))
+    # The group's lengths, again and again until there are enough.
     suffixes = [*group.suffixes] * -(-factor * size // len(group.suffixes))
     larger = GroupLengths(group.prompt, suffixes[: factor * size])
     smaller = [

@@ -43,8 +43,7 @@ INPUT = "routed_experts"
 """ms-swift's name of the experts among a model's inputs."""
 
 NOT_GIVEN = -1
-"""Stands in the place of a token's experts where the rollout gives none: it has chosen none for the
-last token of a sample."""
+"""Stands in the place of a token's experts where the rollout gives none."""
 
 CAPTURES = {"enable_return_routed_experts": True}
 """The setting of vLLM with which it returns experts (`--vllm_engine_kwargs`)."""
@@ -68,7 +67,10 @@ class RouterReplay:
         self._models = [base_model(model) for model in models]
         self._given: Tensor | None = None
         """The pass that is running has these experts."""
+
         self._num_calls = 0
+        """How often a router has been told, to see that layers are handed the experts at all."""
+
         self._num_equal = self._num_given = 0.0
         for model in self._models:
             routers = routers_of(model)
@@ -82,6 +84,8 @@ class RouterReplay:
             parents = {model.get_submodule(name.rpartition(".layers.")[0]) for name in routers}
             for parent in parents:
                 parent.register_forward_pre_hook(self._give, with_kwargs=True)
+            # The experts come to a layer by the arguments of each call, and not by this object:
+            # recomputation in the backward calls it again, long after the pass.
             for name, (layer, router) in routers.items():
                 number, experts = int(name.rpartition(".")[2]), list[Tensor]()
                 layer.register_forward_pre_hook(partial(_take, number, experts), with_kwargs=True)
@@ -97,6 +101,7 @@ class RouterReplay:
         """
         others = {name: value for name, value in inputs.items() if name != INPUT}
         base, num_calls = base_model(model), self._num_calls
+        # A local teacher gets its inputs without them, and routes by itself.
         self._given = inputs.get(INPUT) if base in self._models else None
         is_given = self._given is not None
         try:
@@ -127,11 +132,14 @@ class RouterReplay:
         self._num_calls += 1
         logits_SE, weights_SK, own_SK = output
         given_SK = experts.pop().reshape(own_SK.shape).to(own_SK)
-        is_given_S1 = given_SK[:, :1] != NOT_GIVEN
+        is_given_S1 = given_SK[:, :1] != NOT_GIVEN  # all of a token's, or none
         chosen_SK = torch.where(is_given_S1, given_SK, own_SK)
+        # As the router computes its own weights, with its gradient (`routers_of`).
         probs_SK = torch.softmax(logits_SE, dtype=torch.float32, dim=-1).gather(-1, chosen_SK)
         probs_SK = probs_SK / probs_SK.sum(dim=-1, keepdim=True)
         with torch.no_grad():
+            # Sets are compared: the order of a token's experts means nothing. Counts stay on the
+            # device, as to read them here would wait for it in each layer.
             equal_SK = (chosen_SK[:, :, None] == own_SK[:, None, :]).any(dim=-1)
             self._num_equal += (equal_SK & is_given_S1).sum()
             self._num_given += is_given_S1.sum() * chosen_SK.shape[-1]
@@ -180,7 +188,7 @@ def batch_experts(
     """Return the experts of a batch's tokens [B, T, L, K], each where its token stands; with
     padding-free, those of its one row.
 
-    T is the longest sample's: the length that ms-swift offers is that of completions here.
+    T is the longest sample's, not the length that ms-swift hands over: that is of completions here.
 
     Raises:
         RouterReplayError: a sample lacks experts, or has them for other tokens than it is trained
@@ -195,7 +203,9 @@ def batch_experts(
                 "server, start `swift rollout` with --vllm_engine_kwargs "
                 "'{\"enable_return_routed_experts\": true}'."
             )
+        # No model has more than 32,767 experts, and there are L x K of these for each token.
         experts = torch.as_tensor(sample.routed_experts).to(torch.int16)
+        # vLLM computes nothing for the last token that it samples, and so has no experts for it.
         if len(experts) not in (length - 1, length):
             raise RouterReplayError(
                 f"--router_replay_mode R3: {name} has the experts of {len(experts)} tokens, and "

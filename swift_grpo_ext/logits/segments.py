@@ -98,6 +98,7 @@ class Segments:
     """What the mask of a packed row says, and what layers make of it, once for all of them."""
 
     def __init__(self, mask: Tensor) -> None:
+        # 1. The segments: runs of positions with one group and one number.
         content = mask[0, 0]
         runs, sizes = torch.unique_consecutive(content[:2], dim=1, return_counts=True)
         self.segments, prompt, start = list[Segment](), None, 0
@@ -107,6 +108,8 @@ class Segments:
             self.segments.append(segment)
             start = segment.stop
 
+        # 2. For each position the number of its segment and of its prompt's, and its place in its
+        # sample: a sample's own positions count on from the end of its prompt.
         self.device, self.length = mask.device, start
         self.prompts = [segment for segment in self.segments if segment.prompt is None]
         self.samples = [segment for segment in self.segments if segment.prompt is not None]
@@ -119,17 +122,21 @@ class Segments:
             sizes.to(self.device), dim=1
         )
         self._position_L = torch.arange(start, device=self.device) - before_L
+
+        # 3. A number for each image, from 1 on; 0 where there is none. Two images that touch at the
+        # border of segments are two.
         is_image_L = content[2] > 0
         begins_L = is_image_L.clone()
         begins_L[1:] &= ~is_image_L[:-1] | (self._segment_L[1:] != self._segment_L[:-1])
         self._image_L = begins_L.cumsum(0) * is_image_L
-        self._has_images = bool(is_image_L.any())
+        self.has_images = bool(is_image_L.any())
         self._masks = dict[tuple[int, int | None], Tensor]()
         self._block_masks = dict[int | None, BlockMask]()
 
     @staticmethod
     def of(mask: Tensor) -> Segments:
-        """Return the segments of a packed row, which are kept with its mask."""
+        """Return the segments of a packed row, made once."""
+        # The mask keeps them: all layers of a pass, recomputed ones too, come with the same one.
         segments: Segments | None = getattr(mask, "_segments", None)
         if segments is None:
             segments = mask._segments = Segments(mask)
@@ -138,14 +145,15 @@ class Segments:
     def _cut(self) -> Iterator[Piece]:
         """Yield each prompt, and its samples in blocks.
 
-        Samples of a block do not see each other, and are computed as if they did. So a block has no
-        more positions than its prompt, unless one sample has: at most twice the pairs that are seen
-        are computed, and at most twice the keys copied.
+        Samples of a block do not see each other, and are computed as if they did, by a mask. One
+        call for each sample would be exact, and as many small calls as there are samples.
         """
         number = 0
         for prompt in self.prompts:
             yield Piece(prompt.place)
             prompt_number, number = number, number + 1
+            # A block has no more positions than its prompt, unless one sample has: at most twice
+            # the pairs that are seen are computed, and at most twice the keys copied.
             samples = [sample for sample in self.samples if sample.prompt is prompt]
             while samples:
                 start = samples[0].start
@@ -192,14 +200,9 @@ class Segments:
             return self.sees(query, key, window)
 
         if window not in self._block_masks:
-            shape = (None, None, self.length, self.length)
+            shape = (None, None, self.length, self.length)  # of any row, any head
             self._block_masks[window] = create_block_mask(sees, *shape, self.device)
         return self._block_masks[window]
-
-    def is_causal(self, piece: Piece, window: int | None) -> bool:
-        """Return whether each position of a piece sees all keys up to its own, and no others."""
-        sees_all = window is None or window >= piece.place.stop - piece.place.start
-        return piece.prompt is None and sees_all and not self._has_images
 
     @cached_property
     def variable_lengths(self) -> tuple[Tensor, dict[str, Any]]:
@@ -270,6 +273,8 @@ def by_segments(attend: Attention, name: str) -> Attention:
         if name == "flex_attention":
             return attend(module, query, key, value, segments.block_mask(window), **kwargs)
         if name not in DENSE:
+            # Flash attention takes no mask of pairs. Its causality aligns a segment's last query
+            # with its last key: that of a sample sees the whole prompt and itself.
             places_K, lengths = segments.variable_lengths
             key, value = (x.index_select(2, places_K) for x in (key, value))
             return attend(module, query, key, value, None, **(kwargs | lengths))
@@ -280,8 +285,14 @@ def by_segments(attend: Attention, name: str) -> Attention:
         for piece, q, k, v in zip(segments.pieces, queries, keys, values, strict=True):
             if (prompt := piece.prompt) is not None:
                 k, v = torch.cat([keys[prompt], k], 2), torch.cat([values[prompt], v], 2)
-            seen = None
-            if name != "sdpa" or not segments.is_causal(piece, window):
+            # Each position of this piece sees all keys up to its own, and no others.
+            is_causal = (
+                piece.prompt is None
+                and (window is None or window >= q.shape[2])
+                and not segments.has_images
+            )
+            seen = None  # transformers' `sdpa` is causal then, by a faster kernel
+            if name != "sdpa" or not is_causal:
                 seen = segments.mask(piece, window)
                 if name == "eager":  # which adds its mask to the scores
                     lowest = torch.finfo(query.dtype).min
@@ -306,6 +317,7 @@ def window_of(module: nn.Module, given: int | None) -> int | None:
         UnsupportedAttentionError: it names none, where the configuration has one for its layer.
     """
     window = longest_window(module.config)
+    # Where layers differ, the configuration's window is that of some of them.
     kinds = getattr(module.config, "layer_types", None)
     number = getattr(module, "layer_idx", None)
     if kinds and number is not None and kinds[number] != "sliding_attention":
@@ -329,7 +341,8 @@ def eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tenso
 class States:
     """What a gated delta net asks of transformers' cache (5.19, cache_utils.py), for one of them.
 
-    States are assigned and not copied in place, so that gradients pass through them.
+    transformers' own copies states in place, over what the backward still needs: torch refuses
+    that. These are assigned.
 
     Args:
         width: how many positions the convolution sees.
@@ -343,6 +356,9 @@ class States:
         self.conv_states = dict[int, Tensor]()
         self.recurrent_states = dict[int, Tensor]()
 
+    # A net asks for `cache.layers[its number].recurrent_states[0]`. All of that is this object, as
+    # it is one net's. An attribute that held it would be a circle, and keep tensors until the
+    # garbage collector comes by.
     @property
     def layers(self) -> States:
         return self
@@ -360,6 +376,7 @@ class States:
         if self._has_previous:
             states = torch.cat([self.conv_states[state_idx], states], dim=-1)
         elif (missing := self._width - states.shape[-1]) > 0:
+            # As the convolution pads what is shorter than it.
             states = nn.functional.pad(states, (missing, 0))
         self.conv_states[state_idx] = states[..., -self._width :]
         return states
@@ -386,21 +403,20 @@ def delta_net_by_segments(
     module: nn.Module, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
     """Return the forward of a gated delta net that reads packed rows by segments, and others as
-    before.
-
-    Padding of zeros on the left leaves its states as they are; on the right it makes them fade, and
-    is allowed where nothing goes on from them.
-    """
+    before."""
 
     @wraps(forward)
     def read(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mask = kwargs.get("attention_mask")
         if not is_packed(mask):
             return forward(hidden_states, *args, **kwargs)
+        # Prompts are padded on the left, where zeros leave the state as it is; on the right it
+        # would fade. Samples may be padded there, as nothing goes on from them.
         prompts_PT, samples_ST, prompts_S, stands_L = Segments.of(mask).batches
         padded = nn.functional.pad(hidden_states[0], (0, 0, 0, 1))  # [L + 1, H]
         states = States(module.conv_kernel_size)
         prompt_outputs = forward(padded[prompts_PT], cache_params=states)
+        # Values would be right without it, so that the proof of the first batch cannot see this.
         if prompt_outputs.requires_grad and not states.recurrent_states[0].requires_grad:
             raise UnsupportedAttentionError(
                 f"--logps_shared_prompt: {type(module).__name__} gives the state at the end of a "
@@ -427,11 +443,14 @@ def reason_against(model: PreTrainedModel) -> str:
         return f"--attn_impl {name} is not called by segments (sdpa and flash_attn are)"
     if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
         return f"its layers are of another kind ({', '.join(sorted(others))})"
+    # Flash attention before 2.1 and Ascend's do. A transformers that does not say is not trusted.
     aligns_at_the_top = getattr(flash, "flash_attn_supports_top_left_mask", lambda: True)
     if is_flash and aligns_at_the_top():
         return "this flash attention aligns queries with the first keys, not with the last"
     interfaces = attention_interfaces(model)
-    # From transformers 5 on. All eager attention of the process goes through one function then.
+    # Since transformers 5 a module looks `eager` up in its interface too (`get_interface`), with
+    # its file's own function as the default. One entry of ours then serves all files, each of which
+    # has to have that function: `eager_attention` calls it.
     finds_eager = all(hasattr(each, "get_interface") for each in interfaces) and all(
         in_its_file(module, "eager_attention_forward")
         for module in model.modules()
@@ -473,5 +492,6 @@ def attention_interfaces(model: PreTrainedModel) -> list[MutableMapping[str, Att
 def in_its_file(module: nn.Module, name: str) -> Any:
     """Return what has a name in the file of a module's class, or of one that it is derived from:
     FSDP2 derives classes of its own."""
+    # In the order of inheritance, as Python itself would look a method up.
     files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     return next((getattr(file, name) for file in files if hasattr(file, name)), None)

@@ -32,7 +32,8 @@ class ShardRanks(NamedTuple):
         """Return the elementwise maximum over all ranks, on the device of `values`."""
         if not self.groups:
             return values
-        agreed = values.detach().to(self.device, copy=True)
+        agreed = values.detach().to(self.device, copy=True)  # a copy: reduced in place
+        # A maximum over the rows and then over the columns of a mesh is that over all of it.
         for group in self.groups:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
         return agreed.to(values.device)
@@ -51,10 +52,10 @@ def shard_ranks(model: nn.Module) -> ShardRanks:
 
     FSDP2 leaves some weights whole between passes: ask once, before the first forward.
     """
+    # Modules come first, as FSDP's parameters look like any others in its forward.
     for module in model.modules():
-        # FSDP shows whole parameters in its forward, and flat ones or shards at other times.
         if isinstance(module, FullyShardedDataParallel):
-            if module.sharding_strategy == ShardingStrategy.NO_SHARD:
+            if module.sharding_strategy == ShardingStrategy.NO_SHARD:  # as DDP
                 continue
             return ShardRanks((module.process_group,), module.compute_device)
     for parameter in model.parameters():

@@ -52,7 +52,8 @@ MORE_MEDIA = {
 """Further inputs with a row for each medium."""
 
 FOR_POSITIONS = ("second_per_grid_ts", "mm_token_type_ids")
-"""Positions are made of them, and nothing else. Templates may leave out rows without media."""
+"""Only positions are made of them, which a packed row brings along. Their rows may be fewer than a
+batch's, as templates leave out those without media."""
 
 WORTH = 0.1
 """The share of a pass that `--logps_shared_prompt auto` has to save."""
@@ -118,19 +119,22 @@ class SharedPrompt:
             ranks: those that share the model's weights.
             plain: log-probabilities of the batch as it is, where those take several forwards.
         """
+        # The same on all ranks that share weights: it was agreed by `_is_equal`.
         if self.has_failed:
             return None
         packed = self._packed(inputs, predicts_BT)
-        if not ranks.all(packed is not None):  # one alone must not run another forward
+        # Each rank reaches this, whatever its batch holds: one alone must not go another way.
+        if not ranks.all(packed is not None):
             return None
         assert packed is not None
         length = predicts_BT.shape[1]
         if ranks.all(length <= self._proven_length):
             return packed
+        # The proof: two more passes, without gradients.
         plain = plain or partial(logps, inputs, predicts_BT)
         if not self._is_equal(packed, predicts_BT.numel(), logps, plain, ranks):
             return None
-        # What was no longer than the window says nothing of it.
+        # A batch that is no longer than the window would be equal without it: prove a longer one.
         is_short = self._window is not None and ranks.all(length <= self._window)
         self._proven_length = self._window if is_short and self._window else math.inf
         return packed
@@ -144,7 +148,7 @@ class SharedPrompt:
                 return pack(inputs, predicts_BT, self._base, self._is_worth)
         except UnknownInputError as e:
             reason = str(e)
-        # Nobody may have asked for `auto`.
+        # `auto` is the default, which nobody asked for: no warning.
         self._tell_once(reason, logger.info if self._flag == "auto" else logger.warning)
         return None
 
@@ -173,8 +177,9 @@ class SharedPrompt:
                 found = logps(*packed)
             except (torch.OutOfMemoryError, torch.distributed.DistError):
                 raise
-            except Exception as e:
+            except Exception as e:  # what cannot handle a batch never ends a run: leave it plain
                 problem = f"its first packed pass failed ({type(e).__name__}: {e})"
+            # After a failure too: ranks that share weights all make both passes.
             expected = plain()
             if found is not None:
                 gap = float((found - expected).abs().float().mean()) if len(found) else 0.0
@@ -191,7 +196,7 @@ class SharedPrompt:
             f"rank, or on one that shares its weights, above the {self._limit:g} that rounding "
             "explains"
         )
-        self._has_told = False  # of another reason, which was no fault
+        self._has_told = False  # what was said before (too little to save) was no fault
         self._tell_once(problem, logger.warning)
         return False
 
@@ -211,9 +216,12 @@ def reason_against(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str:
         return "its forward takes no position_ids"
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
+        # transformers reshapes the mask by rows and positions of the batch (qwen3_moe and others,
+        # `load_balancing_loss_func`).
         return "--router_aux_loss_coef is computed of a mask of rows"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if "mrope_section" in rope and "position_ids" not in inputs:
+        # The model would count them row by row of the batch, which a packed row does not show.
         return "its positions are made of its images"
     return segments.reason_against(model)
 
@@ -239,7 +247,7 @@ def pack(
     input_ids, config = inputs["input_ids"], model.config
     attended = inputs.get("attention_mask")
     attended = torch.ones_like(input_ids) if attended is None else attended
-    if attended.shape != input_ids.shape:
+    if attended.shape != input_ids.shape:  # [B, 1, T, T], of a template of its own
         raise UnknownInputError("the mask is one of pairs already")
     samples = samples_of(input_ids, attended.bool(), predicts_BT)
     media = media_of(inputs, samples, config)
@@ -280,7 +288,8 @@ class BatchRow:
     """[T], the tokens of the whole row."""
 
     prompt: bytes
-    """Token ids, the last of which predicts the first token of the completion."""
+    """Token ids, the last of which predicts the first token of the completion. As bytes they are
+    compared at once."""
 
     shared: Ints
     """Columns of the prompt but the last."""
@@ -296,6 +305,7 @@ def samples_of(input_ids_BT: Tensor, attended_BT: Tensor, predicts_BT: Tensor) -
     for row in range(len(ids)):
         columns = np.flatnonzero(attended[row])
         wanted = np.flatnonzero(predicts[row][columns])
+        # A row that predicts nothing keeps an empty suffix, and stays a prompt from end to end.
         start, stop = (wanted[0], wanted[-1] + 1) if len(wanted) else (len(columns) - 1,) * 2
         prompt = ids[row][columns[: start + 1]].tobytes()
         samples.append(BatchRow(row, ids[row], prompt, columns[:start], columns[start:stop]))
@@ -352,14 +362,12 @@ def saving(groups: Sequence[GroupLengths], text: PretrainedConfig) -> float:
 def pass_cost(groups: Sequence[GroupLengths], text: PretrainedConfig) -> float:
     """Return about how many operations a pass takes that reads each prompt once.
 
-    In units of 4 x width operations, a layer's weights (about 12 x width^2 of them) cost 6 x width
-    for each position, and its attention 1 for each pair that is seen. A gated delta net has samples
-    in rows of one length, each of its own.
-
     Args:
         groups: the samples of a batch.
         text: the configuration of the model's text.
     """
+    # In units of 4 x width operations a layer's weights (about 12 x width^2 of them) cost 6 x width
+    # for a position, and its attention 1 for each pair that is seen.
     window = segments.longest_window(text) or math.inf
     longest = max(suffix for group in groups for suffix in group.suffixes)
     total = 0.0
@@ -372,6 +380,7 @@ def pass_cost(groups: Sequence[GroupLengths], text: PretrainedConfig) -> float:
 
         for prompt, suffixes in groups:
             total += cost(prompt)
+            # A gated delta net has samples in rows, which all are as long as the longest.
             total += sum(cost(longest if is_linear else length, prompt) for length in suffixes)
     return total
 
@@ -400,6 +409,7 @@ def media_of(
         values, grids = inputs.get(pixels), inputs.get(grid)
         if values is None:
             continue
+        # 1. How many rows of pixels each medium has, and how many placeholders, in proportion.
         columns: dict[str, Tensor] = {
             name: value
             for name in (grid, *MORE_MEDIA[kind])
@@ -408,12 +418,17 @@ def media_of(
         areas = columns.get("image_sizes")
         num_rows = _rows_of_media(values, grids, areas, config)
         sizes = num_rows if grids is not None or areas is None else areas.prod(-1).tolist()
+
+        # 2. How many media have come by the end of each piece of each row.
         token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
         ends = _ends(samples, -1 if token is None else token, sizes, is_exact=grids is not None)
         if ends is None or not (
             sum(num_rows) == len(values) and all(len(x) == len(sizes) for x in columns.values())
         ):
             raise UnknownInputError(f"{pixels} cannot be split by sample")
+
+        # 3. Cut all inputs of this kind there. Pixels of `media/` that are encoded once bring a
+        # method of their own for it.
         row_ends = np.cumsum([0, *num_rows])[ends]
         split = getattr(values, "split_parts", values.split)
         parts = {pixels: split(np.diff(row_ends, prepend=0).tolist())}
@@ -421,6 +436,7 @@ def media_of(
             parts[name] = column.split(np.diff(ends, prepend=0).tolist())
         for name, pieces_of in parts.items():
             for n, row in enumerate(rows):
+                # Of three pieces the last lies behind what is read.
                 row.prompt[name], row.suffix[name] = pieces_of[3 * n : 3 * n + 2]
     return rows
 
@@ -434,7 +450,7 @@ def _rows_of_media(
         return sizes_of_grids
     tiles = getattr(config, "image_grid_pinpoints", None)
     if sizes is None or not tiles or values.ndim != 4:
-        return [1] * len(values)
+        return [1] * len(values)  # a row of pixels for each medium, as in LLaVA-OneVision
     # LLaVA-NeXT, whose tiles ms-swift lays one after the other.
     side = config.vision_config.image_size
     return [int(image_size_to_num_patches(size, tiles, side)) for size in sizes.tolist()]
@@ -460,11 +476,13 @@ def _ends(
             num_tokens.append(int((is_media & part).sum()))
             num_runs.append(int((begins & part).sum()))
     media_ends, piece_ends = np.cumsum([0, *sizes]), np.cumsum(num_tokens)
-    # Both in one unit.
+    # Where media and pieces end, both as a part of the total: times the other's total, so that they
+    # are whole numbers. Each piece has to end where a medium does.
     media_at, piece_at = media_ends * piece_ends[-1], piece_ends * media_ends[-1]
     ends = np.searchsorted(media_at, piece_at)
     if np.isin(piece_at, media_at).all() and ends[-1] == len(sizes):
         return ends
+    # Else each run of placeholders may be one medium.
     ends = np.cumsum(num_runs)
     return ends if ends[-1] == len(sizes) and not is_exact else None
 
@@ -511,7 +529,9 @@ class Layout:
         kinds_of_layers = getattr(text, "layer_types", None) or ()
         if "linear_attention" not in kinds_of_layers:
             return mask
-        # Of a tensor of four dimensions, transformers gives these layers nothing.
+        # Of a tensor of four dimensions, transformers gives gated delta nets nothing (5.19,
+        # masking_utils.py, `create_recurrent_attention_mask`), and they would run from one sample
+        # into the next. It hands on a dictionary as it is.
         return dict.fromkeys(kinds_of_layers, mask)
 
 
@@ -561,10 +581,12 @@ def packed_inputs(
                 )
                 if len(part[name])
             ]
-            if not parts:  # the tower would not be called, as on other ranks it is
+            if not parts:
+                # Without pixels the tower is not called, while other ranks gather its weights.
                 raise UnknownInputError(f"all {name} come after the last token that is trained on")
             packed[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         elif isinstance(value, Tensor) and value.ndim >= 2 and value.shape[-2:] == shape:
+            # Positions of the batch among them ([3, B, T] with M-RoPE), in the place of ours.
             packed[name] = layout.take(value)
         elif name not in (*FOR_POSITIONS, "attention_mask"):
             if not isinstance(value, (type(None), bool, int, float, str)):
