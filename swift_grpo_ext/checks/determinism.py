@@ -30,6 +30,8 @@ def check_determinism(args: RLHFArguments) -> Findings:
     if not args.full_determinism:
         return
     given = os.environ.get(CUBLAS)
+    # torch raises at the first product of matrices on CUDA with another value (`prepare_process`
+    # sets a good one where there is none).
     if given is not None and given not in CUBLAS_VALUES and has_accelerator():
         yield error(
             SETTING,
@@ -82,6 +84,8 @@ def check_checkpoints(args: RLHFArguments) -> Findings:
     made = args.training_args
     if not args.full_determinism or made.save_strategy != "steps" or made.save_steps < 1:
         return
+    # One rollout serves so many micro-batches, each of them `num_iterations` times (ms-swift 4.6,
+    # grpo_trainer.py, `generate_every`).
     per_round = made.steps_per_generation * args.sequence_parallel_size * made.num_iterations
     updates = per_round / made.gradient_accumulation_steps
     if made.save_steps % updates:

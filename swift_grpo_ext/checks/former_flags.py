@@ -83,7 +83,8 @@ def flag_hint(name: str, known: Collection[str]) -> str:
     """
     dashes = name[: len(name) - len(name.lstrip("-"))]
     bare = name.lstrip("-").partition("=")[0].replace("-", "_")
-    new = FORMER.get(bare, f"vllm_{bare}")  # ms-swift 3.8 parted those of vLLM by this beginning
+    # Since ms-swift 3.8 those of vLLM begin so.
+    new = FORMER.get(bare, f"vllm_{bare}")
     if dashes + new in known:
         return f"ms-swift 4 calls it {dashes}{new}"
     if " " in new:

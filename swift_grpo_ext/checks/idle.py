@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 def check_idle_settings(args: RLHFArguments) -> Findings:
     """Warn of settings with which no weight ever changes."""
-    rates = (args.learning_rate, args.vit_lr, args.aligner_lr)
-    if args.learning_rate == 0 and not any(rates):
+    # Tower and aligner follow the model's rate unless they have their own.
+    if args.learning_rate == 0 and not args.vit_lr and not args.aligner_lr:
         yield warning("learning_rate 0", "no weight changes: nothing is trained.")
+    # A teacher's log-probabilities are a signal of their own.
     weights = [float(weight) for weight in args.reward_weights or ()]
-    has_teacher = getattr(args, "teacher_model", None) or getattr(
-        args, "teacher_model_server", None
-    )
+    teachers = ("teacher_model", "teacher_model_server")
+    has_teacher = any(getattr(args, name, None) for name in teachers)
     if weights and not any(weights) and not has_teacher:
         yield warning(
             f"reward_weights {' '.join(f'{weight:g}' for weight in weights)}",
@@ -40,6 +40,7 @@ def check_unmet_rows(args: RLHFArguments, train: Sized, evaluation: Sized | None
     settings = args.training_args
     prompts = settings.generation_batch_size // args.num_generations
     tail = len(train) % prompts
+    # Shuffled rows are left out in turn; fewer than a batch are an error (`check_datasets`).
     if tail and not settings.dataset_shuffle and len(train) > prompts:
         yield warning(
             "dataset_shuffle false",
@@ -60,6 +61,7 @@ def check_unmet_rows(args: RLHFArguments, train: Sized, evaluation: Sized | None
         return
     if evaluation is None:
         return
+    # What an evaluation step holds over all ranks: a row is repeated for its samples before.
     group = args.num_generations_eval or args.num_generations
     prompts = settings.per_device_eval_batch_size * settings.world_size // group
     num_rows, tail = len(evaluation), len(evaluation) % max(prompts, 1)

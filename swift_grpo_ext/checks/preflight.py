@@ -101,13 +101,14 @@ def check_process(args: Arguments) -> Findings:
 def check_devices(args: RLHFArguments) -> Findings:
     """Refuse sharding and sleep where there is no accelerator.
 
-    accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
-    assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared
-    then, all ranks but the first hold empty weights (seen: log-probabilities of -ln(vocabulary)).
     vLLM 0.32 on CPU has no sleep.
     """
     if has_accelerator():
         return
+    # accelerate 1.15 (state.py) shards over devices only. On CPU, `--deepspeed` ends in one of its
+    # assertions, and `--fsdp` trains whole copies: of a reference model, which is never prepared
+    # then, all ranks but the first hold empty weights (seen: log-probabilities of -ln(vocabulary)).
+    # The variable is that of a user who has taught accelerate to do it all the same.
     shards = () if "ACCELERATE_TORCH_DEVICE" in os.environ else ("deepspeed", "fsdp")
     for name in (*shards, "sleep_level"):
         if value := getattr(args, name, None):
@@ -121,11 +122,12 @@ def check_devices(args: RLHFArguments) -> Findings:
 
 def _port_becomes_free(port: int) -> bool:
     """Return whether nothing listens on a port; wait for connections of a server that has just
-    ended, which keep the port from ms-swift for a minute: it binds without `SO_REUSEADDR`."""
+    ended."""
+    # They keep the port from ms-swift for a minute (TIME_WAIT): it binds without `SO_REUSEADDR`.
     for waited in range(SECONDS_OF_OLD_CONNECTIONS):
         if port_is_free(port, reuse=False):
             return True
-        if not port_is_free(port, reuse=True):
+        if not port_is_free(port, reuse=True):  # somebody listens
             return False
         if not waited:
             logger.info(f"Waiting for old connections to port {port} to go away (a minute at most)")
@@ -180,6 +182,7 @@ def check_arguments(args: Arguments, given: Collection[str]) -> Findings:
 
 def check_ranges(args: Arguments) -> Findings:
     """Refuse values of our flags that are out of range; parsers know types and choices."""
+    # By the setting: whether its value is right, and what would be.
     rules = {
         "rollout_timeout": (args.rollout_timeout >= 1, "a number of seconds, 1 or more"),
         "logps_chunk_size": (
@@ -202,15 +205,12 @@ def check_ranges(args: Arguments) -> Findings:
 
 def check_adapters(args: Arguments) -> Findings:
     """Refuse `--vllm_enable_lora` where adapters cannot lie apart from the engine's weights, or
-    vLLM does not know their kind.
-
-    With GPUs, ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
-    `add_base_layer_suffix_by_param_names`). vLLM's packed CPU layers are loaded anew under adapters
-    since then. What adapters vLLM refuses is in its lora/peft_helper.py (0.32).
-    """
+    vLLM does not know their kind."""
     setting, installed = "vllm_enable_lora true", tried_packages()
     swift, vllm = Version(installed["ms-swift"]), Version(installed.get("vllm", "0"))
     merged = "here and on the other side; adapters are then merged into the engine's weights."
+    # ms-swift 4.5 sends weights by names that vLLM had until 0.27 (rlhf_trainers/utils.py,
+    # `add_base_layer_suffix_by_param_names`).
     if swift < Version("4.6") and vllm >= Version("0.28"):
         yield error(
             setting,
@@ -227,6 +227,7 @@ def check_adapters(args: Arguments) -> Findings:
         )
     if _serves(args) or args.tuner_type != "lora":
         return
+    # What vLLM 0.32 refuses (lora/peft_helper.py), minutes later.
     unknown_to_vllm = {
         "use_dora true": args.use_dora,
         f"modules_to_save {' '.join(args.modules_to_save)}": args.modules_to_save,
@@ -257,6 +258,7 @@ def check_training(args: RLHFArguments) -> Findings:
     # A tied embedding or head that `--modules_to_save` copies is trained beside the other; vLLM
     # has one weight for both (seen: log-probabilities 0.05 nats apart).
     saved = sorted({"lm_head", "embed_tokens", "all-embedding"}.intersection(args.modules_to_save))
+    # A model's name, and not its folder, is left unchecked: it is not on this disk yet.
     path = Path(args.model or "").expanduser() / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if saved and path.is_file() else {}
     if config.get("tie_word_embeddings") and args.use_vllm and args.tuner_type != "full":
@@ -317,11 +319,9 @@ def check_ignored_flags(args: Arguments, given: Collection[str]) -> Findings:
 
 
 def check_model(args: Arguments) -> Findings:
-    """Refuse speculative decoding with a model that sees, and replay of experts without any.
-
-    vLLM 0.32 takes no `logit_bias` beside it (sampling_params.py, line 1190), by which media
-    placeholders are never sampled: the first request would end the run.
-    """
+    """Refuse speculative decoding with a model that sees, and replay of experts without any."""
+    # By vLLM's `logit_bias` media placeholders are never sampled. vLLM 0.32 takes none beside a
+    # speculation (sampling_params.py, line 1190): the first request would end the run.
     engine = args.vllm_engine_kwargs or {}
     asked = engine.get("speculative_config") or (_serves(args) and args.vllm_speculative_config)
     if asked and args.model_meta.is_multimodal:
@@ -347,7 +347,7 @@ def check_datasets(
     """Refuse data sets with rows that cannot be encoded, with too few rows for a generation batch,
     and without the columns that reward functions ask for.
 
-    Rows are looked at by one rank of each machine; the others end with it.
+    Rows are looked at by one rank of each machine.
     """
     yield from check_checkpoints(args)
     batch = args.training_args.generation_batch_size
@@ -359,6 +359,7 @@ def check_datasets(
             f"one generation batch ({batch} samples / --num_generations {args.num_generations}), "
             "so that no step could be made. Add rows or make the batch smaller.",
         )
+    # Media may be on the disk of each machine. The launcher ends the other ranks with this one.
     if not is_local_master():
         return
     placeholders, is_led = _placeholders(args), leads_conversations(args)
@@ -378,6 +379,7 @@ def check_datasets(
                 args.training_args,
                 setting=setting,
                 knows_all_columns=not is_led,
+                # Once is enough: functions are the same for both.
                 calls=dataset is train_dataset and not is_led,
             )
     yield from check_unmet_rows(args, train_dataset, eval_dataset)
@@ -394,6 +396,7 @@ def _placeholders(args: RLHFArguments) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(args.model_dir, trust_remote_code=True)
     meta = TEMPLATE_MAPPING.get(args.template)
     kind = meta.template_cls if meta else Template
+    # What a template does to these when it is made: the texts among them become ids.
     named = [t for t in kind.placeholder_tokens if isinstance(t, (int, str))]
     ids = [tokenizer.convert_tokens_to_ids(t) if isinstance(t, str) else t for t in named]
     template: Any = SimpleNamespace(

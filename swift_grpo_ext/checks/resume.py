@@ -39,6 +39,7 @@ def last_whole(run: Path) -> Path | None:
 def check_resume(args: RLHFArguments) -> Findings:
     """Refuse a `--resume_from_checkpoint` that is not whole, and name the last one that is."""
     given = args.resume_from_checkpoint
+    # --resume_only_model reads weights alone, which other programs may have written.
     if not given or args.resume_only_model or is_whole(Path(given)):
         return
     run = Path(given).parent

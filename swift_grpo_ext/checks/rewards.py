@@ -14,7 +14,7 @@ import math
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
@@ -49,13 +49,14 @@ Row = Mapping[str, Any]
 
 
 class TooSlowError(BaseException):
-    """A reward function takes longer than `MAX_SECONDS`. No `except Exception` catches it."""
+    """A reward function takes longer than `MAX_SECONDS`. Its own `except Exception` must not catch
+    this."""
 
 
 def check_rewards(
     names: Sequence[str],
     rows: Sequence[Row],
-    args: Any,
+    args: object,
     *,
     setting: str,
     knows_all_columns: bool = True,
@@ -92,6 +93,7 @@ def check_rewards(
             yield error(subject, text, "Register a class whose __init__, if any, takes args.")
         elif problems := [*check_call(subject, made, columns, rows, setting)]:
             for problem in problems:
+                # A column that is missing here may come from elsewhere.
                 yield problem if knows_all_columns else replace(problem, level="warning")
         elif columns and calls and not is_swifts and not _needs_more(made, makes_all):
             yield from try_reward(subject, made, columns, args)
@@ -113,6 +115,7 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     # Joined data sets hold None where one of them lacks a column.
     joined: Row = {name: None for row in usable for name in row}
     made_up = []
+    # By ms-swift's own classes, so that functions see the very columns of a round.
     for number, text in enumerate(COMPLETIONS if usable else ()):
         row = {**joined, **usable[number % len(usable)]}
         sample = GRPOSample.from_row({**row, "messages": [dict(m) for m in row["messages"]]})
@@ -137,12 +140,17 @@ def misfit(function: Any, *given: object, **named: object) -> str:
 
 
 def check_call(
-    subject: str, made: Any, columns: Mapping[str, Any], rows: Sequence[Row], setting: str
+    subject: str,
+    made: Callable[..., object],
+    columns: Mapping[str, Any],
+    rows: Sequence[Row],
+    setting: str,
 ) -> Findings:
     """Refuse parameters that no column fills, and a function that does not take every column."""
     if not columns or not inspect.isclass(made):  # a function that makes one tells nothing of it
         return
     given = {**columns, "trainer_state": None}
+    # Behind `self` and the completions, which are given by their place.
     parameters = [*inspect.signature(made.__call__).parameters.values()][2:]
     given |= {p.name: None for p in parameters if p.name == FROM_SERVERS}
     reason = misfit(made.__call__, None, COMPLETIONS, **given)
@@ -155,6 +163,7 @@ def check_call(
     ]
     if missing:
         name, there = missing[0], [*{name: 0 for row in rows for name in row}]
+        # Columns of nearly the same name, and then those that often hold the same thing.
         alike = get_close_matches(name, there)
         alike += [column for column in there if {column, name} <= {*ANSWERS}]
         yield error(
@@ -171,7 +180,7 @@ def check_call(
 
 
 def try_reward(
-    subject: str, made: Any, columns: Mapping[str, Sequence[Any]], args: Any
+    subject: str, made: Callable[..., Any], columns: Mapping[str, Sequence[Any]], args: object
 ) -> Findings:
     """Call a reward function once, and look at the number and the type of its values."""
     given = {"trainer_state": TrainerState(), **columns}
@@ -186,6 +195,7 @@ def try_reward(
         text = f"gave no values for {len(COMPLETIONS)} made-up completions within {MAX_SECONDS} s."
         yield skipped(subject, text, "Their number and type are not known.")
     except Exception as e:  # a user's code raises anything
+        # The last line of the user's own code, rather than of a library that it calls.
         frames = traceback.extract_tb(e.__traceback__)
         last = [frame for frame in frames if "site-packages" not in frame.filename][-1]
         yield warning(
@@ -203,6 +213,7 @@ def try_reward(
 def values_fault(output: Any) -> str:
     """Say what is wrong with the values of a reward function; "" where nothing is."""
     try:
+        # As ms-swift does: None stands for "not judged", and a tensor is made of the rest.
         values = [math.nan if value is None else value for value in output]
         shape = torch.tensor(values, dtype=torch.float32).shape
     except (TypeError, ValueError, RuntimeError):
@@ -212,14 +223,15 @@ def values_fault(output: Any) -> str:
     return "" if len(shape) == 1 else f"lists of shape {[*shape]}"
 
 
-def _is_swifts(made: Any) -> bool:
+def _is_swifts(made: object) -> bool:
     """Return whether a class or a function is ms-swift's own, and not a user's."""
     return (getattr(made, "__module__", None) or "").startswith("swift.")
 
 
-def _needs_more(made: Any, makes_all: bool) -> bool:
+def _needs_more(made: Callable[..., object], makes_all: bool) -> bool:
     """Return whether a reward may take more than this process and rows: other ranks, none of which
     would call it, a server's conversations, or a model that its `__init__` loads."""
+    # The `__init__` of ms-swift's `ORM` loads nothing.
     if not (makes_all or _is_swifts(getattr(made, "__init__", None))):
         return True
     try:
@@ -232,7 +244,7 @@ def _needs_more(made: Any, makes_all: bool) -> bool:
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
     """Raise `TooSlowError` within the block after so many seconds, in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # no signal comes elsewhere
         yield
         return
 

@@ -84,7 +84,12 @@ def check_rows(
             number is a warning then.
         placeholders: the tokens that stand for media inside the model.
     """
-    numbers, read = _chosen(len(dataset)), _reader(dataset)
+    numbers: Sequence[int] = range(len(dataset))
+    if len(numbers) > MAX_IMAGES_OPENED:
+        # By chance, and the same in each run: a fixed stride would meet the same kind of row again
+        # and again where kinds alternate.
+        numbers = sorted(random.Random(0).sample(numbers, MAX_IMAGES_OPENED))
+    read = _reader(dataset)
     has_media = False
     bad: list[str] = []
     numbers_by_prompt: dict[str, list[int]] = {}
@@ -95,6 +100,8 @@ def check_rows(
             bad.append(f"in the row that asks {question_of(row)!r}, {fault}")
             if not deletes_bad_rows:
                 break
+        # The first pass over content is a cheap one (`_cut_content`): what looks alike is compared
+        # whole later.
         if tells_duplicates:
             numbers_by_prompt.setdefault(prompt_hash(_cut_content(prompt_of(row))), []).append(i)
     if bad and not deletes_bad_rows:
@@ -126,23 +133,13 @@ def check_rows(
         )
 
 
-def _chosen(length: int) -> Sequence[int]:
-    """Return at most `MAX_IMAGES_OPENED` indices in order, chosen at random with a fixed seed.
-
-    A fixed stride would meet the same kind of row again and again where kinds alternate.
-    """
-    if length <= MAX_IMAGES_OPENED:
-        return range(length)
-    return sorted(random.Random(0).sample(range(length), MAX_IMAGES_OPENED))
-
-
 def _reader(dataset: Sequence[Row]) -> Callable[[int], Row]:
     """Return what reads a row of a data set. Content in `images` is a view of the data set's file,
     which is mapped into memory: of images of 1 MB nothing is copied."""
     features: Any = getattr(dataset, "features", None) or {}
     inner = getattr(features.get("images"), "feature", None)
     if not isinstance(inner, dict) or "bytes" not in inner:
-        return dataset.__getitem__
+        return dataset.__getitem__  # a list, or a data set that holds paths alone
     whole: Any = dataset
     names = [name for name in PROMPT_FIELDS if name in features and name != "images"]
     texts = whole.select_columns(names)
@@ -153,7 +150,7 @@ def _reader(dataset: Sequence[Row]) -> Callable[[int], Row]:
         views = [
             {
                 "path": item["path"].as_py(),
-                "bytes": _view(item["bytes"].as_buffer()),
+                "bytes": None if (held := item["bytes"].as_buffer()) is None else memoryview(held),
             }
             if item.is_valid
             else None
@@ -162,10 +159,6 @@ def _reader(dataset: Sequence[Row]) -> Callable[[int], Row]:
         return {**texts[i], "images": views if cell.is_valid else None}
 
     return read
-
-
-def _view(content: pa.Buffer | None) -> memoryview | None:
-    return None if content is None else memoryview(content)
 
 
 def _cut_content(row: Row) -> Row:
@@ -268,19 +261,17 @@ def row_fault(row: object, placeholders: Collection[str] = ()) -> str | None:
     for kind in KINDS:
         given = len(read.shown_as(kind))
         marks = sum(text.count(f"<{kind}>") for _, text in read.texts())
-        # Questions about HTML have such tags, and no column of videos.
-        counts = kind == "image" or given or _is_null(row, f"{kind}s")
-        if marks > given and counts:
+        # Questions about HTML have <video> and <audio> tags, and no column of videos. A column that
+        # is null in this row says that the data set has some.
+        has_column = not isinstance(row, Mapping) or f"{kind}s" in row
+        is_null = has_column and column_of(row, f"{kind}s") is None
+        if marks > given and (kind == "image" or given or is_null):
             return f"messages: {marks} <{kind}> marks stand for {given} {kind}s; expected as many"
     for medium in read.media:
         reason = _image_fault(medium) if medium.kind == "image" else _file_fault(medium)
         if reason:
             return f"{medium.field}: {reason}"
     return None
-
-
-def _is_null(row: object, name: str) -> bool:
-    return (not isinstance(row, Mapping) or name in row) and column_of(row, name) is None
 
 
 def _image_fault(medium: Medium) -> str | None:
@@ -309,7 +300,12 @@ def _file_fault(medium: Medium) -> str | None:
         return reason
     if not isinstance(value, str):
         return f"is {short(value)}; expected a path, URL, or base64"
-    return f"{short(value)} does not exist" if is_missing(value) else None
+    try:
+        content = media_content(value)
+        is_missing = isinstance(content, Path) and not content.exists()
+    except (ValueError, OSError):  # no base64, no path: ms-swift says what it is
+        is_missing = False
+    return f"{short(value)} does not exist" if is_missing else None
 
 
 def _wrong_form(value: object) -> str | None:
@@ -340,23 +336,15 @@ def unreadable(image: object) -> str | None:
             return None
         if isinstance(content, Path) and not content.exists():
             return None if _is_short_base64(str(image)) else "does not exist"
-        if isinstance(content, Path) and content.exists() and not content.is_file():
+        if isinstance(content, Path) and not content.is_file():
             return "is not a file"  # a pipe would be waited for
+        # To open an image reads its header, and no pixel.
         with Image.open(content):
             return None
     except FileNotFoundError:
         return "does not exist"
     except Exception as e:  # PIL's plugins raise whatever they stumble over in a broken header
         return f"is not an image that can be read ({reason_of(e)})"
-
-
-def is_missing(item: object) -> bool:
-    """Return whether a video or an audio is a local path of which there is no file."""
-    try:
-        content = media_content(item)
-        return isinstance(content, Path) and not content.exists()
-    except (ValueError, OSError):  # no base64, no path: ms-swift says what it is
-        return False
 
 
 def media_content(medium: object) -> Path | IO[bytes] | None:
@@ -420,7 +408,8 @@ def encoding_error(template: Template, row: Row, max_tokens: int | None = None) 
     prompt = {**row, "messages": [dict(message) for message in row["messages"]]}
     remove_response(prompt["messages"])
     try:
-        # Once: `template.encode` would try three times, and readers of URLs have their own retries.
+        # Without the wrapper that ms-swift has around it, which would try three times: readers of
+        # URLs have their own retries.
         with torch.inference_mode():
             encoded = inspect.unwrap(type(template).encode)(template, prompt)
     except Exception as e:  # templates, processors and readers of media raise many kinds
@@ -444,6 +433,8 @@ def encoding_fault(row: object, error: Exception) -> str:
     """
     from swift.template import MaxLengthError
 
+    # An error of a processor names no medium. What our own look finds is said first; then each
+    # image is loaded to its end; and else all are named.
     if fault := row_fault(row):
         return fault
     media = read_row(prompt_of(row) if isinstance(row, Mapping) else row).media
@@ -469,6 +460,7 @@ def _loading_fault(medium: Medium, error: Exception) -> str | None:
         return f"cannot be fetched ({reason_of(error)})" if is_it else None
     if medium.kind != "image":
         return None
+    # Decoded to its end: a file that was cut in its middle has a whole header.
     try:
         Template._load_image(medium.value, load_images=True).load()
     except Exception as e:  # PIL's plugins raise many kinds
