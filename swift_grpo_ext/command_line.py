@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from swift.arguments import BaseArguments, RLHFArguments, RolloutArguments
 from swift.utils import get_logger
@@ -46,6 +46,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
         # The last check before the model is loaded: model and data are known by name here.
         super()._check_grpo()
         if self.rlhf_type == "grpo":
+            # From the cheapest on: what the data set costs is paid last.
             check_model_tokens(self)
             check_stop_settings(self)
             enforce(check_output_dir(self))
@@ -53,7 +54,7 @@ class RLHFExtArguments(ExtFlags, RLHFArguments):
             datasets = super().load_dataset()
             enforce(preflight.check_datasets(self, *datasets))
             self.__dict__["_loaded_datasets"] = datasets
-            apply(Moment.TRAINING)
+            apply(Moment.TRAINING)  # after all checks: what is refused has changed nothing
 
     def load_dataset(self) -> tuple[Dataset, Dataset | None]:
         # Handed over once: what `_check_grpo` has loaded is not loaded again, nor kept.
@@ -65,6 +66,7 @@ class RolloutExtArguments(ExtFlags, RolloutArguments):
     """`swift rollout`'s arguments with our flags."""
 
     def _check_device_count(self) -> None:
+        # ms-swift calls it once it knows the model; a server has no hook of its own for checks.
         check_model_tokens(self)
         enforce(preflight.check_model(self))
         super()._check_device_count()
@@ -74,6 +76,8 @@ EXTENDED: dict[type, type] = {
     RLHFArguments: RLHFExtArguments,
     RolloutArguments: RolloutExtArguments,
 }
+"""ms-swift's classes that are turned into ours. Those that it derives from them (Megatron's, Ray's)
+stay as they are: their trainers are not ours."""
 
 
 def extend_arguments() -> None:
@@ -99,6 +103,10 @@ def extend_arguments() -> None:
 
 
 def _check(args: BaseArguments, given: list[str]) -> None:
+    """Check the process and the arguments, and prepare the process for what they ask.
+
+    It runs in the middle of `__post_init__`, before a model is known by more than its name.
+    """
     ours = [name for name in given if name in flag_names()]
     if isinstance(args, RLHFArguments) and args.rlhf_type != "grpo":
         if ours:
@@ -107,6 +115,7 @@ def _check(args: BaseArguments, given: list[str]) -> None:
                 f"{args.rlhf_type}. Leave the flag out."
             )
         return
+    # Keys come first: `args` holds a mask from here on, whatever is logged of it.
     if isinstance(args, RolloutArguments):
         if "swift.pipelines.infer.rollout" in sys.modules:
             # A script may have called `register()` before it loaded the server.
@@ -116,18 +125,22 @@ def _check(args: BaseArguments, given: list[str]) -> None:
         api_key.check_urls(args)
     enforce(preflight.check_process(args))
     enforce(preflight.check_arguments(args, given))
+    # The environment is set last, and before CUDA or vLLM read it.
     if getattr(args, "full_determinism", False):  # not an argument of servers
         prepare_process()
     apply_cpu_settings(args, given)
 
 
 def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
-    """Turn `args` into its extended class with our flags' values; return the flags given."""
+    """Turn `args` into its extended class with our flags' values; return the names of the flags
+    that were given, ours and ms-swift's."""
     given, left_over = being_parsed(type(args))
     argv = as_typed(given)
+    # Flags are parsed once more, as fields of our class. Without abbreviations: one of ms-swift's
+    # flags could be taken for ours.
     parser = Parser([EXTENDED[upstream]], allow_abbrev=False)
     values, unknown = parser.parse_known_args(argv)
-    # ms-swift takes abbreviations of its own flags.
+    # ms-swift itself takes abbreviations: what is left over here, it would refuse.
     _, unknown = Parser([upstream]).parse_known_args(unknown)
     if unknown and not args.ignore_args_error:
         tokens = [token for token in unknown if token.startswith("--")] or unknown[:1]
@@ -138,7 +151,7 @@ def _adopt_command_line(args: BaseArguments, upstream: type) -> list[str]:
             f"Unknown argument {', '.join(named)}; left over: {' '.join(unknown)}. "
             "`swift-grpo-ext flags` lists our flags."
         )
-    left_over[:] = unknown  # else ms-swift would refuse our flags when it is done
+    left_over[:] = unknown  # in place: ms-swift refuses what its own list holds when it is done
     if argv or type(args) is upstream:  # else made in Python, with values of our flags
         args.__class__ = EXTENDED[upstream]
         for name in flag_names():
@@ -152,6 +165,7 @@ def as_typed(argv: list[str]) -> list[str]:
     choices = {info.name: info.type.split(" | ") for info in flag_infos()}
 
     def typed(flag: str, value: str) -> str:
+        # `False` may have been `off` or `false`, whichever the flag knows.
         meant = {"False": ("off", "false"), "True": ("true",)}.get(value, ())
         return next((word for word in meant if word in choices.get(_name(flag), ())), value)
 
@@ -173,8 +187,8 @@ def _given(argv: list[str], parser: HfArgumentParser) -> list[str]:
 class Parser(HfArgumentParser):
     """Raises instead of printing the usage of five hundred flags; takes JSON as ms-swift does."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _patch_get_type_hints():
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        with _patch_get_type_hints():  # ms-swift's: JSON for fields that are a dict or a text
             super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:

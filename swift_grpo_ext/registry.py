@@ -37,13 +37,16 @@ def register() -> None:
             "there; `swift-grpo-ext selftest` checks its promises on this machine."
         )
     if not has_accelerator():
+        # They join the list before its first moment comes.
         from swift_grpo_ext.cpu import patches as cpu_patches
 
         cpu_patches.register()
     apply(Moment.REGISTRATION)
+    # By name: ms-swift imports the class when it makes a trainer, and a server never does.
     TrainerFactory.TRAINER_MAPPING["grpo"] = TRAINER
     TrainerFactory.TRAINING_ARGS_MAPPING["grpo"] = TRAINING_ARGUMENTS
     callbacks_map["diversity"] = DiversityMonitor
-    # The trainer puts the engine in place itself, when it makes one.
+    # `swift rollout` loads this module before it imports plugins. A trainer puts the engine in
+    # place itself, when it makes one.
     if "swift.pipelines.infer.rollout" in sys.modules:
         apply(Moment.SERVER)
